@@ -1,11 +1,16 @@
-"""Our loss and those of other projects side by side: checked against float64, then timed in one interleaved run.
+"""Our loss and those of other projects side by side: checked against float64, then timed in one
+interleaved run.
 
-python -m benchmarks                     all suites; a second run measures only what is missing or changed
-python -m benchmarks --quick             the smallest meaningful cells, a few minutes; with --suite logits hidden one
+python -m benchmarks                     all suites; a second run measures only what is missing or
+                                         changed
+python -m benchmarks --quick             the smallest meaningful cells, a few minutes; with --suite
+                                         logits hidden one
 python -m benchmarks --suite hidden rows
 
-Ends with the cells of this kind of machine in which ours is slower than plain PyTorch by more than 5 %, or with the line that
-none is. Exit code: 0; 1 if there is such a cell, or one that could not be measured."""
+Ends with the cells of this kind of machine in which ours is slower than plain PyTorch by more than
+5 %, or with the line that none is. Exit code: 0; 1 if there is such a cell, or one that could not
+be measured.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +49,14 @@ def main(argv: list[str] | None = None) -> None:
         for name in args.suite:
             print(f"{name}: {SUITES[name].title}")
             for cell, _ in SUITES[name].plan(args.device, args.quick):
-                print("  " + ", ".join(f"{key} {value}" for key, value in describe(cell).items() if value is not None))
+                print(
+                    "  "
+                    + ", ".join(
+                        f"{key} {value}"
+                        for key, value in describe(cell).items()
+                        if value is not None
+                    )
+                )
         return
     if not args.without_native:
         require_kernels(args.device)
@@ -53,11 +65,16 @@ def main(argv: list[str] | None = None) -> None:
         print(busy, file=sys.stderr)
     out = args.out or (Path("runs/benchmarks") if args.quick else RESULTS)
     choices = apply(args.choices) if args.choices else None
-    paths, unmeasured = run(args.suite, How(args.device, out, args.quick, args.first, args.fresh, choices))
+    paths, unmeasured = run(
+        args.suite, How(args.device, out, args.quick, args.first, args.fresh, choices)
+    )
     print("\nwritten:", *paths)
     if unmeasured:
         print("\nCells without figures:", *unmeasured, sep="\n")
-    kept, said = True, "Not compared with plain PyTorch: without our kernels there is nothing to compare."
+    kept, said = (
+        True,
+        "Not compared with plain PyTorch: without our kernels there is nothing to compare.",
+    )
     if not args.without_native:
         kept, said = promise(out, kind(args.device))
     print(f"\n{said}")

@@ -1,8 +1,10 @@
-"""The assembly and the machine code of a compiled kernel: its loops over a row, the instructions of an iteration, accesses, the
-loads in flight, registers.
+"""The assembly and the machine code of a compiled kernel: its loops over a row, the instructions of
+an iteration, accesses, the loads in flight, registers.
 
-NVIDIA's binaries are disassembled by `cuobjdump`, which Triton ships; each instruction carries in its encoding the barrier that
-a load sets and the barriers that an instruction waits for. AMD's assembly states its waits."""
+NVIDIA's binaries are disassembled by `cuobjdump`, which Triton ships; each instruction carries in
+its encoding the barrier that a load sets and the barriers that an instruction waits for. AMD's
+assembly states its waits.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ def loops(assembly: str) -> list[list[str]]:
         # A branch back to it comes from a block that control reaches through it alone.
         back = predecessors[header] - _reached(successors, 0, without=header)
         if back:
-            found.add(frozenset({header}.union(*(_reached(predecessors, tail, without=header) for tail in back))))
+            found.add(
+                frozenset(
+                    {header}.union(*(_reached(predecessors, tail, without=header) for tail in back))
+                )
+            )
     inner = [a for a in found if not any(b < a for b in found)]
     return [[line for block in sorted(loop) for line in body[block]] for loop in inner]
 
@@ -53,7 +59,9 @@ def _blocks(assembly: str) -> tuple[list[list[str]], list[set[int]]]:
         last = block[-1] if block else ""
         branch = re.search(r"(?:bra(?:\.uni)?|s_c?branch\w*)\s+([$.]?L\w*BB\w+)", last)
         follows = not re.match(r"bra|s_branch|ret|s_endpgm", last) and i + 1 < len(body)
-        successors.append(({labels[branch[1]]} if branch else set()) | ({i + 1} if follows else set()))
+        successors.append(
+            ({labels[branch[1]]} if branch else set()) | ({i + 1} if follows else set())
+        )
     return body, successors
 
 
@@ -91,21 +99,30 @@ def cuobjdump(kernel: Any, *options: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        return subprocess.run([tool, *options, file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            [tool, *options, file.name], capture_output=True, text=True, check=True
+        ).stdout
 
 
 def taken(kernel: Any) -> dict[str, int]:
     """Registers per thread, bytes spilled and bytes of stack."""
     if "amdgcn" in kernel.asm:
         # Scalar registers may spill into lanes of vector registers, which is not memory.
-        counts = dict(re.findall(r"\.(vgpr_count|vgpr_spill_count|private_segment_fixed_size):\s+(\d+)", kernel.asm["amdgcn"]))
+        counts = dict(
+            re.findall(
+                r"\.(vgpr_count|vgpr_spill_count|private_segment_fixed_size):\s+(\d+)",
+                kernel.asm["amdgcn"],
+            )
+        )
         return {
             "registers": int(counts["vgpr_count"]),
             "spilled": 4 * int(counts["vgpr_spill_count"]),
             "stack": int(counts["private_segment_fixed_size"]),
         }
     text = cuobjdump(kernel, "--dump-resource-usage")
-    reg, stack, local = (int(re.search(rf"{key}:(\d+)", text)[1]) for key in ("REG", "STACK", "LOCAL"))  # type: ignore[index]
+    reg, stack, local = (
+        int(re.search(rf"{key}:(\d+)", text)[1]) for key in ("REG", "STACK", "LOCAL")
+    )  # type: ignore[index]
     return {"registers": reg, "spilled": local, "stack": stack}
 
 
@@ -113,8 +130,9 @@ def taken(kernel: Any) -> dict[str, int]:
 
 
 class Instruction(NamedTuple):
-    """An instruction of a loop. loads and stores: bits that a thread accesses in device memory. local: it accesses a spilled
-    register."""
+    """An instruction of a loop. loads and stores: bits that a thread accesses in device memory.
+    local: it accesses a spilled register.
+    """
 
     pipe: str  # one of PIPES
     loads: int
@@ -128,9 +146,10 @@ class Instruction(NamedTuple):
     local: bool = False
 
 
-#: The unit that executes an instruction, and limits it besides the four instructions that a multiprocessor issues in a clock
-#: cycle: exponentials and reciprocals, fp32 adders and multipliers, device memory, AMD's scalar unit, and all else (integers,
-#: maxima, conversions, shared memory).
+#: The unit that executes an instruction, and limits it besides the four instructions that a
+#: multiprocessor issues in a clock cycle: exponentials and reciprocals, fp32 adders and
+#: multipliers, device memory, AMD's scalar unit, and all else (integers, maxima, conversions,
+#: shared memory).
 PIPES = ("special", "fp32", "memory", "scalar", "other")
 _SPECIAL = r"MUFU|v_(?:exp|log|rcp|rsq|sqrt)_"
 _FP32 = r"F(?:FMA|ADD|MUL)|v_(?:pk_)?(?:fma|fmac|add|sub|subrev|mul|mac)_f32"
@@ -143,14 +162,23 @@ def _pipe(name: str) -> str:
         return "fp32"
     if name.startswith("s_"):  # one for a wave, beside what its threads do
         return "scalar"
-    return "memory" if re.match(r"LDG(?!DEPBAR)|STG|(?:global|buffer)_(?:load|store)", name) else "other"
+    return (
+        "memory"
+        if re.match(r"LDG(?!DEPBAR)|STG|(?:global|buffer)_(?:load|store)", name)
+        else "other"
+    )
 
 
-_LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;\s*/\* 0x([0-9a-f]{16}) \*/\s*\n\s*/\* 0x([0-9a-f]{16}) \*/")
+_LINE = re.compile(
+    r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;\s*/\* 0x([0-9a-f]{16}) \*/\s*\n\s*/\* 0x([0-9a-f]{16}) \*/"
+)
 
 
 def disassembled(kernel: Any) -> str:
-    """NVIDIA's code as lines that `assembly.loops` reads: labels, lower-case branches, and `@@ sets waits` behind each."""
+    """NVIDIA's code as lines that `assembly.loops` reads:
+
+    labels, lower-case branches, and `@@ sets waits` behind each.
+    """
     matches = _LINE.findall(cuobjdump(kernel, "--dump-sass"))
     branch = re.compile(r"\bBRA(?:\.\w+)*\s+(!?U?P\w+,\s*)?0x([0-9a-f]+)")
     targets = {int(m[2], 16) for _, text, _, _ in matches if (m := branch.search(text))}
@@ -179,10 +207,26 @@ def _nvidia(lines: list[str]) -> Iterator[Instruction]:
         sets, waits = map(int, control.split())
         copies, closes = name.startswith("LDGSTS"), name == "LDGDEPBAR"
         load = _width(name) if name.startswith("LDG") and not closes else 0
-        store, local = _width(name) if name.startswith("STG") else 0, name.startswith(("LDL", "STL"))
-        left = re.search(r"DEPBAR\.LE SB0, 0x([0-9a-f]+)", text)  # groups of copies count on the first barrier
+        store, local = (
+            _width(name) if name.startswith("STG") else 0,
+            name.startswith(("LDL", "STL")),
+        )
+        left = re.search(
+            r"DEPBAR\.LE SB0, 0x([0-9a-f]+)", text
+        )  # groups of copies count on the first barrier
         groups = int(left[1], 16) if left else None
-        yield Instruction(_pipe(name), load, store, None if sets == 7 else sets, waits, None, copies, closes, groups, local)
+        yield Instruction(
+            _pipe(name),
+            load,
+            store,
+            None if sets == 7 else sets,
+            waits,
+            None,
+            copies,
+            closes,
+            groups,
+            local,
+        )
 
 
 def _amd(lines: list[str]) -> Iterator[Instruction]:
@@ -192,7 +236,9 @@ def _amd(lines: list[str]) -> Iterator[Instruction]:
         load, store = (sum(map(bits, re.findall(pattern, line))) for pattern in (LOAD, STORE))
         wait = re.search(r"vmcnt\((\d+)\)", line)
         local = line.startswith("scratch_")
-        yield Instruction(_pipe(line), load, store, None, 0, int(wait[1]) if wait else None, local=local)
+        yield Instruction(
+            _pipe(line), load, store, None, 0, int(wait[1]) if wait else None, local=local
+        )
 
 
 @dataclass(frozen=True)
@@ -221,8 +267,10 @@ class Loop:
 
     @property
     def in_flight(self) -> int:
-        """The most loads of a thread that are outstanding at a time, in the steady state: load, wait, load, wait gives 1.
-        Copies into shared memory are loads, and outstanding until their group is waited for."""
+        """The most loads of a thread that are outstanding at a time, in the steady state: load,
+        wait, load, wait gives 1. Copies into shared memory are loads, and outstanding until their
+        group is waited for.
+        """
         queue: list[Instruction] = []
         groups = [0]  # of copies, the last one open
         most = 0
@@ -246,8 +294,10 @@ class Loop:
 
 
 def row_loops(kernel: Any, needs: str = "special") -> list[Loop]:
-    """The loops over a row: of those that read it and of those that also write, the one that loads most in an iteration.
-    (The assembler may unroll a loop and keep a smaller copy for the rest.) Only loops that issue to the pipe `needs`."""
+    """The loops over a row: of those that read it and of those that also write, the one that loads
+    most in an iteration. (The assembler may unroll a loop and keep a smaller copy for the rest.)
+    Only loops that issue to the pipe `needs`.
+    """
     text, read = _text(kernel)
     loops_of_row: dict[bool, Loop] = {}
     for lines in loops(text):

@@ -1,8 +1,9 @@
-"""The measurements of the stages `counters` and `memcheck` of the GPU kit. For calls of every public function, which are recipes
-of the tests: what they compile, where they make the host wait, how much host time they take, and whether a CUDA graph of them
-gives the same result.
+"""The measurements of the stages `counters` and `memcheck` of the GPU kit. For calls of every
+public function, which are recipes of the tests: what they compile, where they make the host wait,
+how much host time they take, and whether a CUDA graph of them gives the same result.
 
-A new entry point of the package registers in RECIPES, and in CAPTURED if it is to be captured."""
+A new entry point of the package registers in RECIPES, and in CAPTURED if it is to be captured.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +36,16 @@ from support.recipes import Recipe, problem
 
 
 def loaded_kernels() -> list[dict]:
-    """Registers, spills and shared memory of the package's kernels that this process has launched, as the driver reports them."""
+    """Registers, spills and shared memory of the package's kernels that this process has launched,
+    as the driver reports them.
+    """
     modules = [module for name, module in sys.modules.items() if name.startswith("grpo_kernels.")]
-    kernels = {x.__name__: x for module in modules for x in vars(module).values() if isinstance(x, JITFunction)}
+    kernels = {
+        x.__name__: x
+        for module in modules
+        for x in vars(module).values()
+        if isinstance(x, JITFunction)
+    }
     return [
         {
             "kernel": name, "registers": compiled.n_regs, "spills": compiled.n_spills, "shared": compiled.metadata.shared,
@@ -75,7 +83,9 @@ RECIPES = {
 WAITS = {
     "linear_logprobs, masked": "rows are picked by the mask",
     "linear_divergence, masked": "rows are picked by the mask",
-    "TokenBatch and linear_grpo_loss": "row counts, sent to the host when the batch is made, are needed right after",
+    "TokenBatch and linear_grpo_loss": (
+        "row counts, sent to the host when the batch is made, are needed right after"
+    ),
 }
 #: Those that a trainer would capture in a CUDA graph.
 CAPTURED = (
@@ -89,15 +99,18 @@ Step = Callable[[], tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class Made:
-    """A call whose tensors are made. given: the one that is overwritten before a replay. exact: whether a replay gives the same
-    bits; products may run another kernel while they are captured."""
+    """A call whose tensors are made. given: the one that is overwritten before a replay. exact:
+    whether a replay gives the same bits; products may run another kernel while they are captured.
+    """
 
     given: Tensor
     step: Step
     exact: bool
 
 
-def calls(device: str, rows: int, vocab: int, width: int, dtype: str = "bfloat16") -> dict[str, Made]:
+def calls(
+    device: str, rows: int, vocab: int, width: int, dtype: str = "bfloat16"
+) -> dict[str, Made]:
     """The calls of RECIPES over four sequences of equal length; each has been made once."""
     found = {}
     with OnDevice(device):
@@ -112,7 +125,11 @@ def calls(device: str, rows: int, vocab: int, width: int, dtype: str = "bfloat16
 def stepped(call: Call) -> Step:
     def step() -> tuple[Tensor, ...]:
         values = call.values(*([call.leaves[0] * 1] if call.p.recipe.inplace else ()))
-        total = values["loss"] if "loss" in values else sum(x.sum() for x in values.values() if x.requires_grad)
+        total = (
+            values["loss"]
+            if "loss" in values
+            else sum(x.sum() for x in values.values() if x.requires_grad)
+        )
         return *(x.detach() for x in values.values()), *torch.autograd.grad(total, call.leaves)
 
     return step
@@ -122,7 +139,8 @@ def batches(device: str, rows: int, vocab: int, width: int) -> dict[str, Callabl
     """A batch that is made, alone and in a call."""
     with OnDevice(device):
         masked, whole = (
-            problem(Recipe(**HEAD, mask=mask, lengths=(rows // 4,) * 4, vocab=vocab, width=width)) for mask in ("some", "none")
+            problem(Recipe(**HEAD, mask=mask, lengths=(rows // 4,) * 4, vocab=vocab, width=width))
+            for mask in ("some", "none")
         )
         function, (_, objective), given = arguments_of(masked)
     return {
@@ -131,29 +149,54 @@ def batches(device: str, rows: int, vocab: int, width: int) -> dict[str, Callabl
     }  # fmt: skip
 
 
-def recompilations(device: str, vocab: int, width: int, lengths: int = 30, schedules: int = 10, longest: int = 300) -> int:
-    """Counts the kernels and graphs that random lengths and schedules compile, after one call of each entry point."""
+def recompilations(
+    device: str, vocab: int, width: int, lengths: int = 30, schedules: int = 10, longest: int = 300
+) -> int:
+    """Counts the kernels and graphs that random lengths and schedules compile, after one call of
+    each entry point.
+    """
     draw = random.Random(0)
-    entries = [RECIPES[name] for name in ("grpo_loss", "linear_grpo_loss", "linear_grpo_loss, kept sets", "token_logprobs")]
+    entries = [
+        RECIPES[name]
+        for name in (
+            "grpo_loss",
+            "linear_grpo_loss",
+            "linear_grpo_loss, kept sets",
+            "token_logprobs",
+        )
+    ]
 
     def step(length: int, low: float, high: float, beta: float, temperature: float) -> None:
         objective = Objective.preset("dapo", surrogate=Clip(low, high), beta=beta)
         for recipe in entries:
-            call = Call(replace(recipe, lengths=(length, length), vocab=vocab, width=width, dtype="bfloat16"))
+            call = Call(
+                replace(
+                    recipe, lengths=(length, length), vocab=vocab, width=width, dtype="bfloat16"
+                )
+            )
             function, after, given = arguments_of(call.p, objective=objective)
-            call.call = called(function, after, given | {"transform": LogitTransform(temperature=temperature)})
+            call.call = called(
+                function, after, given | {"transform": LogitTransform(temperature=temperature)}
+            )
             stepped(call)()
         problem.cache_clear()
 
     kinds = [
-        (draw.random(), draw.random(), draw.random() + 1e-3, draw.choice((1.0, 0.5, draw.random() + 0.1)))
+        (
+            draw.random(),
+            draw.random(),
+            draw.random() + 1e-3,
+            draw.choice((1.0, 0.5, draw.random() + 0.1)),
+        )
         for _ in range(schedules)
     ]
     with OnDevice(device):
         step(longest, *kinds[0])  # every kernel: sets of few rows have ids of few slots
         with compilations() as count:
             for i in range(lengths):
-                step(min(longest, draw.choice((1, 16, draw.randint(2, 300)))), *kinds[i % schedules])
+                step(
+                    min(longest, draw.choice((1, 16, draw.randint(2, 300)))), *kinds[i % schedules]
+                )
             return count()
 
 
@@ -161,8 +204,10 @@ def recompilations(device: str, vocab: int, width: int, lengths: int = 30, sched
 
 
 def first_wait(step: Callable[[], Any]) -> str | None:
-    """Where `step` first makes the host wait for CUDA; None if nowhere. The debug mode of torch does not report waits for
-    an event, so these are counted here, except for events that are over. Everything before `step` is over."""
+    """Where `step` first makes the host wait for CUDA; None if nowhere. The debug mode of torch
+    does not report waits for an event, so these are counted here, except for events that are over.
+    Everything before `step` is over.
+    """
 
     def wait(event: torch.cuda.Event) -> None:
         if not event.query():
@@ -177,7 +222,8 @@ def first_wait(step: Callable[[], Any]) -> str | None:
         if "synchronizing" not in str(error):
             raise
         return " < ".join(
-            f"{Path(f.filename).name}:{f.lineno} {f.line}" for f in reversed(traceback.extract_tb(error.__traceback__))
+            f"{Path(f.filename).name}:{f.lineno} {f.line}"
+            for f in reversed(traceback.extract_tb(error.__traceback__))
         )
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -185,7 +231,10 @@ def first_wait(step: Callable[[], Any]) -> str | None:
 
 
 def host_ms(call: Callable[[], Any], runs: int = 30) -> float:
-    """The median host time of a call, whose work the device does later. The device is idle when a run starts."""
+    """The median host time of a call, whose work the device does later.
+
+    The device is idle when a run starts.
+    """
     taken = []
     for _ in range(runs):
         torch.cuda.synchronize()
@@ -198,12 +247,15 @@ def host_ms(call: Callable[[], Any], runs: int = 30) -> float:
 
 # ---- CUDA graphs
 
-#: The largest difference of a replay from a plain call, if products run another kernel: gradients are bf16.
+#: The largest difference of a replay from a plain call, if products run another kernel: gradients
+#: are bf16.
 REPLAYED = 1e-2
 
 
 def replay_differs(what: Made) -> str | None:
-    """Captures a step, replays it on another input and compares with a plain call; None, or what is wrong, in words."""
+    """Captures a step, replays it on another input and compares with a plain call; None, or what is
+    wrong, in words.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # a first call, so that nothing created at first use is captured
@@ -223,7 +275,10 @@ def replay_differs(what: Made) -> str | None:
     plain = what.step()
     if what.exact and not all(torch.equal(a, b) for a, b in zip(captured, plain, strict=True)):
         return "a replay gives other bits than a plain call"
-    off = max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(captured, plain, strict=True))
+    off = max(
+        float((a.double() - b.double()).norm() / b.double().norm())
+        for a, b in zip(captured, plain, strict=True)
+    )
     if not off <= REPLAYED:
         return f"a replay is off by {off:.1e}"
     if all(torch.equal(a, b) for a, b in zip(before, captured, strict=True)):

@@ -1,22 +1,27 @@
-"""Checks, tunes and measures everything on a GPU, in calls of ten minutes, the most important stages first:
+"""Checks, tunes and measures everything on a GPU, in calls of ten minutes, the most important
+stages first:
 
-    python3 -m benchmarks.gpu_kit --out DIR [--call 1] [--wheels DIR] [--resume results.tar.gz] [--minutes 10]
+    python3 -m benchmarks.gpu_kit --out DIR [--call 1] [--wheels DIR] [--resume results.tar.gz]
+    [--minutes 10]
                                  [--stages NAME ...] [--rehearse]
 
-docs/gpu.md says what to run and which results each call gives. The script runs from the source tree, on a machine with torch
-and Triton, without network. The wheels of other projects come in a folder and are installed into a temporary one. CALLS has
-the stages of each call; a new part of the package registers in CASES, its files of tests, and its suites in HEADLINE, COMPARED
-or FURTHER. Each stage is a process with a time limit, a log and a JSON file, so that a crash or a hang does
-not affect the others. Most of the time that later stages need is reserved for them. After each stage, and every 20 seconds, DIR
-is updated with all results so far: summary.md, results.tar.gz (the JSON files and pictures), logs.tar.gz and a few of the
-pictures. `--resume` starts from the results of an earlier call: stages that ended well are not run again unless --stages names
-them, and measured cells are not measured again. `--rehearse` runs the same script with small sizes on a CPU.
+docs/gpu.md says what to run and which results each call gives. The script runs from the source
+tree, on a machine with torch and Triton, without network. The wheels of other projects come in a
+folder and are installed into a temporary one. CALLS has the stages of each call; a new part of the
+package registers in CASES, its files of tests, and its suites in HEADLINE, COMPARED or FURTHER.
+Each stage is a process with a time limit, a log and a JSON file, so that a crash or a hang does not
+affect the others. Most of the time that later stages need is reserved for them. After each stage,
+and every 20 seconds, DIR is updated with all results so far: summary.md, results.tar.gz (the JSON
+files and pictures), logs.tar.gz and a few of the pictures. `--resume` starts from the results of an
+earlier call: stages that ended well are not run again unless --stages names them, and measured
+cells are not measured again. `--rehearse` runs the same script with small sizes on a CPU.
 
 Copy the results into the repository, for the tables and the pictures of the documentation, by:
 
     tar xzf DIR/results.tar.gz -C benchmarks results && python -m benchmarks.report --write
 
-This file needs the standard library only, so that no failure of a stage can end it."""
+This file needs the standard library only, so that no failure of a stage can end it.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +54,8 @@ class Stage(NamedTuple):
     kept: float  # of these, reserved: earlier stages may not use them
 
 
-#: The calls, the most important first. Each takes ten minutes, on a machine that keeps nothing between calls.
+#: The calls, the most important first. Each takes ten minutes, on a machine that keeps nothing
+#: between calls.
 CALLS = {
     1: (
         Stage("install", 60, 10), Stage("env", 120, 80), Stage("correctness", 300, 170), Stage("counters", 90, 60),
@@ -88,13 +94,16 @@ CASES = {
         12, 0.35,
     ),
 }  # fmt: skip
-#: The part of each group that a rehearsal runs, of tests whose bounds its interpreter keeps: it truncates to bf16, a GPU rounds.
+#: The part of each group that a rehearsal runs, of tests whose bounds its interpreter keeps: it
+#: truncates to bf16, a GPU rounds.
 REHEARSED = (
-    "nothing_to_do or which_unaligned or (test_products and bf16) or (an_objective_is and gspo) or same_bits_again or (slope and not digits) "
-    "or offsets_beyond or (shares_near and triton) or (no_bit and not 40009)"
+    "nothing_to_do or which_unaligned or (test_products and bf16) or (an_objective_is and gspo) or"
+    " same_bits_again or (slope and not digits) or offsets_beyond or (shares_near and triton) or"
+    " (no_bit and not 40009)"
 )
 
-#: Suites of the benchmarks, the most important first: the first cell of each in call 1, those of the targets, all others.
+#: Suites of the benchmarks, the most important first: the first cell of each in call 1, those of
+#: the targets, all others.
 HEADLINE = ("logits", "hidden", "kept")
 COMPARED = ("logits", "hidden", "active", "kept")
 FURTHER = (
@@ -110,21 +119,31 @@ REHEARSED_SUITES = ("kept", "length")  # of them, on a CPU
 class Kit:
     """One call: its folders, and the outcome of each stage."""
 
-    def __init__(self, out: Path, work: Path, wheels: Path | None = None, rehearse: bool = False) -> None:
+    def __init__(
+        self, out: Path, work: Path, wheels: Path | None = None, rehearse: bool = False
+    ) -> None:
         self.out, self.work, self.wheels, self.rehearse = out, work, wheels, rehearse
         for folder in (out, *(work / name for name in ("json", "logs", "site", "results"))):
             folder.mkdir(parents=True, exist_ok=True)
-        self.stages: dict[str, dict] = self.found("kit")  # name -> {"status", "seconds"}, of earlier calls too
+        self.stages: dict[str, dict] = self.found(
+            "kit"
+        )  # name -> {"status", "seconds"}, of earlier calls too
 
     @property
     def environment(self) -> dict[str, str]:
         paths = (str(ROOT), str(self.work / "site"), os.environ.get("PYTHONPATH", ""))
-        variables = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in paths if p), "PYTHONUNBUFFERED": "1"}
+        variables = os.environ | {
+            "PYTHONPATH": os.pathsep.join(p for p in paths if p),
+            "PYTHONUNBUFFERED": "1",
+        }
         return variables | ({"TRITON_INTERPRET": "1"} if self.rehearse else {})
 
     def command(self, stage: str, seconds: float) -> list[str]:
         command = [sys.executable, "-m", "benchmarks.gpu_stages", stage, "--work", str(self.work)]
-        command += ["--seconds", f"{0.95 * seconds:.0f}"]  # the stage should stop by itself after this
+        command += [
+            "--seconds",
+            f"{0.95 * seconds:.0f}",
+        ]  # the stage should stop by itself after this
         if self.wheels is not None:
             command += ["--wheels", str(self.wheels)]
         return command + (["--rehearse"] if self.rehearse else [])
@@ -136,24 +155,42 @@ class Kit:
 
     def suites(self) -> dict[str, dict]:
         """{suite: result file} of the comparison."""
-        return {path.stem: json.loads(path.read_text()) for path in sorted((self.work / "results").glob("*/*.json"))}
+        return {
+            path.stem: json.loads(path.read_text())
+            for path in sorted((self.work / "results").glob("*/*.json"))
+        }
 
 
 # ---- the runner
 
 
 def run_stage(
-    command: Sequence[str], log: Path, seconds: float, environment: dict[str, str], meanwhile: Callable[[], None] = lambda: None
+    command: Sequence[str],
+    log: Path,
+    seconds: float,
+    environment: dict[str, str],
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> str:
-    """Runs a command in its own process group, with its output in `log`. Returns "ok", how it failed, or that its time ran
-    out, and ends what is left of the group. `meanwhile` is called every PACK_EVERY seconds."""
+    """Runs a command in its own process group, with its output in `log`. Returns "ok", how it
+    failed, or that its time ran out, and ends what is left of the group. `meanwhile` is called
+    every PACK_EVERY seconds.
+    """
     deadline = time.monotonic() + seconds
     with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, process_group=0)
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=ROOT,
+            process_group=0,
+        )
         try:
             while True:
                 try:
-                    status = process.wait(timeout=max(0.0, min(PACK_EVERY, deadline - time.monotonic())))
+                    status = process.wait(
+                        timeout=max(0.0, min(PACK_EVERY, deadline - time.monotonic()))
+                    )
                     break
                 except subprocess.TimeoutExpired:
                     if time.monotonic() >= deadline:
@@ -176,7 +213,10 @@ def end_group(process: subprocess.Popen) -> None:
 
 
 def run(kit: Kit, stages: Sequence[Stage], minutes: float) -> None:
-    """Runs one stage after the other. The reserved seconds of all stages are scaled to 80 % of the time."""
+    """Runs one stage after the other.
+
+    The reserved seconds of all stages are scaled to 80 % of the time.
+    """
     scale = 0.8 * 60 * minutes / max(1.0, sum(stage.kept for stage in stages))
     deadline = time.monotonic() + 57 * minutes  # the rest is for packing and for starting the call
     for i, stage in enumerate(stages):
@@ -186,7 +226,9 @@ def run(kit: Kit, stages: Sequence[Stage], minutes: float) -> None:
         status, log = "no time left", kit.work / "logs" / f"{stage.name}.txt"
         if seconds > 0.5 * minutes:
             kit.stages[stage.name] = {"status": "running", "seconds": 0.0}
-            status = run_stage(kit.command(stage.name, seconds), log, seconds, kit.environment, lambda: pack(kit))
+            status = run_stage(
+                kit.command(stage.name, seconds), log, seconds, kit.environment, lambda: pack(kit)
+            )
         kit.stages[stage.name] = {"status": status, "seconds": round(time.monotonic() - begin, 1)}
         print(f"{stage.name}: {status}, {kit.stages[stage.name]['seconds']} s", flush=True)
         if status != "ok" and log.exists():
@@ -203,11 +245,16 @@ def pack(kit: Kit) -> None:
     tables = kit.work / "tables.md"
     text = summary(kit) + (f"\n{tables.read_text()}" if tables.exists() else "")
     replace(kit.out / "summary.md", lambda path: path.write_text(text))
-    replace(kit.out / "results.tar.gz", lambda path: archive(path, kit.work, ("json", "results", "tables.md")))
+    replace(
+        kit.out / "results.tar.gz",
+        lambda path: archive(path, kit.work, ("json", "results", "tables.md")),
+    )
     replace(kit.out / "logs.tar.gz", lambda path: archive(path, kit.work, ("logs",)))
     for picture in (kit.work / "results").glob("*/plots/*.png"):
         if picture.stem in PICTURES:
-            replace(kit.out / picture.name, lambda path, picture=picture: shutil.copyfile(picture, path))
+            replace(
+                kit.out / picture.name, lambda path, picture=picture: shutil.copyfile(picture, path)
+            )
 
 
 def replace(path: Path, write: Callable[[Path], Any]) -> None:
@@ -217,10 +264,13 @@ def replace(path: Path, write: Callable[[Path], Any]) -> None:
 
 
 def archive(path: Path, folder: Path, names: Sequence[str]) -> None:
-    """The files of these names, and those in folders of these names. Stages may be writing: each file is read at once, and
-    one that is incomplete or gone is left out."""
+    """The files of these names, and those in folders of these names. Stages may be writing: each
+    file is read at once, and one that is incomplete or gone is left out.
+    """
     with tarfile.open(path, "w:gz") as tar:
-        for file in sorted(file for name in names for file in (folder / name, *(folder / name).rglob("*"))):
+        for file in sorted(
+            file for name in names for file in (folder / name, *(folder / name).rglob("*"))
+        ):
             if file.suffix == ".part" or not file.is_file():
                 continue
             try:
@@ -256,8 +306,14 @@ def targets(suites: dict[str, dict], counters: dict, correctness: dict) -> list[
     waits, documented = counters.get("waits"), counters.get("documented", {}).keys()
     waiting = None if waits is None else {name for name, wait in waits.items() if wait}
     groups = correctness.get("groups", {}).values()
-    errors = [value for group in groups for what, value in group["largest"].items() if "logps" in what]
-    refused = None if "graphs" not in counters else sum(bool(reason) for reason in counters["graphs"].values())
+    errors = [
+        value for group in groups for what, value in group["largest"].items() if "logps" in what
+    ]
+    refused = (
+        None
+        if "graphs" not in counters
+        else sum(bool(reason) for reason in counters["graphs"].values())
+    )
     return [
         Target("logits 8192 x 151936 bf16, in place / copy", "<=", 1.15, ratio(inplace, logits("copy"))),
         Target("same, Liger GRPO loss / ours", ">=", 1.4, ratio(logits("Liger GRPO loss"), inplace)),
@@ -277,10 +333,15 @@ def targets(suites: dict[str, dict], counters: dict, correctness: dict) -> list[
 
 
 def row_of(suites: dict[str, dict], suite: str, **shape: Any) -> Callable[[str], dict]:
-    """A function of a provider's name: its row in the cell of this shape, with 8192 rows of Qwen's vocabulary in bf16. "limit"
-    is the fastest of the limits; {} is what was not measured."""
+    """A function of a provider's name: its row in the cell of this shape, with 8192 rows of Qwen's
+    vocabulary in bf16. "limit" is the fastest of the limits; {} is what was not measured.
+    """
     wanted = {"rows": 8192, "vocab": 151936, "dtype": "bfloat16", **shape}
-    cells = (x for x in suites.get(suite, {}).get("cells", []) if all(x[key] == value for key, value in wanted.items()))
+    cells = (
+        x
+        for x in suites.get(suite, {}).get("cells", [])
+        if all(x[key] == value for key, value in wanted.items())
+    )
     cell = next(cells, {})
     rows = {row["name"]: row for row in cell.get("providers", []) if row["status"] == "ok"}
     return lambda name: (cell.get("limit") if name == "limit" else rows.get(name)) or {}
@@ -295,7 +356,10 @@ def summary(kit: Kit) -> str:
     """The stages, the targets, and the lines of each stage."""
     title = "Rehearsal on a CPU: no figure means anything" if kit.rehearse else "Results"
     lines = [f"# {title}", "", "| stage | outcome | s |", "|---|---|---|"]
-    lines += [f"| {name} | {stage['status']} | {stage['seconds']:.0f} |" for name, stage in kit.stages.items()]
+    lines += [
+        f"| {name} | {stage['status']} | {stage['seconds']:.0f} |"
+        for name, stage in kit.stages.items()
+    ]
     lines += ["", "| target | wanted | measured | met |", "|---|---|---|---|"]
     for target in targets(kit.suites(), kit.found("counters"), kit.found("correctness")):
         measured = "not measured" if target.measured is None else f"{target.measured:.3g}"
@@ -312,10 +376,16 @@ AGAIN = ("install", "plots")
 
 
 def chosen(kit: Kit, call: int, names: Sequence[str] | None) -> list[Stage]:
-    """The stages of a call that have not ended well before, or those of these names from all calls."""
+    """The stages of a call that have not ended well before, or those of these names from all
+    calls.
+    """
     if names is None:
         stages = CALLS[call]
-        return [stage for stage in stages if stage.name in AGAIN or kit.stages.get(stage.name, {}).get("status") != "ok"]
+        return [
+            stage
+            for stage in stages
+            if stage.name in AGAIN or kit.stages.get(stage.name, {}).get("status") != "ok"
+        ]
     every = {stage.name: stage for stages in CALLS.values() for stage in stages}
     return [stage for name, stage in every.items() if name in names]
 

@@ -2,8 +2,10 @@
 
     python -m benchmarks.gpu_stages STAGE --work DIR [--seconds 60] [--wheels DIR] [--rehearse]
 
-A stage writes DIR/json/STAGE.json after each step, so that its results survive a crash or a timeout. `--rehearse` runs it
-with small shapes on a CPU, with Triton's interpreter in place of a GPU; what needs CUDA is then left out, with a note."""
+A stage writes DIR/json/STAGE.json after each step, so that its results survive a crash or a
+timeout. `--rehearse` runs it with small shapes on a CPU, with Triton's interpreter in place of a
+GPU; what needs CUDA is then left out, with a note.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,14 @@ from benchmarks.suites import LOST_DEVICE
 class Kit:
     """One running stage: its folder, its time limit, and its results."""
 
-    def __init__(self, stage: str, work: Path, seconds: float, wheels: Path | None = None, rehearse: bool = False) -> None:
+    def __init__(
+        self,
+        stage: str,
+        work: Path,
+        seconds: float,
+        wheels: Path | None = None,
+        rehearse: bool = False,
+    ) -> None:
         self.stage, self.work, self.wheels, self.rehearse = stage, work, wheels, rehearse
         self.device = "cpu" if rehearse else "cuda"
         self.deadline = time.monotonic() + seconds
@@ -65,12 +74,15 @@ class Kit:
             self.say(f"left out: {name}")
 
     def child(self, *command: str, seconds: float | None = None, **environment: str) -> int | None:
-        """The exit status of a command, whose output goes to this stage's log; None if it took too long. "" unsets a
-        variable."""
+        """The exit status of a command, whose output goes to this stage's log; None if it took too
+        long. "" unsets a variable.
+        """
         values = {k: v for k, v in (os.environ | environment).items() if v or k not in environment}
         print(f"\n$ {' '.join(command)}", flush=True)
         try:
-            return subprocess.run(command, cwd=ROOT, env=values, timeout=min(seconds or self.left, self.left)).returncode
+            return subprocess.run(
+                command, cwd=ROOT, env=values, timeout=min(seconds or self.left, self.left)
+            ).returncode
         except subprocess.TimeoutExpired:
             print("(took too long, ended)", flush=True)
             return None
@@ -78,11 +90,17 @@ class Kit:
     def python(self, *command: str, seconds: float | None = None, **environment: str) -> int | None:
         return self.child(sys.executable, *command, seconds=seconds, **environment)
 
-    def until_it_keeps_its_gpu(self, seconds: float, *command: str, **environment: str) -> int | None:
-        """The exit status of one that may lose its GPU to a provider, and then goes on without that one when it is run again."""
+    def until_it_keeps_its_gpu(
+        self, seconds: float, *command: str, **environment: str
+    ) -> int | None:
+        """The exit status of one that may lose its GPU to a provider, and then goes on without that
+        one when it is run again.
+        """
         deadline, status = time.monotonic() + seconds, None
         for _ in range(8):
-            status = self.python(*command, seconds=max(1.0, deadline - time.monotonic()), **environment)
+            status = self.python(
+                *command, seconds=max(1.0, deadline - time.monotonic()), **environment
+            )
             if status != LOST_DEVICE:
                 break
         return status
@@ -118,11 +136,20 @@ def env(kit: Kit) -> None:
     source = torch.empty(size // 2, dtype=torch.bfloat16, device=kit.device).normal_()
     target = torch.empty_like(source).copy_(source)
     a, b = (torch.empty(n, n, dtype=torch.bfloat16, device=kit.device).normal_() for _ in range(2))
-    times = interleaved({"copy": lambda: target.copy_(source), "product": lambda: a @ b}, kit.device, seconds=0.3, most=30)
-    rates = {"copy_gbps": 2 * size / times["copy"]["ms"] / 1e6, "bf16_tflops": 2 * n**3 / times["product"]["ms"] / 1e9}
+    times = interleaved(
+        {"copy": lambda: target.copy_(source), "product": lambda: a @ b},
+        kit.device,
+        seconds=0.3,
+        most=30,
+    )
+    rates = {
+        "copy_gbps": 2 * size / times["copy"]["ms"] / 1e6,
+        "bf16_tflops": 2 * n**3 / times["product"]["ms"] / 1e9,
+    }
     kit.add(rates=rates, times=times, state=gpu_state(kit.device))
     kit.say(
-        f"copy {rates['copy_gbps']:.0f} GB/s (read + write); {n} x {n} x {n} bf16 product {rates['bf16_tflops']:.0f} TFLOP/s"
+        f"copy {rates['copy_gbps']:.0f} GB/s (read + write); {n} x {n} x {n} bf16 product"
+        f" {rates['bf16_tflops']:.0f} TFLOP/s"
     )
     status = kit.python("-m", "grpo_kernels", "doctor", *(("--quick",) if kit.rehearse else ()))
     kit.say(f"doctor: {outcome(status)}")
@@ -132,9 +159,10 @@ def env(kit: Kit) -> None:
 
 
 def correctness(kit: Kit) -> None:
-    """Runs the cases of the tests on the device, one group after the other. Of each test, single values of the parameters come
-    first and combinations later, see tests/support/on_device.py. Combinations that do not fit into the time are not a
-    failure."""
+    """Runs the cases of the tests on the device, one group after the other. Of each test, single
+    values of the parameters come first and combinations later, see tests/support/on_device.py.
+    Combinations that do not fit into the time are not a failure.
+    """
     begin, whole, spent = time.monotonic(), 0.95 * kit.left, 0.0
     found = load(kit.work / "json" / "correctness.json").get("groups", {})  # of an earlier call
     for name, cases in CASES.items():
@@ -156,12 +184,16 @@ def correctness(kit: Kit) -> None:
         kit.add(groups=found)
         enough = 0 < group["first"] <= group["ran"] and not group["failed"]
         kit.say(
-            f"{name}: {group['passed']} passed, {len(group['failed'])} failed; {group['ran']} of {group['collected']} ran, "
-            f"{group['first']} have every value of every parameter ({outcome(status)})",
+            f"{name}: {group['passed']} passed, {len(group['failed'])} failed; {group['ran']} of"
+            f" {group['collected']} ran, {group['first']} have every value of every parameter"
+            f" ({outcome(status)})",
             well=status == 0 or (status is None and enough),
         )
         for failure in group["failed"][:8]:
-            kit.say(f"  {failure['test'].removeprefix('tests/')}: {' '.join(failure['message'].split())[:160]}")
+            kit.say(
+                f"  {failure['test'].removeprefix('tests/')}:"
+                f" {' '.join(failure['message'].split())[:160]}"
+            )
         for what, value in group["largest"].items():
             kit.say(f"  largest error, {what}: {value:.1e}")
 
@@ -171,8 +203,19 @@ def slug_of(name: str) -> str:
 
 
 def pytest_command(processes: int, rehearse: bool) -> list[str]:
-    command = ["-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "support.on_device"]
-    if importlib.util.find_spec("xdist") and not rehearse:  # few at a time, so that they keep their order
+    command = [
+        "-m",
+        "pytest",
+        "-q",
+        "--tb=short",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "support.on_device",
+    ]
+    if (
+        importlib.util.find_spec("xdist") and not rehearse
+    ):  # few at a time, so that they keep their order
         command += ["-n", str(min(processes, os.cpu_count() or 1)), "--maxschedchunk=2"]
     if importlib.util.find_spec("pytest_timeout"):
         command += ["--timeout=90"]
@@ -180,29 +223,50 @@ def pytest_command(processes: int, rehearse: bool) -> list[str]:
 
 
 def tally(report: Path) -> dict:
-    """What tests/support/on_device.py wrote: {"collected", "first", "ran", "passed", "failed", "skipped", "largest": {recorded
-    property: its maximum}}."""
-    lines = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
+    """What tests/support/on_device.py wrote: {"collected", "first", "ran", "passed", "failed",
+    "skipped", "largest": {recorded property: its maximum}}.
+    """
+    lines = (
+        [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
+    )
     tests = [line for line in lines if "test" in line]
-    sizes = {what: sum(sum(line.get(what, {}).values()) for line in lines) for what in ("collected", "first")}
-    by = {how: [line for line in tests if line["outcome"] == how] for how in ("passed", "failed", "skipped")}
+    sizes = {
+        what: sum(sum(line.get(what, {}).values()) for line in lines)
+        for what in ("collected", "first")
+    }
+    by = {
+        how: [line for line in tests if line["outcome"] == how]
+        for how in ("passed", "failed", "skipped")
+    }
     largest: dict[str, float] = {}
     for line in tests:
         name = re.sub(r".*::|\[.*", "", line["test"])
         for what, value in line["properties"].items():
             largest[f"{name}, {what}"] = max(value, largest.get(f"{name}, {what}", 0.0))
-    return sizes | by | {"ran": len({line["test"] for line in tests}), "passed": len(by["passed"]), "largest": largest}
+    return (
+        sizes
+        | by
+        | {
+            "ran": len({line["test"] for line in tests}),
+            "passed": len(by["passed"]),
+            "largest": largest,
+        }
+    )
 
 
 # ---- counters
 
 
 def counters(kit: Kit) -> None:
-    """Counts compilations over lengths and schedules and waits of the host; times the host; captures CUDA graphs; and reads off
-    the kernels that have run by then. (The budgets of all others are checked without a GPU: `python -m benchmarks.resources`.)"""
+    """Counts compilations over lengths and schedules and waits of the host; times the host;
+    captures CUDA graphs; and reads off the kernels that have run by then. (The budgets of all
+    others are checked without a GPU: `python -m benchmarks.resources`.)
+    """
     from benchmarks import gpu_counters as on  # needs the tests' pytest, as `small` does
 
-    rows, vocab, width = (8, 272, 8) if kit.rehearse else (64, 16384, 256)  # Python draws the sets of ids, row by row
+    rows, vocab, width = (
+        (8, 272, 8) if kit.rehearse else (64, 16384, 256)
+    )  # Python draws the sets of ids, row by row
     few = {"lengths": 2, "schedules": 2, "longest": 2} if kit.rehearse else {}
     with on_triton(kit.rehearse):
         kit.add(recompilations=on.recompilations(kit.device, min(vocab, 2048), width, **few))
@@ -210,27 +274,53 @@ def counters(kit: Kit) -> None:
         kit.say(f"recompilations over random lengths and schedules: {count}", well=count == 0)
         made = on.calls(kit.device, rows, vocab, width, "float32" if kit.rehearse else "bfloat16")
         if kit.rehearse:
-            wrong = [name for name, one in made.items() if not all(x.isfinite().all() for x in one.step())]
-            kit.say(f"{len(made)} calls, run without a graph; not finite: {wrong or 'none'}", well=not wrong)
-            kit.leave_out("waits of the host", "host time of a call", "CUDA graphs", "registers of the kernels as loaded")
+            wrong = [
+                name
+                for name, one in made.items()
+                if not all(x.isfinite().all() for x in one.step())
+            ]
+            kit.say(
+                f"{len(made)} calls, run without a graph; not finite: {wrong or 'none'}",
+                well=not wrong,
+            )
+            kit.leave_out(
+                "waits of the host",
+                "host time of a call",
+                "CUDA graphs",
+                "registers of the kernels as loaded",
+            )
             return
-    steps = {name: one.step for name, one in made.items()} | on.batches(kit.device, rows, vocab, width)
+    steps = {name: one.step for name, one in made.items()} | on.batches(
+        kit.device, rows, vocab, width
+    )
     waits = {}
     for name, step in steps.items():
         waits[name] = on.first_wait(step)
         kit.add(waits=waits, documented=on.WAITS)
         reason = f" (documented: {on.WAITS[name]})" if name in on.WAITS else ""
-        kit.say(f"host waits, {name}{reason}: {waits[name] or 'none'}"[:400], well=waits[name] is None or name in on.WAITS)
+        kit.say(
+            f"host waits, {name}{reason}: {waits[name] or 'none'}"[:400],
+            well=waits[name] is None or name in on.WAITS,
+        )
     kit.add(host_ms={name: round(on.host_ms(step), 3) for name, step in steps.items()})
-    kit.say("host time, ms: " + ", ".join(f"{name} {ms:.2f}" for name, ms in kit.found["host_ms"].items()))
+    kit.say(
+        "host time, ms: "
+        + ", ".join(f"{name} {ms:.2f}" for name, ms in kit.found["host_ms"].items())
+    )
     graphs: dict[str, str | None] = {}
     for name in on.CAPTURED:
         graphs[name] = on.replay_differs(made[name])
         kit.add(graphs=graphs)
-        kit.say(f"CUDA graph, {name}: {graphs[name] or 'replayed as a plain call'}", well=graphs[name] is None)
+        kit.say(
+            f"CUDA graph, {name}: {graphs[name] or 'replayed as a plain call'}",
+            well=graphs[name] is None,
+        )
     kit.add(loaded=on.loaded_kernels())
     for k in kit.found["loaded"]:
-        kit.say("{kernel}: {registers} registers, {spills} spilled, {shared} bytes shared, {warps} warps".format(**k))
+        kit.say(
+            "{kernel}: {registers} registers, {spills} spilled, {shared} bytes shared, {warps}"
+            " warps".format(**k)
+        )
 
 
 def on_triton(rehearse: bool) -> contextlib.AbstractContextManager[None]:
@@ -247,7 +337,15 @@ def tune(kit: Kit) -> None:
     to_do = sum(tuning.KINDS.values())
     for kind, share in tuning.KINDS.items():
         path = kit.work / "json" / f"tune-{kind}.json"
-        command = ("-m", "benchmarks.tune", "--kind", kind, "--json", str(path), *(("--small",) if kit.rehearse else ()))
+        command = (
+            "-m",
+            "benchmarks.tune",
+            "--kind",
+            kind,
+            "--json",
+            str(path),
+            *(("--small",) if kit.rehearse else ()),
+        )
         status = kit.until_it_keeps_its_gpu(kit.left * share / to_do, *command)
         to_do -= share
         outcomes |= load(path)
@@ -263,17 +361,23 @@ def tune(kit: Kit) -> None:
 
 #: The settings that the tuner has found clearly faster, for later stages.
 CHOICES = "choices.json"
-#: The suites of a stage, and options: first cells alone, without the providers that compile for long.
+#: The suites of a stage, and options: first cells alone, without the providers that compile for
+#: long.
 COMPARISONS = {"headline": (HEADLINE, "--first"), "comparison": (COMPARED,), "further": (FURTHER,)}
 
 
 def compare(kit: Kit) -> None:
-    """Runs suites of the benchmarks with the settings that the tuner has found, each suite in its own process. A provider that
-    breaks CUDA ends its process; the next process continues without that provider."""
+    """Runs suites of the benchmarks with the settings that the tuner has found, each suite in its
+    own process. A provider that breaks CUDA ends its process; the next process continues without
+    that provider.
+    """
     results, (names, *options) = kit.work / "results", COMPARISONS[kit.stage]
     if kit.rehearse:
         kit.leave_out(*(f"suite {name}" for name in names if name not in REHEARSED_SUITES))
-        names, options = [name for name in names if name in REHEARSED_SUITES], [*options, "--quick", "--without-native"]
+        names, options = (
+            [name for name in names if name in REHEARSED_SUITES],
+            [*options, "--quick", "--without-native"],
+        )
     for i, name in enumerate(names):
         seconds = max(0.4, 1 / (len(names) - i)) * kit.left  # a suite may hang
         status = kit.until_it_keeps_its_gpu(
@@ -286,7 +390,10 @@ def compare(kit: Kit) -> None:
 
 
 def memcheck(kit: Kit) -> None:
-    """compute-sanitizer over small calls of everything, where it is installed. (racecheck sees shared memory only.)"""
+    """compute-sanitizer over small calls of everything, where it is installed.
+
+    (racecheck sees shared memory only.)
+    """
     tool = shutil.which("compute-sanitizer")
     if tool is None:
         kit.leave_out("compute-sanitizer, which is not installed")
@@ -311,7 +418,8 @@ def small(kit: Kit) -> None:
     kit.say("small calls: done")
 
 
-#: Of each, the cell of "logits" and the kernels that its call launches: bytes are counted in sizes of the logits.
+#: Of each, the cell of "logits" and the kernels that its call launches: bytes are counted in sizes
+#: of the logits.
 TRAFFIC = {
     "grpo_kernels, in place": ("fused_loss_kernel",), "grpo_kernels, layer 1 + loss": ("softmax_sums_kernel", "softmax_gradient_kernel"),
 }  # fmt: skip
@@ -320,29 +428,49 @@ METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "gpu__time_duration.
 
 
 def traffic(kit: Kit) -> None:
-    """Counts the bytes of device memory that the kernels from logits read and write, by Nsight Compute."""
+    """Counts the bytes of device memory that the kernels from logits read and write, by Nsight
+    Compute.
+    """
     tool = shutil.which("ncu")
     if tool is None or kit.rehearse:
         kit.leave_out("bytes of device memory, which Nsight Compute counts")
         return
     expected = [(dtype, name) for dtype in LARGE for some in TRAFFIC.values() for name in some]
     names = "|".join({name for _, name in expected})
-    how = f"--clock-control none --csv --page raw --print-units base --metrics {','.join(METRICS)} --kernel-name regex:^({names})$"
-    command = [tool, *how.split(), sys.executable, *f"-m benchmarks.gpu_stages large --work {kit.work}".split()]
-    printed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=kit.left).stdout
+    how = (
+        f"--clock-control none --csv --page raw --print-units base --metrics {','.join(METRICS)}"
+        f" --kernel-name regex:^({names})$"
+    )
+    command = [
+        tool,
+        *how.split(),
+        sys.executable,
+        *f"-m benchmarks.gpu_stages large --work {kit.work}".split(),
+    ]
+    printed = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=kit.left
+    ).stdout
     print(printed, flush=True)
     lines = printed.splitlines()
-    table = csv.DictReader(lines[next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines)) :])
+    table = csv.DictReader(
+        lines[next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines)) :]
+    )
     launched = [row for row in table if row["ID"]]  # the first line has units
     if [row["Kernel Name"] for row in launched] != [name for _, name in expected]:
-        kit.say(f"bytes of device memory: {[row['Kernel Name'] for row in launched]} were launched", well=False)
+        kit.say(
+            f"bytes of device memory: {[row['Kernel Name'] for row in launched]} were launched",
+            well=False,
+        )
         return
     for (dtype, name), row in zip(expected, launched, strict=True):
         read, written, ns = (float(row[metric].replace(",", "")) for metric in METRICS)
         size = LARGE[dtype] * 151936 * dtype.itemsize
         found = {"read": read / size, "written": written / size, "ms": ns / 1e6}
         kit.add(traffic=kit.found.get("traffic", {}) | {f"{name}, {dtype}": found})
-        kit.say(f"{name}, {dtype}: reads {read / size:.3f}, writes {written / size:.3f} x the logits in {ns / 1e6:.3f} ms")
+        kit.say(
+            f"{name}, {dtype}: reads {read / size:.3f}, writes {written / size:.3f} x the logits in"
+            f" {ns / 1e6:.3f} ms"
+        )
 
 
 def large(kit: Kit) -> None:
@@ -365,7 +493,8 @@ def plots(kit: Kit) -> None:
 
 
 STAGES: dict[str, Callable[[Kit], None]] = {
-    stage.__name__: stage for stage in (install, env, correctness, counters, tune, traffic, large, memcheck, small, plots)
+    stage.__name__: stage
+    for stage in (install, env, correctness, counters, tune, traffic, large, memcheck, small, plots)
 } | dict.fromkeys(COMPARISONS, compare)
 
 

@@ -1,7 +1,8 @@
 """Clocks, memory and counters, for the CPU and CUDA.
 
-Times are medians. The runs of all contenders are interleaved in one process, so that a change of the machine's speed
-affects all of them. This file does not know what is measured."""
+Times are medians. The runs of all contenders are interleaved in one process, so that a change of
+the machine's speed affects all of them. This file does not know what is measured.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +38,17 @@ def interleaved(
     most: int = 50,
     attempt: Callable[[str, Callable[[], float]], float | None] = lambda name, run: run(),
 ) -> dict[str, dict]:
-    """{name: {ms, p20, p80, runs, on CUDA host_ms}}. Each round runs every contender once; the order
-    rotates from round to round. host_ms: the median time of the host in the call, which the GPU need not wait for.
+    """{name: {ms, p20, p80, runs, on CUDA host_ms}}. Each round runs every contender once; the
+    order rotates from round to round. host_ms: the median time of the host in the call, which the
+    GPU need not wait for.
 
-    `before(name)` runs untimed before each run, for example to restore inputs that were overwritten. A contender stops
-    taking part once it has `least` runs and `seconds` of time, or three runs and three times `seconds`: slow contenders
-    then do not limit the sample of the others. The first round is a warm-up: measuring the memory before it has returned all
-    free memory to the system, and its pages are to be there again. `attempt(name, run)` executes a run. It may catch an
-    exception and return None: that contender is dropped."""
+    `before(name)` runs untimed before each run, for example to restore inputs that were
+    overwritten. A contender stops taking part once it has `least` runs and `seconds` of time, or
+    three runs and three times `seconds`: slow contenders then do not limit the sample of the
+    others. The first round is a warm-up: measuring the memory before it has returned all free
+    memory to the system, and its pages are to be there again. `attempt(name, run)` executes a run.
+    It may catch an exception and return None: that contender is dropped.
+    """
     names = list(runs)
     times: dict[str, list[float]] = {name: [] for name in names}
     hosts: dict[str, list[float]] = {name: [] for name in names}
@@ -57,7 +61,9 @@ def interleaved(
             def run(name: str = name, warm: bool = i > 0) -> float:
                 if before is not None:
                     before(name)
-                _, ms, host = timed(runs[name], device, ahead=1.5 * max(hosts[name][-3:], default=0.0))
+                _, ms, host = timed(
+                    runs[name], device, ahead=1.5 * max(hosts[name][-3:], default=0.0)
+                )
                 hosts[name] += [host] if warm else []  # the first may compile
                 return ms
 
@@ -66,17 +72,24 @@ def interleaved(
                 del times[name]
             elif i > 0:
                 times[name].append(ms)
-    host = {name: {"host_ms": statistics.median(hosts[name])} if device != "cpu" and hosts[name] else {} for name in times}
+    host = {
+        name: {"host_ms": statistics.median(hosts[name])} if device != "cpu" and hosts[name] else {}
+        for name in times
+    }
     return {name: _summary(t) | host[name] for name, t in times.items()}
 
 
 def _enough(times: list[float], spent: float, least: int) -> bool:
-    return (len(times) >= least and sum(times) >= spent) or (len(times) >= 3 and sum(times) >= 3 * spent)
+    return (len(times) >= least and sum(times) >= spent) or (
+        len(times) >= 3 and sum(times) >= 3 * spent
+    )
 
 
 def timed(run: Callable[[], Any], device: str, ahead: float = 0.0) -> tuple[Any, float, float]:
-    """(result, milliseconds, milliseconds of the host in the call). On CUDA the time between two events, after the L2 cache was
-    flushed; the GPU then sleeps for `ahead` milliseconds, so that it does not wait for the host to send its kernels."""
+    """(result, milliseconds, milliseconds of the host in the call). On CUDA the time between two
+    events, after the L2 cache was flushed; the GPU then sleeps for `ahead` milliseconds, so that it
+    does not wait for the host to send its kernels.
+    """
     if device == "cpu":
         begin = time.perf_counter()
         result = run()
@@ -96,8 +109,9 @@ def timed(run: Callable[[], Any], device: str, ahead: float = 0.0) -> tuple[Any,
 
 @functools.cache
 def _clocks_per_ms() -> float:
-    """Of the clock that torch.cuda._sleep counts: the most of several, since an idle GPU clocks low, and sleeps that are
-    counted by what it did then are too short."""
+    """Of the clock that torch.cuda._sleep counts: the most of several, since an idle GPU clocks
+    low, and sleeps that are counted by what it did then are too short.
+    """
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(1000)  # loads the kernel
     most = 0.0
@@ -124,7 +138,9 @@ def _summary(times: list[float]) -> dict:
 
 
 def memory_in_use(device: str) -> int:
-    """Bytes of tensors on CUDA; resident bytes on a CPU (Linux), after the allocator has returned its free memory."""
+    """Bytes of tensors on CUDA; resident bytes on a CPU (Linux), after the allocator has returned
+    its free memory.
+    """
     gc.collect()
     if device == "cuda":
         torch.cuda.synchronize()
@@ -143,10 +159,12 @@ def memory_free(device: str) -> int:
 
 
 def peak_memory(run: Callable[[], Any], device: str, baseline: int | None = None) -> int:
-    """The peak of memory in use during `run`, in bytes above `baseline` (None: above what is in use just before).
+    """The peak of memory in use during `run`, in bytes above `baseline` (None: above what is in use
+    just before).
 
-    On a CPU `run` should have run before, since its code counts too. Free heap pages are returned to the system first, so
-    that a run does not reuse what another contender has allocated."""
+    On a CPU `run` should have run before, since its code counts too. Free heap pages are returned
+    to the system first, so that a run does not reuse what another contender has allocated.
+    """
     before = memory_in_use(device)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -167,7 +185,9 @@ def _trim() -> None:
 
 
 def _status(key: str) -> int:
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(key + ":"))
+    line = next(
+        x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(key + ":")
+    )
     return 1024 * int(line.split()[1])
 
 
@@ -176,8 +196,10 @@ def _status(key: str) -> int:
 
 @contextmanager
 def compilations() -> Iterator[Callable[[], int]]:
-    """`with compilations() as count: ...; count()`: the number of new graphs of torch.compile and of Triton specialisations
-    that are new to this process, whether compiled or loaded from a cache on disk."""
+    """`with compilations() as count: ...; count()`: the number of new graphs of torch.compile and
+    of Triton specialisations that are new to this process, whether compiled or loaded from a cache
+    on disk.
+    """
     from torch._dynamo.utils import counters
 
     kernels = 0
@@ -185,7 +207,13 @@ def compilations() -> Iterator[Callable[[], int]]:
     def listener(src: Any = None, **_: Any) -> None:
         nonlocal kernels
         kernels += 1
-        print("compiled:", getattr(src, "name", src), getattr(src, "signature", ""), getattr(src, "attrs", ""), flush=True)
+        print(
+            "compiled:",
+            getattr(src, "name", src),
+            getattr(src, "signature", ""),
+            getattr(src, "attrs", ""),
+            flush=True,
+        )
 
     graphs = counters["stats"]["unique_graphs"]
     try:

@@ -16,23 +16,48 @@ from grpo_kernels.core import backends
 from grpo_kernels.core.backends import cpu_matmuls, native
 from grpo_kernels.diagnosis.machine import advice, best_isa, facts, processor, version
 
-ENVIRONMENT = ("OMP_", "KMP_", "GOMP_", "MKL_", "MALLOC_", "GLIBC_", "LD_PRELOAD", "PYTORCH_", "GRPO_KERNELS_")  # prefixes
+ENVIRONMENT = (
+    "OMP_",
+    "KMP_",
+    "GOMP_",
+    "MKL_",
+    "MALLOC_",
+    "GLIBC_",
+    "LD_PRELOAD",
+    "PYTORCH_",
+    "GRPO_KERNELS_",
+)  # prefixes
 NATIVE = {"cpu": "cpu", "cuda": "triton"}  # the backend of the kernels on each device
-PACKAGES = ("triton", "transformers", "trl", "liger-kernel", "cut-cross-entropy", "verl", "quack-kernels")
+PACKAGES = (
+    "triton",
+    "transformers",
+    "trl",
+    "liger-kernel",
+    "cut-cross-entropy",
+    "verl",
+    "quack-kernels",
+)
 
 
 def kind(device: str) -> str:
-    """The kind of machine, which names the folder of its results: see `kind_of_cpu`, or the GPU's name."""
+    """The kind of machine, which names the folder of its results:
+
+    see `kind_of_cpu`, or the GPU's name.
+    """
     return kind_of_cpu(*processor()) if device == "cpu" else _hyphened(torch.cuda.get_device_name())
 
 
 def kind_of_cpu(model: str, flags: frozenset[str]) -> str:
-    """Maker, line, family and the best instructions for products: "amd-epyc-family-26-avx512bf16". Generations of
-    AMD, which the family tells apart, differ in what products cost, and so do ratios to other implementations."""
+    """Maker, line, family and the best instructions for products: "amd-epyc-family-26-avx512bf16".
+    Generations of AMD, which the family tells apart, differ in what products cost, and so do ratios
+    to other implementations.
+    """
     line, _, family = re.sub(r"\((r|tm)\)", "", model.lower()).partition(", family ")
     brand = re.search(r"(?:amd|intel) [a-z]+", line)
     best = "amx" if flags >= {"amx_tile", "amx_bf16"} else best_isa(flags)
-    return _hyphened(f"{brand[0] if brand else line}{f' family {family}' if family else ''} {best or ''}")
+    return _hyphened(
+        f"{brand[0] if brand else line}{f' family {family}' if family else ''} {best or ''}"
+    )
 
 
 def _hyphened(name: str) -> str:
@@ -59,19 +84,28 @@ def machine(device: str) -> dict:
         own = {"instruction set": native.load().isa()} if reason is None else {}
         return facts | {"name": facts["cpu"], "products": cpu_matmuls.engine()} | own
     p = torch.cuda.get_device_properties(0)
-    known = {"name": p.name, "capability": f"{p.major}.{p.minor}", "multiprocessors": p.multi_processor_count}
+    known = {
+        "name": p.name,
+        "capability": f"{p.major}.{p.minor}",
+        "multiprocessors": p.multi_processor_count,
+    }
     known |= {"memory_gb": round(p.total_memory / 1e9, 1), "cuda": torch.version.cuda}
     return facts | known | _nvidia_smi("driver_version")
 
 
 def require_kernels(device: str) -> None:
-    """Raises SystemExit with the remedy if the kernels for `device` are missing or out of date: otherwise eager PyTorch, or old
-    code, would be measured in their place."""
+    """Raises SystemExit with the remedy if the kernels for `device` are missing or out of date:
+    otherwise eager PyTorch, or old code, would be measured in their place.
+    """
     if device == "cpu":
-        reasons = [f"{f.problem}\n  -> {f.remedy}" for f in advice(facts(torch.device(device))) if f.blocks]
+        reasons = [
+            f"{f.problem}\n  -> {f.remedy}" for f in advice(facts(torch.device(device))) if f.blocks
+        ]
     else:
         reason = backends.unavailable(NATIVE[device])
-        reasons = [] if reason is None else [f"the kernels for {device} tensors do not run: {reason}"]
+        reasons = (
+            [] if reason is None else [f"the kernels for {device} tensors do not run: {reason}"]
+        )
     if reasons:
         raise SystemExit("\n".join(["Nothing was measured.", *reasons]))
 
@@ -87,14 +121,21 @@ def load_warning(load: float, processors: int) -> str | None:
     if load < BUSY * processors:
         return None
     return (
-        f"warning: the machine is loaded (load {load:.1f} on {processors} processors): timings will be too long and spread. Stop the "
-        "other programs, wait a minute, and start again."
+        f"warning: the machine is loaded (load {load:.1f} on {processors} processors): timings will"
+        " be too long and spread. Stop the other programs, wait a minute, and start again."
     )
 
 
 def environment() -> dict[str, str]:
-    """Environment variables that allocators and thread pools read. A path is shortened to the name of the file."""
-    return {name: value.rpartition("/")[2] for name, value in sorted(os.environ.items()) if name.startswith(ENVIRONMENT)}
+    """Environment variables that allocators and thread pools read.
+
+    A path is shortened to the name of the file.
+    """
+    return {
+        name: value.rpartition("/")[2]
+        for name, value in sorted(os.environ.items())
+        if name.startswith(ENVIRONMENT)
+    }
 
 
 def library() -> str:

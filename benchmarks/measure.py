@@ -1,7 +1,9 @@
-"""One cell of a table: every provider is checked against float64, then timed in one interleaved run.
+"""One cell of a table: every provider is checked against float64, then timed in one interleaved
+run.
 
-Implementations that fail the float64 check are not timed; their row shows the errors. A provider that cannot take part, or
-that fails, has a row with the reason."""
+Implementations that fail the float64 check are not timed; their row shows the errors. A provider
+that cannot take part, or that fails, has a row with the reason.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,9 @@ from benchmarks.machine import gpu_state
 from benchmarks.providers import Provider, Run, Unavailable, first_line, providers
 from benchmarks.tables import Record, Row
 
-#: The largest error of each kind (see cases.errors) that passes, in 32 and in 16 bits. It is a small multiple of the error
-#: of a correct implementation that rounds logits and gradients to that precision, and a fraction of the error of one wrong
-#: row or one missing term.
+#: The largest error of each kind (see cases.errors) that passes, in 32 and in 16 bits. It is a
+#: small multiple of the error of a correct implementation that rounds logits and gradients to that
+#: precision, and a fraction of the error of one wrong row or one missing term.
 FULL = {"loss": 1e-4, "gradient": 1e-4, "worst row": 1e-3, "parameter": 1e-4, "value": 1e-4}
 HALF = {"loss": 1e-2, "gradient": 3e-2, "worst row": 0.3, "parameter": 0.1, "value": 0.15}
 
@@ -44,13 +46,16 @@ def measure(
     memory: bool = True, known: dict[str, str] | None = None, candidates: list[Provider] | None = None,
     save: Callable[[Record], None] | None = None,
 ) -> Record:  # fmt: skip
-    """The measured cell, in the form of the result files. only: the providers that take part besides the limits (None: all).
-    known: {provider: reason} of failures in an earlier process, which are not tried again. save: called after each provider
-    with the results so far, marked "unfinished", and with times of a few runs of each."""
+    """The measured cell, in the form of the result files. only: the providers that take part
+    besides the limits (None: all). known: {provider: reason} of failures in an earlier process,
+    which are not tried again. save: called after each provider with the results so far, marked
+    "unfinished", and with times of a few runs of each.
+    """
     begin, known = time.perf_counter(), known or {}
     every = providers(cell.contract) if candidates is None else candidates
     chosen = {p.name: p for p in every if only is None or p.limit or p.name in only}
-    torch._dynamo.reset()  # otherwise torch.compile would generalise from the shapes that it has seen
+    # otherwise torch.compile would generalise from the shapes that it has seen
+    torch._dynamo.reset()
     case = make_case(cell, device)
     expected = reference(case)
     rows, runs, early = {name: _row(p) for name, p in chosen.items()}, {}, {}
@@ -69,21 +74,31 @@ def measure(
         calls = {name: runs[name].call for name in names if name in runs}
         return interleaved(calls, device, lambda name: _restore(runs[name]), attempt=attempt, **how)
 
-    for name, provider in sorted(chosen.items(), key=lambda x: x[1].late):  # providers that compile for long come last
+    for name, provider in sorted(
+        chosen.items(), key=lambda x: x[1].late
+    ):  # providers that compile for long come last
         rows[name] |= _checked(provider, case, device, expected, memory, known.get(name), runs)
         if save is not None:  # times of a few runs, in case the cell is not finished
             early[name] = rows[name] | timed([name], seconds=0.1, least=3, most=5).get(name, {})
-            save(describe(cell) | {"limit": None, "providers": [*early.values()], "unfinished": True})
+            save(
+                describe(cell) | {"limit": None, "providers": [*early.values()], "unfinished": True}
+            )
     del expected
     _free(device)
     retries = _alloc_retries(device)
     times = timed([*runs], seconds=seconds, least=least, most=most)
-    state = {"gpu": gpu_state(device), "alloc_retries": _alloc_retries(device) - retries} if device == "cuda" else {}
+    state = (
+        {"gpu": gpu_state(device), "alloc_retries": _alloc_retries(device) - retries}
+        if device == "cuda"
+        else {}
+    )
     found = with_sum_of_parts([*rows.values()], times)
     for row in found:
         if row["status"] == "ok":
             row |= times[row["name"]] | derived(cell, times[row["name"]]["ms"])
-    limits = [{"name": row["name"], "ms": row["ms"]} for row in found if row.get("limit") and "ms" in row]
+    limits = [
+        {"name": row["name"], "ms": row["ms"]} for row in found if row.get("limit") and "ms" in row
+    ]
     limit = min(limits, key=lambda x: x["ms"], default=None)
     for row in (row for row in found if "ms" in row):
         row |= {"x_copy": row["ms"] / times["copy"]["ms"]} if "copy" in times else {}
@@ -92,14 +107,17 @@ def measure(
 
 
 def _row(provider: Provider) -> Row:
-    return {"name": provider.name} | {x: getattr(provider, x) for x in ("limit", "part") if getattr(provider, x)}
+    return {"name": provider.name} | {
+        x: getattr(provider, x) for x in ("limit", "part") if getattr(provider, x)
+    }
 
 
 def _checked(
     provider: Provider, case: Case, device: str, expected: Record, memory: bool, known: str | None, runs: dict[str, Run]
 ) -> Row:  # fmt: skip
-    """The status, the errors, and for a provider that passes the check the memory of a separate run; its run is put into
-    `runs`."""
+    """The status, the errors, and for a provider that passes the check the memory of a separate
+    run; its run is put into `runs`.
+    """
     row: Row = {}
     try:
         reason = provider.reason_against(case.cell, device, 0.9 * memory_free(device))
@@ -109,16 +127,21 @@ def _checked(
             raise _Failed(known)
         run = _attempt(provider, device, lambda: provider.make(case))
         if not provider.limit and not provider.beside:
-            # In use before its first run, so that memory which it keeps between runs is counted. (On a CPU its code would be
-            # counted too, so the state just before the run is used.)
+            # In use before its first run, so that memory which it keeps between runs is counted.
+            # (On a CPU its code would be counted too, so the state just before the run is used.)
             baseline = memory_in_use(device) if device == "cuda" else None
             scale = float(case.batch.advantages.abs().mean())
-            row["errors"] = _attempt(provider, device, lambda: errors(_fresh(run)(), expected, scale))
+            row["errors"] = _attempt(
+                provider, device, lambda: errors(_fresh(run)(), expected, scale)
+            )
             off = outside_gate(case.cell, row["errors"])
             if off is not None:
                 return row | {"status": "wrong", "reason": off}
             if memory:
-                row["extra_mb"] = _attempt(provider, device, lambda: peak_memory(_fresh(run), device, baseline)) / 1e6
+                row["extra_mb"] = (
+                    _attempt(provider, device, lambda: peak_memory(_fresh(run), device, baseline))
+                    / 1e6
+                )
     except Unavailable as missing:
         return row | {"status": "skipped", "reason": str(missing)}
     except _Failed as failure:
@@ -128,22 +151,30 @@ def _checked(
 
 
 def with_sum_of_parts(rows: list[Row], times: dict[str, Row]) -> list[Row]:
-    """The rows, with one row for each limit that has parts: the sum of the fastest way to compute each part. The row's "ways"
-    are the milliseconds of all ways, or the reasons why they have none; "of" names the fastest. Its times are added to
-    `times`."""
+    """The rows, with one row for each limit that has parts: the sum of the fastest way to compute
+    each part. The row's "ways" are the milliseconds of all ways, or the reasons why they have none;
+    "of" names the fastest. Its times are added to `times`.
+    """
     ways = {row["name"]: row for row in rows if row.get("part")}
     if not ways:
         return rows
     others = [row for row in rows if row["name"] not in ways]
-    shown = {name: times[name]["ms"] if name in times else row["reason"] for name, row in ways.items()}
+    shown = {
+        name: times[name]["ms"] if name in times else row["reason"] for name, row in ways.items()
+    }
     whole: Row = {"name": "products", "limit": True, "ways": shown, "status": "ok"}
     parts: dict[str, list[str]] = {}
     for name, row in ways.items():
         parts.setdefault(row["part"], []).extend([name] if name in times else [])
     if not all(parts.values()):
-        return [*others, whole | {"status": "failed", "reason": "one of the products was made in no way"}]
+        return [
+            *others,
+            whole | {"status": "failed", "reason": "one of the products was made in no way"},
+        ]
     fastest = [min(names, key=lambda name: times[name]["ms"]) for names in parts.values()]
-    times["products"] = {key: sum(times[name][key] for name in fastest) for key in ("ms", "p20", "p80")}
+    times["products"] = {
+        key: sum(times[name][key] for name in fastest) for key in ("ms", "p20", "p80")
+    }
     times["products"]["runs"] = min(times[name]["runs"] for name in fastest)
     return [*others, whole | {"of": fastest}]
 
@@ -156,20 +187,34 @@ def describe(cell: Cell) -> Record:
 def outside_gate(cell: Cell, found: dict[str, float]) -> str | None:
     """The first error that rounding cannot explain, in words; None if there is none."""
     for name, value in found.items():
-        kind = "worst row" if name.endswith("worst row") else "gradient" if name.startswith("d_") else name
+        kind = (
+            "worst row"
+            if name.endswith("worst row")
+            else "gradient"
+            if name.startswith("d_")
+            else name
+        )
         kind = {"gradients": "parameter", "logps": "value", "entropy": "value"}.get(kind, kind)
         most = (FULL if cell.dtype == torch.float32 else HALF)[kind]
         if cell.contract in DIRECTIONS and kind == "worst row":
-            most *= 2  # where two rows nearly agree, their difference is mostly the rounding of the logits
+            # where two rows nearly agree, their difference is mostly the rounding of the logits
+            most *= 2
         if not value <= most:  # NaN as well
             return f"{name} is off by {value:.1e}, more than {most:.0e}"
     return None
 
 
 def derived(cell: Cell, ms: float) -> Row:
-    """Rates from a time. GB/s: as if the logits were read once (1U), or read and written once (2U). TFLOP/s: of the products
-    that are needed, where rows of zero advantage (a share 1 - a) take part in the first product only."""
-    if cell.contract in ("step", "kept", "trees", *DIRECTIONS):  # whose work is not known before, or has no one rate
+    """Rates from a time. GB/s: as if the logits were read once (1U), or read and written once (2U).
+    TFLOP/s: of the products that are needed, where rows of zero advantage (a share 1 - a) take part
+    in the first product only.
+    """
+    if cell.contract in (
+        "step",
+        "kept",
+        "trees",
+        *DIRECTIONS,
+    ):  # whose work is not known before, or has no one rate
         return {}
     if cell.hidden is None:
         rate = cell.rows * cell.vocab * cell.dtype.itemsize / 1e6 / ms
@@ -177,7 +222,10 @@ def derived(cell: Cell, ms: float) -> Row:
     backward = {"hidden-frozen": 2, "gspo-frozen": 2, "hidden-forward": 0}.get(cell.contract, 4)
     a = cell.active_rows / cell.rows
     convention = f"{2 + backward}NHV" if a == 1 or not backward else f"(2+{backward}a)NHV, a={a:g}"
-    return {"tflops": (2 + backward * a) * cell.rows * cell.hidden * cell.vocab / ms / 1e9, "flop_convention": convention}
+    return {
+        "tflops": (2 + backward * a) * cell.rows * cell.hidden * cell.vocab / ms / 1e9,
+        "flop_convention": convention,
+    }
 
 
 def _attempt(provider: Provider, device: str, step: Callable[[], Any]) -> Any:
@@ -187,7 +235,9 @@ def _attempt(provider: Provider, device: str, step: Callable[[], Any]) -> Any:
             return step()
     except Unavailable:
         raise
-    except Exception as failure:  # a peer's code may raise anything; the other providers are still measured
+    except (
+        Exception
+    ) as failure:  # a peer's code may raise anything; the other providers are still measured
         reason = first_line(failure)
     if device == "cuda":
         try:
@@ -210,7 +260,10 @@ def _fresh(run: Run) -> Callable[[], Any]:
 
 
 def _alloc_retries(device: str) -> int:
-    """How often CUDA's allocator had to free memory and try again. Times with such runs among them are not reliable."""
+    """How often CUDA's allocator had to free memory and try again.
+
+    Times with such runs among them are not reliable.
+    """
     return torch.cuda.memory_stats().get("num_alloc_retries", 0) if device == "cuda" else 0
 
 

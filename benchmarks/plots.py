@@ -1,8 +1,9 @@
 """Pictures of result files, SVG and PNG, for light and dark pages.
 
-A picture is described by plain numbers, {"title", "panels", "notes"}, which its file contains, so that a test can compare them
-with the result file. A panel has "bars", [[name, value, label], ...], or "curves", {name: [x, y]}. The same description gives
-the same SVG."""
+A picture is described by plain numbers, {"title", "panels", "notes"}, which its file contains, so
+that a test can compare them with the result file. A panel has "bars", [[name, value, label], ...],
+or "curves", {name: [x, y]}. The same description gives the same SVG.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ from benchmarks.tables import (
 )
 
 Picture = Record
-#: The background is transparent: all of these colours can be read on white and on GitHub's dark grey.
+#: The background is transparent: all of these colours can be read on white and on GitHub's dark
+#: grey.
 TEXT, MUTED, HIGHLIGHT, VARIANT = "#797979", "#8f8f8f", "#2f81f7", "#5b8fc7"
 #: Of curves in their order, those of ours and of limits aside.
 COLOURS = ("#bb6f2c", "#3f9470", "#8a76c9", "#c65f5f", "#2e8f9a", "#c0679a")
@@ -67,14 +69,29 @@ def duration(ms: float) -> str:
 
 
 def _bars(title: str, cell: Cell, relative: bool) -> Record:
-    """Time and memory of each contender, the fastest first, then those that are wrong. relative: as multiples of the limit."""
+    """Time and memory of each contender, the fastest first, then those that are wrong.
+
+    relative: as multiples of the limit.
+    """
     rows = sorted((row for row in timed(cell) if not row.get("limit")), key=lambda row: row["ms"])
     bars = []
-    for row in rows if relative else (row for row in rows if "errors" in row and SCALED not in row["name"]):
+    for row in (
+        rows if relative else (row for row in rows if "errors" in row and SCALED not in row["name"])
+    ):
         cost = [duration(row["ms"])] + [f"{memory} MB" for memory in [megabytes(row)] if memory]
         multiple = ratio(cell, row) if relative else None
-        bars.append([row["name"], _rounded(row["ms"]), ", ".join([f"{times(multiple)}×"] * bool(multiple) + cost)])
-    bars += [[row["name"], 0.0, "wrong, not timed"] for row in cell["providers"] if row["status"] == "wrong"]
+        bars.append(
+            [
+                row["name"],
+                _rounded(row["ms"]),
+                ", ".join([f"{times(multiple)}×"] * bool(multiple) + cost),
+            ]
+        )
+    bars += [
+        [row["name"], 0.0, "wrong, not timed"]
+        for row in cell["providers"]
+        if row["status"] == "wrong"
+    ]
     mark = cell["limit"]["ms"] if relative and cell["limit"] else None
     base = f", × {limit(cell)} (the line)" if mark else f", × {limit(cell)}" if relative else ""
     return {"title": title + base, "bars": bars, "mark": mark and _rounded(mark)}
@@ -92,23 +109,44 @@ def _curves(record: Record) -> list[Record]:
                 x, y = curves.setdefault(row["name"], [[], []])
                 x.append(cell[field])
                 y.append(_rounded(row[key]))
-            panels.append({"title": title + axis, "x": what, "log": "xy" * (field == "rows"), "curves": curves})
+            panels.append(
+                {
+                    "title": title + axis,
+                    "x": what,
+                    "log": "xy" * (field == "rows"),
+                    "curves": curves,
+                }
+            )
     return panels
 
 
 def of_suite(record: Record) -> Picture:
-    """Bars of the first shape, a panel per dtype, or curves of time and memory over what the suite varies."""
+    """Bars of the first shape, a panel per dtype, or curves of time and memory over what the suite
+    varies.
+    """
     swept = record["suite"] in SWEEPS
     cells = record["cells"] if swept else headline(record)[0]
-    panels = _curves(record) if swept else [_bars(f"{DTYPES[cell['dtype']]}, {size(cell)}", cell, True) for cell in cells]
+    panels = (
+        _curves(record)
+        if swept
+        else [_bars(f"{DTYPES[cell['dtype']]}, {size(cell)}", cell, True) for cell in cells]
+    )
     what = SWEEPS[record["suite"]][0] if swept else "dtype"
-    notes = [f"{why}: {names}" for why, names in untimed(cells, what).items() if swept or not why.startswith("wrong")]
+    notes = [
+        f"{why}: {names}"
+        for why, names in untimed(cells, what).items()
+        if swept or not why.startswith("wrong")
+    ]
     return {"title": f"{record['title']} · {processor(record)}", "panels": panels, "notes": notes}
 
 
 def of_front(folder: Path, machine: str) -> Picture | None:
     """The cells that a user asks for first, at the most rows that were measured."""
-    found = {words: standings[-1] for words, standings in asked(folder, machine).items() if standings and "cells" not in words}
+    found = {
+        words: standings[-1]
+        for words, standings in asked(folder, machine).items()
+        if standings and "cells" not in words
+    }
     if not found:
         return None
     panels = [_bars(f"{words}, {size(x.cell)}", x.cell, False) for words, x in found.items()]
@@ -116,7 +154,9 @@ def of_front(folder: Path, machine: str) -> Picture | None:
     return {
         "title": title,
         "panels": panels,
-        "notes": ["Time, and memory beyond the inputs. Every contender was checked against float64 first."],
+        "notes": [
+            "Time, and memory beyond the inputs. Every contender was checked against float64 first."
+        ],
     }
 
 
@@ -128,13 +168,26 @@ def draw(shown: Picture) -> Figure:
     panels = shown["panels"]
     columns = 1 if "bars" in panels[0] else min(2, len(panels))
     names = dict.fromkeys(
-        name for panel in panels for name in panel.get("curves", ()) if not name.startswith((OURS, "products"))
+        name
+        for panel in panels
+        for name in panel.get("curves", ())
+        if not name.startswith((OURS, "products"))
     )
     rows = [panels[i : i + columns] for i in range(0, len(panels), columns)]
-    heights = [max(0.6 + 0.21 * len(panel["bars"]) if "bars" in panel else 2.6 for panel in row) for row in rows]
-    notes = [line for note in shown["notes"] for line in textwrap.wrap(note, 140, subsequent_indent="    ")]
+    heights = [
+        max(0.6 + 0.21 * len(panel["bars"]) if "bars" in panel else 2.6 for panel in row)
+        for row in rows
+    ]
+    notes = [
+        line
+        for note in shown["notes"]
+        for line in textwrap.wrap(note, 140, subsequent_indent="    ")
+    ]
     with matplotlib.rc_context(STYLE):
-        page = Figure(figsize=(WIDTH, 0.6 + sum(heights) + 0.15 * len(notes) + 0.4 * (columns == 2)), layout="constrained")
+        page = Figure(
+            figsize=(WIDTH, 0.6 + sum(heights) + 0.15 * len(notes) + 0.4 * (columns == 2)),
+            layout="constrained",
+        )
         FigureCanvasAgg(page)
         page.patch.set_alpha(0)
         page.suptitle(shown["title"], x=0.01, ha="left", fontsize=10.5, fontweight="bold")
@@ -143,9 +196,20 @@ def draw(shown: Picture) -> Figure:
             axes.patch.set_alpha(0)
             axes.set_title(panel["title"])
             _draw_bars(axes, panel) if "bars" in panel else _draw_curves(axes, panel, [*names])
-        named = {text: line for axes in grid.flat for line, text in zip(*axes.get_legend_handles_labels(), strict=True)}
+        named = {
+            text: line
+            for axes in grid.flat
+            for line, text in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
         if named:
-            page.legend(named.values(), named, loc="outside lower center", ncols=3, frameon=False, labelcolor=TEXT)
+            page.legend(
+                named.values(),
+                named,
+                loc="outside lower center",
+                ncols=3,
+                frameon=False,
+                labelcolor=TEXT,
+            )
         if notes:
             page.supxlabel("\n".join(notes), x=0.01, ha="left", fontsize=7.5)
     return page
@@ -172,9 +236,24 @@ def _draw_curves(axes: Axes, panel: Record, names: list[str]) -> None:
     axes.set_xlabel(panel["x"])
     axes.grid(color=TEXT, alpha=0.2, linewidth=0.5)
     for i, (name, (x, y)) in enumerate(panel["curves"].items()):
-        colour = COLOURS[names.index(name) % len(COLOURS)] if name in names else HIGHLIGHT if name == OURS else VARIANT
+        colour = (
+            COLOURS[names.index(name) % len(COLOURS)]
+            if name in names
+            else HIGHLIGHT
+            if name == OURS
+            else VARIANT
+        )
         colour, line = (TEXT, "--") if name.startswith("products") else (colour, "-")
-        axes.plot(x, y, linewidth=max(1.0, 2.6 - 0.5 * i), marker="o", markersize=3, label=name, color=colour, linestyle=line)
+        axes.plot(
+            x,
+            y,
+            linewidth=max(1.0, 2.6 - 0.5 * i),
+            marker="o",
+            markersize=3,
+            label=name,
+            color=colour,
+            linestyle=line,
+        )
     for scale in (axes.set_xscale, axes.set_yscale):
         scale("log" if panel["log"] else "linear")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.10g}"))
@@ -212,9 +291,13 @@ def pictures(folder: Path) -> dict[Path, Picture]:
     """{<machine>/plots/<suite>.svg: the picture of each result file, and the front's}"""
     found = {}
     for machine in machines(folder):
-        records = {path.stem: results.load(path) for path in sorted((folder / machine).glob("*.json"))}
+        records = {
+            path.stem: results.load(path) for path in sorted((folder / machine).glob("*.json"))
+        }
         shown = {name: of_suite(record) for name, record in records.items() if record["cells"]} | {
             "front": of_front(folder, machine)
         }
-        found |= {folder / machine / "plots" / f"{name}.svg": one for name, one in shown.items() if one}
+        found |= {
+            folder / machine / "plots" / f"{name}.svg": one for name, one in shown.items() if one
+        }
     return found

@@ -1,8 +1,10 @@
-"""The report: everything in README.md and docs/ that is made from result files or from the code, RESULTS.md, and the pictures.
+"""The report: everything in README.md and docs/ that is made from result files or from the code,
+RESULTS.md, and the pictures.
 
     python -m benchmarks.report [--write | --check] [--results DIR]
 
-Prints RESULTS.md, or writes or checks all pages and pictures."""
+Prints RESULTS.md, or writes or checks all pages and pictures.
+"""
 
 from __future__ import annotations
 
@@ -80,13 +82,17 @@ def presets() -> str:
 def presets_by_surrogate() -> str:
     """The presets' names only, grouped by their surrogate."""
     kinds = {name: type(objective.surrogate).__name__ for name, objective in PRESETS.items()}
-    rows = [[f"`{x}`", ", ".join(f"`{name}`" for name in kinds if kinds[name] == x)] for x in dict.fromkeys(kinds.values())]
+    rows = [
+        [f"`{x}`", ", ".join(f"`{name}`" for name in kinds if kinds[name] == x)]
+        for x in dict.fromkeys(kinds.values())
+    ]
     return render([["policy term", "presets"], *rows], markdown=True).replace("---:", "---")
 
 
 def _call(part: Any) -> str:
-    """The Python expression of a part of an objective: its class and its numbers, without defaults that switch something
-    off."""
+    """The Python expression of a part of an objective: its class and its numbers, without defaults
+    that switch something off.
+    """
     shown = []
     for f in fields(part):
         value = getattr(part, f.name)
@@ -127,18 +133,26 @@ class Standing(NamedTuple):
 
 
 def right(cell: Cell) -> list[Row]:
-    """Those that were timed and right: without errors are limits, and another contract that stands beside this one."""
+    """Those that were timed and right:
+
+    without errors are limits, and another contract that stands beside this one.
+    """
     return [row for row in timed(cell) if "errors" in row]
 
 
 def standings(folder: Path, machine: str, plain: bool = False) -> list[Standing]:
-    """The standings of all cells of a training batch that have both, the strongest first. plain: against plain PyTorch alone,
-    of all cells that the promise is about."""
+    """The standings of all cells of a training batch that have both, the strongest first. plain:
+    against plain PyTorch alone, of all cells that the promise is about.
+    """
     found = []
     for suite in SUITES:
         record = results.load(folder / machine / f"{suite}.json")
         for cell in record.get("cells", ()) if plain or suite not in WITHOUT_PEERS else ():
-            ours = [row for row in right(cell) if row["name"].startswith(OURS) and "eager backend" not in row["name"]]
+            ours = [
+                row
+                for row in right(cell)
+                if row["name"].startswith(OURS) and "eager backend" not in row["name"]
+            ]
             peers = [row for row in right(cell) if not row["name"].startswith(OURS)]
             peers = [row for row in peers if row["name"].startswith(PLAIN) or not plain]
             if ours and peers and cell["rows"] >= (PROMISED if plain else BATCH):
@@ -148,15 +162,31 @@ def standings(folder: Path, machine: str, plain: bool = False) -> list[Standing]
 
 
 def promise(folder: Path, machine: str) -> tuple[bool, str]:
-    """Whether nothing is slower than plain PyTorch on this machine; and the cells where it is, or the line that none is."""
+    """Whether nothing is slower than plain PyTorch on this machine; and the cells where it is, or
+    the line that none is.
+    """
     compared = standings(folder, machine, plain=True)
     broken = [standing for standing in reversed(compared) if standing.ratio * MOST_TIMES < 1]
     what = f"of {len(compared)} cells of {PROMISED} rows or more on {machine}"
     if not broken:
-        return True, f"Slower than plain PyTorch (eager, torch.compile, linear_cross_entropy) by more than 5 %: none {what}."
-    lines = [f"  {one.title}: {_span(one.ours)}, {_span(one.peer)}: {1 / one.ratio:.2f} times as long" for one in broken]
-    remedy = "`python -m grpo_kernels doctor` compares the products that can run here; GRPO_KERNELS_PRODUCTS chooses others."
-    return False, "\n".join([f"Slower than plain PyTorch by more than 5 %: {len(broken)} {what}:", *lines, remedy])
+        return (
+            True,
+            (
+                "Slower than plain PyTorch (eager, torch.compile, linear_cross_entropy) by more"
+                f" than 5 %: none {what}."
+            ),
+        )
+    lines = [
+        f"  {one.title}: {_span(one.ours)}, {_span(one.peer)}: {1 / one.ratio:.2f} times as long"
+        for one in broken
+    ]
+    remedy = (
+        "`python -m grpo_kernels doctor` compares the products that can run here;"
+        " GRPO_KERNELS_PRODUCTS chooses others."
+    )
+    return False, "\n".join(
+        [f"Slower than plain PyTorch by more than 5 %: {len(broken)} {what}:", *lines, remedy]
+    )
 
 
 def _span(row: Row) -> str:
@@ -179,15 +209,25 @@ def asked(folder: Path, machine: str) -> dict[str, list[Standing]]:
 
 def front(folder: Path) -> str:
     """Every machine that was measured, side by side."""
-    of_machines = {machine: asked(folder, machine) for machine in reversed(machines(folder)) if standings(folder, machine)}
+    of_machines = {
+        machine: asked(folder, machine)
+        for machine in reversed(machines(folder))
+        if standings(folder, machine)
+    }
     if not of_machines:
         return "Not measured yet: `python -m benchmarks`."
     alone = len(of_machines) == 1
-    lines, sources = [], [f"Cells of {ASKED_ROWS:,} rows, or of the nearest number that was measured."]
+    lines, sources = (
+        [],
+        [f"Cells of {ASKED_ROWS:,} rows, or of the nearest number that was measured."],
+    )
     for words in next(iter(of_machines.values())):
         for x in (x for found in of_machines.values() for x in found[words]):
             eager, way = named(x.cell, EAGER), x.ours["name"].removeprefix(OURS).removeprefix(", ")
-            what = f"{words}: {x.title if 'cells' in words else size(x.cell)}" + f"; {processor(x.record)}" * (not alone)
+            what = (
+                f"{words}: {x.title if 'cells' in words else size(x.cell)}"
+                + f"; {processor(x.record)}" * (not alone)
+            )
             costs = [
                 f"{way}: " * bool(way) + _cost(x.ours),
                 f"{x.peer['name']}: {_cost(x.peer)}",
@@ -195,8 +235,18 @@ def front(folder: Path) -> str:
             ]
             lines.append([what, *costs, f"x {x.ratio:.2f}"])
             sources.append(f"- {source(x.record)}")
-    on = f"; {processor(next(iter(of_machines[machines(folder)[-1]].values()))[0].record)}" if alone else ""
-    head = [f"loss and gradient of DAPO{on}", "ours", "fastest other that passes the check against float64", EAGER, "speed-up"]
+    on = (
+        f"; {processor(next(iter(of_machines[machines(folder)[-1]].values()))[0].record)}"
+        if alone
+        else ""
+    )
+    head = [
+        f"loss and gradient of DAPO{on}",
+        "ours",
+        "fastest other that passes the check against float64",
+        EAGER,
+        "speed-up",
+    ]
     links = [picture(folder, machine, "front", README) for machine in of_machines]
     without = [] if machines(folder, "cuda") else [gpus(folder, README)]
     table, origin = render([head, *lines], markdown=True), "\n".join(dict.fromkeys(sources))
@@ -214,9 +264,15 @@ def picture(folder: Path, machine: str, name: str, page: Path) -> str:
     """A link from a page to the plot of a suite, or to the front; "" if there is none."""
     path = folder / machine / "plots" / f"{name}.svg"
     title = (
-        SUITES[name].title if name in SUITES else "Time and memory of every implementation, from logits and from hidden states"
+        SUITES[name].title
+        if name in SUITES
+        else "Time and memory of every implementation, from logits and from hidden states"
     )
-    return f"![{title}]({Path(os.path.relpath(path, page.parent)).as_posix()})" if path.exists() else ""
+    return (
+        f"![{title}]({Path(os.path.relpath(path, page.parent)).as_posix()})"
+        if path.exists()
+        else ""
+    )
 
 
 def absent(*suites: str) -> str:
@@ -227,11 +283,19 @@ def figures(folder: Path, suite: str, device: str = "cpu") -> str:
     """The headline tables of a suite, with all machines that were measured side by side."""
     records = (results.load(folder / name / f"{suite}.json") for name in machines(folder, device))
     found = [record for record in records if record.get("cells")]
-    return "\n\n".join([*map(source, found), *map(comparison, headline(*found))]) if found else absent(suite)
+    return (
+        "\n\n".join([*map(source, found), *map(comparison, headline(*found))])
+        if found
+        else absent(suite)
+    )
 
 
 def pictures(folder: Path, device: str = "cpu", page: Path = FIGURES) -> str:
-    links = [picture(folder, name, suite, page) for suite in PICTURES for name in machines(folder, device)]
+    links = [
+        picture(folder, name, suite, page)
+        for suite in PICTURES
+        for name in machines(folder, device)
+    ]
     return "\n\n".join(filter(None, links)) or f"No plots yet: `{COMMAND}`."
 
 
@@ -240,9 +304,11 @@ def gpus(folder: Path, page: Path = FIGURES) -> str:
     if not machines(folder, "cuda"):
         guide = Path(os.path.relpath(DOCS / "gpu.md", page.parent)).as_posix()
         return (
-            "**No GPU has run this package yet: its compiled kernels run in the tests, in an emulator of their PTX, which shows neither "
-            "the last compile step, nor the order of memory that the hardware keeps, nor any time.** `python3 -m benchmarks.gpu_kit --out "
-            f"DIR` checks, tunes and measures all of this on one, in four calls of ten minutes: [docs/gpu.md]({guide})."
+            "**No GPU has run this package yet: its compiled kernels run in the tests, in an"
+            " emulator of their PTX, which shows neither the last compile step, nor the order of"
+            " memory that the hardware keeps, nor any time.** `python3 -m benchmarks.gpu_kit --out"
+            " DIR` checks, tunes and measures all of this on one, in four calls of ten minutes:"
+            f" [docs/gpu.md]({guide})."
         )
     tables = [f"**{SUITES[suite].title}.** {figures(folder, suite, 'cuda')}" for suite in ASKED]
     return "\n\n".join([*tables, pictures(folder, "cuda", page)])
@@ -257,10 +323,26 @@ def swapped(record: Record) -> str:
 
 def budgets() -> Table:
     record = results.load(BUDGETS)
-    lines = [["Triton", "target", "kernels", "beyond their budgets", "most bytes spilled", "least KiB in flight"]]
-    for version, target in ((x, target) for x in sorted(record, key=TorchVersion) for target in record[x]):
+    lines = [
+        [
+            "Triton",
+            "target",
+            "kernels",
+            "beyond their budgets",
+            "most bytes spilled",
+            "least KiB in flight",
+        ]
+    ]
+    for version, target in (
+        (x, target) for x in sorted(record, key=TorchVersion) for target in record[x]
+    ):
         of = record[version][target]
-        counts = str(of["kernels"]), "; ".join(of["beyond"]) or "0", str(of["spilled"]), f"{of['in flight']:.0f}"
+        counts = (
+            str(of["kernels"]),
+            "; ".join(of["beyond"]) or "0",
+            str(of["spilled"]),
+            f"{of['in flight']:.0f}",
+        )
         lines.append([version, target, *counts])
     return lines
 
@@ -270,12 +352,18 @@ def budgets() -> Table:
 
 def blocks(folder: Path = RESULTS) -> dict[Path, dict[str, str]]:
     """{page: {name: text}} of what stands between a page's markers."""
-    divergences = {"Reverse": "divergence", "Forward": "divergence-forward", "Jensen-Shannon": "divergence-jsd"}
+    divergences = {
+        "Reverse": "divergence",
+        "Forward": "divergence-forward",
+        "Jensen-Shannon": "divergence-jsd",
+    }
     return {
         README: {"front": front(folder), "presets_by_surrogate": presets_by_surrogate()},
         DOCS / "objectives.md": {"presets": presets()},
         DOCS / "divergences.md": {
-            "divergences_cpu": "\n\n".join(f"**{kind}.** {figures(folder, suite)}" for kind, suite in divergences.items()),
+            "divergences_cpu": "\n\n".join(
+                f"**{kind}.** {figures(folder, suite)}" for kind, suite in divergences.items()
+            ),
             "logits_divergence_cpu": figures(folder, "logits-divergence"),
         },
         FIGURES: {
@@ -286,7 +374,9 @@ def blocks(folder: Path = RESULTS) -> dict[Path, dict[str, str]]:
             "plots_cpu": pictures(folder),
             "gpus": gpus(folder),
         },
-        ROOT / "grpo_kernels" / "integrations" / "README.md": {"swaps": swapped(results.load(swaps.FILE))},
+        ROOT / "grpo_kernels" / "integrations" / "README.md": {
+            "swaps": swapped(results.load(swaps.FILE))
+        },
         DOCS / "gpu.md": {"budgets": render(budgets(), markdown=True)},
     }
 
@@ -317,7 +407,10 @@ def report(folder: Path = RESULTS) -> str:
             if not record.get("cells"):
                 out.append(absent(name))
                 continue
-            out += [f"{record['contract'][0].upper()}{record['contract'][1:]}.", source(record, packages=True)]
+            out += [
+                f"{record['contract'][0].upper()}{record['contract'][1:]}.",
+                source(record, packages=True),
+            ]
             out.append(picture(folder, machine, name, REPORT))
             out += [details(cell) for cell in record["cells"]]
     if not machines(folder, "cuda"):
@@ -345,7 +438,11 @@ def stale() -> list[Path]:
 
     shown = plots.pictures(RESULTS)
     of_nothing = [path for path in RESULTS.glob("*/plots/*.svg") if path not in shown]
-    old = of_nothing + [path for path, one in shown.items() if plots.described(one) not in html.unescape(path.read_text())]
+    old = of_nothing + [
+        path
+        for path, one in shown.items()
+        if plots.described(one) not in html.unescape(path.read_text())
+    ]
     return old + [page for page, made in pages() if made() != page.read_text()]
 
 

@@ -1,13 +1,15 @@
-"""The resources that the Triton kernels need on a GPU, and their budgets: registers, accesses, occupancy, work per logit. No
-GPU is needed.
+"""The resources that the Triton kernels need on a GPU, and their budgets: registers, accesses,
+occupancy, work per logit. No GPU is needed.
 
     python -m benchmarks.resources [--target sm_90 ...] [--quick] [--write]
 
-Compiles the kernels for each target as the library launches them, and reads the binary (AMD: the assembly). Exits with 1 when a
-budget (see `broken`) is exceeded. Nothing is timed. Figures per logit are counted in the machine code of the loops over a row,
-see `benchmarks/assembly.py`; not those of `scale_` and of the products over slots, whose loops do more. Run it with each version of
-Triton that is supported, because they order loads differently. `--write` saves the outcome of the budgets in
-results/budgets.json, for docs/gpu.md."""
+Compiles the kernels for each target as the library launches them, and reads the binary (AMD: the
+assembly). Exits with 1 when a budget (see `broken`) is exceeded. Nothing is timed. Figures per
+logit are counted in the machine code of the loops over a row, see `benchmarks/assembly.py`; not
+those of `scale_` and of the products over slots, whose loops do more. Run it with each version of
+Triton that is supported, because they order loads differently. `--write` saves the outcome of the
+budgets in results/budgets.json, for docs/gpu.md.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ class Report:
     programs: int  # resident per multiprocessor
     limit: str  # what limits the number of resident programs
     fp64: bool
-    stages: int  # tiles of a row that are computed or copied into shared memory at a time; 1: none is copied
+    # tiles of a row that are computed or copied into shared memory at a time; 1: none is copied
+    stages: int
     loops: tuple[Loop, ...]  # over a row: that reads it, and that writes
     size: int  # bytes of a row's numbers, of all streams
 
@@ -98,11 +101,13 @@ def report(target: str, case: Case) -> Report:
 
 # ---- budgets
 
-#: Bytes per thread that a kernel may spill. Outside its loops for three things, for which ptxas needs more registers than there
-#: are: a tile in single elements, such as the last one of an odd vocabulary in padded rows; tanh of a tile that is kept in
-#: registers; and tanh of two rows with all of their sums. Also for the choices that an H100 has found the fastest, by Triton
-#: 3.6, with so many registers that 3.9 needs a few more: the fused kernel in 512 threads, and two rows in two programs of 512,
-#: which read some of it again in their loops (3 % faster all the same than half the threads, results/gpu_kit.json).
+#: Bytes per thread that a kernel may spill. Outside its loops for three things, for which ptxas
+#: needs more registers than there are: a tile in single elements, such as the last one of an odd
+#: vocabulary in padded rows; tanh of a tile that is kept in registers; and tanh of two rows with
+#: all of their sums. Also for the choices that an H100 has found the fastest, by Triton 3.6, with
+#: so many registers that 3.9 needs a few more: the fused kernel in 512 threads, and two rows in two
+#: programs of 512, which read some of it again in their loops (3 % faster all the same than half
+#: the threads, results/gpu_kit.json).
 SPILL = {"fused": 8, "mixed": 32}
 UNALIGNED_SPILL = {"fused": 192, "scale_": 32, "mixed": 136, "two_pull": 32}
 PADDED_SPILL = {"fused": 160, "pull": 8}
@@ -120,7 +125,8 @@ def broken(case: Case, found: Report) -> list[str]:
         PADDED_SPILL.get(case.kernel, 0) if case.vocab % 8 else 0,
         SOFTCAP_SPILL.get(case.kernel, 0) if case.transform == "softcap" else 0,
     )
-    # A choice is made for this number of full programs on a multiprocessor, or for as many threads in programs of short rows.
+    # A choice is made for this number of full programs on a multiprocessor, or for as many threads
+    # in programs of short rows.
     at_most = {
         "registers": (found.registers, TARGETS[found.target].registers // threads),
         "bytes spilled": (found.spilled + found.stack, spill),
@@ -131,23 +137,40 @@ def broken(case: Case, found: Report) -> list[str]:
     at_least = {"resident threads": (found.programs * found.threads, threads)}
     if case.aligned:
         widest = min if case.kind.counted else max
-        # The access to the first stream sets the width of a tile: accesses to a stream of a narrower dtype are narrower.
-        at_least["bits per load"] = (widest(found.loads, default=0), min(128, 128 * min(case.sizes) // case.sizes[0]))
+        # The access to the first stream sets the width of a tile: accesses to a stream of a
+        # narrower dtype are narrower.
+        at_least["bits per load"] = (
+            widest(found.loads, default=0),
+            min(128, 128 * min(case.sizes) // case.sizes[0]),
+        )
         if case.gradient is not None and case.stores:
             # 16-bit gradients of fp32 logits are stored in accesses of 64 bits.
-            width = 128 * case.gradient.itemsize // max(case.logits.itemsize, case.gradient.itemsize)
+            width = (
+                128 * case.gradient.itemsize // max(case.logits.itemsize, case.gradient.itemsize)
+            )
             at_least["bits per store"] = (widest(found.stores, default=0), width)
     if case.kind.counted:
         at_least |= _loads_before_the_first_wait(case, found)
-    return [f"{name} {value}, at most {limit}" for name, (value, limit) in at_most.items() if value > limit] + [
-        f"{name} {value}, at least {limit}" for name, (value, limit) in at_least.items() if value < limit
+    return [
+        f"{name} {value}, at most {limit}"
+        for name, (value, limit) in at_most.items()
+        if value > limit
+    ] + [
+        f"{name} {value}, at least {limit}"
+        for name, (value, limit) in at_least.items()
+        if value < limit
     ]
 
 
 def _loads_before_the_first_wait(case: Case, found: Report) -> dict[str, tuple[int, int]]:
     """Of a tile; the assembler may unroll a loop over tiles."""
     choice, cols = case.choice, 16 // case.sizes[0]
-    accesses = max(1, min(choice.accesses, triton.next_power_of_2(triton.cdiv(case.vocab, cols)) // choice.threads))
+    accesses = max(
+        1,
+        min(
+            choice.accesses, triton.next_power_of_2(triton.cdiv(case.vocab, cols)) // choice.threads
+        ),
+    )
     for loop in found.loops:
         width = max(loop.loads)
         tile = min(len(loop.loads), len(case.sizes) * accesses * (1 if width == 128 else cols))
@@ -155,7 +178,9 @@ def _loads_before_the_first_wait(case: Case, found: Report) -> dict[str, tuple[i
         if found.stages > 1 and width == 128:  # all tiles but the one that is computed
             needed = (found.stages - 1) * tile
         if TARGETS[found.target].gpu.backend == "hip" and TorchVersion(triton.__version__) < (3, 6):
-            needed = 1  # Triton's compiler for AMD waits for the first loads of a tile before it issues the last
+            # Triton's compiler for AMD waits for the first loads of a tile before it issues the
+            # last
+            needed = 1
         if loop.in_flight < needed:
             return {"loads before the first wait": (loop.in_flight, needed)}
     return {}
@@ -176,13 +201,18 @@ def judge_all(targets: Sequence[str], cases: Sequence[Case]) -> Iterator[Judged]
 
 
 def outcome(found: Sequence[Judged]) -> Record:
-    """Of one target: how many kernels, which are beyond their budgets, the most bytes that one spills, the least KiB that one
-    has in flight on a multiprocessor in a long row."""
+    """Of one target: how many kernels, which are beyond their budgets, the most bytes that one
+    spills, the least KiB that one has in flight on a multiprocessor in a long row.
+    """
     return {
         "kernels": len(found),
-        "beyond": [f"{r.kernel} {r.case}: {'; '.join(failures)}" for r, failures in found if failures],
+        "beyond": [
+            f"{r.kernel} {r.case}: {'; '.join(failures)}" for r, failures in found if failures
+        ],
         "spilled": max(r.spilled + r.stack for r, _ in found),
-        "in flight": min(r.in_flight for r, _ in found if "V 151936" in r.case and KINDS[r.kernel].counted),
+        "in flight": min(
+            r.in_flight for r, _ in found if "V 151936" in r.case and KINDS[r.kernel].counted
+        ),
     }
 
 
@@ -190,7 +220,10 @@ def outcome(found: Sequence[Judged]) -> Record:
 
 
 #: The columns of the table.
-HEAD = "kernel, regs, spill, shared, load, store, warps, /SM, limit, in flight, KiB/SM, written, fp32, exp, all"
+HEAD = (
+    "kernel, regs, spill, shared, load, store, warps, /SM, limit, in flight, KiB/SM, written, fp32,"
+    " exp, all"
+)
 
 
 def shown(found: Sequence[Judged]) -> Table:
@@ -198,9 +231,20 @@ def shown(found: Sequence[Judged]) -> Table:
     for r, _ in found:
         widths = ["/".join(map(str, x)) or "-" for x in (r.loads, r.stores)]
         together = "/".join(f"{loop.in_flight} of {len(loop.loads)}" for loop in r.loops)
-        work = [f"{r.written:g}", *(f"{r.issued(*pipes):.2f}" for pipes in (("fp32",), ("special",), PIPES))]
+        work = [
+            f"{r.written:g}",
+            *(f"{r.issued(*pipes):.2f}" for pipes in (("fp32",), ("special",), PIPES)),
+        ]
         work = work if KINDS[r.kernel].counted else [""] * len(work)
-        held = f"{r.registers}", f"{r.spilled + r.stack}", f"{r.shared}", *widths, f"{r.warps}", f"{r.programs}", r.limit
+        held = (
+            f"{r.registers}",
+            f"{r.spilled + r.stack}",
+            f"{r.shared}",
+            *widths,
+            f"{r.warps}",
+            f"{r.programs}",
+            r.limit,
+        )
         lines.append([f"{r.kernel:10} {r.case}", *held, together, f"{r.in_flight:.0f}", *work])
     return lines
 
@@ -218,14 +262,21 @@ def main() -> int:
     failed = []
     for target in args.target:
         found = [*judge_all([target], every)]
-        print(f"\n{target}, Triton {triton.__version__}\n{render(shown(found), markdown=False)}", flush=True)
+        print(
+            f"\n{target}, Triton {triton.__version__}\n{render(shown(found), markdown=False)}",
+            flush=True,
+        )
         of_target = outcome(found)
         failed += [f"{target} {beyond}" for beyond in of_target["beyond"]]
         if args.write:
             kept = load(BUDGETS)
             kept.setdefault(triton.__version__, {})[target] = of_target
             save(BUDGETS, kept)
-    print(f"\n{len(every) * len(args.target)} kernels, {len(failed)} beyond their budgets", *failed, sep="\n")
+    print(
+        f"\n{len(every) * len(args.target)} kernels, {len(failed)} beyond their budgets",
+        *failed,
+        sep="\n",
+    )
     return 1 if failed else 0
 
 

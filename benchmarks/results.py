@@ -1,6 +1,7 @@
-"""Result files, benchmarks/results/<machine>/<suite>.json: written after every cell, so that an interrupted run continues
-where it stopped. A cell is measured again when its fingerprint changes: a file never mixes figures of different code or
-machines."""
+"""Result files, benchmarks/results/<machine>/<suite>.json: written after every cell, so that an
+interrupted run continues where it stopped. A cell is measured again when its fingerprint changes: a
+file never mixes figures of different code or machines.
+"""
 
 from __future__ import annotations
 
@@ -40,16 +41,31 @@ def save(path: Path, record: Record) -> None:
 
 def origin(machine: Record, command: str) -> Record:
     """How a file, or a cell of one, was made."""
-    return {"command": command, "date": time.strftime("%Y-%m-%d"), "commit": commit(), "machine": machine}
+    return {
+        "command": command,
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit(),
+        "machine": machine,
+    }
 
 
 @functools.cache
 def commit(root: Path = ROOT) -> str | None:
-    """The commit of the checkout, with "-dirty" if a tracked file differs from it; None without git or outside of a repository.
+    """The commit of the checkout, with "-dirty" if a tracked file differs from it; None without git
+    or outside of a repository.
 
-    A result file that was written to the checkout before makes no difference."""
+    A result file that was written to the checkout before makes no difference.
+    """
     where = ["git", "-C", str(root)]
-    changes = [*where, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"]
+    changes = [
+        *where,
+        "status",
+        "--porcelain",
+        "--untracked-files=no",
+        "--",
+        ".",
+        ":!benchmarks/results",
+    ]
     try:
         head, changed = (
             subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -61,7 +77,9 @@ def commit(root: Path = ROOT) -> str | None:
 
 
 def fingerprint(cell: Cell, only: tuple[str, ...] | None, quick: bool, machine: Record) -> str:
-    """Changes with the cell, the providers that take part, the effort, the machine, the packages and the code."""
+    """Changes with the cell, the providers that take part, the effort, the machine, the packages
+    and the code.
+    """
     return _hash(cell, only, quick, setting(machine))
 
 
@@ -80,5 +98,7 @@ def _code() -> str:
     for pattern in SOURCES:
         for path in sorted(ROOT.glob(pattern)):
             if path.is_file():
-                digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
+                digest.update(
+                    path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes()
+                )
     return digest.hexdigest()

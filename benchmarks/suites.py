@@ -1,4 +1,7 @@
-"""The suites: which cells are measured on a CPU and on a GPU, with which providers, and the loop over them."""
+"""The suites:
+
+which cells are measured on a CPU and on a GPU, with which providers, and the loop over them.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,16 @@ FP32, BF16 = torch.float32, torch.bfloat16
 OURS = "grpo_kernels"
 LOST_DEVICE = 75  # exit status: run the same command again (EX_TEMPFAIL)
 
-#: Providers of sweeps: without those that compile for seconds at each new shape on a CPU, or take many times longer than the
-#: others.
+#: Providers of sweeps: without those that compile for seconds at each new shape on a CPU, or take
+#: many times longer than the others.
 SWEEP = (OURS, "grpo_kernels, layer 1 + loss", EAGER, "TRL fused head + loss")
 #: With the fastest of the other projects' on a CPU, and on a GPU.
-MANY_ROWS = (*SWEEP, "torch.compile", "CCE (torch.compile) + loss", "torch linear_cross_entropy + loss")
+MANY_ROWS = (
+    *SWEEP,
+    "torch.compile",
+    "CCE (torch.compile) + loss",
+    "torch linear_cross_entropy + loss",
+)
 PEERS = (
     *SWEEP,
     "Liger fused linear GRPO",
@@ -36,7 +44,8 @@ PEERS = (
     "CCE, unfiltered + loss",
     "verl kernel + loss",
 )
-#: Of a large vocabulary: without the options of torch's function with which a run takes hundreds of times the products.
+#: Of a large vocabulary: without the options of torch's function with which a run takes hundreds of
+#: times the products.
 CROSS_ENTROPIES = (
     OURS, "grpo_kernels, layer 1", "grpo_kernels, the whole DAPO loss", "torch linear_cross_entropy",
     "torch linear_cross_entropy, chunks of 256 rows", EAGER, "torch.compile", "CCE (torch.compile)",
@@ -53,7 +62,10 @@ Plan = list[Planned]
 Shape = tuple[int, int | None, int]  # rows, hidden size, vocabulary
 LARGE = (8192, 4096, QWEN)
 #: The most that a cell has with --quick.
-QUICK = {"cpu": {"rows": 64, "hidden": 256, "vocab": 32768, "layers": 2}, "cuda": {"rows": 2048, "layers": 4}}
+QUICK = {
+    "cpu": {"rows": 64, "hidden": 256, "vocab": 32768, "layers": 2},
+    "cuda": {"rows": 2048, "layers": 4},
+}
 
 
 @dataclass(frozen=True)
@@ -69,23 +81,38 @@ class Suite:
         cells, most = (self.cpu, QUICK["cpu"]) if device == "cpu" else (self.cuda, QUICK["cuda"])
         if not quick:
             return cells
-        first = {one.cell.dtype: one for one in reversed([one for one in cells if one.cell.rows >= most["rows"]] or cells)}
-        return [Planned(replace(cell, **_least(cell, most)), only) for cell, only in reversed(first.values())]
+        first = {
+            one.cell.dtype: one
+            for one in reversed([one for one in cells if one.cell.rows >= most["rows"]] or cells)
+        }
+        return [
+            Planned(replace(cell, **_least(cell, most)), only)
+            for cell, only in reversed(first.values())
+        ]
 
 
 def _least(cell: Cell, most: dict[str, int]) -> dict[str, int]:
-    return {name: min(x, size) for name, x in most.items() if (size := getattr(cell, name)) is not None}
+    return {
+        name: min(x, size) for name, x in most.items() if (size := getattr(cell, name)) is not None
+    }
 
 
 def plan(
     contract: str, *shapes: Shape, dtypes: tuple[torch.dtype, ...] = (FP32, BF16), only: tuple[str, ...] | None = None,
     **more: Any,
 ) -> Plan:  # fmt: skip
-    """A cell for each shape and dtype. Its sequences are as many as divide the rows, and one from 65,536 rows on."""
+    """A cell for each shape and dtype.
+
+    Its sequences are as many as divide the rows, and one from 65,536 rows on.
+    """
     cells = []
     for (n, h, v), dtype in ((shape, dtype) for shape in shapes for dtype in dtypes):
-        sequences = 1 if n >= 65536 and h else next(count for count in (16, 14, 8) if n % count == 0)
-        cells.append(Planned(Cell(contract, n, v, dtype, h, **{"sequences": sequences, **more}), only))
+        sequences = (
+            1 if n >= 65536 and h else next(count for count in (16, 14, 8) if n % count == 0)
+        )
+        cells.append(
+            Planned(Cell(contract, n, v, dtype, h, **{"sequences": sequences, **more}), only)
+        )
     return cells
 
 
@@ -96,14 +123,20 @@ def gpu(contract: str, *shapes: Shape, **more: Any) -> Plan:
 def _logits(name: str, title: str, *many: Shape) -> Suite:
     """Contracts on logits have the names of their suites."""
     cpu = plan(name, (256, None, QWEN)) + plan(name, (1000, None, QWEN), *many, only=FROM_LOGITS)
-    cuda = gpu(name, (8192, None, QWEN), (8192, None, LLAMA)) + plan(name, (2048, None, QWEN), dtypes=(FP32,))
+    cuda = gpu(name, (8192, None, QWEN), (8192, None, LLAMA)) + plan(
+        name, (2048, None, QWEN), dtypes=(FP32,)
+    )
     return Suite(name, title, name, cpu, cuda)
 
 
 def _head(name: str, title: str, *many: Plan) -> Suite:
     """From hidden states: 256 rows and more."""
     return Suite(
-        name, title, name, [*plan(name, (256, 1024, QWEN)), *(one for cells in many for one in cells)], gpu(name, LARGE)
+        name,
+        title,
+        name,
+        [*plan(name, (256, 1024, QWEN)), *(one for cells in many for one in cells)],
+        gpu(name, LARGE),
     )
 
 
@@ -111,9 +144,18 @@ def _swept(
     name: str, title: str, cpu: list[Shape], cuda: list[Shape], shares: tuple[float, ...] = (1.0,),
     only: tuple[str, ...] | None = None,
 ) -> Suite:  # fmt: skip
-    """From hidden states with few providers, in fp32 on a CPU and in bf16 on a GPU. shares: of sequences with an advantage."""
+    """From hidden states with few providers, in fp32 on a CPU and in bf16 on a GPU.
+
+    shares: of sequences with an advantage.
+    """
     on_cpu = each("active", shares, "hidden", *cpu, dtypes=(FP32,), only=only or SWEEP)
-    return Suite(name, title, "hidden", on_cpu, each("active", shares, "hidden", *cuda, dtypes=(BF16,), only=only or PEERS))
+    return Suite(
+        name,
+        title,
+        "hidden",
+        on_cpu,
+        each("active", shares, "hidden", *cuda, dtypes=(BF16,), only=only or PEERS),
+    )
 
 
 def each(field: str, values: tuple[float, ...], contract: str, *shapes: Shape, **more: Any) -> Plan:
@@ -121,7 +163,13 @@ def each(field: str, values: tuple[float, ...], contract: str, *shapes: Shape, *
     return [one for x in values for one in plan(contract, *shapes, **{field: x}, **more)]
 
 
-SEQUENCES = (OURS, EAGER, "torch.compile", "TRL fused head + loss", "torch linear_cross_entropy + loss")
+SEQUENCES = (
+    OURS,
+    EAGER,
+    "torch.compile",
+    "TRL fused head + loss",
+    "torch linear_cross_entropy + loss",
+)
 KEPT = ("grpo_kernels, into weight_grad", OURS, "pairs in PyTorch, autograd")
 DIVERGENCES = (OURS, "TRL chunked divergence + mean")
 VOCABULARIES = (32768, 65536, LLAMA, QWEN, GEMMA)
@@ -135,7 +183,8 @@ SUITES = {
         _logits("logits-forward", "Log-probs and entropy from logits"),
         Suite(
             "hidden", "Loss and gradients from hidden states", "hidden",
-            # Row counts that are a whole number of chunks, and some that are not: 700 and 1000 are no multiples of 16.
+            # Row counts that are a whole number of chunks, and some that are not: 700 and 1000 are
+            # no multiples of 16.
             plan("hidden", (16, 1024, QWEN), (256, 1024, QWEN))
             + plan("hidden", (700, 1024, QWEN), MANY, (4096, 1024, QWEN), only=MANY_ROWS),
             gpu("hidden", LARGE, (8192, 4096, LLAMA), (4096, 2304, GEMMA)),
@@ -201,9 +250,10 @@ SUITES = {
 
 @dataclass(frozen=True)
 class How:
-    """How suites are run. With `fresh` all cells are measured again, with `first` only the first of each suite is, without
-    providers that compile for long. `choices` are the settings of our launches, where they are not the package's (see
-    tune.apply)."""
+    """How suites are run. With `fresh` all cells are measured again, with `first` only the first of
+    each suite is, without providers that compile for long. `choices` are the settings of our
+    launches, where they are not the package's (see tune.apply).
+    """
 
     device: str
     out: Path
@@ -216,21 +266,29 @@ class How:
     def effort(self) -> Record:
         if self.quick:
             return {"seconds": 0.2, "least": 5}
-        return {"seconds": 0.5, "least": 20} if self.device == "cuda" else {"seconds": 1.0, "least": 5}
+        return (
+            {"seconds": 0.5, "least": 20} if self.device == "cuda" else {"seconds": 1.0, "least": 5}
+        )
 
 
 def run(names: list[str], how: How) -> tuple[list[Path], list[str]]:
-    """Measures the cells that the result files do not hold yet, prints each, and returns the paths, and the cells that could
-    not be measured, each with the reason. If a provider breaks CUDA for this process, that is recorded and the process exits
-    with LOST_DEVICE. The same command then continues without that provider, until the code or the machine changes. On a GPU a
-    file is written after each provider."""
+    """Measures the cells that the result files do not hold yet, prints each, and returns the paths,
+    and the cells that could not be measured, each with the reason. If a provider breaks CUDA for
+    this process, that is recorded and the process exits with LOST_DEVICE. The same command then
+    continues without that provider, until the code or the machine changes. On a GPU a file is
+    written after each provider.
+    """
     here = machine(how.device) | ({"choices": how.choices} if how.choices else {})
     # That of the kit names a temporary folder.
-    command = os.environ.get("BENCHMARKS_COMMAND", " ".join(["python -m benchmarks", *sys.argv[1:]]))
+    command = os.environ.get(
+        "BENCHMARKS_COMMAND", " ".join(["python -m benchmarks", *sys.argv[1:]])
+    )
     origin = results.origin(here, command)
     print(f"{source(origin, packages=True)} Backend: {here['backend']}.\n\n{LEGEND}", flush=True)
     paths = {name: how.out / here["kind"] / f"{name}.json" for name in names}
-    return [*paths.values()], [line for name, path in paths.items() for line in _run(SUITES[name], path, origin, how)]
+    return [*paths.values()], [
+        line for name, path in paths.items() for line in _run(SUITES[name], path, origin, how)
+    ]
 
 
 def _run(suite: Suite, path: Path, origin: Record, how: How) -> Iterator[str]:
@@ -238,12 +296,24 @@ def _run(suite: Suite, path: Path, origin: Record, how: How) -> Iterator[str]:
     here, planned = origin["machine"], suite.plan(how.device, how.quick)
     planned = [_promptly(suite, planned[0])] if how.first else planned
     marks = [results.fingerprint(*one, how.quick, here) for one in planned]
-    done = {} if how.fresh else {cell.get("fingerprint"): cell for cell in results.load(path).get("cells", [])}
-    broke = path.parent / "lost" / f"{results.setting(here)}.json"  # of this code: {contract, dtype: {provider: why}}
-    about = {"suite": suite.name, "title": suite.title, "contract": CONTRACTS[suite.contract]} | origin
+    done = (
+        {}
+        if how.fresh
+        else {cell.get("fingerprint"): cell for cell in results.load(path).get("cells", [])}
+    )
+    broke = (
+        path.parent / "lost" / f"{results.setting(here)}.json"
+    )  # of this code: {contract, dtype: {provider: why}}
+    about = {
+        "suite": suite.name,
+        "title": suite.title,
+        "contract": CONTRACTS[suite.contract],
+    } | origin
 
     def save(*unfinished: Record) -> None:
-        results.save(path, about | {"cells": [*(done[mark] for mark in marks if mark in done), *unfinished]})
+        results.save(
+            path, about | {"cells": [*(done[mark] for mark in marks if mark in done), *unfinished]}
+        )
 
     print(f"\n# {suite.title}: {CONTRACTS[suite.contract]}", flush=True)
     for (cell, only), mark in zip(planned, marks, strict=True):
@@ -253,11 +323,16 @@ def _run(suite: Suite, path: Path, origin: Record, how: How) -> Iterator[str]:
             known = lost.setdefault(f"{cell.contract}, {cell.dtype}", {})
             try:
                 parts = save if how.device == "cuda" else None
-                done[mark] = measure(cell, how.device, only=only, known=known, save=parts, **how.effort)
+                done[mark] = measure(
+                    cell, how.device, only=only, known=known, save=parts, **how.effort
+                )
             except DeviceLost as failure:
                 known[failure.provider] = failure.reason
                 results.save(broke, lost)
-                print(f"\n{failure}: CUDA is unusable in this process. Run the same command again.", file=sys.stderr)
+                print(
+                    f"\n{failure}: CUDA is unusable in this process. Run the same command again.",
+                    file=sys.stderr,
+                )
                 raise SystemExit(LOST_DEVICE) from failure
             except Exception as failure:  # the other cells are still measured
                 line = f"{suite.name}, {cell}: {first_line(failure)}"
@@ -271,5 +346,9 @@ def _run(suite: Suite, path: Path, origin: Record, how: How) -> Iterator[str]:
 
 def _promptly(suite: Suite, planned: Planned) -> Planned:
     """The same without providers that compile for long."""
-    names = (p.name for p in providers(suite.contract) if not p.late and p.name in (planned.only or [p.name]))
+    names = (
+        p.name
+        for p in providers(suite.contract)
+        if not p.late and p.name in (planned.only or [p.name])
+    )
     return Planned(planned.cell, tuple(names))

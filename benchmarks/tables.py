@@ -1,4 +1,6 @@
-"""The cells of result files as tables, for pages and for a terminal; and the blocks of pages that are generated."""
+"""The cells of result files as tables, for pages and for a terminal; and the blocks of pages that
+are generated.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ def render(table: Table, markdown: bool) -> str:
         return "\n".join("| " + " | ".join(line) + " |" for line in lines)
     widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
     return "\n".join(
-        "  ".join(x.rjust(w) if i else x.ljust(w) for i, (x, w) in enumerate(zip(line, widths, strict=True))).rstrip()
+        "  ".join(
+            x.rjust(w) if i else x.ljust(w)
+            for i, (x, w) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
         for line in table
     )
 
@@ -86,9 +91,13 @@ def label(row: Row) -> str:
 
 def machines(folder: Path, device: str | None = None) -> list[str]:
     """The folders that hold result files of machines, those of CPUs first. device: only these."""
-    devices = {path.parent.name: results.load(path)["machine"]["device"] for path in folder.glob("*/*.json")}
+    devices = {
+        path.parent.name: results.load(path)["machine"]["device"]
+        for path in folder.glob("*/*.json")
+    }
     return sorted(
-        (name for name in devices if device in (None, devices[name])), key=lambda name: (devices[name] != "cpu", name)
+        (name for name in devices if device in (None, devices[name])),
+        key=lambda name: (devices[name] != "cpu", name),
     )
 
 
@@ -97,14 +106,25 @@ def processor(record: Record) -> str:
     m = record["machine"]
     parts = [m["name"]] if m["device"] == "cuda" else [m["name"], f"{m['threads']} threads"]
     parts += [m["instruction set"]] if "instruction set" in m else []
-    return ", ".join(parts + [f"products by {x}" for x in [m.get("products")] if x not in (None, m.get("instruction set"))])
+    return ", ".join(
+        parts
+        + [
+            f"products by {x}"
+            for x in [m.get("products")]
+            if x not in (None, m.get("instruction set"))
+        ]
+    )
 
 
 def source(record: Record, packages: bool = False) -> str:
     """The machine and the command of a result file, in a line."""
     m = record["machine"]
     versions = m["versions"] if packages else {}
-    parts = [processor(record), f"torch {m['torch']}", *(f"{name} {version}" for name, version in versions.items())]
+    parts = [
+        processor(record),
+        f"torch {m['torch']}",
+        *(f"{name} {version}" for name, version in versions.items()),
+    ]
     return f"{', '.join(parts)}; {record['date']}; `{record['command']}`."
 
 
@@ -125,7 +145,9 @@ def size(cell: Cell) -> str:
     """The shape of a cell, and what else its rows were made for."""
     shared, loss = cell.get("shared"), LOSSES.get(cell["contract"])
     parts = [" x ".join(f"{cell[x]:,}" for x in ("rows", "hidden", "vocab") if cell[x]), loss]
-    return ", ".join(filter(None, [*parts, shared is not None and f"{100 * shared:g} % of the rows shared"]))
+    return ", ".join(
+        filter(None, [*parts, shared is not None and f"{100 * shared:g} % of the rows shared"])
+    )
 
 
 def fixed(cell: Cell, varied: str) -> str:
@@ -140,7 +162,9 @@ def limit(cell: Cell) -> str:
 
 
 def ratio(cell: Cell, row: Row) -> float | None:
-    """The time of a row divided by that of the limit, or by that of eager PyTorch where there is no limit."""
+    """The time of a row divided by that of the limit, or by that of eager PyTorch where there is no
+    limit.
+    """
     base = cell["limit"] or named(cell, EAGER)
     return row["ms"] / base["ms"] if base else None
 
@@ -150,8 +174,10 @@ BATCH = 256
 
 
 def headline(*records: Record) -> list[list[Cell]]:
-    """The cells of the shapes that are shown: the first and the last that have enough rows for a training batch. records: of
-    one suite, on several machines. Those of one shape differ in their machine or their dtype."""
+    """The cells of the shapes that are shown: the first and the last that have enough rows for a
+    training batch. records: of one suite, on several machines. Those of one shape differ in their
+    machine or their dtype.
+    """
     shapes: dict[tuple, list[Cell]] = {}
     for record in records:
         for cell in record["cells"]:
@@ -162,21 +188,35 @@ def headline(*records: Record) -> list[list[Cell]]:
 
 
 def marks(cells: list[Cell], what: str = "dtype") -> list[str]:
-    """What tells each cell from the others: the field `what`, and the kind of machine if there are several."""
+    """What tells each cell from the others:
+
+    the field `what`, and the kind of machine if there are several.
+    """
     several = len({cell.get("kind") for cell in cells}) > 1
     of = [DTYPES[cell["dtype"]] if what == "dtype" else f"{cell[what]:,}" for cell in cells]
-    return [f"{cell['kind']} {mark}" if several else mark for cell, mark in zip(cells, of, strict=True)]
+    return [
+        f"{cell['kind']} {mark}" if several else mark for cell, mark in zip(cells, of, strict=True)
+    ]
 
 
 def untimed(cells: list[Cell], what: str = "dtype") -> dict[str, str]:
-    """{why: the providers that were not timed for it}. Their cells are named by `marks`, unless it is all of them."""
+    """{why:
+
+    the providers that were not timed for it}. Their cells are named by `marks`, unless it is all of
+    them.
+    """
     found: dict[str, dict[str, list[str]]] = {}
     for cell, mark in zip(cells, marks(cells, what), strict=True):
         for row in cell["providers"]:
             if row["status"] != "ok":
-                found.setdefault(f"{row['status']}, {row['reason']}", {}).setdefault(row["name"], []).append(mark)
+                found.setdefault(f"{row['status']}, {row['reason']}", {}).setdefault(
+                    row["name"], []
+                ).append(mark)
     return {
-        why: "; ".join(name if len(of) == len(cells) else f"{name} [{', '.join(of)}]" for name, of in names.items())
+        why: "; ".join(
+            name if len(of) == len(cells) else f"{name} [{', '.join(of)}]"
+            for name, of in names.items()
+        )
         for why, names in found.items()
     }
 
@@ -191,8 +231,9 @@ def reasons(cells: list[Cell], what: str = "dtype") -> list[str]:
 
 
 def comparison(cells: list[Cell]) -> str:
-    """Cells of one shape side by side, of one machine or of several: the providers that were timed, then the reasons of the
-    others."""
+    """Cells of one shape side by side, of one machine or of several: the providers that were timed,
+    then the reasons of the others.
+    """
     head = [size(cells[0])]
     for cell, mark in zip(cells, marks(cells), strict=True):
         head += [f"{mark} ms", f"x {limit(cell)}", "extra MB"]
@@ -200,9 +241,14 @@ def comparison(cells: list[Cell]) -> str:
     for name in dict.fromkeys(row["name"] for cell in cells for row in cell["providers"]):
         rows = [(cell, row) for cell in cells for row in [named(cell, name)]]
         found = [row for _, row in rows if row]
-        shown = [[figure(row["ms"]), times(ratio(cell, row)), megabytes(row)] if row else ["", "", ""] for cell, row in rows]
+        shown = [
+            [figure(row["ms"]), times(ratio(cell, row)), megabytes(row)] if row else ["", "", ""]
+            for cell, row in rows
+        ]
         errors = " / ".join(filter(None, map(worst, found)))
-        lines += [[label(found[0]), *(x for three in shown for x in three), errors]] if found else []
+        lines += (
+            [[label(found[0]), *(x for three in shown for x in three), errors]] if found else []
+        )
     return "\n\n".join([render(lines, markdown=True), *reasons(cells)])
 
 
@@ -231,15 +277,25 @@ def details(cell: Cell, markdown: bool = True) -> str:
     table = [[*columns], *([show(row) for show in columns.values()] for row in rows)]
     kept = [i for i in range(len(columns)) if i == 0 or any(line[i] for line in table[1:])]
     notes = [f"{label(row)}, ms: {ways(row)}." for row in rows if row.get("ways")]
-    notes += [f"CUDA's allocator asked again {n} times while this was timed." for n in [cell.get("alloc_retries")] if n]
-    parts = [render([[line[i] for i in kept] for line in table], markdown), *notes, *reasons([cell])]
+    notes += [
+        f"CUDA's allocator asked again {n} times while this was timed."
+        for n in [cell.get("alloc_retries")]
+        if n
+    ]
+    parts = [
+        render([[line[i] for i in kept] for line in table], markdown),
+        *notes,
+        *reasons([cell]),
+    ]
     return "\n\n".join(parts)
 
 
 def ways(row: Row) -> str:
     """The time of each way to compute a part of a limit; the fastest of each part counts."""
     timed = {name: f"{ms:.3g}" for name, ms in row["ways"].items() if not isinstance(ms, str)}
-    return "; ".join(f"{name} {ms}" + " (counts)" * (name in row["of"]) for name, ms in timed.items())
+    return "; ".join(
+        f"{name} {ms}" + " (counts)" * (name in row["of"]) for name, ms in timed.items()
+    )
 
 
 def by_dtype(cells: Iterable[Cell]) -> list[list[Cell]]:

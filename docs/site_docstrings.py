@@ -1,4 +1,7 @@
-"""Docstrings as Markdown, for the API reference: an extension of griffe, which mkdocstrings reads them with."""
+"""Docstrings as Markdown, for the API reference:
+
+an extension of griffe, which mkdocstrings reads them with.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from typing import Any
 
 import griffe
 
-#: `name, name   text`, the form of lists of parameters in docstrings; what follows it, further in, belongs to it.
+#: `name, name   text`, the form of lists of parameters in docstrings; what follows it, further in,
+#:               belongs to it.
 ENTRY = re.compile(r"(?P<names>[\w\"<>:-]+(?:, [\w\"-]+)*(?: \[[^]]*\])?) {2,}(?P<text>\S.*)")
 
 #: A < that would begin a tag, outside of backquotes.
@@ -19,7 +23,10 @@ def markdown(text: str) -> str:
     """Lists of parameters as lists of Markdown; code, which is indented by four, as it is."""
     lines: list[str] = []
     within = -1  # the column where the text of the list's last entry begins
-    nested = paragraph = False  # whether the last line is of an entry within an entry, of a second paragraph of an entry
+    nested = paragraph = (
+        # whether the last line is of an entry within an entry, of a second paragraph of an entry
+        False
+    )
     for line in inspect.cleandoc(text).splitlines():
         indent = len(line) - len(line.lstrip())
         if within >= 0 or indent < 4:
@@ -29,7 +36,9 @@ def markdown(text: str) -> str:
             if lines and lines[-1] and not indent and (within < 0 or paragraph):
                 lines.append("")
             lines.append(f"{'    ' * (indent > 0)}- **{entry['names']}**: {entry['text']}")
-            within, nested, paragraph = (within, True, False) if indent else (entry.start("text"), False, False)
+            within, nested, paragraph = (
+                (within, True, False) if indent else (entry.start("text"), False, False)
+            )
         elif nested and indent == within:  # of the outer entry again
             lines += ["", f"    {line.strip()}"]
             nested, paragraph = False, True

@@ -1,7 +1,9 @@
-"""What `mkdocs build` is told beside mkdocs.yml: pages that stand outside of docs/, and links between all pages.
+"""What `mkdocs build` is told beside mkdocs.yml: pages that stand outside of docs/, and links
+between all pages.
 
-On the site a page of the repository has one place, and its links lead to the places of what they name. A link to a file that is
-no page becomes its text: the site has no copy of the source."""
+On the site a page of the repository has one place, and its links lead to the places of what they
+name. A link to a file that is no page becomes its text: the site has no copy of the source.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,10 @@ def place_of(source: Path) -> str | None:
 
 def with_links(text: str, place: str) -> str:
     """The page at `place` with its links as the site needs them."""
-    return "".join(part if i % 2 else LINK.sub(lambda m: _link(m, place), part) for i, part in enumerate(_parts(text)))
+    return "".join(
+        part if i % 2 else LINK.sub(lambda m: _link(m, place), part)
+        for i, part in enumerate(_parts(text))
+    )
 
 
 def _parts(text: str) -> list[str]:
@@ -73,7 +78,9 @@ def _link(match: re.Match[str], place: str) -> str:
 
 def pictures(text: str, place: str) -> dict[str, Path]:
     """{place on the site: file} of the pictures of a page that are not in docs/."""
-    found = [(source_of(place).parent / link).resolve() for mark, _, link in LINK.findall(text) if mark]
+    found = [
+        (source_of(place).parent / link).resolve() for mark, _, link in LINK.findall(text) if mark
+    ]
     return {str(place_of(path)): path for path in found if not path.is_relative_to(DOCS)}
 
 

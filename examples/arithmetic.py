@@ -1,9 +1,12 @@
-"""Arithmetic in characters, for a policy small enough for a CPU: the problems, the tokenizer, the model and its warm-up.
+"""Arithmetic in characters, for a policy small enough for a CPU: the problems, the tokenizer, the
+model and its warm-up.
 
-A Qwen3 reads and writes character by character. It first learns from a careless teacher, who gets plain problems right, but in
-stories counts one too many most of the time; it can do the sums then, and makes the teacher's mistakes. What follows, GRPO on
-its own answers with reward 1 for the exact number and 0 for anything else, has something to put right. A sum or difference of the
-evaluation, say 12+3, occurs nowhere in training, neither as 3+12 nor in a story, so what is measured is not memory.
+A Qwen3 reads and writes character by character. It first learns from a careless teacher, who gets
+plain problems right, but in stories counts one too many most of the time; it can do the sums then,
+and makes the teacher's mistakes. What follows, GRPO on its own answers with reward 1 for the exact
+number and 0 for anything else, has something to put right. A sum or difference of the evaluation,
+say 12+3, occurs nowhere in training, neither as 3+12 nor in a story, so what is measured is not
+memory.
 
 `make demo` (examples/demo.py) trains it.
 """
@@ -28,9 +31,10 @@ Problem = dict[str, str]
 
 
 def problem(rng: random.Random) -> Problem:
-    """A sum or difference, plain or as a story; never negative. "slip" is what the teacher of the warm-up may write
-    instead: plain problems it always gets right, in stories it counts one too many. "sum" is the same for all problems
-    with the same terms."""
+    """A sum or difference, plain or as a story; never negative. "slip" is what the teacher of the
+    warm-up may write instead: plain problems it always gets right, in stories it counts one too
+    many. "sum" is the same for all problems with the same terms.
+    """
     first, second, sign = rng.randint(0, LARGEST), rng.randint(0, LARGEST), rng.choice((1, -1))
     answer, story = first + sign * second, rng.random() < 0.7
     if answer < 0:
@@ -44,21 +48,30 @@ def problem(rng: random.Random) -> Problem:
 
 
 def problems(count: int, seed: int) -> tuple[list[Problem], list[Problem]]:
-    """(training problems, held-out problems) that have no sum in common. Within each, problems may come again."""
+    """(training problems, held-out problems) that have no sum in common.
+
+    Within each, problems may come again.
+    """
     rng = random.Random(seed)
     rows = [problem(rng) for _ in range(count)]
     sums = sorted({row["sum"] for row in rows})
     held_out = set(rng.sample(sums, len(sums) * 15 // 100))
-    return [row for row in rows if row["sum"] not in held_out], [row for row in rows if row["sum"] in held_out]
+    return [row for row in rows if row["sum"] not in held_out], [
+        row for row in rows if row["sum"] in held_out
+    ]
 
 
 def tokenizer() -> Any:
     """One token per character; "." ends an answer."""
     tokenizers, transformers = require("tokenizers"), require("transformers")
-    chars = tokenizers.Tokenizer(tokenizers.models.WordLevel({char: i for i, char in enumerate(CHARS)}, unk_token="?"))
+    chars = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({char: i for i, char in enumerate(CHARS)}, unk_token="?")
+    )
     chars.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
     chars.decoder = tokenizers.decoders.Fuse()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=chars, eos_token=".", pad_token=".")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=chars, eos_token=".", pad_token="."
+    )
 
 
 def policy(width: int = 256, layers: int = 3) -> Any:
@@ -76,12 +89,21 @@ def encoded(rows: list[Problem], tok: Any) -> list[list[int]]:
 
 
 def accuracy(model: Any, tok: Any, rows: list[Problem]) -> float:
-    out = sample(model, encoded(rows, tok), group_size=1, max_new_tokens=4, ends=[tok.eos_token_id], temperature=0)
+    out = sample(
+        model,
+        encoded(rows, tok),
+        group_size=1,
+        max_new_tokens=4,
+        ends=[tok.eos_token_id],
+        temperature=0,
+    )
     texts = tok.batch_decode(out.tokens, skip_special_tokens=True)
     return sum(text == row["answer"] for text, row in zip(texts, rows, strict=True)) / len(rows)
 
 
-def warm_up(model: Any, tok: Any, rows: list[Problem], seed: int, steps: int, progress: bool) -> None:
+def warm_up(
+    model: Any, tok: Any, rows: list[Problem], seed: int, steps: int, progress: bool
+) -> None:
     """Supervised steps on the teacher's examples."""
     end, peak, rng = tok.eos_token_id, 1.5e-3, random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.98), weight_decay=0.0)
@@ -96,8 +118,14 @@ def warm_up(model: Any, tok: Any, rows: list[Problem], seed: int, steps: int, pr
         width = max(map(len, answers))
         targets = torch.tensor([a + [end] * (width - len(a)) for a in answers])
         mask = torch.arange(width) < torch.tensor([[len(a)] for a in answers])
-        examples = Completions(torch.cat([prompts, targets], 1), torch.cat([prompt_attention, mask], 1), prompts.shape[1])
-        torch.nn.functional.cross_entropy(completion_logits(model, examples)[mask], targets[mask]).backward()
+        examples = Completions(
+            torch.cat([prompts, targets], 1),
+            torch.cat([prompt_attention, mask], 1),
+            prompts.shape[1],
+        )
+        torch.nn.functional.cross_entropy(
+            completion_logits(model, examples)[mask], targets[mask]
+        ).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -1,9 +1,10 @@
-"""An objective of your own, in a dozen lines: it runs in eager PyTorch, in C++ and inside the fused Triton kernel.
+"""An objective of your own, in a dozen lines: it runs in eager PyTorch, in C++ and inside the fused
+Triton kernel.
 
     python -m examples.custom_objective
 
-The surrogate below pulls a token back with a Huber penalty on its log-ratio, instead of clipping the ratio. Without a GPU
-the Triton kernel runs in Triton's interpreter: slow, but the same source.
+The surrogate below pulls a token back with a Huber penalty on its log-ratio, instead of clipping
+the ratio. Without a GPU the Triton kernel runs in Triton's interpreter: slow, but the same source.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from grpo_kernels.formulas.surrogates import Custom, check_surrogate, ops
 
 
 def huber(logp, old_logp, advantage, params):
-    """loss = -A logp + strength * huber(x), x = logp - old_logp; returns the loss and d loss / d logp."""
+    """loss = -A logp + strength * huber(x), x = logp - old_logp; returns the loss and d loss / d
+    logp.
+    """
     width, strength = params[0], params[1]
     x = logp - old_logp
     near = ops.abs(x) <= width
@@ -32,7 +35,9 @@ def huber(logp, old_logp, advantage, params):
 
 def main() -> None:
     surrogate = Custom(huber, (0.2, 2.0))
-    check_surrogate(surrogate)  # the slope against autograd: raises, naming the worst point, where they differ
+    check_surrogate(
+        surrogate
+    )  # the slope against autograd: raises, naming the worst point, where they differ
     objective = Objective(surrogate, aggregate="seq-mean-token-mean", beta=0.04)
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -48,7 +53,9 @@ def main() -> None:
     )
     expected: torch.Tensor | None = None
     for backend in ("eager", "cpu", "triton"):
-        reason = unavailable(backend) or ("the data is on the GPU" if backend == "cpu" and device == "cuda" else None)
+        reason = unavailable(backend) or (
+            "the data is on the GPU" if backend == "cpu" and device == "cuda" else None
+        )
         if reason is not None:
             print(f"{backend:8} not here: {reason}")
             continue
@@ -58,7 +65,9 @@ def main() -> None:
         assert leaf.grad is not None
         expected = leaf.grad if expected is None else expected
         error = float((leaf.grad - expected).norm() / expected.norm())
-        print(f"{backend:8} loss {out.loss.item():.6f}, gradient differs from eager's by {error:.1e}")
+        print(
+            f"{backend:8} loss {out.loss.item():.6f}, gradient differs from eager's by {error:.1e}"
+        )
         assert error < 1e-5
 
 

@@ -1,12 +1,15 @@
-"""GRPO at the vocabulary of a real model, by the fused loss and by plain PyTorch side by side: `python -m examples.demo`.
+"""GRPO at the vocabulary of a real model, by the fused loss and by plain PyTorch side by side:
+`python -m examples.demo`.
 
-A small Qwen3 learns the arithmetic of `examples.arithmetic` from its careless teacher, with the 41 ids that the texts use.
-Its table then gets the 151,936 rows that Qwen's models have, and GRPO goes on from there twice, step by step in turns, each
-in a process of its own: with the loss of this package, and with the loss as it is written in plain PyTorch. Both sample with
-top-k and train over the sets of ids that it kept; both see the same problems and draw the same random numbers. So there
+A small Qwen3 learns the arithmetic of `examples.arithmetic` from its careless teacher, with the 41
+ids that the texts use. Its table then gets the 151,936 rows that Qwen's models have, and GRPO goes
+on from there twice, step by step in turns, each in a process of its own: with the loss of this
+package, and with the loss as it is written in plain PyTorch. Both sample with top-k and train over
+the sets of ids that it kept; both see the same problems and draw the same random numbers. So there
 should be one curve, and what differs is the time and the memory of a step.
 
-    python -m examples.demo --seed 0 1 2 --write    # the figures and the picture of docs/training.md
+    python -m examples.demo --seed 0 1 2 --write    # the figures and the picture of
+                                                    docs/training.md
 """
 
 from __future__ import annotations
@@ -58,10 +61,19 @@ class Size:
 
 
 class PlainLosses(Losses):
-    """The loss as it is written without a kernel: on-policy, the mean over the tokens of a completion, then over completions."""
+    """The loss as it is written without a kernel:
+
+    on-policy, the mean over the tokens of a completion, then over completions.
+    """
 
     def loss(
-        self, model: Any, completions: Completions, batch: TokenBatch, objective: Any, normalizer: Any, seed: int = 0
+        self,
+        model: Any,
+        completions: Completions,
+        batch: TokenBatch,
+        objective: Any,
+        normalizer: Any,
+        seed: int = 0,
     ) -> LossParts:
         logits, kept = completion_logits(model, completions).float(), completions.kept
         assert kept is not None and batch.old_logps is None and batch.advantages is not None
@@ -79,21 +91,28 @@ LOSSES: dict[str, type[Losses]] = {"fused": Losses, "plain PyTorch": PlainLosses
 
 
 class Watched(Trainer):
-    """Tells of a step also the seconds of loss and gradient and of the optimizer, and how many ids its tokens were drawn from."""
+    """Tells of a step also the seconds of loss and gradient and of the optimizer, and how many ids
+    its tokens were drawn from.
+    """
 
     def update(self, completions: Completions, advantages: Tensor) -> dict[str, float]:
         assert completions.kept is not None
         counts = completions.kept.counts[completions.mask.flatten()]
-        # Ids with equal logits are kept or left out together: with equal rows of the table a set would be the whole vocabulary.
+        # Ids with equal logits are kept or left out together: with equal rows of the table a set
+        # would be the whole vocabulary.
         if counts.min() < self.config.top_k or counts.max() >= 2 * self.config.top_k:
             raise RuntimeError(
-                f"top_k={self.config.top_k} kept between {counts.min()} and {counts.max()} ids: rows of the table are equal; "
-                "give each id that no text uses a random row."
+                f"top_k={self.config.top_k} kept between {counts.min()} and {counts.max()} ids:"
+                " rows of the table are equal; give each id that no text uses a random row."
             )
         began = time.perf_counter()
         metrics = super().update(completions, advantages)
         spent = time.perf_counter() - began - metrics["optimizer_seconds"]
-        return metrics | {"loss_seconds": spent, "kept_min": int(counts.min()), "kept_max": int(counts.max())}
+        return metrics | {
+            "loss_seconds": spent,
+            "kept_min": int(counts.min()),
+            "kept_max": int(counts.max()),
+        }
 
     def move(self, lr: float) -> dict[str, float]:
         began = time.perf_counter()
@@ -101,11 +120,15 @@ class Watched(Trainer):
 
 
 def side(name: str, start: Path, seed: int, size: Size) -> Iterator[Line]:
-    """Held-out accuracy of the policy in the file `start`, a line for each step by the loss `name`, and the accuracy afterwards."""
+    """Held-out accuracy of the policy in the file `start`, a line for each step by the loss `name`,
+    and the accuracy afterwards.
+    """
     tok, model = arithmetic.tokenizer(), arithmetic.policy(size.width, size.layers)
     model.load_state_dict(torch.load(start, weights_only=True))
     torch.manual_seed(seed)
-    model.resize_token_embeddings(size.vocab, mean_resizing=False)  # new rows are small, random and different
+    model.resize_token_embeddings(
+        size.vocab, mean_resizing=False
+    )  # new rows are small, random and different
     training, held_out = arithmetic.problems(8000, seed)
     with tempfile.TemporaryDirectory() as folder:
         config = TrainConfig(
@@ -117,7 +140,9 @@ def side(name: str, start: Path, seed: int, size: Size) -> Iterator[Line]:
         yield {"accuracy": arithmetic.accuracy(model, tok, held_out[: size.held_out])}
         for step in range(size.steps):
             lines: list[Line] = []
-            if step % 10 == min(5, size.steps - 1):  # now and then: the memory that it returns first has to be asked for again
+            if step % 10 == min(
+                5, size.steps - 1
+            ):  # now and then: the memory that it returns first has to be asked for again
                 peak = peak_memory(lambda lines=lines: lines.append(trainer.train_step()), "cpu")
                 yield lines[0] | {"peak_mib": peak / 2**20}
             else:
@@ -127,7 +152,10 @@ def side(name: str, start: Path, seed: int, size: Size) -> Iterator[Line]:
 
 
 def apart(name: str, start: Path, seed: int, size: Size) -> Iterator[Line]:
-    """The lines of `side`, from a process of its own, which works while a line is asked for. It gets ready now."""
+    """The lines of `side`, from a process of its own, which works while a line is asked for.
+
+    It gets ready now.
+    """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_serve, args=(there, name, start, seed, size), daemon=True)
@@ -141,7 +169,9 @@ def apart(name: str, start: Path, seed: int, size: Size) -> Iterator[Line]:
                 try:
                     line = here.recv()
                 except EOFError:
-                    raise RuntimeError(f"the process of the loss {name!r} ended early; what it said stands above") from None
+                    raise RuntimeError(
+                        f"the process of the loss {name!r} ended early; what it said stands above"
+                    ) from None
                 yield line
         finally:
             here.close()
@@ -163,7 +193,9 @@ def _serve(pipe: Connection, name: str, start: Path, seed: int, size: Size) -> N
 # ---- both
 
 
-def run(seed: int, size: Size, sides: Callable[..., Iterator[Line]] = apart, progress: bool = True) -> dict[str, Any]:
+def run(
+    seed: int, size: Size, sides: Callable[..., Iterator[Line]] = apart, progress: bool = True
+) -> dict[str, Any]:
     """The warm-up and the steps of both sides, in turns. The record of a seed: see `of_side`."""
     with tempfile.TemporaryDirectory() as folder:
         began, start = time.perf_counter(), Path(folder) / "warm.pt"
@@ -171,20 +203,30 @@ def run(seed: int, size: Size, sides: Callable[..., Iterator[Line]] = apart, pro
         warm_up(seed, size, start, progress)
         warm = time.perf_counter()
         found: dict[str, list[Line]] = {name: [next(lines)] for name, lines in both.items()}
-        bar = require("tqdm").trange(size.steps, desc=f"seed {seed}, GRPO with both losses", disable=not progress)
+        bar = require("tqdm").trange(
+            size.steps, desc=f"seed {seed}, GRPO with both losses", disable=not progress
+        )
         for _ in bar:
             for name, lines in both.items():
                 found[name].append(next(lines))
-            bar.set_postfix({name: f"reward {lines[-1]['reward']:.2f}" for name, lines in found.items()})
+            bar.set_postfix(
+                {name: f"reward {lines[-1]['reward']:.2f}" for name, lines in found.items()}
+            )
         for name, lines in both.items():
             found[name] += lines
         seconds = {"warm_up": warm - began, "all": time.perf_counter() - began}
-    return {"seed": seed, "seconds": seconds, "sides": {name: of_side(lines) for name, lines in found.items()}}
+    return {
+        "seed": seed,
+        "seconds": seconds,
+        "sides": {name: of_side(lines) for name, lines in found.items()},
+    }
 
 
 def warm_up(seed: int, size: Size, start: Path, progress: bool) -> None:
-    """With a table of the ids that texts use; the others would make each step slow, and learn nothing. On one thread, which so
-    small a model hardly notices; the processes of the sides start beside it."""
+    """With a table of the ids that texts use; the others would make each step slow, and learn
+    nothing. On one thread, which so small a model hardly notices; the processes of the sides start
+    beside it.
+    """
     torch.manual_seed(seed)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -196,10 +238,19 @@ def warm_up(seed: int, size: Size, start: Path, progress: bool) -> None:
 
 
 def of_side(lines: list[Line]) -> dict[str, Any]:
-    """Accuracy before and after; of each step reward, gradient norm and seconds, of some of them the peak of memory above what
-    was in use before; the fewest and the most ids that a token was drawn from."""
+    """Accuracy before and after; of each step reward, gradient norm and seconds, of some of them
+    the peak of memory above what was in use before; the fewest and the most ids that a token was
+    drawn from.
+    """
     before, *steps, after = lines
-    names = ("reward", "grad_norm", "seconds", "sampling_seconds", "loss_seconds", "optimizer_seconds")
+    names = (
+        "reward",
+        "grad_norm",
+        "seconds",
+        "sampling_seconds",
+        "loss_seconds",
+        "optimizer_seconds",
+    )
     return {
         "accuracy": [before["accuracy"], after["accuracy"]],
         "kept": [min(line["kept_min"] for line in steps), max(line["kept_max"] for line in steps)],
@@ -208,19 +259,34 @@ def of_side(lines: list[Line]) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None, size: Size = Size()) -> int:
-    parser = argparse.ArgumentParser(prog="python -m examples.demo", description="GRPO with the fused and with the plain loss.")
-    parser.add_argument("--seed", type=int, nargs="+", default=[0], help="one run for each (default: 0)")
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/demo"), help="folder of demo.json and demo.svg (default: runs/demo)"
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.demo", description="GRPO with the fused and with the plain loss."
     )
-    parser.add_argument("--write", action="store_true", help="keep the figures and the picture of docs/training.md instead")
+    parser.add_argument(
+        "--seed", type=int, nargs="+", default=[0], help="one run for each (default: 0)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/demo"),
+        help="folder of demo.json and demo.svg (default: runs/demo)",
+    )
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="keep the figures and the picture of docs/training.md instead",
+    )
     args = parser.parse_args(argv)
     runs = [run(seed, size) for seed in args.seed]
     record = {
         "command": demo_report.COMMAND, "date": time.strftime("%Y-%m-%d"), "commit": results.commit(), "machine": machine("cpu"), "size": asdict(size), "runs": runs
     }  # fmt: skip
     print(f"\n{demo_report.text(record)}")
-    file, picture = (demo_report.FILE, demo_report.PICTURE) if args.write else (args.out / "demo.json", args.out / "demo.svg")
+    file, picture = (
+        (demo_report.FILE, demo_report.PICTURE)
+        if args.write
+        else (args.out / "demo.json", args.out / "demo.svg")
+    )
     results.save(file, record)
     demo_report.save_picture(record, picture)
     if args.write:

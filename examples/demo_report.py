@@ -64,22 +64,41 @@ def table(record: Record) -> Table:
 
 def sentences(record: Record) -> list[str]:
     """What was shown: of the curves, and of time and memory."""
-    pairs = [pair for run in record["runs"] for pair in zip(*(run["sides"][x]["reward"] for x in (FUSED, PLAIN)), strict=True)]
+    pairs = [
+        pair
+        for run in record["runs"]
+        for pair in zip(*(run["sides"][x]["reward"] for x in (FUSED, PLAIN)), strict=True)
+    ]
     same, apart = sum(a == b for a, b in pairs), max(abs(a - b) for a, b in pairs)
-    gains = [100 * (after - before) for run in record["runs"] for before, after in [run["sides"][FUSED]["accuracy"]]]
+    gains = [
+        100 * (after - before)
+        for run in record["runs"]
+        for before, after in [run["sides"][FUSED]["accuracy"]]
+    ]
     curves = f"One curve: the rewards of all {len(pairs)} steps are the same by both losses"
     if same < len(pairs):
-        curves = f"Both losses have the same reward in {same} of {len(pairs)} steps, and rewards at most {apart:.3f} apart in the others"
+        curves = (
+            f"Both losses have the same reward in {same} of {len(pairs)} steps, and rewards at most"
+            f" {apart:.3f} apart in the others"
+        )
     size, low, high = record["size"], *_kept(record)
-    seconds, peak = ({x: middle(record, x, field) for x in (FUSED, PLAIN)} for field in ("seconds", "peak_mib"))
+    seconds, peak = (
+        {x: middle(record, x, field) for x in (FUSED, PLAIN)} for field in ("seconds", "peak_mib")
+    )
     loss = {x: 1e3 * middle(record, x, "loss_seconds") for x in (FUSED, PLAIN)}
     kept = f"{low}" if low == high else f"{low} to {high}"
     return [
-        f"{curves}; greedy accuracy gained {', '.join(f'{x:+.1f}' for x in gains)} points by the fused one, training over the {kept} of "
-        f"{size['vocab']:,} ids that each token was drawn from.",
-        f"Loss and gradient take {loss[FUSED]:.0f} ms instead of {loss[PLAIN]:.0f}, a whole step {seconds[FUSED]:.2f} s instead of "
-        f"{seconds[PLAIN]:.2f} and {peak[FUSED]:,.0f} MiB instead of {peak[PLAIN]:,.0f}; sampling, which "
-        f"both do alike, is {middle(record, FUSED, 'sampling_seconds') / seconds[FUSED]:.0%} of the fused step.",
+        (
+            f"{curves}; greedy accuracy gained {', '.join(f'{x:+.1f}' for x in gains)} points by"
+            f" the fused one, training over the {kept} of {size['vocab']:,} ids that each token was"
+            " drawn from."
+        ),
+        (
+            f"Loss and gradient take {loss[FUSED]:.0f} ms instead of {loss[PLAIN]:.0f}, a whole"
+            f" step {seconds[FUSED]:.2f} s instead of {seconds[PLAIN]:.2f} and {peak[FUSED]:,.0f}"
+            f" MiB instead of {peak[PLAIN]:,.0f}; sampling, which both do alike, is"
+            f" {middle(record, FUSED, 'sampling_seconds') / seconds[FUSED]:.0%} of the fused step."
+        ),
     ]
 
 
@@ -91,24 +110,45 @@ def _kept(record: Record) -> tuple[int, int]:
 def setting(record: Record) -> str:
     size, m = record["size"], record["machine"]
     return (
-        f"{size['vocab']:,} ids, top-{size['top_k']} and replay of its sets, {size['prompts'] * size['group']} completions a step, "
-        f"{size['steps']} steps; medians. {m['name']}, {m['threads']} threads, torch {m['torch']}, {record['date']}."
+        f"{size['vocab']:,} ids, top-{size['top_k']} and replay of its sets,"
+        f" {size['prompts'] * size['group']} completions a step, {size['steps']} steps; medians."
+        f" {m['name']}, {m['threads']} threads, torch {m['torch']}, {record['date']}."
     )
 
 
 def times(record: Record) -> str:
     """How long it took, by seed."""
-    warm, whole = (", ".join(f"{run['seconds'][what]:.0f}" for run in record["runs"]) for what in ("warm_up", "all"))
+    warm, whole = (
+        ", ".join(f"{run['seconds'][what]:.0f}" for run in record["runs"])
+        for what in ("warm_up", "all")
+    )
     return f"Warm-up {warm} s, in all {whole} s."
 
 
 def text(record: Record) -> str:
-    return "\n".join([setting(record), "", render(table(record), markdown=False), "", *sentences(record), times(record)])
+    return "\n".join(
+        [
+            setting(record),
+            "",
+            render(table(record), markdown=False),
+            "",
+            *sentences(record),
+            times(record),
+        ]
+    )
 
 
 def block(record: Record) -> str:
     said = [f"- {sentence}" for sentence in [*sentences(record), times(record)]]
-    return "\n".join([f"{setting(record)} `{record['command']}`.", "", render(table(record), markdown=True), "", *said])
+    return "\n".join(
+        [
+            f"{setting(record)} `{record['command']}`.",
+            "",
+            render(table(record), markdown=True),
+            "",
+            *said,
+        ]
+    )
 
 
 def insert(page: str, record: Record) -> str:
@@ -126,9 +166,18 @@ def draw(record: Record) -> Figure:
         page.patch.set_alpha(0)
         reward, seconds, memory = page.subplots(1, 3, width_ratios=(2, 1.4, 1))
         for run in record["runs"]:
-            for name, width, line in ((PLAIN, 3.0, "-"), (FUSED, 1.1, "-")):  # the thin line lies on the thick one
+            for name, width, line in (
+                (PLAIN, 3.0, "-"),
+                (FUSED, 1.1, "-"),
+            ):  # the thin line lies on the thick one
                 label = name if run is record["runs"][0] else None
-                reward.plot(run["sides"][name]["reward"], line, color=COLOURS[name], linewidth=width, label=label)
+                reward.plot(
+                    run["sides"][name]["reward"],
+                    line,
+                    color=COLOURS[name],
+                    linewidth=width,
+                    label=label,
+                )
         reward.legend(frameon=False, labelcolor=TEXT, loc="lower right")
         reward.set_xlabel("step")
         for name, colour in COLOURS.items():
@@ -150,7 +199,10 @@ def draw(record: Record) -> Figure:
             memory.barh(name, middle(record, name, "peak_mib"), color=colour)
         memory.set_yticks([])
         heads = (
-            f"reward, mean of the batch, seed {', '.join(str(run['seed']) for run in record['runs'])}",
+            (
+                "reward, mean of the batch, seed"
+                f" {', '.join(str(run['seed']) for run in record['runs'])}"
+            ),
             "seconds a step",
             "peak MiB of a step",
         )
@@ -164,11 +216,18 @@ def draw(record: Record) -> Figure:
 
 def described(record: Record) -> str:
     """The field Description of the picture's file: what it shows in numbers."""
-    curves = {name: [run["sides"][name]["reward"] for run in record["runs"]] for name in (FUSED, PLAIN)}
+    curves = {
+        name: [run["sides"][name]["reward"] for run in record["runs"]] for name in (FUSED, PLAIN)
+    }
     fields = ("seconds", "peak_mib", *(field for _, field, _ in PARTS))
-    return json.dumps(curves | {field: [middle(record, name, field) for name in (FUSED, PLAIN)] for field in fields})
+    return json.dumps(
+        curves
+        | {field: [middle(record, name, field) for name in (FUSED, PLAIN)] for field in fields}
+    )
 
 
 def save_picture(record: Record, path: Path) -> None:
     with matplotlib.rc_context(STYLE):
-        draw(record).savefig(path, metadata={"Date": None, "Title": "The demo", "Description": described(record)})
+        draw(record).savefig(
+            path, metadata={"Date": None, "Title": "The demo", "Description": described(record)}
+        )

@@ -2,8 +2,9 @@
 
     python -m examples.liger_swap
 
-A small model is trained for a few steps of dapo with a KL, twice from the same start. Losses, metrics and gradient norms
-of every step agree to rounding; time and memory of the loss do not. Runs on a CPU, in seconds.
+A small model is trained for a few steps of dapo with a KL, twice from the same start. Losses,
+metrics and gradient norms of every step agree to rounding; time and memory of the loss do not. Runs
+on a CPU, in seconds.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-# Before torch is loaded, for the other side of the comparison: beside a busy process threads that spin slow it down most.
+# Before torch is loaded, for the other side of the comparison: beside a busy process threads that
+# spin slow it down most.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
@@ -39,7 +41,10 @@ class Log:
 
 
 def make_batch(step: int) -> dict[str, Tensor]:
-    """Random completions of unequal length, from a policy that has moved since: ratios differ from 1."""
+    """Random completions of unequal length, from a policy that has moved since:
+
+    ratios differ from 1.
+    """
     g = torch.Generator().manual_seed(step)
     lengths = torch.randint(TOKENS // 4, TOKENS + 1, (SEQUENCES, 1), generator=g)
     logps = -10.4 + 0.3 * torch.randn(2, SEQUENCES, TOKENS, generator=g)
@@ -59,7 +64,9 @@ def train(place: str) -> tuple[Log, nn.Module]:
     embedding, body = nn.Embedding(VOCAB, WIDTH), nn.GRU(WIDTH, WIDTH, batch_first=True)
     lm_head = nn.Linear(WIDTH, VOCAB, bias=False)
     model = nn.ModuleList([embedding, body, lm_head])
-    loss_function = LigerFusedLinearGRPOLoss(beta=0.04, loss_type="dapo", epsilon_high=0.28, temperature=0.9, compiled=False)
+    loss_function = LigerFusedLinearGRPOLoss(
+        beta=0.04, loss_type="dapo", epsilon_high=0.28, temperature=0.9, compiled=False
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     log = Log()
     for step in range(STEPS + 1):
@@ -68,7 +75,9 @@ def train(place: str) -> tuple[Log, nn.Module]:
         if step == STEPS:  # one more step for the memory, of the loss alone
             hidden = hidden.detach().requires_grad_()
 
-        def loss_and_gradient(hidden: Tensor = hidden, batch: dict[str, Tensor] = batch) -> tuple[Tensor, Any]:
+        def loss_and_gradient(
+            hidden: Tensor = hidden, batch: dict[str, Tensor] = batch
+        ) -> tuple[Tensor, Any]:
             loss, metrics = loss_function(
                 hidden,
                 lm_head.weight,
@@ -97,7 +106,10 @@ def train(place: str) -> tuple[Log, nn.Module]:
 
 
 def per_token_loss() -> None:
-    """Liger's Triton function needs a GPU; ours, from logits, runs here too. Checked against autograd."""
+    """Liger's Triton function needs a GPU; ours, from logits, runs here too.
+
+    Checked against autograd.
+    """
     batch, g = make_batch(0), torch.Generator().manual_seed(1)
     logits = torch.randn(SEQUENCES, TOKENS + 1, 1000, generator=g)
     ids, mask = batch["ids"] % 1000, batch["mask"]
@@ -115,7 +127,10 @@ def per_token_loss() -> None:
     (expected.sum() / mask.sum()).backward()
     assert leaf.grad is not None and plain.grad is not None
     error = float((leaf.grad - plain.grad).norm() / plain.grad.norm())
-    print(f"triton_grpo_loss on a CPU: loss of {int(mask.sum())} tokens, gradient differs from autograd's by {error:.1e}")
+    print(
+        f"triton_grpo_loss on a CPU: loss of {int(mask.sum())} tokens, gradient differs from"
+        f" autograd's by {error:.1e}"
+    )
     assert error < 1e-5 and torch.allclose(losses, expected, atol=1e-5)
 
 
@@ -124,28 +139,41 @@ def main() -> list[dict[str, Any]]:
     try:
         importlib.import_module(BEFORE)
     except ImportError as error:
-        raise SystemExit(f"this example compares with Liger: pip install liger-kernel ({error})") from error
+        raise SystemExit(
+            f"this example compares with Liger: pip install liger-kernel ({error})"
+        ) from error
     logs, models = zip(*(train(place) for place in (BEFORE, AFTER)), strict=True)
     before, after = logs
     print("step       loss           kl      clipped    gradient norm      (Liger, then ours)")
     for step in range(STEPS):
         for log in logs:
             kl, clipped = log.metrics[step]
-            print(f"{step:4} {log.losses[step]:12.7f} {kl:12.7f} {clipped:9.5f} {log.norms[step]:14.7f}")
+            print(
+                f"{step:4} {log.losses[step]:12.7f} {kl:12.7f} {clipped:9.5f}"
+                f" {log.norms[step]:14.7f}"
+            )
 
     def same(a: float, b: float) -> bool:
         return abs(a - b) <= 1e-4 * abs(b) + 1e-6
 
     for step in range(STEPS):
-        assert same(after.losses[step], before.losses[step]) and same(after.norms[step], before.norms[step])
-        assert all(same(a, b) for a, b in zip(after.metrics[step], before.metrics[step], strict=True))
+        assert same(after.losses[step], before.losses[step]) and same(
+            after.norms[step], before.norms[step]
+        )
+        assert all(
+            same(a, b) for a, b in zip(after.metrics[step], before.metrics[step], strict=True)
+        )
     with torch.no_grad():
-        moved = max(float((a - b).norm() / b.norm()) for a, b in zip(*(m.parameters() for m in models), strict=True))
+        moved = max(
+            float((a - b).norm() / b.norm())
+            for a, b in zip(*(m.parameters() for m in models), strict=True)
+        )
     print(f"parameters after {STEPS} steps differ by {moved:.1e} at most (relative norm)")
     assert moved < 1e-3
     for name, log in (("Liger", before), ("ours", after)):
         print(
-            f"{name:6} {min(log.ms):8.1f} ms for loss and backward of a step, {log.megabytes:7.1f} MB for the loss alone, gradients included"
+            f"{name:6} {min(log.ms):8.1f} ms for loss and backward of a step, {log.megabytes:7.1f}"
+            " MB for the loss alone, gradients included"
         )
     per_token_loss()
     return [

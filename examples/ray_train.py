@@ -1,8 +1,9 @@
-"""The reference trainer as a Ray Train job: `python -m examples.ray_train`, on two CPU workers here.
+"""The reference trainer as a Ray Train job: `python -m examples.ray_train`, on two CPU workers
+here.
 
-Ray starts the workers and makes their process group, and the trainer joins it: nothing in it knows of Ray. On a cluster give
-`--workers` and `--gpu`, and an `--out` that all nodes share. The task is a toy: to answer the problems of examples/arithmetic.py
-with digits, whichever.
+Ray starts the workers and makes their process group, and the trainer joins it: nothing in it knows
+of Ray. On a cluster give `--workers` and `--gpu`, and an `--out` that all nodes share. The task is
+a toy: to answer the problems of examples/arithmetic.py with digits, whichever.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ def make_trainer(settings: dict[str, Any]) -> Trainer:
     torch.manual_seed(0)
     tok, model = arithmetic.tokenizer(), arithmetic.policy(width=64, layers=1)
     return Trainer(
-        TrainConfig(**settings), model=model, tokenizer=tok, rows=arithmetic.problems(1000, seed=0), rewards=[digits]
+        TrainConfig(**settings),
+        model=model,
+        tokenizer=tok,
+        rows=arithmetic.problems(1000, seed=0),
+        rewards=[digits],
     )
 
 
@@ -41,12 +46,19 @@ def train(settings: dict[str, Any]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m examples.ray_train", description="The reference trainer on Ray workers.")
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.ray_train", description="The reference trainer on Ray workers."
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--gpu", action="store_true", help="a GPU for each worker")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--parallel", default="ddp", help="ddp or fsdp2")
-    parser.add_argument("--out", type=Path, default=Path("runs/ray"), help="folder of the run, continued if there is one")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/ray"),
+        help="folder of the run, continued if there is one",
+    )
     args = parser.parse_args(argv)
     torch_trainer, ray_train = require("ray.train.torch"), require("ray.train")
     settings = {
@@ -60,7 +72,10 @@ def main(argv: list[str] | None = None) -> int:
         run_config=ray_train.RunConfig(storage_path=str(args.out.absolute() / "ray")),
     ).fit()
     rewards = [line["reward"] for line in read_metrics(args.out / "metrics.jsonl")]
-    print(f"{args.workers} workers, {len(rewards)} steps: reward from {rewards[0]:.3f} to {rewards[-1]:.3f}")
+    print(
+        f"{args.workers} workers, {len(rewards)} steps: reward from {rewards[0]:.3f} to"
+        f" {rewards[-1]:.3f}"
+    )
     return 0
 
 

@@ -1,10 +1,12 @@
-"""TRL's GRPOTrainer with its loss in one pass: the same numbers at every step, in less time and memory.
+"""TRL's GRPOTrainer with its loss in one pass: the same numbers at every step, in less time and
+memory.
 
     python -m examples.trl_grpo
 
-A tiny Qwen2 with a vocabulary of 32768 is trained by TRL 1.16 for six steps, KL to a reference and a second iteration over
-the same completions included: once as TRL comes, once after one changed line. Loss and gradient norm of each step have to be
-the same to rounding. Each run has a process of its own, whose memory is then its own too. No network, no GPU, under a minute.
+A tiny Qwen2 with a vocabulary of 32768 is trained by TRL 1.16 for six steps, KL to a reference and
+a second iteration over the same completions included: once as TRL comes, once after one changed
+line. Loss and gradient norm of each step have to be the same to rounding. Each run has a process of
+its own, whose memory is then its own too. No network, no GPU, under a minute.
 """
 
 from __future__ import annotations
@@ -57,7 +59,10 @@ def save_model(path: Path) -> None:
 
 def reward(completions: list[str], **_: Any) -> list[float]:
     """The share of characters from the first quarter of the alphabet."""
-    return [sum(ord(x) - 0x4E00 < VOCABULARY // 4 for x in text) / max(len(text), 1) for text in completions]
+    return [
+        sum(ord(x) - 0x4E00 < VOCABULARY // 4 for x in text) / max(len(text), 1)
+        for text in completions
+    ]
 
 
 def train(name: str, folder: Path) -> None:
@@ -85,7 +90,9 @@ def train(name: str, folder: Path) -> None:
     loss_and_backward = trainer.training_step
 
     def timed(model: Any, inputs: Any, items: Any) -> Any:
-        inputs = trainer._prepare_inputs(inputs)  # sampling and scoring, which is not what is compared
+        inputs = trainer._prepare_inputs(
+            inputs
+        )  # sampling and scoring, which is not what is compared
         prepare, trainer._prepare_inputs = trainer._prepare_inputs, lambda x: x
         start = time.perf_counter()
         result = loss_and_backward(model, inputs, items)
@@ -117,20 +124,32 @@ def main() -> list[dict[str, Any]]:
         save_model(folder / "model")
         runs = {}
         for run in ("stock", "fused"):
-            subprocess.run([sys.executable, "-m", "examples.trl_grpo", run, str(folder)], check=True)
+            subprocess.run(
+                [sys.executable, "-m", "examples.trl_grpo", run, str(folder)], check=True
+            )
             runs[run] = json.loads((folder / f"{run}.json").read_text())
     stock, fused = runs["stock"], runs["fused"]
     print(f"{'step':>4} {'loss, TRL':>11} {'fused':>11} {'grad norm, TRL':>15} {'fused':>11}")
     for i in range(STEPS):
-        a, b, x, y = stock["loss"][i], fused["loss"][i], stock["grad_norm"][i], fused["grad_norm"][i]
+        a, b, x, y = (
+            stock["loss"][i],
+            fused["loss"][i],
+            stock["grad_norm"][i],
+            fused["grad_norm"][i],
+        )
         print(f"{i + 1:4} {a:11.6f} {b:11.6f} {x:15.6f} {y:11.6f}")
         assert abs(a - b) <= 1e-4 * max(abs(a), 1.0), "the losses differ"
         assert abs(x - y) <= 1e-4 * x, "the gradient norms differ"
-    assert fused["paths"]["fused"] == STEPS and not any(path.startswith("TRL") for path in fused["paths"]), fused["paths"]
+    assert fused["paths"]["fused"] == STEPS and not any(
+        path.startswith("TRL") for path in fused["paths"]
+    ), fused["paths"]
     assert min(stock["grad_norm"]) > 0 and max(stock["kl"]) > 0, "there is nothing to compare"
     print(f"paths: {fused['paths']}")
     for run, result in runs.items():
-        print(f"{run}: {1000 * result['seconds']:.0f} ms a forward and backward, peak memory +{result['megabytes']:.0f} MB")
+        print(
+            f"{run}: {1000 * result['seconds']:.0f} ms a forward and backward, peak memory"
+            f" +{result['megabytes']:.0f} MB"
+        )
     return [
         {
             "what": "GRPOTrainer, forward and backward of a step", "ms": [1000 * r["seconds"] for r in (stock, fused)],

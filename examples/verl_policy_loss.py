@@ -2,8 +2,8 @@
 
     python -m examples.verl_policy_loss
 
-With verl 0.9.1 on the path, its own registry and functions are what ours are compared with. Without it, a plain PyTorch
-transcription of them is. On a CPU, in seconds, and without a network.
+With verl 0.9.1 on the path, its own registry and functions are what ours are compared with. Without
+it, a plain PyTorch transcription of them is. On a CPU, in seconds, and without a network.
 """
 
 from __future__ import annotations
@@ -52,30 +52,52 @@ def measured(run: Callable[[], tuple[Tensor, ...]]) -> tuple[tuple[Tensor, ...],
     return results, best, sum(kept.values()) / 1e6
 
 
-def compare(what: str, theirs: Callable[[], tuple[Tensor, ...]], ours: Callable[[], tuple[Tensor, ...]]) -> dict[str, Any]:
+def compare(
+    what: str, theirs: Callable[[], tuple[Tensor, ...]], ours: Callable[[], tuple[Tensor, ...]]
+) -> dict[str, Any]:
     (want, their_ms, their_mb), (got, ms, mb) = measured(theirs), measured(ours)
     error = max(float((a - b).norm() / b.norm()) for a, b in zip(got, want, strict=True))
     print(
-        f"{what}: {their_ms:7.1f} -> {ms:7.1f} ms, {their_mb:6.1f} -> {mb:6.1f} MB kept for the backward, difference {error:.0e}"
+        f"{what}: {their_ms:7.1f} -> {ms:7.1f} ms, {their_mb:6.1f} -> {mb:6.1f} MB kept for the"
+        f" backward, difference {error:.0e}"
     )
     assert error < 1e-4 and mb <= 1.01 * their_mb
-    return {"what": what, "ms": [their_ms, ms], "mb": [their_mb, mb], "memory": "kept for the backward"}
+    return {
+        "what": what,
+        "ms": [their_ms, ms],
+        "mb": [their_mb, mb],
+        "memory": "kept for the backward",
+    }
 
 
 # ---- the policy loss
 
 
 def vanilla(
-    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, loss_agg_mode: str, config: Any, **_: Any
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    config: Any,
+    **_: Any,
 ) -> tuple[Tensor, dict[str, float]]:
-    """What verl's loss of that name computes: PPO's clip, with a second one for negative advantages; mean over tokens."""
+    """What verl's loss of that name computes:
+
+    PPO's clip, with a second one for negative advantages; mean over tokens.
+    """
     r = (log_prob - old_log_prob).clamp(-20, 20).exp()
-    loss = torch.maximum(-r * advantages, -r.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high) * advantages)
+    loss = torch.maximum(
+        -r * advantages,
+        -r.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high) * advantages,
+    )
     loss = torch.where(advantages < 0, torch.minimum(loss, -config.clip_ratio_c * advantages), loss)
     return (loss * response_mask).sum() / response_mask.sum(), {}
 
 
-def head(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def head(
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
     """Log-probs and entropy of labels, with all logits in memory."""
     log_p = torch.log_softmax(hidden.float() @ weight.float().T / temperature, -1)
     return log_p.gather(-1, labels[..., None])[..., 0], -(log_p.exp() * log_p).sum(-1)
@@ -84,7 +106,11 @@ def head(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float) -> 
 def main() -> list[dict[str, Any]]:
     """What was compared, in milliseconds and megabytes before and after."""
     torch.manual_seed(0)
-    loss, config, their_head = vanilla, SimpleNamespace(clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.28), head
+    loss, config, their_head = (
+        vanilla,
+        SimpleNamespace(clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.28),
+        head,
+    )
     config.clip_ratio_c, config.policy_loss, config.global_batch_info = 3.0, None, {}
     mine: Callable[..., tuple[Tensor, dict[str, float]]] = fused.policy_loss("vanilla")
     slots = None
@@ -100,7 +126,9 @@ def main() -> list[dict[str, Any]]:
         fused.register()
         slots = fused.bind(strict=True)
         loss, mine = get_policy_loss_fn("vanilla"), get_policy_loss_fn("fused_vanilla")
-        config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=4, clip_ratio_high=0.28)
+        config = ActorConfig(
+            strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=4, clip_ratio_high=0.28
+        )
         our_head = FusedLinearForPPO().forward
         print("verl's registry and functions:")
 
@@ -128,7 +156,9 @@ def main() -> list[dict[str, Any]]:
     def scored(f: Callable[..., Any]) -> Callable[[], tuple[Tensor, ...]]:
         def run() -> tuple[Tensor, ...]:
             logps, entropy = f(hidden, weight, labels, 0.7)
-            gradients = torch.autograd.grad((logps * upstream).sum() - 0.01 * entropy.sum(), (hidden, weight))
+            gradients = torch.autograd.grad(
+                (logps * upstream).sum() - 0.01 * entropy.sum(), (hidden, weight)
+            )
             return logps.detach(), entropy.detach(), *gradients
 
         return run
@@ -137,7 +167,11 @@ def main() -> list[dict[str, Any]]:
     if slots is not None:
         print(f"calls: {dict(slots.counts)}")
         slots.undo()
-    by = "verl's registry and functions" if slots is not None else "the same in plain torch, verl not being installed"
+    by = (
+        "verl's registry and functions"
+        if slots is not None
+        else "the same in plain torch, verl not being installed"
+    )
     return [row | {"what": f"{row['what'].strip()}, {by}"} for row in rows]
 
 

@@ -26,7 +26,13 @@ from .formulas.surrogates import (
     Vespo,
     check_surrogate,
 )
-from .logprobs import TokenLogprobs, linear_divergence, linear_logprobs, token_divergence, token_logprobs
+from .logprobs import (
+    TokenLogprobs,
+    linear_divergence,
+    linear_logprobs,
+    token_divergence,
+    token_logprobs,
+)
 from .losses import LossOutput, grpo_loss, linear_grpo_loss, objective_loss
 from .model import loss_from_model
 from .objective import Denominators, Objective
@@ -99,4 +105,6 @@ if not TYPE_CHECKING:  # with a __getattr__ type checkers would accept every nam
             # An AttributeError would reach `from grpo_kernels import ...` without its message.
             home = f"{__name__}.{_ELSEWHERE[name]}"
             raise ImportError(f"{__name__} has no {name}. Did you mean: from {home} import {name}")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{nearest(name, __all__)}")
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}.{nearest(name, __all__)}"
+        )

@@ -27,7 +27,10 @@ def main(argv: list[str]) -> int:
         return doctor(rest)
     if command == "plugin":
         # Each has a folder of its own, because the trainer may put that on sys.path.
-        files = {file.parent.name: file for file in sorted(Path(__file__).parent.glob("plugins/*/__init__.py"))}
+        files = {
+            file.parent.name: file
+            for file in sorted(Path(__file__).parent.glob("plugins/*/__init__.py"))
+        }
         if len(rest) == 1 and rest[0] in files:
             print(files[rest[0]])
             return 0
@@ -35,7 +38,10 @@ def main(argv: list[str]) -> int:
         return 2
     asked = command in ("-h", "--help")
     if not asked:
-        print(f"{command!r} is no command.{nearest(command, ('train', 'doctor', 'plugin'))}", file=sys.stderr)
+        print(
+            f"{command!r} is no command.{nearest(command, ('train', 'doctor', 'plugin'))}",
+            file=sys.stderr,
+        )
     print(USAGE, end="", file=sys.stdout if asked else sys.stderr)
     return 0 if asked else 2
 

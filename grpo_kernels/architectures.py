@@ -1,7 +1,8 @@
 """What the language models of transformers do to their logits, by the names of their classes.
 
-A class is listed if its forward is known to be base model, head, and then nothing, a scale or a softcap whose value is in the
-config. Nothing is guessed from a config alone, because two classes may read one entry differently, or ignore it.
+A class is listed if its forward is known to be base model, head, and then nothing, a scale or a
+softcap whose value is in the config. Nothing is guessed from a config alone, because two classes
+may read one entry differently, or ignore it.
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ def _inkling(config: Any) -> Logits:
     kept = config.unpadded_vocab_size
     if kept is not None and kept < config.vocab_size:
         raise ValueError(
-            f"unpadded_vocab_size={kept}: the model drops the logits of the ids from {kept} on. Pass "
-            f"Head(lm_head.weight[:{kept}], transform=LogitTransform(scale=1 / {config.logits_mup_width_multiplier})) to a "
-            "linear_* function instead of the model."
+            f"unpadded_vocab_size={kept}: the model drops the logits of the ids from {kept} on."
+            f" Pass Head(lm_head.weight[:{kept}], transform=LogitTransform(scale=1 /"
+            f" {config.logits_mup_width_multiplier})) to a linear_* function instead of the model."
         )
     return Logits(scale=1.0 / config.logits_mup_width_multiplier)
 
@@ -74,22 +75,36 @@ def _inkling(config: Any) -> Logits:
 #: What the others do, from the config of their text model.
 RULES: dict[str, Rule] = {
     **dict.fromkeys(
-        _classes(CAUSAL, "Beam Gemma2 Gemma3 Gemma3n Gemma4 Gemma4Unified Inkling2 Inkling2Loop NanoChat VaultGemma")
+        _classes(
+            CAUSAL,
+            "Beam Gemma2 Gemma3 Gemma3n Gemma4 Gemma4Unified Inkling2 Inkling2Loop NanoChat"
+            " VaultGemma",
+        )
         + _classes(CONDITIONAL, "Gemma3n Gemma4 Gemma4Unified Inkling2 Inkling2Loop MistralLarge4"),
         lambda config: Logits(config.final_logit_softcapping),
     ),
     # whose text model may be a Gemma that has none
-    "PaliGemmaForConditionalGeneration": lambda config: Logits(getattr(config, "final_logit_softcapping", None)),
+    "PaliGemmaForConditionalGeneration": lambda config: Logits(
+        getattr(config, "final_logit_softcapping", None)
+    ),
     "RecurrentGemmaForCausalLM": lambda config: Logits(config.logits_soft_cap),
     "xLSTMForCausalLM": lambda config: Logits(config.output_logit_soft_cap),
     **dict.fromkeys(
-        _classes(CAUSAL, "Cohere Cohere2 Cohere2Moe CohereCompass") + _classes(CONDITIONAL, "CohereCompass"),
+        _classes(CAUSAL, "Cohere Cohere2 Cohere2Moe CohereCompass")
+        + _classes(CONDITIONAL, "CohereCompass"),
         _times("logit_scale"),
     ),
     "FalconH1ForCausalLM": _times("lm_head_multiplier"),
-    **dict.fromkeys(_classes(CAUSAL, "HyperCLOVAX") + _classes(CONDITIONAL, "HyperCLOVAXVisionV2"), _times("logits_scaling")),
     **dict.fromkeys(
-        _classes(CAUSAL, "Granite GraniteMoe GraniteMoeHybrid GraniteMoeShared GraniteMoeSWA GraniteSWA MiniCPM3")
+        _classes(CAUSAL, "HyperCLOVAX") + _classes(CONDITIONAL, "HyperCLOVAXVisionV2"),
+        _times("logits_scaling"),
+    ),
+    **dict.fromkeys(
+        _classes(
+            CAUSAL,
+            "Granite GraniteMoe GraniteMoeHybrid GraniteMoeShared GraniteMoeSWA GraniteSWA"
+            " MiniCPM3",
+        )
         + _classes(CONDITIONAL, "Granite4Vision GraniteDocling"),
         lambda config: Logits(scale=1.0 / config.logits_scaling),
     ),
@@ -103,9 +118,15 @@ RULES: dict[str, Rule] = {
 
 
 def language_model(model: Any) -> Any:
-    """The model with the head, without the wrappers of PEFT, torch.compile, and those that keep the model as `module`."""
+    """The model with the head, without the wrappers of PEFT, torch.compile, and those that keep the
+    model as `module`.
+    """
     while True:
-        inner = model.get_base_model() if hasattr(model, "get_base_model") else getattr(model, "_orig_mod", None)
+        inner = (
+            model.get_base_model()
+            if hasattr(model, "get_base_model")
+            else getattr(model, "_orig_mod", None)
+        )
         inner = getattr(model, "module", None) if inner is None else inner
         if not isinstance(inner, torch.nn.Module) or inner is model:
             return model
@@ -113,22 +134,30 @@ def language_model(model: Any) -> Any:
 
 
 def logits_of(model: Any) -> Logits:
-    """What a language model's forward does to head(hidden). Raises ValueError for a class that is not listed, or that overrides
-    the forward of a listed one."""
-    # A subclass that does not override the forward (FSDP2 makes one) counts as the class it inherits from.
+    """What a language model's forward does to head(hidden). Raises ValueError for a class that is
+    not listed, or that overrides the forward of a listed one.
+    """
+    # A subclass that does not override the forward (FSDP2 makes one) counts as the class it
+    # inherits from.
     owner = next((kind for kind in type(model).__mro__ if "forward" in vars(kind)), type(model))
-    name, known = owner.__name__, owner.__module__.split(".")[0] in ("transformers", "transformers_modules")
+    name, known = (
+        owner.__name__,
+        owner.__module__.split(".")[0] in ("transformers", "transformers_modules"),
+    )
     if known and name in PLAIN:
         return Logits()
     if known and name in RULES:
         config = model.config
         try:
-            return RULES[name](config.get_text_config() if hasattr(config, "get_text_config") else config)
+            return RULES[name](
+                config.get_text_config() if hasattr(config, "get_text_config") else config
+            )
         except AttributeError as error:
             reason = f"its config lacks an entry ({error})"
     else:
         reason = "its class is not listed"
     raise ValueError(
-        f"what {type(model).__module__}.{type(model).__name__} does to its logits is not known: {reason}. Look at its forward, and pass "
-        "transform=LogitTransform(softcap=..., scale=...) yourself; where it returns head(hidden) as it is, LogitTransform()."
+        f"what {type(model).__module__}.{type(model).__name__} does to its logits is not known:"
+        f" {reason}. Look at its forward, and pass transform=LogitTransform(softcap=..., scale=...)"
+        " yourself; where it returns head(hidden) as it is, LogitTransform()."
     )

@@ -45,7 +45,9 @@ M = TypeVar("M")
 IDS = (INTEGERS, "an int64 tensor of token ids, [B, T] or packed [N]")
 #: Fields that are tensors, the dtypes that they may have, and what to pass.
 FIELDS = {
-    **dict.fromkeys(("mask", "cu_seqlens", "groups", "rows"), (DTYPES, "a tensor on the device of targets")),
+    **dict.fromkeys(
+        ("mask", "cu_seqlens", "groups", "rows"), (DTYPES, "a tensor on the device of targets")
+    ),
     **dict.fromkeys(
         ("advantages", "old_logps", "ref_logps", "weights", "sampler_logps", "nll_weights"),
         (FLOATING, "a floating-point tensor on the device of targets"),
@@ -56,17 +58,18 @@ WIDE = ("advantages", "weights", "nll_weights")
 KINDS = ("trained", "contributing", "sequences")
 
 
-#: Behind a kind: those of its rows that have no set of kept ids, which run over the whole vocabulary.
+#: Behind a kind: those of its rows that have no set of kept ids, which run over the whole
+#: vocabulary.
 WHOLE = ", whole"
 
 UNSEEN = (
-    "changed, but torch saw no write into its tensors (NumPy, DLPack, .data, inference mode): write by torch operations, or make "
-    "a new TokenBatch."
+    "changed, but torch saw no write into its tensors (NumPy, DLPack, .data, inference mode): write"
+    " by torch operations, or make a new TokenBatch."
 )
 
 
-#: Devices with events and copies to pinned memory that run beside the host, where counts are sent ahead. ROCm's devices are called
-#: cuda; on xpu this has not been run.
+#: Devices with events and copies to pinned memory that run beside the host, where counts are sent
+#: ahead. ROCm's devices are called cuda; on xpu this has not been run.
 AHEAD = ("cuda", "xpu")
 
 
@@ -75,8 +78,10 @@ def sends_ahead(device: torch.device) -> bool:
 
 
 class Counts:
-    """Numbers that are being copied from a GPU to the host. The first reading waits for the copy only, not for later work; the
-    others wait for nothing. While a graph is captured the host can do neither."""
+    """Numbers that are being copied from a GPU to the host. The first reading waits for the copy
+    only, not for later work; the others wait for nothing. While a graph is captured the host can do
+    neither.
+    """
 
     def __init__(self, counts: Tensor) -> None:
         _refuse_capture(counts.device)
@@ -98,79 +103,96 @@ class Counts:
 def _refuse_capture(device: torch.device) -> None:
     if is_capturing(device):
         raise RuntimeError(
-            "a graph is being captured, and the host does not know the row counts of this TokenBatch yet: call the loss once on this "
-            "batch before capturing, and again after a write into its mask, advantages or weights."
+            "a graph is being captured, and the host does not know the row counts of this"
+            " TokenBatch yet: call the loss once on this batch before capturing, and again after a"
+            " write into its mask, advantages or weights."
         )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TokenBatch(Checked):
-    """The chosen tokens of a batch and everything the loss knows about them besides the policy itself.
+    """The chosen tokens of a batch and everything the loss knows about them besides the policy
+    itself.
 
-    targets      int64 [B, T] padded, or [N] packed: the chosen token of each position. Row i of the logits (or hidden
-                 states) predicts targets[i]; nothing is shifted.
-    advantages   float or integer (kept as fp32) [B], [B, 1], [B, T] or [N]. None: for an objective without a policy term, such
-                 as Objective.preset("distillation"); others refuse it.
-    mask         bool (or 0/1 integer), the shape of targets: True where the token is trained on; None = everywhere.
-                 What the other tensors hold where it is False (NaN, inf, ids out of range) has no effect.
-    old_logps    float, the shape of targets: log-probs under the policy at the start of the update. None = on-policy:
-                 the ratio is 1 and keeps its gradient.
-    ref_logps    float, the shape of targets: log-probs under the frozen reference; needed when beta != 0.
-    weights      float [B], [B, 1] or the shape of targets: multiplies the policy term, not the KL (sampler mismatch, see
-                 corrections.py).
-    cu_seqlens   int32 or int64 [B + 1] when packed: sequence b is rows cu_seqlens[b] : cu_seqlens[b + 1].
-    sampler_logps  float, the shape of targets: log-probs under the engine that sampled; NaN = not scored.
-    nll_weights  float [B], [B, 1] or the shape of targets: adds -nll_weight * logp to the loss as it is, its denominator
-                 being in it already (SFT on positive examples: VAPO arXiv 2504.05118).
+    targets      int64 [B, T] padded, or [N] packed: the chosen token of each position. Row i of the
+                 logits (or hidden states) predicts targets[i]; nothing is shifted.
+    advantages   float or integer (kept as fp32) [B], [B, 1], [B, T] or [N]. None: for an objective
+                 without a policy term, such as Objective.preset("distillation"); others refuse it.
+    mask         bool (or 0/1 integer), the shape of targets: True where the token is trained on;
+                 None = everywhere. What the other tensors hold where it is False (NaN, inf, ids out
+                 of range) has no effect.
+    old_logps    float, the shape of targets: log-probs under the policy at the start of the update.
+                 None = on-policy: the ratio is 1 and keeps its gradient.
+    ref_logps    float, the shape of targets: log-probs under the frozen reference; needed when beta
+                 != 0.
+    weights      float [B], [B, 1] or the shape of targets: multiplies the policy term, not the KL
+                 (sampler mismatch, see corrections.py).
+    cu_seqlens   int32 or int64 [B + 1] when packed: sequence b is rows cu_seqlens[b] : cu_seqlens[b
+                 + 1].
+    sampler_logps  float, the shape of targets: log-probs under the engine that sampled; NaN = not
+                   scored.
+    nll_weights  float [B], [B, 1] or the shape of targets: adds -nll_weight * logp to the loss as
+                 it is, its denominator being in it already (SFT on positive examples: VAPO arXiv
+                 2504.05118).
     groups       integer [B]: sequences of equal ids answer one prompt; for aggregate="group-mean".
-    context_group  process group whose ranks share the tokens of each sequence (context or sequence parallelism): every rank
-                 has the same B sequences, in the same order, and of each some tokens or none, in any pattern. Sums over a
-                 sequence are then over the group. See below.
+    context_group  process group whose ranks share the tokens of each sequence (context or sequence
+                   parallelism): every rank
+                 has the same B sequences, in the same order, and of each some tokens or none, in
+                 any pattern. Sums over a sequence are then over the group. See below.
 
-    kept         the set of ids that each token was sampled from, a row of `TokenSets` for each flat row of targets: top-k,
-                 top-p and min-p cut the others off, so that the policy that acted is the softmax over the set. Log-probs,
-                 ratio, entropy, KL and gradient are then over the set; old_logps, ref_logps and sampler_logps have to be over
-                 the same sets. A row without ids runs over the whole vocabulary.
-    missing      of a target that its kept set lacks: "include" adds it to the set, "full" runs the row over the whole vocabulary,
-                 "mask" masks the row, "raise" raises ValueError (the host waits on a GPU). None: "include", in strict mode "raise".
-    logp_terms   `TokenSets` with values c: adds sum_v c_v log p_v over the ids that are listed for a row to its policy term, or
-                 what `Objective(listed=)` makes of these. A row without ids has no such term. An infinite value
-                 makes the loss infinite or NaN, and the gradient of its row NaN. An id outside of the row's kept
-                 set has log-prob -inf: it adds 0 if c = 0, else the loss is infinite. Strict mode raises ValueError
-                 for both. With `Objective(listed=)` the function decides what such values mean.
-    prob_terms   likewise with values r: adds sum_v r_v p_v. If both are given, they list the same ids in the same order. No
-                 gradient flows to values. An id outside of the row's kept set has p = 0 and adds 0.
-    rows         integer, the shape of targets: the flat row of the logits (or hidden states), which then have any shape in front,
-                 that predicts each token; None = row i predicts targets[i]. Several tokens may share a row, as those of rollouts
-                 with a common prefix do; everything else of the batch goes by tokens. See docs/trees.md.
+    kept         the set of ids that each token was sampled from, a row of `TokenSets` for each flat
+                 row of targets: top-k, top-p and min-p cut the others off, so that the policy that
+                 acted is the softmax over the set. Log-probs, ratio, entropy, KL and gradient are
+                 then over the set; old_logps, ref_logps and sampler_logps have to be over the same
+                 sets. A row without ids runs over the whole vocabulary.
+    missing      of a target that its kept set lacks: "include" adds it to the set, "full" runs the
+                 row over the whole vocabulary, "mask" masks the row, "raise" raises ValueError (the
+                 host waits on a GPU). None: "include", in strict mode "raise".
+    logp_terms   `TokenSets` with values c: adds sum_v c_v log p_v over the ids that are listed for
+                 a row to its policy term, or what `Objective(listed=)` makes of these. A row
+                 without ids has no such term. An infinite value makes the loss infinite or NaN, and
+                 the gradient of its row NaN. An id outside of the row's kept set has log-prob -inf:
+                 it adds 0 if c = 0, else the loss is infinite. Strict mode raises ValueError for
+                 both. With `Objective(listed=)` the function decides what such values mean.
+    prob_terms   likewise with values r: adds sum_v r_v p_v. If both are given, they list the same
+                 ids in the same order. No gradient flows to values. An id outside of the row's kept
+                 set has p = 0 and adds 0.
+    rows         integer, the shape of targets: the flat row of the logits (or hidden states), which
+                 then have any shape in front, that predicts each token; None = row i predicts
+                 targets[i]. Several tokens may share a row, as those of rollouts with a common
+                 prefix do; everything else of the batch goes by tokens. See docs/trees.md.
 
-    With a context_group, the tokens' losses of all ranks add up to those of the whole sequences, and so do gradients. What
-    needs a sequence costs an all-reduce of B numbers: its length (once a batch; from hidden states also whether it holds a
-    contributing token), and at a sequence level the ratio and its slope (once a loss); the default normalizer costs one of a
-    number. Making the batch, a loss on it and `distributed.global_normalizer` are calls that all ranks of the group make, and
-    a write into the mask or the advantages of a batch has to be made on all of them. Metrics and log-probs are of the rank's own
-    rows, and reading them needs no communication. ClipCov, KlCov, and EntropyQuantile without a process_group select among the
-    rank's own rows, too.
+    With a context_group, the tokens' losses of all ranks add up to those of the whole sequences,
+    and so do gradients. What needs a sequence costs an all-reduce of B numbers: its length (once a
+    batch; from hidden states also whether it holds a contributing token), and at a sequence level
+    the ratio and its slope (once a loss); the default normalizer costs one of a number. Making the
+    batch, a loss on it and `distributed.global_normalizer` are calls that all ranks of the group
+    make, and a write into the mask or the advantages of a batch has to be made on all of them.
+    Metrics and log-probs are of the rank's own rows, and reading them needs no communication.
+    ClipCov, KlCov, and EntropyQuantile without a process_group select among the rank's own rows,
+    too.
 
-    On a GPU the batch sends its row counts to the host, which `linear_grpo_loss` reads. A CUDA graph of that loss has the counts of
-    the batch it was captured with: call the loss once on the batch before capturing, and between replays write only what leaves
-    the number of trained and of contributing rows as it is, at a sequence level in each sequence; another number stops the
+    On a GPU the batch sends its row counts to the host, which `linear_grpo_loss` reads. A CUDA
+    graph of that loss has the counts of the batch it was captured with: call the loss once on the
+    batch before capturing, and between replays write only what leaves the number of trained and of
+    contributing rows as it is, at a sequence level in each sequence; another number stops the
     program by an assertion on the device.
 
-    Packed, [B] and [N] may be equal: a tensor of that length is then read per token, so write [B, 1].
-    Gradients never flow into these tensors.
+    Packed, [B] and [N] may be equal: a tensor of that length is then read per token, so write [B,
+    1]. Gradients never flow into these tensors.
 
-    If one of these numbers of a trained token is NaN, the loss and the gradient of its row are NaN: its log-prob
-    (a NaN in the logits or the hidden state), its advantage, old_logps, weights, nll_weights, and with a KL
-    ref_logps. Clips, filters and KL estimators do not hide it. At a sequence level a NaN in the ratio of a sequence
-    reaches each of its trained tokens, as in plain PyTorch. Exceptions:
+    If one of these numbers of a trained token is NaN, the loss and the gradient of its row are NaN:
+    its log-prob (a NaN in the logits or the hidden state), its advantage, old_logps, weights,
+    nll_weights, and with a KL ref_logps. Clips, filters and KL estimators do not hide it. At a
+    sequence level a NaN in the ratio of a sequence reaches each of its trained tokens, as in plain
+    PyTorch. Exceptions:
 
     - where the mask is False, a NaN has no effect;
-    - a weight of 0 takes the token out of the policy term, with its NaN, and so does a filter that drops the token
-      for a reason other than the NaN (see formulas/filters.py);
+    - a weight of 0 takes the token out of the policy term, with its NaN, and so does a filter that
+      drops the token for a reason other than the NaN (see formulas/filters.py);
     - a NaN in sampler_logps means that the sampler did not score the token (see `TrustRegion`);
-    - a row with zero advantage, no KL and no entropy bonus gets no gradient from hidden states: only the loss is NaN.
-      `Options(skip_inactive=True)` does not read such rows at all.
+    - a row with zero advantage, no KL and no entropy bonus gets no gradient from hidden states:
+      only the loss is NaN. `Options(skip_inactive=True)` does not read such rows at all.
 
     In strict mode a NaN at a trained token raises ValueError.
     Raises ValueError on shapes, dtypes or devices that disagree.
@@ -200,8 +222,14 @@ class TokenBatch(Checked):
         require_tensor("targets", targets, *IDS)
         shape = targets.shape
         if targets.dim() not in (1, 2):
-            raise ValueError(f"targets has shape {list(shape)}: pass [B, T], or packed [N] with cu_seqlens.")
-        if isinstance(self.advantages, Tensor) and self.advantages.dtype in INTEGRAL and self.advantages.dtype != torch.bool:
+            raise ValueError(
+                f"targets has shape {list(shape)}: pass [B, T], or packed [N] with cu_seqlens."
+            )
+        if (
+            isinstance(self.advantages, Tensor)
+            and self.advantages.dtype in INTEGRAL
+            and self.advantages.dtype != torch.bool
+        ):
             self._put("advantages", self.advantages.float())
         if self.cu_seqlens is not None:
             check_offsets("targets", targets, self.cu_seqlens)
@@ -227,23 +255,38 @@ class TokenBatch(Checked):
         for name, sets in (("logp_terms", self.logp_terms), ("prob_terms", self.prob_terms)):
             if sets is not None:
                 check_sets(name, sets, targets)
-                require(sets.values is not None, name, sets, "give each id its coefficient: sets.with_values(...).")
+                require(
+                    sets.values is not None,
+                    name,
+                    sets,
+                    "give each id its coefficient: sets.with_values(...).",
+                )
         if self.logp_terms is not None and self.prob_terms is not None:
             same = self.logp_terms.same_ids(self.prob_terms)
-            remedy = "they list other ids than logp_terms: list the ids of both in both, with the value 0 where one has none."
+            remedy = (
+                "they list other ids than logp_terms: list the ids of both in both, with the value"
+                " 0 where one has none."
+            )
             require(same, "prob_terms", self.prob_terms, remedy)
         if self.context_group is not None:
             ready = dist.is_available() and dist.is_initialized()
             require(ready, "context_group", self.context_group, "call init_process_group first.")
             remedy = "this rank is not in it: pass the group that it shares sequences with."
-            require(dist.get_rank(self.context_group) >= 0, "context_group", self.context_group, remedy)
-            self.check_sequences("a context_group needs")
-        if self.groups is not None and (self.groups.shape != (self.sequences,) or self.groups.is_floating_point()):
-            raise ValueError(
-                f"groups has shape {list(self.groups.shape)} and dtype {self.groups.dtype}: pass one integer id per sequence, "
-                f"[{self.sequences}] (packed targets want cu_seqlens beside it)."
+            require(
+                dist.get_rank(self.context_group) >= 0, "context_group", self.context_group, remedy
             )
-        if sends_ahead(targets.device) and not (torch.compiler.is_compiling() or is_capturing(targets.device)):
+            self.check_sequences("a context_group needs")
+        if self.groups is not None and (
+            self.groups.shape != (self.sequences,) or self.groups.is_floating_point()
+        ):
+            raise ValueError(
+                f"groups has shape {list(self.groups.shape)} and dtype {self.groups.dtype}: pass"
+                f" one integer id per sequence, [{self.sequences}] (packed targets want cu_seqlens"
+                " beside it)."
+            )
+        if sends_ahead(targets.device) and not (
+            torch.compiler.is_compiling() or is_capturing(targets.device)
+        ):
             self._counts()  # starts the copy to the host early, so that a loss need not wait for it
 
     def _put(self, name: str, value: Any) -> None:
@@ -262,11 +305,13 @@ class TokenBatch(Checked):
     ) -> TokenBatch:
         """A batch whose advantages are the group-normalised `rewards` [B]; see `group_advantages`.
 
-        group_size or groups says which completions answer one prompt. estimator: another name of `estimators.ADVANTAGES`.
-        `options` are those of the estimator (scale, eps, baseline, ...), what it needs to know (`estimators.Evidence`:
-        greedy_rewards, ...) and the fields of TokenBatch (mask, old_logps, ...). missing_rewards="skip" leaves out rewards that
-        are NaN; `missing` is the field of TokenBatch, about targets outside of their candidate sets (`kept`). Raises ValueError
-        as all of these do."""
+        group_size or groups says which completions answer one prompt. estimator: another name of
+        `estimators.ADVANTAGES`. `options` are those of the estimator (scale, eps, baseline, ...),
+        what it needs to know (`estimators.Evidence`: greedy_rewards, ...) and the fields of
+        TokenBatch (mask, old_logps, ...). missing_rewards="skip" leaves out rewards that are NaN;
+        `missing` is the field of TokenBatch, about targets outside of their candidate sets
+        (`kept`). Raises ValueError as all of these do.
+        """
         estimate = lookup(ADVANTAGES, estimator, "estimator")
         ours, told = ({f.name for f in fields(spec)} for spec in (cls, Evidence))
         known = (ours | told | estimate.option_names) - {"targets", "advantages", "rewards"}
@@ -279,8 +324,8 @@ class TokenBatch(Checked):
         require_tensor("targets", targets, *IDS)
         if own.get("missing") is not None and own.get("kept") is None:
             remedy = (
-                "it says what to do with a target outside of its candidate set, and kept is None: leave it out. For rewards that are "
-                'NaN pass missing_rewards="raise" or "skip".'
+                "it says what to do with a target outside of its candidate set, and kept is None:"
+                ' leave it out. For rewards that are NaN pass missing_rewards="raise" or "skip".'
             )
             require(False, "missing", own["missing"], remedy)
         if own.get("missing") == "skip":
@@ -293,24 +338,33 @@ class TokenBatch(Checked):
         if read and len(rewards) != sequences and (packed is not None or targets.dim() == 2):
             if rewards.dim() > 1 and rewards.numel() == sequences:
                 raise ValueError(
-                    f"rewards has shape {list(rewards.shape)}, but targets {sequences} sequences: pass rewards.flatten() with "
-                    f"group_size={rewards.shape[-1]}."
+                    f"rewards has shape {list(rewards.shape)}, but targets {sequences} sequences:"
+                    f" pass rewards.flatten() with group_size={rewards.shape[-1]}."
                 )
-            raise ValueError(f"rewards has {len(rewards)} numbers, but targets {sequences} sequences: pass one a sequence.")
+            raise ValueError(
+                f"rewards has {len(rewards)} numbers, but targets {sequences} sequences: pass one a"
+                " sequence."
+            )
         evidence = Evidence(rewards, group_size=group_size, groups=groups, **of(told))
-        advantages = estimate(evidence, **of(estimate.option_names - ours - told)).to(targets.device)
+        advantages = estimate(evidence, **of(estimate.option_names - ours - told)).to(
+            targets.device
+        )
         if groups is None:
             groups = torch.arange(len(evidence.rewards), device=targets.device) // (group_size or 1)
-        if "cu_seqlens" in own and not estimate.per_token:  # as many sequences as tokens would read [B] as one per token
+        if (
+            "cu_seqlens" in own and not estimate.per_token
+        ):  # as many sequences as tokens would read [B] as one per token
             advantages = advantages[:, None]
         return cls(targets, advantages, groups=groups.to(targets.device), **own)
 
     def to(self, device: torch.device | str | None, *, non_blocking: bool = False) -> TokenBatch:
-        """Return the batch on another device, with its kept sets; dtypes stay. One that is there already, and None as in Tensor.to,
-        give the batch as it is.
+        """Return the batch on another device, with its kept sets; dtypes stay. One that is there
+        already, and None as in Tensor.to, give the batch as it is.
 
-        `non_blocking` as in Tensor.to: from pinned memory the host goes on at once. With missing="raise" it waits all the same,
-        and with a context_group all ranks make this call, as they make the batch. Raises ValueError for what is no device."""
+        `non_blocking` as in Tensor.to: from pinned memory the host goes on at once. With
+        missing="raise" it waits all the same, and with a context_group all ranks make this call, as
+        they make the batch. Raises ValueError for what is no device.
+        """
         if device is None:
             return self
         try:
@@ -318,10 +372,17 @@ class TokenBatch(Checked):
         except (TypeError, RuntimeError):
             remedy = "pass a device, for example 'cuda'; dtypes stay as they are."
             raise ValueError(f"device={device!r}: {remedy}") from None
-        return self if place == self.targets.device else self._apply(lambda x: x.to(place, non_blocking=non_blocking))
+        return (
+            self
+            if place == self.targets.device
+            else self._apply(lambda x: x.to(place, non_blocking=non_blocking))
+        )
 
     def _apply(self, change: Callable[[Tensor], Tensor]) -> TokenBatch:
-        """The batch with each tensor changed in a way that keeps its numbers. What follows from them is made anew."""
+        """The batch with each tensor changed in a way that keeps its numbers.
+
+        What follows from them is made anew.
+        """
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         given["mask"] = self.__dict__.get("_given_mask", self.mask)
         for name, value in given.items():
@@ -331,18 +392,24 @@ class TokenBatch(Checked):
                 given[name] = change(value)
         first, second = self.logp_terms, self.prob_terms
         if first is not None and second is not None and second.values is not None:
-            given["prob_terms"] = given["logp_terms"].with_values(change(second.values))  # of the same ids
+            given["prob_terms"] = given["logp_terms"].with_values(
+                change(second.values)
+            )  # of the same ids
         return TokenBatch(**given)
 
     def with_ref_logps(self, ref_logps: Tensor) -> TokenBatch:
         """This batch with the reference's log-probs, the shape of targets."""
         require_shape("ref_logps", ref_logps, self.targets.shape, "targets")
-        if torch.compiler.is_compiling() and self.kept is None:  # torch 2.9 does not trace copy.copy
+        if (
+            torch.compiler.is_compiling() and self.kept is None
+        ):  # torch 2.9 does not trace copy.copy
             return replace(self, ref_logps=ref_logps.detach())
         return self._copy(ref_logps=ref_logps.detach())
 
     def _copy(self, **changes: Any) -> TokenBatch:
-        """This batch with the row counts that were copied to the host once, which these changes leave as they are."""
+        """This batch with the row counts that were copied to the host once, which these changes
+        leave as they are.
+        """
         changed = copy.copy(self)
         for name, value in changes.items():
             changed._put(name, value)
@@ -357,7 +424,9 @@ class TokenBatch(Checked):
 
     @property
     def sequences(self) -> int | None:
-        """Number of sequences B (fully masked ones count), or None for packed rows without cu_seqlens."""
+        """Number of sequences B (fully masked ones count), or None for packed rows without
+        cu_seqlens.
+        """
         if self.cu_seqlens is not None:
             return self.cu_seqlens.numel() - 1
         return self.targets.shape[0] if self.targets.dim() == 2 else None
@@ -366,17 +435,24 @@ class TokenBatch(Checked):
         """This batch. Raises ValueError unless its sequences are known, which `what` needs."""
         if self.sequences is None:
             raise ValueError(
-                f"cu_seqlens is None, but {what} to know the sequences of packed rows: pass cu_seqlens, or padded targets [B, T]."
+                f"cu_seqlens is None, but {what} to know the sequences of packed rows: pass"
+                " cu_seqlens, or padded targets [B, T]."
             )
         return self
 
     @property
     def trained(self) -> Tensor:
         """bool [N]: the mask."""
-        return torch.ones(self.tokens, dtype=torch.bool, device=self.targets.device) if self.mask is None else flat(self.mask)
+        return (
+            torch.ones(self.tokens, dtype=torch.bool, device=self.targets.device)
+            if self.mask is None
+            else flat(self.mask)
+        )
 
     def flat(self, name: str) -> Tensor | None:
-        """The float field `name` as fp32 [N], one value per token, 0 where the mask is False; None if it was not given."""
+        """The float field `name` as fp32 [N], one value per token, 0 where the mask is False; None
+        if it was not given.
+        """
         return self.table(name).get(name)
 
     def table(self, *names: str) -> dict[str, Tensor]:
@@ -393,9 +469,10 @@ class TokenBatch(Checked):
         return dict(zip(given, masked.unbind(), strict=True))
 
     def marked(self, kind: str) -> Tensor | None:
-        """bool [N] of a kind, None standing for all rows. "trained": the mask. "contributing": trained, with a nonzero advantage or
-        listed ids and a nonzero weight, or with a likelihood term. "sequences": trained, in a sequence that holds a contributing
-        token."""
+        """bool [N] of a kind, None standing for all rows. "trained": the mask. "contributing":
+        trained, with a nonzero advantage or listed ids and a nonzero weight, or with a likelihood
+        term. "sequences": trained, in a sequence that holds a contributing token.
+        """
         mask = None if self.mask is None else flat(self.mask)
         if kind == "trained":
             return mask
@@ -428,7 +505,9 @@ class TokenBatch(Checked):
         return flat(contributing if self.mask is None else contributing & self.mask)
 
     def _known(self, name: str, versions: list[Any], make: Callable[[], M]) -> M:
-        """What `make` returns, made again where the versions of what it depends on are others than before."""
+        """What `make` returns, made again where the versions of what it depends on are others than
+        before.
+        """
         known = self.__dict__.get(name)
         if known is None or known[0] != versions:
             known = versions, make()
@@ -442,22 +521,30 @@ class TokenBatch(Checked):
             return self.tokens if marked is None else int(marked.sum())
         sent = sum(self._sent(kind)[0])
         if marked is not None:
-            torch._assert_async(marked.sum() == sent, f"the rows of a TokenBatch that are {kind} {UNSEEN}")
+            torch._assert_async(
+                marked.sum() == sent, f"the rows of a TokenBatch that are {kind} {UNSEEN}"
+            )
         return sent
 
     def counts(self, kind: str, marked: Tensor | None = None) -> tuple[int, ...]:
-        """Number of rows of a kind in each sequence of this process, or in all where the sequences are not known, as Python
-        numbers. `marked`: what `marked(kind)` returned, if the caller has it already. On a CPU the rows are counted now; on a
-        GPU the numbers were sent to the host when the batch was made.
+        """Number of rows of a kind in each sequence of this process, or in all where the sequences
+        are not known, as Python numbers. `marked`: what `marked(kind)` returned, if the caller has
+        it already. On a CPU the rows are counted now; on a GPU the numbers were sent to the host
+        when the batch was made.
 
-        On a GPU, a write that torch does not see (through DLPack or `.data`, or in inference mode, or between replays of a graph)
-        makes these numbers stale. An asynchronous assertion on the device then stops the program; the host does not wait for it."""
+        On a GPU, a write that torch does not see (through DLPack or `.data`, or in inference mode,
+        or between replays of a graph) makes these numbers stale. An asynchronous assertion on the
+        device then stops the program; the host does not wait for it.
+        """
         marked = self.marked(kind) if marked is None else marked
         own = self._own_sum(self.trained if marked is None else marked).long()
         if not sends_ahead(self.targets.device):
             return tuple(own.tolist())
         sent, on_device = self._sent(kind)
-        torch._assert_async((own == on_device).all(), f"the rows of a TokenBatch that are {kind}, in a sequence, {UNSEEN}")
+        torch._assert_async(
+            (own == on_device).all(),
+            f"the rows of a TokenBatch that are {kind}, in a sequence, {UNSEEN}",
+        )
         return sent
 
     def _sent(self, kind: str) -> tuple[tuple[int, ...], Tensor]:
@@ -471,7 +558,10 @@ class TokenBatch(Checked):
 
     @property
     def outside_set(self) -> Tensor:
-        """0-d fp32: the share of the tokens that their sets lack, also where missing="mask" takes them out."""
+        """0-d fp32:
+
+        the share of the tokens that their sets lack, also where missing="mask" takes them out.
+        """
         assert self.kept is not None
         held, given = self.kept.contains(self.targets), self.__dict__["_given_mask"]
         given = torch.ones_like(held) if given is None else flat(given)
@@ -489,7 +579,9 @@ class TokenBatch(Checked):
         return without_set(self.kept, self.targets, self.missing)
 
     def _counts(self) -> Counts:
-        """The counts of all kinds, cached on the host, and sent again if a tensor that they depend on was written since."""
+        """The counts of all kinds, cached on the host, and sent again if a tensor that they depend
+        on was written since.
+        """
         versions = versions_of((self.mask, self.advantages, self.weights, self.nll_weights))
         return self._known("_known_counts", versions, self._count_rows)
 
@@ -507,14 +599,25 @@ class TokenBatch(Checked):
 
     def _alive(self, contributing: Tensor) -> Tensor:
         """[B]: contributing tokens of each sequence, from those of this rank."""
-        return self._exchanged("contributing tokens", contributing, self.mask, self.advantages, self.weights, self.nll_weights)
+        return self._exchanged(
+            "contributing tokens",
+            contributing,
+            self.mask,
+            self.advantages,
+            self.weights,
+            self.nll_weights,
+        )
 
     def _exchanged(self, name: str, own: Tensor, *sources: Tensor | None) -> Tensor:
-        """`own` [B], sums over this rank's tokens, summed over the ranks that share the sequences. The result is cached, and
-        computed again if one of `sources`, the tensors that it depends on, was written since."""
+        """`own` [B], sums over this rank's tokens, summed over the ranks that share the sequences.
+        The result is cached, and computed again if one of `sources`, the tensors that it depends
+        on, was written since.
+        """
         if self.context_group is None or torch.compiler.is_compiling():
             return self.over_context(own)
-        of, total = self._known(f"_known_{name}", versions_of(sources), lambda: (own, self.over_context(own.clone())))
+        of, total = self._known(
+            f"_known_{name}", versions_of(sources), lambda: (own, self.over_context(own.clone()))
+        )
         if of is not own and sends_ahead(own.device):
             torch._assert_async((own == of).all(), f"the {name} of a TokenBatch {UNSEEN}")
         elif of is not own and not torch.equal(
@@ -524,12 +627,16 @@ class TokenBatch(Checked):
         return total
 
     def sequence_sum(self, values: Tensor) -> Tensor:
-        """Sum of flat `values` [N] over each sequence: [B], accumulated in fp64 in a fixed order, no atomics."""
+        """Sum of flat `values` [N] over each sequence:
+
+        [B], accumulated in fp64 in a fixed order, no atomics.
+        """
         return self.over_context(self._own_sum(values))
 
     def _own_sum(self, values: Tensor) -> Tensor:
-        """`sequence_sum` of this rank's tokens alone, also of several numbers a token [N, k]: [B, k]. Where the sequences are not
-        known, of all tokens."""
+        """`sequence_sum` of this rank's tokens alone, also of several numbers a token [N, k]: [B,
+        k]. Where the sequences are not known, of all tokens.
+        """
         if self.sequences is None:
             return values.sum(0, dtype=torch.float64)[None]
         if self.cu_seqlens is None:
@@ -538,7 +645,10 @@ class TokenBatch(Checked):
         return torch.segment_reduce(values.double(), "sum", offsets=offsets, initial=0, unsafe=True)
 
     def over_context(self, values: Tensor, how: str = "SUM") -> Tensor:
-        """All-reduce `values` in place over the ranks that share the sequences. `how`: SUM, MAX or MIN."""
+        """All-reduce `values` in place over the ranks that share the sequences.
+
+        `how`: SUM, MAX or MIN.
+        """
         if self.context_group is not None:
             dist.all_reduce(values, op=getattr(dist.ReduceOp, how), group=self.context_group)
         return values
@@ -554,10 +664,15 @@ class TokenBatch(Checked):
         return self._exchanged("trained tokens", self._own_sum(self.trained), self.mask)
 
     def same_group(self) -> Tensor:
-        """fp64 [B, B]: 1 where two sequences answer the same prompt. The shape does not depend on values, so no host sync."""
+        """fp64 [B, B]:
+
+        1 where two sequences answer the same prompt. The shape does not depend on values, so no
+        host sync.
+        """
         if self.groups is None:
             raise ValueError(
-                'groups is None, but aggregate="group-mean" takes one mean over the answers to a prompt: pass ids [B].'
+                'groups is None, but aggregate="group-mean" takes one mean over the answers to a'
+                " prompt: pass ids [B]."
             )
         return (self.groups[:, None] == self.groups).double()
 
@@ -568,7 +683,8 @@ class TokenBatch(Checked):
         return values[:, None].expand(self.targets.shape).flatten()
 
 
-# ---- the one place that shifts: what is recorded for each token of a text goes to the row of a model that predicts it
+# ---- the one place that shifts: what is recorded for each token of a text goes to the row of a
+# model that predicts it
 
 
 def shift_targets(
@@ -578,24 +694,30 @@ def shift_targets(
     cu_seqlens: Tensor | None = None,
     segment_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(targets, mask), both of the shape of ids: row i of a model's output predicts targets[i] = ids[i + 1], where mask is set.
+    """(targets, mask), both of the shape of ids: row i of a model's output predicts targets[i] =
+    ids[i + 1], where mask is set.
 
         targets, mask = shift_targets(ids, mask=completion_mask, cu_seqlens=cu_seqlens)
         logps, _ = linear_logprobs(hidden, lm_head.weight, targets, mask=mask)
 
     ids          int64 [B, T], or packed [N].
-    mask         bool (or 0/1 integer), the shape of ids: tokens that may be a target, completion tokens say; None = all.
-    cu_seqlens   int32 or int64 [B + 1] of packed ids: sequence b is ids[cu_seqlens[b] : cu_seqlens[b + 1]].
-    segment_ids  integer, the shape of ids: equal for neighbours of one sequence, in place of cu_seqlens; of position_ids that
-                 start at 0 in each sequence, (position_ids == 0).cumsum(-1).
+    mask         bool (or 0/1 integer), the shape of ids: tokens that may be a target, completion
+                 tokens say; None = all.
+    cu_seqlens   int32 or int64 [B + 1] of packed ids: sequence b is ids[cu_seqlens[b] :
+                 cu_seqlens[b + 1]].
+    segment_ids  integer, the shape of ids: equal for neighbours of one sequence, in place of
+                 cu_seqlens; of position_ids that start at 0 in each sequence, (position_ids ==
+                 0).cumsum(-1).
 
-    The last token of a row or segment predicts nothing: its mask is False, its target 0. Hidden states keep their length, so
-    that nothing has to be cut or rolled afterwards. Ranks that share sequences (context parallelism) call this before they
-    take their part: the target of a part's last token is on another rank.
-    Raises ValueError on shapes and dtypes that disagree.
+    The last token of a row or segment predicts nothing: its mask is False, its target 0. Hidden
+    states keep their length, so that nothing has to be cut or rolled afterwards. Ranks that share
+    sequences (context parallelism) call this before they take their part: the target of a part's
+    last token is on another rank. Raises ValueError on shapes and dtypes that disagree.
     """
     require_tensor("ids", ids, *IDS)
-    require(ids.dim() in (1, 2), "ids.shape", list(ids.shape), "pass token ids [B, T] or packed [N].")
+    require(
+        ids.dim() in (1, 2), "ids.shape", list(ids.shape), "pass token ids [B, T] or packed [N]."
+    )
     if cu_seqlens is not None:
         if segment_ids is not None:
             raise ValueError("cu_seqlens and segment_ids are both given: pass one of them.")
@@ -604,7 +726,9 @@ def shift_targets(
     elif segment_ids is not None:
         require_tensor("segment_ids", segment_ids, INTEGRAL, "integers of the shape of ids")
         require_shape("segment_ids", segment_ids, ids.shape, "ids")
-    valid = torch.ones_like(ids, dtype=torch.bool) if mask is None else as_mask("mask", mask, ids.shape)
+    valid = (
+        torch.ones_like(ids, dtype=torch.bool) if mask is None else as_mask("mask", mask, ids.shape)
+    )
     if segment_ids is not None:
         follows = segment_ids[..., 1:] == segment_ids[..., :-1]
         valid = torch.cat([valid[..., :1], valid[..., 1:] & follows], -1)
@@ -615,22 +739,32 @@ def shift_targets(
 
 
 def shift_sets(
-    sets: TokenSets, ids: Tensor, *, cu_seqlens: Tensor | None = None, segment_ids: Tensor | None = None
+    sets: TokenSets,
+    ids: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    segment_ids: Tensor | None = None,
 ) -> TokenSets:
-    """Sets that were recorded for each token of ids, as sets of the rows that predict them: row i takes the set of token i + 1.
+    """Sets that were recorded for each token of ids, as sets of the rows that predict them: row i
+    takes the set of token i + 1.
 
         targets, mask = shift_targets(ids, mask=completion_mask, cu_seqlens=cu_seqlens)
         kept = shift_sets(TokenSets.from_counts(kept_ids, counts), ids, cu_seqlens=cu_seqlens)
 
     sets         one row for each token of ids, row-major.
     ids          int64 [B, T], or packed [N], as `shift_targets` takes it; only its shape is used.
-    cu_seqlens, segment_ids  as in `shift_targets`; the host reads them, which waits if they are on a device.
+    cu_seqlens, segment_ids  as in `shift_targets`; the host reads them, which waits if they are on
+                             a device.
 
-    The last token of a row or segment predicts nothing: its set is empty, and that of a first token is dropped.
-    prime-rl records sets so, with a count of 0 for tokens of prompts and tools. Records of generated tokens alone need no shift:
-    see `TokenSets.from_lists`. Raises ValueError on shapes that disagree."""
+    The last token of a row or segment predicts nothing: its set is empty, and that of a first token
+    is dropped. prime-rl records sets so, with a count of 0 for tokens of prompts and tools. Records
+    of generated tokens alone need no shift: see `TokenSets.from_lists`. Raises ValueError on shapes
+    that disagree.
+    """
     check_sets("sets", sets, ids)
     known = cu_seqlens if cu_seqlens is not None else segment_ids
-    numbers = torch.arange(ids.numel(), device=known.device if isinstance(known, Tensor) else "cpu").view(ids.shape)
+    numbers = torch.arange(
+        ids.numel(), device=known.device if isinstance(known, Tensor) else "cpu"
+    ).view(ids.shape)
     source, follows = shift_targets(numbers, cu_seqlens=cu_seqlens, segment_ids=segment_ids)
     return sets.take(torch.where(follows, source, -1).flatten())

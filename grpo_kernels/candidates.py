@@ -417,7 +417,9 @@ def logprobs_over_vocabulary(
         statistics = dict(source.statistics(targets, mask, names, detached=detached))
         no_logps = torch.zeros(0, device=targets.device)
         return ExtraLogprobs(statistics=statistics, extra_logps=no_logps)
-    return logprobs_with_extra_ids(source, targets, extra, mask=mask, rows=rows, names=names, detached=detached)
+    return logprobs_with_extra_ids(
+        source, targets, extra, mask=mask, rows=rows, names=names, detached=detached
+    )
 
 
 def merge_logprobs(

@@ -116,7 +116,9 @@ def pair_logprobs(
 
     largest = find_largest(pair_logits, is_used, segments)
     target_ids = F.pad(token_ids, (0, 1))[largest]  # id 0 if a row has none
-    statistics = source.statistics(target_ids, row_mask, names, detached=detached, reference=reference)
+    statistics = source.statistics(
+        target_ids, row_mask, names, detached=detached, reference=reference
+    )
     differences = subtract_largest(
         pair_logits,
         is_used,
@@ -261,9 +263,9 @@ def auxiliary_loss(terms: ListedTerms, extra_logps: Tensor, advantages: Tensor) 
 
     terms         functions of log-probs with their values, from `Objective.listed_terms(batch)`:
                   the terms of `TokenBatch(logp_terms=, prob_terms=)`, or score centering. Each
-                  returns the term of each id, and the derivative of the loss of a token with respect
-                  to each log-prob. This derivative is the gradient here. It need not be that of the
-                  term: score centering has constant coefficients.
+                  returns the term of each id, and the derivative of the loss of a token with
+                  respect to each log-prob. This derivative is the gradient here. It need not be
+                  that of the term: score centering has constant coefficients.
     extra_logps   fp32 [num_extra_ids], from `logprobs_with_extra_ids`
     advantages    fp32 [num_tokens]
     returns       fp32 [num_tokens], differentiable in extra_logps. A token whose loss gets the

@@ -66,7 +66,10 @@ class RowLayout:
             return TRANSFORMED
         if self.are_shared:
             temperature = as_transform(transform).temperature
-            remedy = "with rows= the tokens of a row share its softmax: pass one temperature, as a number."
+            remedy = (
+                "with rows= the tokens of a row share its softmax: pass one temperature, as a"
+                " number."
+            )
             require(not isinstance(temperature, Tensor), "temperature", temperature, remedy)
         return as_transform(transform).for_rows(self.shape, self.mask, self.cu_seqlens, self.device)
 
@@ -99,7 +102,9 @@ def make_logits_source(
         from .core.compiled import CompiledLogits
 
         # In a graph nothing is written in place, and the backend is picked when the graph runs.
-        return CompiledLogits(rows, row_transform, NO_KERNELS, backend=options.backend, strict=options.strict)
+        return CompiledLogits(
+            rows, row_transform, NO_KERNELS, backend=options.backend, strict=options.strict
+        )
     if inplace:
         remedy = "the gradient would be written over it. Pass a copy, or inplace=False."
         refuse_overlap(
@@ -148,7 +153,9 @@ def make_projected_source(
     if torch.compiler.is_compiling():
         from .core.compiled import CompiledProjection
 
-        return CompiledProjection(projection, NO_KERNELS, backend=options.backend, strict=options.strict)
+        return CompiledProjection(
+            projection, NO_KERNELS, backend=options.backend, strict=options.strict
+        )
     return ProjectedLogits(projection, pick_kernels(options, layout.device), shard, memory)
 
 
@@ -184,7 +191,10 @@ def check_linear_tensors(
         bias = check_operand("bias", bias, layout, shard)
     shape = layout.shape
     if weight.shape[:-1] == shape and hidden.shape[:-1] != shape:
-        raise ValueError(f"weight has shape {list(weight.shape)} and hidden {list(hidden.shape)}: they changed places.")
+        raise ValueError(
+            f"weight has shape {list(weight.shape)} and hidden {list(hidden.shape)}: they changed"
+            " places."
+        )
     is_empty = weight.numel() == 0 and (shard is None or weight.shape[-1] == 0)
     if weight.dim() != 2 or is_empty:
         raise ValueError(
@@ -212,7 +222,10 @@ def check_linear_tensors(
             f"dimensions must agree, [..., H] and [V, H].{hint}"
         )
     if bias is not None and bias.shape != (vocab_size,):
-        raise ValueError(f"bias has shape {list(bias.shape)}, but weight has {list(weight.shape)}: it must be [{vocab_size}].")
+        raise ValueError(
+            f"bias has shape {list(bias.shape)}, but weight has {list(weight.shape)}: it must be"
+            f" [{vocab_size}]."
+        )
     return hidden, weight, bias
 
 
@@ -258,13 +271,17 @@ def local_tensor(name: str, x: Any, partial: bool) -> Tensor:
                 "the number of ranks. If it is the vocabulary-sharded head of a tensor-parallel "
                 "group, whose ranks have the same rows, pass Options(shard=VocabShard.of(weight))."
             )
-        raise ValueError(f"{name} is a DTensor with placements {placements}, not replicated: {remedy}")
+        raise ValueError(
+            f"{name} is a DTensor with placements {placements}, not replicated: {remedy}"
+        )
     from torch.distributed.tensor import Partial
 
     return x.to_local(grad_placements=[Partial()] * len(placements) if partial else None)
 
 
-def check_weight_grad(weight_grad: Tensor, weight: Tensor, other_arguments: dict[str, Any]) -> WeightGradMemory:
+def check_weight_grad(
+    weight_grad: Tensor, weight: Tensor, other_arguments: dict[str, Any]
+) -> WeightGradMemory:
     """Check that the gradient of `weight` can be added into `weight_grad`.
 
     Raises ValueError naming what does not fit.
@@ -277,12 +294,16 @@ def check_weight_grad(weight_grad: Tensor, weight: Tensor, other_arguments: dict
     has_bad_layout = weight_grad.stride(-1) != 1 or overlaps_itself(weight_grad)
     if weight_grad.requires_grad or has_bad_layout:
         raise ValueError(
-            "weight_grad must not require grad, have unit stride in its last dimension, and no two rows in one memory."
+            "weight_grad must not require grad, have unit stride in its last dimension, and no two"
+            " rows in one memory."
         )
     remedy = "the gradient would be added to it. Pass memory of its own."
     refuse_overlap("weight_grad", weight_grad, remedy, other_arguments, {})
     if not weight.requires_grad:
-        raise ValueError("weight_grad is given, but weight does not require grad: leave it out for a frozen head.")
+        raise ValueError(
+            "weight_grad is given, but weight does not require grad: leave it out for a frozen"
+            " head."
+        )
     if hasattr(weight, "ds_id") or is_managed(weight):
         owner = "ZeRO-3" if hasattr(weight, "ds_id") else "FSDP"
         raise ValueError(
@@ -376,7 +397,10 @@ def unpack_reference(
 ) -> tuple[Tensor, tuple[Any, Any], LogitTransform | None]:
     """Return hidden states, (weight, bias) and transform of `reference`."""
     if exact is not None:
-        remedy = f"{exact} needs the whole distribution of a reference or teacher: pass {DISTRIBUTION_FORMS}."
+        remedy = (
+            f"{exact} needs the whole distribution of a reference or teacher: pass"
+            f" {DISTRIBUTION_FORMS}."
+        )
         require(value is not None, name, value, remedy)
     if not isinstance(value, tuple) or len(value) not in (2, 3):
         raise ValueError(f"{name} is {type(value).__name__}: pass {REFERENCE_FORMS}.")

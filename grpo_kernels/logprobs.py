@@ -88,7 +88,9 @@ class TokenLogprobs:
         return 2
 
 
-register_pytree_node(TokenLogprobs, lambda x: ([*x, x.also], None), lambda values, _: TokenLogprobs(*values))
+register_pytree_node(
+    TokenLogprobs, lambda x: ([*x, x.also], None), lambda values, _: TokenLogprobs(*values)
+)
 
 
 # ---- log-probs
@@ -242,7 +244,9 @@ def compute_logprobs(
     rows: Tensor | None,
     options: Options | None,
 ) -> TokenLogprobs:
-    """Compute log-probs from logits x or, with the (weight, bias) of a head, from hidden states x."""
+    """Compute log-probs from logits x or, with the (weight, bias) of a head, from hidden states
+    x.
+    """
     options = as_options(options, head)
     arguments = dict(
         mask=mask,
@@ -344,17 +348,23 @@ def composed_statistics(
     }
     if kept is not None:
         extra = TokenSets.whole(len(targets), device=targets.device) if at is None else at
-        result = candidate_logprobs_with_extra_ids(source, targets, kept, extra, missing=missing, **common)
+        result = candidate_logprobs_with_extra_ids(
+            source, targets, kept, extra, missing=missing, **common
+        )
     else:
         extra = TokenSets.whole(len(targets), device=targets.device) if at is None else at
         result = logprobs_with_extra_ids(source, targets, extra, reference=reference, **common)
-    statistics = {name: x.detach() if name in detached else x for name, x in result.statistics.items()}
+    statistics = {
+        name: x.detach() if name in detached else x for name, x in result.statistics.items()
+    }
     if at is not None:
         statistics["at"] = result.extra_logps
     return statistics
 
 
-def shape_statistics(statistics: dict[str, Tensor], shape: torch.Size, also: tuple[str, ...]) -> TokenLogprobs:
+def shape_statistics(
+    statistics: dict[str, Tensor], shape: torch.Size, also: tuple[str, ...]
+) -> TokenLogprobs:
     """Return flat statistics in the shape of targets."""
     shaped = {name: x if name == "at" else x.view(shape) for name, x in statistics.items()}
     logps = shaped.pop("logps")
@@ -385,7 +395,9 @@ TEACHER_WITH_SETS = (
 def refuse_inplace(is_refused: bool, feature: str) -> None:
     """Raise ValueError for inplace=True with a feature that needs the logits for two gradients."""
     if is_refused:
-        raise ValueError(f"inplace=True, but {feature} needs the logits for two gradients: pass inplace=False.")
+        raise ValueError(
+            f"inplace=True, but {feature} needs the logits for two gradients: pass inplace=False."
+        )
 
 
 def make_source(
@@ -550,7 +562,10 @@ def compute_divergence(
     remedy = "a tensor [B, T, ..] or [N, ..], one row for each token"
     require_tensor(name, x, DTYPES, remedy)
     require(x.dim() > 1, f"{name}.shape", list(x.shape), f"pass {remedy}.")
-    refuse_inplace(inplace and (kept is not None or isinstance(reference, TokenSets)), "kept= or a teacher known at some ids")
+    refuse_inplace(
+        inplace and (kept is not None or isinstance(reference, TokenSets)),
+        "kept= or a teacher known at some ids",
+    )
     shape = x.shape[:-1]
     layout = RowLayout(shape, x.device, mask_of_rows(mask, shape, x.device))
     reference_name = "ref_logits" if head is None else "reference"
@@ -565,7 +580,9 @@ def compute_divergence(
         reference_arguments={reference_name: reference},
     )
     flat_mask = None if layout.mask is None else flat(layout.mask)
-    value = divergence_from(source, reference, exact, layout, transform, options, mask=flat_mask, kept=kept)
+    value = divergence_from(
+        source, reference, exact, layout, transform, options, mask=flat_mask, kept=kept
+    )
     if exact.temperature_squared:
         value = value / squared_inverse_temperature(source.transform, flat_mask)
     return value.view(shape)

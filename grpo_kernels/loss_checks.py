@@ -22,12 +22,16 @@ def check_batch_and_objective(batch: Any, objective: Any) -> None:
     """Raise ValueError unless the arguments are a TokenBatch and an Objective."""
     if isinstance(batch, Objective) and isinstance(objective, TokenBatch):
         raise ValueError(
-            "batch is an Objective and objective a TokenBatch: they changed places, pass them as batch, objective."
+            "batch is an Objective and objective a TokenBatch: they changed places, pass them as"
+            " batch, objective."
         )
     if not isinstance(batch, TokenBatch):
         raise ValueError(f"batch is a {type(batch).__name__}: pass a TokenBatch.")
     if not isinstance(objective, Objective):
-        raise ValueError(f"objective is a {type(objective).__name__}: pass an Objective, for example Objective.preset('grpo').")
+        raise ValueError(
+            f"objective is a {type(objective).__name__}: pass an Objective, for example"
+            " Objective.preset('grpo')."
+        )
 
 
 def check_reference(value: Any, name: str, batch: TokenBatch, objective: Objective) -> None:
@@ -68,7 +72,10 @@ def refuse_nan(rows: TokenRows, batch: TokenBatch, options: Options) -> None:
     """Raise ValueError in strict mode if an input of a processed token is NaN."""
     if not refuses_values(options):
         return
-    remedy = "the loss would be NaN, which strict mode refuses. Mask these tokens, or find out where the NaN comes from."
+    remedy = (
+        "the loss would be NaN, which strict mode refuses. Mask these tokens, or find out where the"
+        " NaN comes from."
+    )
     for name in ("advantages", "old_logps", "ref_logps", "weights", "nll_weight"):
         value = getattr(rows, name)
         if value is not None:
@@ -90,7 +97,9 @@ def refuse_infinite_kl(out: LossOutput, options: Options) -> None:
         refuse_tokens(x.flatten() == -math.inf, f"{name} is -inf", remedy, rows, out._batch)
 
 
-def refuse_infinite_terms(batch: TokenBatch, objective: Objective, rows: TokenRows, options: Options) -> None:
+def refuse_infinite_terms(
+    batch: TokenBatch, objective: Objective, rows: TokenRows, options: Options
+) -> None:
     """Raise ValueError in strict mode for values of further ids that make a term infinite.
 
     These are infinite values and, in `logp_terms`, nonzero values of ids outside of the candidate
@@ -103,7 +112,8 @@ def refuse_infinite_terms(batch: TokenBatch, objective: Objective, rows: TokenRo
         if sets is None or sets.values is None:
             continue
         remedy = (
-            "the loss would be infinite or NaN, which strict mode refuses. Pass finite values, and 0 for an id without one."
+            "the loss would be infinite or NaN, which strict mode refuses. Pass finite values, and"
+            " 0 for an id without one."
         )
         has_infinity = any_of_token(sets.values.isinf(), sets, batch.tokens)
         refuse_tokens(has_infinity, f"{name} has an infinite value", remedy, rows, batch)
@@ -127,7 +137,9 @@ def any_of_token(of_ids: Tensor, sets: TokenSets, num_tokens: int) -> Tensor:
     return result.index_put((sets.row_of,), of_ids, accumulate=True)
 
 
-def refuse_tokens(is_bad: Tensor, what: str, remedy: str, rows: TokenRows, batch: TokenBatch) -> None:
+def refuse_tokens(
+    is_bad: Tensor, what: str, remedy: str, rows: TokenRows, batch: TokenBatch
+) -> None:
     """Raise ValueError if a processed token is bad, with the positions of the first ones.
 
     If values are not checked (on a GPU), an assertion on the device stops the program instead.
@@ -143,4 +155,6 @@ def refuse_tokens(is_bad: Tensor, what: str, remedy: str, rows: TokenRows, batch
         positions = is_bad.view(batch.targets.shape).nonzero().tolist()
         shown = ", ".join(map(str, positions[:5])) + ", ..." * (len(positions) > 5)
         num_trained = is_bad.numel() if rows.trained is None else int(rows.trained.sum())
-        raise ValueError(f"{what} at {len(positions)} of {num_trained} trained tokens, {shown}: {remedy}")
+        raise ValueError(
+            f"{what} at {len(positions)} of {num_trained} trained tokens, {shown}: {remedy}"
+        )

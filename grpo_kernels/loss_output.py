@@ -45,7 +45,10 @@ class Metrics(dict[str, Tensor]):
     def __missing__(self, name: str) -> Tensor:
         hint = metric_meant_by(name, self)
         if name in ABSENT_UNLESS:
-            raise KeyError(f"there is no metric {name!r}: it needs {ABSENT_UNLESS[name]}. This loss has {', '.join(self)}.")
+            raise KeyError(
+                f"there is no metric {name!r}: it needs {ABSENT_UNLESS[name]}. This loss has"
+                f" {', '.join(self)}."
+            )
         raise KeyError(f"there is no metric {name!r}.{hint} This loss has {', '.join(self)}.")
 
 
@@ -98,7 +101,9 @@ class LossOutput:
         raise AttributeError(f"a LossOutput has no {name!r}.{remedy}")
 
     def __iter__(self) -> NoReturn:
-        raise TypeError("a LossOutput is no tuple: take out.loss, out.metrics, out.logps and out.entropy.")
+        raise TypeError(
+            "a LossOutput is no tuple: take out.loss, out.metrics, out.logps and out.entropy."
+        )
 
     @cached_property
     def metrics(self) -> dict[str, Tensor]:

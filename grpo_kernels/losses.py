@@ -100,13 +100,13 @@ def grpo_loss(
     transform    temperature, softcap and scale of the logits, see `LogitTransform`
     normalizer   the denominator over all micro-batches and ranks, a number or 0-d tensor. None:
                  that of this batch alone, `objective.normalizer(batch)`, at least 1.
-    inplace      whether the gradient overwrites the logits, so that no second [.., V] tensor exists.
-                 Autograd raises if another operation still needs their values; code that reads them
-                 afterwards gets the gradient, without an error. A leaf that requires grad is
-                 refused, and so are candidate sets, further ids and shared rows.
-    ref_logits   for kl=Exact(...): logits of the reference or teacher, like `logits`;
-                 (logits, LogitTransform); or `TokenSets` whose values are the log-probs of a teacher
-                 that is known at these ids only. No gradient flows to them.
+    inplace      whether the gradient overwrites the logits, so that no second [.., V] tensor
+                 exists. Autograd raises if another operation still needs their values; code that
+                 reads them afterwards gets the gradient, without an error. A leaf that requires
+                 grad is refused, and so are candidate sets, further ids and shared rows.
+    ref_logits   for kl=Exact(...): logits of the reference or teacher, like `logits`; (logits,
+                 LogitTransform); or `TokenSets` whose values are the log-probs of a teacher that is
+                 known at these ids only. No gradient flows to them.
     options      backend, strict mode, vocabulary shard, see `Options`
 
     An objective whose gradient is per token (`Objective.one_pass`) reads each logit once and writes
@@ -119,7 +119,9 @@ def grpo_loss(
     """
     if unknown:
         refuse_keywords(grpo_loss, unknown)
-    return compute_loss(logits, None, batch, objective, transform, ref_logits, normalizer, options, inplace)
+    return compute_loss(
+        logits, None, batch, objective, transform, ref_logits, normalizer, options, inplace
+    )
 
 
 def linear_grpo_loss(
@@ -154,9 +156,9 @@ def linear_grpo_loss(
                  `LogitTransform.of`
     normalizer   as in `grpo_loss`
     reference    (hidden, weight), (hidden, weight, bias) or (hidden, Head(...)) of the frozen
-                 reference, instead of batch.ref_logps. It has the policy's transform unless its Head
-                 has one; its hidden size and dtype may differ. With kl=Exact(...) also `TokenSets`
-                 whose values are a teacher's log-probs.
+                 reference, instead of batch.ref_logps. It has the policy's transform unless its
+                 Head has one; its hidden size and dtype may differ. With kl=Exact(...) also
+                 `TokenSets` whose values are a teacher's log-probs.
     options      backend, strict mode, shard, memory for the gradient of the weight, see `Options`
 
     Costs three matmuls for a token that may have a gradient (two with a frozen head), one for the
@@ -172,7 +174,9 @@ def linear_grpo_loss(
     if unknown:
         refuse_keywords(linear_grpo_loss, unknown)
     head, transform = Head.parts(weight, transform)
-    return compute_loss(hidden, head, batch, objective, transform, reference, normalizer, options, False)
+    return compute_loss(
+        hidden, head, batch, objective, transform, reference, normalizer, options, False
+    )
 
 
 def objective_loss(
@@ -206,7 +210,8 @@ def objective_loss(
                      KL. Unlike a mask it changes no denominator.
     normalizer       as in `grpo_loss`
 
-    Value and gradient are those of `grpo_loss`. Raises ValueError naming the argument that is wrong.
+    Value and gradient are those of `grpo_loss`. Raises ValueError naming the argument that is
+    wrong.
     """
     check_batch_and_objective(batch, objective)
     if batch.listed is not None and auxiliary_loss is None:
@@ -227,7 +232,10 @@ def objective_loss(
             require_shape(name, x, batch.targets.shape, "targets")
     filters_entropy = any(f.filters_entropy for f in objective.filters)
     if entropy is None and (objective.needs_entropy or filters_entropy):
-        raise ValueError("entropy is None, but the objective has an entropy bonus or a filter of entropy: pass it.")
+        raise ValueError(
+            "entropy is None, but the objective has an entropy bonus or a filter of entropy:"
+            " pass it."
+        )
     needs_divergence = objective.exact is not None
     if needs_divergence != (divergence is not None):
         remedy = "leave it out, or pass kl=Exact(...) with a beta."
@@ -243,8 +251,12 @@ def objective_loss(
     rows = objective.token_rows(batch, normalizer)
     refuse_nan(rows, batch, DEFAULT_OPTIONS)
     if token_weights is not None:
-        rows = rows.weighted(per_token("token_weights", token_weights, batch.targets.shape, batch.cu_seqlens))
-    flat_statistics = {name: flatten_and_mask(x, rows.trained) for name, x in statistics.items() if x is not None}
+        rows = rows.weighted(
+            per_token("token_weights", token_weights, batch.targets.shape, batch.cu_seqlens)
+        )
+    flat_statistics = {
+        name: flatten_and_mask(x, rows.trained) for name, x in statistics.items() if x is not None
+    }
     out = loss_of_statistics(flat_statistics, batch, objective, rows)
     refuse_infinite_kl(out, DEFAULT_OPTIONS)
     return out
@@ -273,7 +285,9 @@ def compute_loss(
     check_batch_and_objective(batch, objective)
     check_reference(reference, reference_name, batch, objective)
     exact = objective.exact
-    if is_traced() and leaves_the_graph(options, batch.context_group, exact, batch.kept, batch.listed, batch.rows):
+    if is_traced() and leaves_the_graph(
+        options, batch.context_group, exact, batch.kept, batch.listed, batch.rows
+    ):
         return run_outside_graph(
             compute_loss,
             x,
@@ -287,7 +301,10 @@ def compute_loss(
             inplace,
         )
     is_composed = (
-        batch.kept is not None or batch.listed is not None or batch.rows is not None or isinstance(reference, TokenSets)
+        batch.kept is not None
+        or batch.listed is not None
+        or batch.rows is not None
+        or isinstance(reference, TokenSets)
     )
     refuse_inplace(inplace and is_composed, composed_features(batch, reference))
     layout = layout_of_batch(x, batch)
@@ -324,7 +341,9 @@ def compute_loss(
     if is_composed:
         refuse_infinite_terms(batch, objective, rows, options)
         teacher = reference if isinstance(reference, TokenSets) else None
-        statistics = statistics_of_composed_batch(source, batch, objective, rows, checked_reference, teacher)
+        statistics = statistics_of_composed_batch(
+            source, batch, objective, rows, checked_reference, teacher
+        )
         out = loss_of_statistics(statistics, batch, objective, rows)
     else:
         out = loss_of_source(source, batch, objective, rows, checked_reference)
@@ -344,7 +363,9 @@ def loss_of_source(
     The gradient is computed in the forward if it is known while the logits are there.
     """
     if is_traced():
-        return loss_of_statistics(dense_statistics(source, objective, rows, reference, None), batch, objective, rows)
+        return loss_of_statistics(
+            dense_statistics(source, objective, rows, reference, None), batch, objective, rows
+        )
     if isinstance(source, GivenLogits):
         # An fp16 gradient is stored after it is multiplied by the loss scale, which arrives in the
         # backward. With a shard the ranks exchange statistics between two passes anyway.
@@ -473,10 +494,14 @@ def statistics_of_composed_batch(
     )
     if listed is not None:
         terms = objective.listed_terms(batch)
-        statistics["auxiliary_loss"] = auxiliary_loss_of_ids(terms, statistics.pop("at"), rows.advantages)
+        statistics["auxiliary_loss"] = auxiliary_loss_of_ids(
+            terms, statistics.pop("at"), rows.advantages
+        )
     if teacher is not None:
         assert exact is not None
-        statistics["divergence"] = teacher_divergence(source, teacher, exact, mask=rows.read, rows=flat_rows)
+        statistics["divergence"] = teacher_divergence(
+            source, teacher, exact, mask=rows.read, rows=flat_rows
+        )
     elif reference is not None and batch.kept is not None:
         assert exact is not None
         statistics["divergence"] = reference_divergence_over_candidates(
@@ -492,7 +517,9 @@ def statistics_of_composed_batch(
     return statistics
 
 
-def loss_of_statistics(statistics: dict[str, Tensor], batch: TokenBatch, objective: Objective, rows: TokenRows) -> LossOutput:
+def loss_of_statistics(
+    statistics: dict[str, Tensor], batch: TokenBatch, objective: Objective, rows: TokenRows
+) -> LossOutput:
     """Compute the loss from differentiable statistics of tokens, fp32 [num_tokens] each.
 
     statistics   "logps", and if the loss needs them "entropy", "divergence" and "auxiliary_loss"
@@ -627,7 +654,9 @@ def missing_of(batch: TokenBatch) -> str:
 # ---- which rows are processed
 
 
-def order_rows(batch: TokenBatch, rows: TokenRows, objective: Objective) -> tuple[RowOrder, Tensor | None]:
+def order_rows(
+    batch: TokenBatch, rows: TokenRows, objective: Objective
+) -> tuple[RowOrder, Tensor | None]:
     """Return the rows to process, those that can have a gradient first, and a mask of the latter.
 
     The mask is bool [num_tokens], None for all rows. The host does not wait for the device: the

@@ -1,7 +1,9 @@
-"""What is minimised: a surrogate, the level of its ratio, filters, a KL term, an entropy bonus and an aggregation.
+"""What is minimised: a surrogate, the level of its ratio, filters, a KL term, an entropy bonus and
+an aggregation.
 
-Everything but the surrogate, the filters and the KL estimator is a weight per token, see token_stage.py. At the end stand the
-published objectives by name, and what trainers do differently in each: clip widths, clamps, denominators, the KL.
+Everything but the surrogate, the filters and the KL estimator is a weight per token, see
+token_stage.py. At the end stand the published objectives by name, and what trainers do differently
+in each: clip widths, clamps, denominators, the KL.
 """
 
 from __future__ import annotations
@@ -29,7 +31,14 @@ from .checks import (
     values_are_checked,
 )
 from .formulas.divergence import Exact
-from .formulas.filters import TRUST_REGIONS, EntropyFloor, Filter, OffPolicySequences, TrustRegion, check_filters
+from .formulas.filters import (
+    TRUST_REGIONS,
+    EntropyFloor,
+    Filter,
+    OffPolicySequences,
+    TrustRegion,
+    check_filters,
+)
 from .formulas.kl import Kl, as_kl, kl_terms
 from .formulas.program import is_own
 from .formulas.surrogates import (
@@ -63,20 +72,32 @@ from .formulas.token_stage import (
 
 F = TypeVar("F", bound=Filter)
 
-AGGREGATES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "group-mean", "token-sum", "constant")
+AGGREGATES = (
+    "token-mean",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum",
+    "group-mean",
+    "token-sum",
+    "constant",
+)
 
 
 def _is_fixed(part: object) -> bool:
-    """Whether what it gives cannot change after it was made; the properties of a class of the user may read anything."""
+    """Whether what it gives cannot change after it was made; the properties of a class of the user
+    may read anything.
+    """
     own = vars(type(part)).get("__dataclass_params__")
     return own is not None and own.frozen and is_own(type(part))
 
 
 class Denominators(NamedTuple):
-    """The denominator of each term, to pass as `normalizer=` where the KL or the bonus has an aggregation of its own.
+    """The denominator of each term, to pass as `normalizer=` where the KL or the bonus has an
+    aggregation of its own.
 
-    policy, kl, entropy   the denominator of that term, a number or a 0-d tensor. None: that of this batch alone, and for a term
-                          without an aggregation of its own that of the policy term."""
+    policy, kl, entropy   the denominator of that term, a number or a 0-d tensor. None: that of this
+                          batch alone, and for a term without an aggregation of its own that of the
+                          policy term.
+    """
 
     policy: float | Tensor | None
     kl: float | Tensor | None = None
@@ -91,39 +112,51 @@ class Denominators(NamedTuple):
 class Objective(Checked):
     """A GRPO-family objective.
 
-    surrogate     the per-token policy term, see surrogates.py: Clip, Cispo, Sapo, Gmpo, Vespo, ..., or Custom.
-    level         "token": r_t = exp(logp_t - old_t). "sequence": one ratio per sequence, exp of the mean log-ratio over
-                  its trained tokens, with the gradient through the mean (GSPO, arXiv 2507.18071 eq. 5; a surrogate that
-                  detaches the ratio keeps its slope at the token). "sequence-token": that ratio in value, but the
-                  gradient of each token stays its own (GSPO-token, eq. 14). "sequence-sum": exp of the sum, the ratio of
+    surrogate     the per-token policy term, see surrogates.py: Clip, Cispo, Sapo, Gmpo, Vespo, ...,
+                  or Custom.
+    level         "token": r_t = exp(logp_t - old_t). "sequence": one ratio per sequence, exp of the
+                  mean log-ratio over its trained tokens, with the gradient through the mean (GSPO,
+                  arXiv 2507.18071 eq. 5; a surrogate that detaches the ratio keeps its slope at the
+                  token). "sequence-token": that ratio in value, but the gradient of each token
+                  stays its own (GSPO-token, eq. 14). "sequence-sum": exp of the sum, the ratio of
                   the whole completion (RLOO arXiv 2402.14740, VESPO).
     aggregate     how per-token terms become one number, see `normalizer` below:
                   "token-mean"            sum of all tokens / D, D = number of trained tokens
                   "seq-mean-token-mean"   sum of per-sequence means / D, D = B
                   "seq-mean-token-sum"    sum of all tokens / D, D = B
-                  "group-mean"            sum over groups of the mean over the group's tokens / D, D = number of groups
+                  "group-mean"            sum over groups of the mean over the group's tokens / D, D
+                                          = number of groups
                   "token-sum"             sum of all tokens / D, D = 1
-                  "constant"              sum of all tokens / D, D = B * max_tokens (Dr. GRPO, arXiv 2503.20783)
-                  A fully masked sequence adds 0 and counts in B, unless count_empty=False (verl, OpenRLHF).
-    beta, kl      weight and estimator of the KL to the reference: "k1", "k2", "k3", "abs", with "+" for the straight-through
-                  form, a `Kl`, or a function (logp, old, ref) -> (value, slope). An `Exact` is the divergence of the whole
-                  distributions instead. It is not multiplied by the batch's weights. A log-prob below -1e4, -inf
-                  included, counts as -1e4, and exponents are at most 60: k3 of a target with p = 0 is about
-                  e^60 = 1.1e26, k3 of a reference with p = 0 about 1e4. Strict mode raises ValueError for a
-                  log-prob of -inf, of the policy or the reference, at a trained token.
+                  "constant"              sum of all tokens / D, D = B * max_tokens (Dr. GRPO, arXiv
+                                          2503.20783)
+                  A fully masked sequence adds 0 and counts in B, unless count_empty=False (verl,
+                  OpenRLHF).
+    beta, kl      weight and estimator of the KL to the reference: "k1", "k2", "k3", "abs", with "+"
+                  for the straight-through form, a `Kl`, or a function (logp, old, ref) -> (value,
+                  slope). An `Exact` is the divergence of the whole distributions instead. It is not
+                  multiplied by the batch's weights. A log-prob below -1e4, -inf included, counts as
+                  -1e4, and exponents are at most 60: k3 of a target with p = 0 is about e^60 =
+                  1.1e26, k3 of a reference with p = 0 about 1e4. Strict mode raises ValueError for
+                  a log-prob of -inf, of the policy or the reference, at a trained token.
     entropy_coef  weight of the entropy bonus, which is subtracted from the loss.
     max_tokens    the completion budget of "constant", the paper's constant, not the padded length.
-    filters       see filters.py: which tokens are left out of the policy term. At most one filter of each kind.
-    log_ratio_bounds  (low, high): the log-ratio at the objective's level is clamped, with no slope outside, as torch.clamp
-                  has it (verl: -20, 20). None: it is bounded in the exponent only, at 60, and keeps its slope.
-    listed        what the terms of a batch's `logp_terms` are: a function (logp, values, advantage, sums) -> (term, slope) of
-                  listed ids, see formulas/token_stage.py; None: c log p. They are weighted, filtered and aggregated like the policy
-                  term, but that a `TrustRegion` drops the token alone.
-    kl_aggregate, entropy_aggregate  None: like `aggregate`, with the same D. Otherwise their own, over this batch unless
+    filters       see filters.py: which tokens are left out of the policy term. At most one filter
+                  of each kind.
+    log_ratio_bounds  (low, high): the log-ratio at the objective's level is clamped, with no slope
+                      outside, as torch.clamp
+                  has it (verl: -20, 20). None: it is bounded in the exponent only, at 60, and keeps
+                  its slope.
+    listed        what the terms of a batch's `logp_terms` are: a function (logp, values, advantage,
+                  sums) -> (term, slope) of listed ids, see formulas/token_stage.py; None: c log p.
+                  They are weighted, filtered and aggregated like the policy term, but that a
+                  `TrustRegion` drops the token alone.
+    kl_aggregate, entropy_aggregate  None: like `aggregate`, with the same D. Otherwise their own,
+                                     over this batch unless
                   `normalizer` is a Denominators.
 
-    The denominator D is for one process and one micro-batch. If a batch is split, pass `normalizer=` to the loss: D over all
-    micro-batches and ranks, see `distributed.global_normalizer`. Raises ValueError naming the field that is wrong.
+    The denominator D is for one process and one micro-batch. If a batch is split, pass
+    `normalizer=` to the loss: D over all micro-batches and ranks, see
+    `distributed.global_normalizer`. Raises ValueError naming the field that is wrong.
     """
 
     surrogate: Surrogate = field(default_factory=Clip)
@@ -147,9 +180,15 @@ class Objective(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.surrogate, Surrogate):
-            raise ValueError(f"surrogate={self.surrogate!r}: pass Clip(), Cispo(), PolicyGradient() or Custom(your_function).")
+            raise ValueError(
+                f"surrogate={self.surrogate!r}: pass Clip(), Cispo(), PolicyGradient() or"
+                " Custom(your_function)."
+            )
         require_one_of("level", self.level, LEVELS)
-        remedy = f"{type(self.surrogate).__name__} is defined at level {' or '.join(map(repr, self.surrogate.levels))} only."
+        remedy = (
+            f"{type(self.surrogate).__name__} is defined at level"
+            f" {' or '.join(map(repr, self.surrogate.levels))} only."
+        )
         require(self.level in self.surrogate.levels, "level", self.level, remedy)
         for name in ("aggregate", "kl_aggregate", "entropy_aggregate"):
             if name == "aggregate" or getattr(self, name) is not None:
@@ -158,10 +197,17 @@ class Objective(Checked):
         object.__setattr__(self, "_kl", Kl() if isinstance(self.kl, Exact) else as_kl(self.kl))
         remedy = "pass a function (logp, values, advantage, sums) -> (term, slope), or None."
         require(
-            self.listed is None or (callable(self.listed) and not isinstance(self.listed, type)), "listed", self.listed, remedy
+            self.listed is None or (callable(self.listed) and not isinstance(self.listed, type)),
+            "listed",
+            self.listed,
+            remedy,
         )
         if self.max_tokens is not None:
-            require_whole("max_tokens", self.max_tokens, "the completion budget is a whole number of at least 1 token.")
+            require_whole(
+                "max_tokens",
+                self.max_tokens,
+                "the completion budget is a whole number of at least 1 token.",
+            )
             object.__setattr__(self, "max_tokens", as_number(self.max_tokens))
         check_filters(self.filters, self.level)
         if self.log_ratio_bounds is not None:
@@ -170,14 +216,18 @@ class Objective(Checked):
         alone = not (self.surrogate.selects or self.surrogate.in_torch)
         one_pass = self.level == "token" and alone and all(f.one_pass for f in self.filters)
         object.__setattr__(self, "_one_pass", one_pass)
-        object.__setattr__(self, "_fixed", all(map(_is_fixed, (self.surrogate, self.kl_spec, *self.filters))))
+        object.__setattr__(
+            self, "_fixed", all(map(_is_fixed, (self.surrogate, self.kl_spec, *self.filters)))
+        )
 
     @classmethod
     def preset(cls, name: str, *, numerics: str | None = None, **changes: Any) -> Objective:
         """A published objective by name (see PRESETS), with fields replaced by `changes`.
 
-        numerics: "trl", "verl", "openrlhf", ...: that trainer's constants, clamps and denominators; a name that it does not have is
-        refused, rather than guessed. Raises ValueError for an unknown name or trainer, TypeError for an unknown field."""
+        numerics: "trl", "verl", "openrlhf", ...: that trainer's constants, clamps and denominators;
+        a name that it does not have is refused, rather than guessed. Raises ValueError for an
+        unknown name or trainer, TypeError for an unknown field.
+        """
         require_one_of("preset", name, PRESETS)
         published, theirs = PRESETS[name], {}
         surrogate: Any = published.surrogate
@@ -185,14 +235,20 @@ class Objective(Checked):
         numbers = {n: x for n, x in unknown.items() if n in surrogate.__dataclass_fields__}
         if numbers:
             remedy = f"pass surrogate={replace(surrogate, **numbers)!r}"
-            raise ValueError(f"{', '.join(numbers)} is a number of the surrogate, not of the Objective: {remedy}.")
+            raise ValueError(
+                f"{', '.join(numbers)} is a number of the surrogate, not of the Objective:"
+                f" {remedy}."
+            )
         if unknown:
             remedy = f"It has {', '.join(FIELDS)}. Clip bounds go into surrogate={surrogate!r}."
             refuse_unknown("Objective.preset", unknown, FIELDS, remedy)
         if numerics is not None:
             require_one_of("numerics", numerics, NUMERICS)
             if name not in NUMERICS[numerics]:
-                raise ValueError(f"preset {name!r}: {numerics} has no such objective, only {', '.join(NUMERICS[numerics])}.")
+                raise ValueError(
+                    f"preset {name!r}: {numerics} has no such objective, only"
+                    f" {', '.join(NUMERICS[numerics])}."
+                )
             theirs = NUMERICS[numerics][name]
         return cls(**{**{n: getattr(published, n) for n in FIELDS}, **theirs, **changes})
 
@@ -212,14 +268,18 @@ class Objective(Checked):
 
     @property
     def aggregates(self) -> tuple[str, str, str]:
-        """Of the policy term, the KL and the entropy bonus; a term that there is none of has that of the policy term."""
+        """Of the policy term, the KL and the entropy bonus; a term that there is none of has that
+        of the policy term.
+        """
         kl = self.kl_aggregate if self.beta != 0 else None
         entropy = self.entropy_aggregate if self.entropy_coef != 0 else None
         return (self.aggregate, kl or self.aggregate, entropy or self.aggregate)
 
     @property
     def one_pass(self) -> bool:
-        """True where a token's slope depends on that token alone, so that a kernel reads each row of logits once."""
+        """True where a token's slope depends on that token alone, so that a kernel reads each row
+        of logits once.
+        """
         return self.__dict__["_one_pass"]
 
     @property
@@ -242,11 +302,16 @@ class Objective(Checked):
     def through_sequence(self) -> bool:
         """True where a gradient flows through the log-ratio of a sequence to all of its tokens."""
         kl = self.level == "sequence" and self.beta != 0 and self.kl_spec.weighting == "ratio"
-        return kl or (self.level in ("sequence", "sequence-sum") and not self.surrogate.detached_ratio)
+        return kl or (
+            self.level in ("sequence", "sequence-sum") and not self.surrogate.detached_ratio
+        )
 
     @property
     def active_rows(self) -> str:
-        """Which rows can have a gradient, as `TokenBatch.marked` names them. The others have exactly none."""
+        """Which rows can have a gradient, as `TokenBatch.marked` names them.
+
+        The others have exactly none.
+        """
         if not self.surrogate.zero_at_zero_advantage or self.beta != 0 or self.entropy_coef != 0:
             return "trained"
         return "sequences" if self.through_sequence else "contributing"
@@ -254,9 +319,10 @@ class Objective(Checked):
     # ---- weights
 
     def normalizer(self, batch: TokenBatch) -> float | Tensor:
-        """The denominator D of one batch, a number or a 0-d tensor. Sum it over micro-batches and ranks: see
-        `distributed.global_normalizer`. It may be 0, which a loss takes for 1. Of sequences that several ranks share
-        (`TokenBatch.context_group`) each rank has its share."""
+        """The denominator D of one batch, a number or a 0-d tensor. Sum it over micro-batches and
+        ranks: see `distributed.global_normalizer`. It may be 0, which a loss takes for 1. Of
+        sequences that several ranks share (`TokenBatch.context_group`) each rank has its share.
+        """
         return self._denominator(batch, self.aggregate)
 
     def denominators(self, batch: TokenBatch) -> Denominators:
@@ -280,27 +346,39 @@ class Objective(Checked):
             return sequences
         if self.max_tokens is None:
             raise ValueError(
-                'max_tokens is None, but aggregate="constant" divides by B * max_tokens: set it to the completion budget '
-                '(Objective.preset("dr_grpo", max_tokens=1024)), or pass normalizer= to the loss.'
+                'max_tokens is None, but aggregate="constant" divides by B * max_tokens: set it to'
+                ' the completion budget (Objective.preset("dr_grpo", max_tokens=1024)), or pass'
+                " normalizer= to the loss."
             )
         return sequences * self.max_tokens
 
     def _of_sequences(self, batch: TokenBatch) -> TokenBatch:
         """The batch, whose sequences have to be known."""
-        return batch.check_sequences(f'aggregate="{self.aggregate}", level="{self.level}" and filters={self.filters} need')
+        return batch.check_sequences(
+            f'aggregate="{self.aggregate}", level="{self.level}" and filters={self.filters} need'
+        )
 
     def _weights(
         self, batch: TokenBatch, mask: Tensor | None, aggregate: str, normalizer: float | Tensor | None
     ) -> Tensor:  # fmt: skip
-        """The weight of each token's term, fp32 [n]: 0 where masked. `mask` is that of the batch, flat."""
+        """The weight of each token's term, fp32 [n]:
+
+        0 where masked. `mask` is that of the batch, flat.
+        """
         own = normalizer is None
         if normalizer is None:
             normalizer = self._denominator(batch, aggregate)
             if batch.context_group is not None and aggregate != "token-sum":
-                share = torch.zeros((), dtype=torch.float64, device=batch.targets.device) + normalizer
+                share = (
+                    torch.zeros((), dtype=torch.float64, device=batch.targets.device) + normalizer
+                )
                 normalizer = batch.over_context(share).float()
             # An all-masked batch is 0 / 1.
-            normalizer = normalizer.clamp(min=1.0) if isinstance(normalizer, Tensor) else max(normalizer, 1.0)
+            normalizer = (
+                normalizer.clamp(min=1.0)
+                if isinstance(normalizer, Tensor)
+                else max(normalizer, 1.0)
+            )
         if mask is None:
             weight = torch.ones(batch.tokens, dtype=torch.float32, device=batch.targets.device)
         else:
@@ -323,46 +401,76 @@ class Objective(Checked):
             require_number("normalizer", normalizer, remedy, SMALLEST, LARGEST)
             return float(normalizer)
         if normalizer.numel() != 1:
-            raise ValueError(f"normalizer has shape {list(normalizer.shape)}: pass a number or a 0-d tensor.")
+            raise ValueError(
+                f"normalizer has shape {list(normalizer.shape)}: pass a number or a 0-d tensor."
+            )
         if values_are_checked(normalizer):
             nothing = batch.mask is not None and not batch.mask.any()
-            require_number("normalizer", float(normalizer), remedy, 0 if nothing else SMALLEST, LARGEST)
-        return normalizer.detach().reshape(()).to(batch.targets.device, torch.float32, non_blocking=True)
+            require_number(
+                "normalizer", float(normalizer), remedy, 0 if nothing else SMALLEST, LARGEST
+            )
+        return (
+            normalizer.detach()
+            .reshape(())
+            .to(batch.targets.device, torch.float32, non_blocking=True)
+        )
 
     def token_rows(
-        self, batch: TokenBatch, normalizer: float | Tensor | Denominators | None = None, skip_inactive: bool = False
+        self,
+        batch: TokenBatch,
+        normalizer: float | Tensor | Denominators | None = None,
+        skip_inactive: bool = False,
     ) -> TokenRows:
-        """Flat rows and their weights. Nothing here waits for the device. Raises ValueError where the batch lacks
-        something that the objective needs.
+        """Flat rows and their weights. Nothing here waits for the device. Raises ValueError where
+        the batch lacks something that the objective needs.
 
-        skip_inactive leaves rows out of `read` that cannot contribute to value or gradient: zero advantage or weight,
-        with no KL and no entropy term, in one-pass objectives."""
+        skip_inactive leaves rows out of `read` that cannot contribute to value or gradient: zero
+        advantage or weight, with no KL and no entropy term, in one-pass objectives.
+        """
         estimated = self.beta != 0 and self.exact is None
         if estimated and batch.ref_logps is None:
-            raise ValueError(f"ref_logps is None, but beta={self.beta}: pass the reference's log-probs, or set beta=0.")
+            raise ValueError(
+                f"ref_logps is None, but beta={self.beta}: pass the reference's log-probs, or set"
+                " beta=0."
+            )
         if batch.advantages is None and self.reads_advantages:
             raise ValueError(
-                f"advantages is None, but {type(self.surrogate).__name__}, a filter or `listed` reads them: pass a float tensor [B] or "
-                "[B, T], see group_advantages. Only an objective of NoPolicyTerm, such as the preset distillation, needs none."
+                f"advantages is None, but {type(self.surrogate).__name__}, a filter or `listed`"
+                " reads them: pass a float tensor [B] or [B, T], see group_advantages. Only an"
+                " objective of NoPolicyTerm, such as the preset distillation, needs none."
             )
         if self.listed is not None and batch.logp_terms is None:
             raise ValueError(
-                f"logp_terms is None, but listed={self.listed!r} makes terms of it: list ids with values, or leave listed out."
+                f"logp_terms is None, but listed={self.listed!r} makes terms of it: list ids with"
+                " values, or leave listed out."
             )
         trust = self.filter(TrustRegion) if self.filters else None
         sampler = trust is not None and trust.anchor == "sampler"
         if sampler and batch.sampler_logps is None:
-            raise ValueError('sampler_logps is None, but TrustRegion(anchor="sampler") compares with them: pass them.')
+            raise ValueError(
+                'sampler_logps is None, but TrustRegion(anchor="sampler") compares with them: pass'
+                " them."
+            )
         if self.level != "token" or (self.filters and self.filter(OffPolicySequences) is not None):
             self._of_sequences(batch)
-        if self.surrogate.absorbs_weights and batch.weights is not None and batch.weights.shape != batch.targets.shape:
+        if (
+            self.surrogate.absorbs_weights
+            and batch.weights is not None
+            and batch.weights.shape != batch.targets.shape
+        ):
             raise ValueError(
-                f"weights has shape {list(batch.weights.shape)}, but {type(self.surrogate).__name__} multiplies the weights of a "
-                f"sequence's tokens into its ratio: pass one per token, {list(batch.targets.shape)}."
+                f"weights has shape {list(batch.weights.shape)}, but"
+                f" {type(self.surrogate).__name__} multiplies the weights of a sequence's tokens"
+                f" into its ratio: pass one per token, {list(batch.targets.shape)}."
             )
-        D, kl_D, entropy_D = normalizer if isinstance(normalizer, Denominators) else (normalizer, None, None)
+        D, kl_D, entropy_D = (
+            normalizer if isinstance(normalizer, Denominators) else (normalizer, None, None)
+        )
         if normalizer is not None:
-            D, kl_D, entropy_D = (None if x is None else self._check_normalizer(x, batch) for x in (D, kl_D, entropy_D))
+            D, kl_D, entropy_D = (
+                None if x is None else self._check_normalizer(x, batch)
+                for x in (D, kl_D, entropy_D)
+            )
         mask = batch.marked("trained")
         weight = self._weights(batch, mask, self.aggregate, D)
 
@@ -380,11 +488,20 @@ class Objective(Checked):
             given["advantages"] = torch.zeros_like(weight)
         weights, policy_weight = given.get("weights"), weight
         if weights is not None:
-            if self.surrogate.absorbs_weights and values_are_checked(weights) and (weights < 0).any():
+            if (
+                self.surrogate.absorbs_weights
+                and values_are_checked(weights)
+                and (weights < 0).any()
+            ):
                 raise ValueError(
-                    "weights holds negative numbers, but the surrogate takes their logarithm: pass importance weights >= 0."
+                    "weights holds negative numbers, but the surrogate takes their logarithm: pass"
+                    " importance weights >= 0."
                 )
-            policy_weight = torch.where(weights != 0, weight, 0.0) if self.surrogate.absorbs_weights else weight * weights
+            policy_weight = (
+                torch.where(weights != 0, weight, 0.0)
+                if self.surrogate.absorbs_weights
+                else weight * weights
+            )
         kl_weight = scaled(self.beta, self.kl_aggregate, kl_D)
         return TokenRows(
             targets=flat(batch.targets).long(),
@@ -415,7 +532,9 @@ class Objective(Checked):
         kl, params = self.kl_spec if self.beta else NO_KL, self.surrogate.params
         if not torch.compiler.is_compiling() and any(math.isnan(x) for x in params):
             name = getattr(self.surrogate.function, "__qualname__", repr(self.surrogate))
-            raise ValueError(f"the parameters of {name} are {params}: a NaN among them would make the loss one.")
+            raise ValueError(
+                f"the parameters of {name} are {params}: a NaN among them would make the loss one."
+            )
         chosen = {
             "SURROGATE": self.surrogate.formula,
             "DETACHED": self.surrogate.detached_ratio,
@@ -427,21 +546,32 @@ class Objective(Checked):
             "surrogate_params": params,
             "trust_params": () if trust is None else trust.params,
             "entropy_floor": None if floor is None else (float(floor.threshold),),
-            "ratio_bounds": None if self.log_ratio_bounds is None else tuple(map(float, self.log_ratio_bounds)),
+            "ratio_bounds": (
+                None if self.log_ratio_bounds is None else tuple(map(float, self.log_ratio_bounds))
+            ),
             "kl_clamps": self.kl_spec.clamps if self.beta else None,
         }
         return TokenFormula(chosen, numbers)
 
     def stage(self, rows: TokenRows) -> TokenStage:
-        """The token stage of an objective of one pass, for the kernels. `rows`: what `token_rows` returned, or some of it."""
+        """The token stage of an objective of one pass, for the kernels.
+
+        `rows`: what `token_rows` returned, or some of it.
+        """
         return TokenStage(self.formula, rows)
 
     def listed_terms(self, batch: TokenBatch) -> ListedTerms:
         """The terms of a batch, which lists ids, in the log-probs of these."""
         assert batch.listed is not None
         parts = ((self.listed or logp_term, batch.logp_terms), (prob_term, batch.prob_terms))
-        values = ((function, of.values) for function, of in parts if of is not None and of.values is not None)
-        return ListedTerms(tuple((function, x.detach().float()) for function, x in values), batch.listed.offsets)
+        values = (
+            (function, of.values)
+            for function, of in parts
+            if of is not None and of.values is not None
+        )
+        return ListedTerms(
+            tuple((function, x.detach().float()) for function, x in values), batch.listed.offsets
+        )
 
     def token_stage(
         self,
@@ -454,66 +584,99 @@ class Objective(Checked):
     ) -> Terms:
         """Losses and slopes of flat rows: sum(losses) is the loss.
 
-        logps and entropy are fp32 [n], exactly 0 where masked. `batch` supplies the sequences; a one-pass objective does not
-        need it and can take any slice of rows. `log_ratio`: the result of the method of that name, if the caller has it. `listed`
-        fp32 [n]: each row's terms in the log-probs of listed ids."""
+        logps and entropy are fp32 [n], exactly 0 where masked. `batch` supplies the sequences; a
+        one-pass objective does not need it and can take any slice of rows. `log_ratio`: the result
+        of the method of that name, if the caller has it. `listed` fp32 [n]: each row's terms in the
+        log-probs of listed ids.
+        """
         if self.one_pass:
             return self.stage(rows).terms(logps, entropy, listed)
         assert batch is not None
         x = self.log_ratio(logps, rows, batch) if log_ratio is None else log_ratio
         rows = self._filtered(logps, entropy, rows, batch)
-        formula, given = self.formula, {"logps": logps, "entropy": entropy, "listed": listed, **rows.given()}
+        formula, given = (
+            self.formula,
+            {"logps": logps, "entropy": entropy, "listed": listed, **rows.given()},
+        )
         params = formula.numbers["surrogate_params"]
         if self.surrogate.selects:
             old = logps if rows.old_logps is None else rows.old_logps
             params = (*params, self.surrogate.select(logps, old, rows.advantages, rows.mask))
-        losses, d_logps, d_ratio, d_entropy, d_listed = formula.terms(given, x, surrogate_params=params)
+        losses, d_logps, d_ratio, d_entropy, d_listed = formula.terms(
+            given, x, surrogate_params=params
+        )
         if self.through_sequence:
             # The log-ratio is a mean or sum over tokens: its slope goes back to these tokens.
             d_ratio = torch.where(rows.mask, self._over_sequences(d_ratio, batch), 0.0)
-            d_logps = d_logps + d_ratio * self.surrogate.in_sequence(_own_log_ratio(logps, rows), rows.advantages)[1]
+            d_logps = (
+                d_logps
+                + d_ratio
+                * self.surrogate.in_sequence(_own_log_ratio(logps, rows), rows.advantages)[1]
+            )
         return Terms(losses, d_logps, d_entropy if self.needs_entropy else None, d_listed)
 
     def log_ratio(self, logps: Tensor, rows: TokenRows, batch: TokenBatch) -> Tensor:
-        """logp - old_logp at this objective's level, fp32 [n]: per token, or the mean or sum over the sequence's trained
-        tokens. `logps` fp32 [n] of `rows`, the flat rows of `batch`."""
+        """logp - old_logp at this objective's level, fp32 [n]: per token, or the mean or sum over
+        the sequence's trained tokens. `logps` fp32 [n] of `rows`, the flat rows of `batch`.
+        """
         x = _own_log_ratio(logps, rows)
         if self.level == "token":
             return x
         x = self.surrogate.in_sequence(x, rows.advantages)[0]
         if self.surrogate.absorbs_weights and rows.weights is not None:
             # A weight of 0 leaves out its token, and does not change the ratio of the sequence.
-            x = x + torch.where(rows.weights == 0, 0.0, rows.weights.abs().log().clamp(-18.420680743952367, 20.0))
+            x = x + torch.where(
+                rows.weights == 0, 0.0, rows.weights.abs().log().clamp(-18.420680743952367, 20.0)
+            )
         return self._over_sequences(torch.where(rows.mask, x, 0.0), batch)
 
-    def kl_terms(self, logps: Tensor, rows: TokenRows, log_ratio: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The KL term of flat rows as `kl.kl_terms` has it, fp32 [n] each, the value first. `logps` fp32 [n] of `rows`;
-        `log_ratio`: what the method of that name returns."""
+    def kl_terms(
+        self, logps: Tensor, rows: TokenRows, log_ratio: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The KL term of flat rows as `kl.kl_terms` has it, fp32 [n] each, the value first. `logps`
+        fp32 [n] of `rows`; `log_ratio`: what the method of that name returns.
+        """
         old = logps if rows.old_logps is None else rows.old_logps
         ratio = ratio_of_kl(log_ratio, logps - old, self.level)
-        return kl_terms(logps, old, rows.ref_logps, ratio, self.kl_spec.clamps, **self.kl_spec.formula)
+        return kl_terms(
+            logps, old, rows.ref_logps, ratio, self.kl_spec.clamps, **self.kl_spec.formula
+        )
 
     def _over_sequences(self, x: Tensor, batch: TokenBatch) -> Tensor:
-        """fp32 [n]: the sum of x over its sequence at level "sequence-sum", over the number of trained tokens at the others."""
-        total = batch.sequence_sum(x)
-        return batch.spread(total if self.level == "sequence-sum" else total / batch.lengths.clamp(min=1.0)).float()
+        """fp32 [n]:
 
-    def _filtered(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch) -> TokenRows:
-        """The rows, with weights of 0 where a filter that needs the whole batch leaves a token out, and of NaN where a filter of
-        entropy keeps a token whose entropy is NaN."""
+        the sum of x over its sequence at level "sequence-sum", over the number of trained tokens at
+        the others.
+        """
+        total = batch.sequence_sum(x)
+        return batch.spread(
+            total if self.level == "sequence-sum" else total / batch.lengths.clamp(min=1.0)
+        ).float()
+
+    def _filtered(
+        self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch
+    ) -> TokenRows:
+        """The rows, with weights of 0 where a filter that needs the whole batch leaves a token out,
+        and of NaN where a filter of entropy keeps a token whose entropy is NaN.
+        """
         for f in self.filters:
             if f.one_pass:  # `token_terms` does
                 continue
             keep = f.keep(logps, entropy, rows, batch)
             policy_weight = torch.where(keep, rows.policy_weight, 0.0)
             if f.filters_entropy and entropy is not None:
-                policy_weight = torch.where(entropy.isnan() & (policy_weight != 0), entropy, policy_weight)
+                policy_weight = torch.where(
+                    entropy.isnan() & (policy_weight != 0), entropy, policy_weight
+                )
             rows = replace(rows, policy_weight=policy_weight)
             if f.filters_entropy and rows.entropy_weight is not None:
                 narrowed = torch.where(keep, rows.entropy_weight, 0.0)
                 if self.entropy_aggregate == "token-mean":
-                    # The mean is over the tokens that are kept, over all ranks of a sequence but in this batch only.
-                    sums = torch.stack([x.sum(dtype=torch.float64) for x in (narrowed, rows.entropy_weight)])
+                    # The mean is over the tokens that are kept, over all ranks of a sequence but in
+                    # this batch only.
+                    sums = torch.stack(
+                        [x.sum(dtype=torch.float64) for x in (narrowed, rows.entropy_weight)]
+                    )
                     sums = batch.over_context(sums)
                     narrowed = narrowed * torch.where(sums[0] == 0, 0.0, sums[1] / sums[0]).float()
                 rows = replace(rows, entropy_weight=narrowed)
@@ -525,7 +688,9 @@ NO_KL = Kl()
 
 
 def _own_log_ratio(logps: Tensor, rows: TokenRows) -> Tensor:
-    return torch.where(logps.isnan(), logps, 0.0) if rows.old_logps is None else logps - rows.old_logps
+    return (
+        torch.where(logps.isnan(), logps, 0.0) if rows.old_logps is None else logps - rows.old_logps
+    )
 
 
 # ---- published objectives, and the constants with which trainers compute them
@@ -534,8 +699,9 @@ Changes = dict[str, Any]
 FIELDS = tuple(f.name for f in fields(Objective))
 _BY_SEQUENCE = "seq-mean-token-mean"
 
-#: Published objectives, by the papers. dapo and bnpo differ in the normaliser only: DAPO's is the token count of the whole batch
-#: (pass `normalizer=` when it is split), BNPO's the count of the micro-batch at hand.
+#: Published objectives, by the papers. dapo and bnpo differ in the normaliser only: DAPO's is the
+#: token count of the whole batch (pass `normalizer=` when it is split), BNPO's the count of the
+#: micro-batch at hand.
 PRESETS: dict[str, Objective] = {
     "grpo": Objective(aggregate=_BY_SEQUENCE),
     "dapo": Objective(Clip(0.2, 0.28)),
@@ -564,7 +730,8 @@ PRESETS: dict[str, Objective] = {
     "sampled_distillation": Objective(PolicyGradient(), beta=1.0, kl="distillation"),
 }
 
-#: What a trainer's KL is, where it has one in the loss; its weight is part of a trainer's numbers where the KL is on by default.
+#: What a trainer's KL is, where it has one in the loss; its weight is part of a trainer's numbers
+#: where the KL is on by default.
 _VERL_KL = Kl("k3", clamp_log=20.0, clamp=10.0)
 
 
@@ -591,7 +758,8 @@ _LOSS_TYPES: dict[str, Changes] = {
     "vespo": {},
 }
 
-#: trainer -> its own names of presets -> changes to that preset. Versions: see integrations/README.md.
+#: trainer -> its own names of presets -> changes to that preset. Versions: see
+#: integrations/README.md.
 NUMERICS: dict[str, dict[str, Changes]] = {
     "trl": _each(
         {"kl": Kl("k3", weighting="ratio"), "entropy_aggregate": "token-mean"},
@@ -614,7 +782,11 @@ NUMERICS: dict[str, dict[str, Changes]] = {
     "verl": _each(
         {"kl": _VERL_KL, "count_empty": False},
         {
-            "grpo": {"surrogate": Clip(0.2, 0.2, delta=3.0), "aggregate": "token-mean", **_WITHIN_20},
+            "grpo": {
+                "surrogate": Clip(0.2, 0.2, delta=3.0),
+                "aggregate": "token-mean",
+                **_WITHIN_20,
+            },
             "dapo": {"surrogate": Clip(0.2, 0.28, delta=3.0), **_WITHIN_20},
             "dr_grpo": {"surrogate": Clip(0.2, 0.2, delta=3.0), **_WITHIN_20},
             "ppo": _WITHIN_20,
@@ -636,7 +808,11 @@ NUMERICS: dict[str, dict[str, Changes]] = {
         },
     ),
     "openrlhf": _each(
-        {"kl": Kl("k1", clamp=10.0), "kl_aggregate": "token-mean", "entropy_aggregate": "token-mean"},
+        {
+            "kl": Kl("k1", clamp=10.0),
+            "kl_aggregate": "token-mean",
+            "entropy_aggregate": "token-mean",
+        },
         {
             "grpo": {"aggregate": "token-mean", **_WITHIN_20},
             "dapo": _WITHIN_20,
@@ -646,7 +822,8 @@ NUMERICS: dict[str, dict[str, Changes]] = {
     "slime": _each(
         {"kl": "k1"},
         {
-            # A mean of its own for every rollout, unless it is told to calculate_per_token_loss, as DAPO wants it.
+            # A mean of its own for every rollout, unless it is told to calculate_per_token_loss, as
+            # DAPO wants it.
             "grpo": {},
             "dapo": {},
             "gspo": _SYMMETRIC,
@@ -670,7 +847,12 @@ NUMERICS: dict[str, dict[str, Changes]] = {
         },
     ),
     "skyrl": _each(
-        {"beta": 1e-3, "kl": _VERL_KL, "kl_aggregate": "seq-mean-token-mean", "entropy_aggregate": "token-mean"},
+        {
+            "beta": 1e-3,
+            "kl": _VERL_KL,
+            "kl_aggregate": "seq-mean-token-mean",
+            "entropy_aggregate": "token-mean",
+        },
         {
             "grpo": {"aggregate": "token-mean", **_WITHIN_20},
             "dapo": _WITHIN_20,
@@ -687,7 +869,8 @@ NUMERICS: dict[str, dict[str, Changes]] = {
         },
     ),
     "prime-rl": {
-        # kappa (log r)^2 to the sampler, which is also the anchor of the ratio: pass its log-probs as old_logps and ref_logps.
+        # kappa (log r)^2 to the sampler, which is also the anchor of the ratio: pass its log-probs
+        # as old_logps and ref_logps.
         "dppo_tv": {"beta": 2e-3, "kl": "k2"},
         "ipo": {"beta": 2e-3, "kl": "k2"},
         "sampled_distillation": {},

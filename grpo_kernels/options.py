@@ -37,7 +37,9 @@ class Head(Checked):
     __repr__ = describe
 
     @staticmethod
-    def parts(weight: Any, transform: LogitTransform | None) -> tuple[tuple[Any, Any], LogitTransform | None]:
+    def parts(
+        weight: Any, transform: LogitTransform | None
+    ) -> tuple[tuple[Any, Any], LogitTransform | None]:
         """Return ((weight, bias), transform) of a caller's `weight`, a tensor or a Head.
 
         transform   the transform that was passed to the same call
@@ -59,9 +61,9 @@ class Options(Checked):
     backend         "auto", "eager", "cpu" or "triton". `use` sets it for all calls of a process.
     strict          whether a fallback to another backend, or a NaN in the batch at a trained token,
                     is an error
-    skip_inactive   whether a loss skips tokens that cannot contribute (zero advantage or weight, and
-                    neither KL nor entropy bonus, at token level). out.logps and out.entropy are 0
-                    there. Loss and gradient are the same.
+    skip_inactive   whether a loss skips tokens that cannot contribute (zero advantage or weight,
+                    and neither KL nor entropy bonus, at token level). out.logps and out.entropy are
+                    0 there. Loss and gradient are the same.
     shard           this rank's part of a vocabulary that is sharded over a group, of logits, or of
                     weight and bias, and of those of a reference: see `distributed.VocabShard`
     weight_grad     [V, H], fp32 or the dtype of the weight: memory that the backward adds the
@@ -99,9 +101,15 @@ def as_options(options: Options | None, head: object) -> Options:
     if options is None:
         return DEFAULT_OPTIONS
     if not isinstance(options, Options):
-        raise ValueError(f"options is a {type(options).__name__}: pass Options, for example Options(backend='eager').")
+        raise ValueError(
+            f"options is a {type(options).__name__}: pass Options, for example"
+            " Options(backend='eager')."
+        )
     if head is None and options.weight_grad is not None:
-        raise ValueError("weight_grad is given, but logits come without the weight of a head: leave it out of the options.")
+        raise ValueError(
+            "weight_grad is given, but logits come without the weight of a head: leave it out of"
+            " the options."
+        )
     return options
 
 
@@ -125,7 +133,9 @@ def refuse_keywords(
         known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
     for name in keywords:
         if name not in known:
-            refuse_unknown(function.__name__, [name], known, place_of_keyword(name, known) or remedy)
+            refuse_unknown(
+                function.__name__, [name], known, place_of_keyword(name, known) or remedy
+            )
 
 
 def place_of_keyword(name: str, known: Sequence[str]) -> str:
@@ -166,7 +176,8 @@ def leaves_the_graph(options: Options, context_group: Any, *features: Any) -> bo
         return bool(used_groups) or is_used
     if used_groups:
         raise ValueError(
-            f"{used_groups[0]} is given under torch.func, which does not support process groups: use torch.autograd."
+            f"{used_groups[0]} is given under torch.func, which does not support process groups:"
+            " use torch.autograd."
         )
     remedy = "torch.func gives gradients as results: leave it out."
     require(options.weight_grad is None, "weight_grad", options.weight_grad, remedy)
@@ -174,7 +185,10 @@ def leaves_the_graph(options: Options, context_group: Any, *features: Any) -> bo
 
 
 def run_outside_graph(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """Call a function eagerly, at a graph break. The error of fullgraph=True names this function."""
+    """Call a function eagerly, at a graph break.
+
+    The error of fullgraph=True names this function.
+    """
     return torch.compiler.disable(function)(*arguments, **keywords)
 
 

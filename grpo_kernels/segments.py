@@ -104,8 +104,8 @@ def element_or(values: Tensor, index: Tensor, otherwise: float) -> Tensor:
 def find_largest(values: Tensor, is_used: Tensor, segments: Segments) -> Tensor:
     """Return the index of the largest used value of each segment, int64 [num_segments].
 
-    It is the first one if several are equal. It is num_values if no value of the segment is used, or
-    if one is NaN. Not differentiable.
+    It is the first one if several are equal. It is num_values if no value of the segment is used,
+    or if one is NaN. Not differentiable.
 
     values    float [num_values]
     is_used   bool [num_values]

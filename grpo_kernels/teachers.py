@@ -62,7 +62,9 @@ def logprobs_with_teacher(
     Q / P cancel in the gradient of the ids, each rounded to the dtype of the source.
     """
     check_teacher("teacher", teacher, targets, exact, source.vocab_size)
-    result = token_logprobs_in_float64(source, targets, teacher, mask=mask, rows=rows, names=names, detached=detached)
+    result = token_logprobs_in_float64(
+        source, targets, teacher, mask=mask, rows=rows, names=names, detached=detached
+    )
     assert teacher.values is not None
     divergence = divergence_of_logprobs(
         exact,

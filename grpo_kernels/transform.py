@@ -25,7 +25,8 @@ from .core.softmax import RowTransform
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LogitTransform(Checked):
-    """Scale, softcap and temperature of logits: z = softcap * tanh(x * scale / softcap) / temperature.
+    """Scale, softcap and temperature of logits: z = softcap * tanh(x * scale / softcap) /
+    temperature.
 
     temperature   a number > 0, or a tensor > 0: 0-d, per sequence [B] or per token (the shape of
                   targets)
@@ -33,8 +34,8 @@ class LogitTransform(Checked):
     scale         a finite number, not 0
 
     The order is scale, softcap, temperature. Logits that a model's own forward returns already have
-    its scale and softcap: pass the temperature only. Hidden states do not: `LogitTransform.of(model)`
-    reads what the model does after its head.
+    its scale and softcap: pass the temperature only. Hidden states do not:
+    `LogitTransform.of(model)` reads what the model does after its head.
 
     Raises ValueError naming the field that is wrong.
     """
@@ -67,9 +68,9 @@ class LogitTransform(Checked):
             transform = LogitTransform.of(model, temperature=0.7)
             logps, _ = linear_logprobs(hidden, model.lm_head.weight, targets, transform=transform)
 
-        model         the language model, also inside wrappers of PEFT, DDP or torch.compile. Softcap
-                      and scale are those of its config: Gemma-2, -3n and -4, Granite, Cohere,
-                      HyperCLOVA X, MiniCPM, Falcon-H1 and others have one.
+        model         the language model, also inside wrappers of PEFT, DDP or torch.compile.
+                      Softcap and scale are those of its config: Gemma-2, -3n and -4, Granite,
+                      Cohere, HyperCLOVA X, MiniCPM, Falcon-H1 and others have one.
         temperature   as in the fields
 
         Raises ValueError for a model class that is not listed in architectures.py.
@@ -105,6 +106,7 @@ def as_transform(transform: LogitTransform | None) -> LogitTransform:
         actual = transform if is_number else f"a {type(transform).__name__}"
         temperature = transform if is_number else 0.7
         raise ValueError(
-            f"transform is {actual}: pass a LogitTransform, for example LogitTransform(temperature={temperature})."
+            f"transform is {actual}: pass a LogitTransform, for example"
+            f" LogitTransform(temperature={temperature})."
         )
     return transform

@@ -1,4 +1,5 @@
-"""Rollouts that share prefixes as a tree: a model runs over each prefix once, and a loss over the tokens of all rollouts.
+"""Rollouts that share prefixes as a tree: a model runs over each prefix once, and a loss over the
+tokens of all rollouts.
 
 A row of logits then predicts the tokens of several rollouts: `shared_row_logprobs`.
 """
@@ -25,15 +26,18 @@ from .token_sets import TokenSets
 class PrefixTree:
     """Rollouts as the rows of a tree. A prefix that several have in common is there once.
 
-        tree = PrefixTree.of(rollouts, prompt_lengths)
-        batch = TokenBatch(tree.targets, advantages[:, None], rows=tree.rows, cu_seqlens=tree.cu_seqlens)
+        tree = PrefixTree.of(rollouts, prompt_lengths) batch = TokenBatch(tree.targets,
+        advantages[:, None], rows=tree.rows, cu_seqlens=tree.cu_seqlens)
 
-    ids          int64 [N]: the token of each row, depth first: the rows of a prefix stand before those that go on from it.
+    ids          int64 [N]: the token of each row, depth first: the rows of a prefix stand before
+                 those that go on from it.
     positions    int64 [N]: how many tokens a row has before it, for position_ids.
-    ends         int64 [N]: where the rows end that go on from this one: row i attends to row j if j <= i < ends[j].
+    ends         int64 [N]: where the rows end that go on from this one: row i attends to row j if j
+                 <= i < ends[j].
     targets      int64 [M]: the tokens of the completions, one rollout after the other.
     rows         int64 [M]: the row that predicts each of them.
-    cu_seqlens   int64 [B + 1]: where each rollout begins among these, as in a TokenBatch."""
+    cu_seqlens   int64 [B + 1]: where each rollout begins among these, as in a TokenBatch.
+    """
 
     ids: Tensor
     positions: Tensor
@@ -44,28 +48,38 @@ class PrefixTree:
     __repr__ = describe
 
     @classmethod
-    def of(cls, rollouts: Sequence[Any], prompt_lengths: Sequence[int] | Tensor, *, device: Any = None) -> PrefixTree:
+    def of(
+        cls, rollouts: Sequence[Any], prompt_lengths: Sequence[int] | Tensor, *, device: Any = None
+    ) -> PrefixTree:
         """The tree of rollouts, of one prompt or several.
 
-        rollouts        a sequence of ids for each, prompt and completion: lists, or integer tensors [length].
+        rollouts        a sequence of ids for each, prompt and completion: lists, or integer tensors
+                        [length].
         prompt_lengths  how many of these are the prompt, at least 1: what follows are targets.
         device          where the tensors are made; None = the CPU.
 
-        Raises ValueError for a rollout that is shorter than its prompt."""
+        Raises ValueError for a rollout that is shorter than its prompt.
+        """
         lists = [x.tolist() if isinstance(x, Tensor) else [*x] for x in rollouts]
         lengths = [int(x) for x in prompt_lengths]
         if len(lengths) != len(lists):
-            raise ValueError(f"prompt_lengths has {len(lengths)} numbers, but rollouts are {len(lists)}: pass one for each.")
+            raise ValueError(
+                f"prompt_lengths has {len(lengths)} numbers, but rollouts are {len(lists)}: pass"
+                " one for each."
+            )
         for i, (own, length) in enumerate(zip(lists, lengths, strict=True)):
             if not 1 <= length <= len(own):
                 raise ValueError(
-                    f"prompt_lengths[{i}]={length}, but rollout {i} has {len(own)} tokens: its prompt is one of them at least."
+                    f"prompt_lengths[{i}]={length}, but rollout {i} has {len(own)} tokens: its"
+                    " prompt is one of them at least."
                 )
         ids: list[int] = []
         positions: list[int] = []
         ends: list[int] = []
         rows_of: dict[int, list[int]] = {}
-        before: list[int] = []  # the rollout before in sorted order, which has the longest prefix in common with the next
+        before: list[
+            int
+        ] = []  # the rollout before in sorted order, which has the longest prefix in common with the next
         path: list[int] = []  # and its rows
         for i in sorted(range(len(lists)), key=lists.__getitem__):
             own = lists[i]
@@ -81,25 +95,35 @@ class PrefixTree:
             ends[row] = len(ids)
         targets = [own[length:] for own, length in zip(lists, lengths, strict=True)]
         rows = chain.from_iterable(rows_of[i][length - 1 : -1] for i, length in enumerate(lengths))
-        parts = (ids, positions, ends, [*chain.from_iterable(targets)], [*rows], [*accumulate(map(len, targets), initial=0)])
+        parts = (
+            ids,
+            positions,
+            ends,
+            [*chain.from_iterable(targets)],
+            [*rows],
+            [*accumulate(map(len, targets), initial=0)],
+        )
         return cls(*(torch.tensor(x, dtype=torch.int64, device=device) for x in parts))
 
     @property
     def attention(self) -> Tensor:
-        """bool [N, N]: which rows each row attends to, its own and those of its prefix. For long trees make a mask of blocks of
-        `ends`, as FlexAttention takes it."""
+        """bool [N, N]: which rows each row attends to, its own and those of its prefix. For long
+        trees make a mask of blocks of `ends`, as FlexAttention takes it.
+        """
         row = torch.arange(len(self.ids), device=self.ids.device)
         return (row <= row[:, None]) & (row[:, None] < self.ends)
 
 
 def unpacked(batch: TokenBatch) -> tuple[Tensor, TokenBatch]:
-    """(index, plain): the batch with a row for each token. Its logits are those of the shared rows at `index`, int64 in the shape
-    of targets, 0 where masked:
+    """(index, plain): the batch with a row for each token. Its logits are those of the shared rows
+    at `index`, int64 in the shape of targets, 0 where masked:
 
         index, plain = unpacked(batch)
-        linear_grpo_loss(hidden[index], weight, plain, objective)  # as of hidden [N, H] and the batch
+        linear_grpo_loss(hidden[index], weight, plain, objective)  # as of hidden [N, H] and the
+                                                                   batch
 
-    Raises ValueError for a batch without rows."""
+    Raises ValueError for a batch without rows.
+    """
     if batch.rows is None:
         raise ValueError("batch has no rows: each of its tokens has a row already.")
     index = batch.rows.long()

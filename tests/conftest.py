@@ -1,4 +1,7 @@
-"""Fixtures: backends, seeds, poisoned uninitialised memory, and others that several folders share."""
+"""Fixtures:
+
+backends, seeds, poisoned uninitialised memory, and others that several folders share.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-# Imported modules and collected tests stay alive. Searching them for garbage again and again takes a third of the collection time.
+# Imported modules and collected tests stay alive. Searching them for garbage again and again takes
+# a third of the collection time.
 if gc.isenabled():
     gc.disable()
 
@@ -27,12 +31,15 @@ try:  # the same examples in every run, on a busy machine too
 except ModuleNotFoundError:
     pass
 else:
-    settings.register_profile("suite", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile(
+        "suite", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
     settings.load_profile("suite")
 
 PACKAGE = grpo_kernels.__name__
 
-#: The slowest files. They run first, so that at the end of a run no process has to wait for the other's last file.
+#: The slowest files. They run first, so that at the end of a run no process has to wait for the
+#: other's last file.
 LONG = (
     "rows/test_triton_compiled.py", "core/test_ranks.py", "training/test_trainer_ranks.py",
     "core/test_compile.py", "core/test_cost.py", "integrations/test_trl_runs.py", "core/test_relations.py",
@@ -46,7 +53,9 @@ LONG = (
 
 
 def pytest_collection_modifyitems(config, items):
-    if "PYTEST_XDIST_WORKER" not in os.environ or config.pluginmanager.hasplugin("support.on_device"):
+    if "PYTEST_XDIST_WORKER" not in os.environ or config.pluginmanager.hasplugin(
+        "support.on_device"
+    ):
         return  # which has an order of its own
     rank = {str(Path(__file__).parent / name): i for i, name in enumerate(LONG)}
     items.sort(key=lambda item: rank.get(str(item.path), len(LONG)))
@@ -60,7 +69,9 @@ def pytest_collection_finish():
 
 @pytest.fixture(params=os.environ.get("GRPO_KERNELS_TEST_BACKENDS", "eager cpu").split())
 def backend(request):
-    """Each backend that runs on CPU tensors in this process; Triton's interpreter has a process of its own."""
+    """Each backend that runs on CPU tensors in this process; Triton's interpreter has a process of
+    its own.
+    """
     if request.param == "cpu":
         from grpo_kernels.core.backends import cpu
 
@@ -72,7 +83,10 @@ def backend(request):
 
 @pytest.fixture(autouse=True)
 def seeded():
-    """torch.manual_seed, which formats a traceback for each device that has not been used yet: a tenth of a small test."""
+    """torch.manual_seed, which formats a traceback for each device that has not been used yet:
+
+    a tenth of a small test.
+    """
     if torch.cuda.is_initialized():
         torch.manual_seed(20260)
     else:
@@ -81,25 +95,34 @@ def seeded():
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """With small tensors more threads only cost time, and much of it where other processes share the cores. A test of several sets
-    their number itself."""
+    """With small tensors more threads only cost time, and much of it where other processes share
+    the cores. A test of several sets their number itself.
+    """
     torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
-    """torch.empty and similar functions, called from the package, return NaN (integers: their minimum), so that an element that
-    was never written cannot pass a comparison by chance."""
+    """torch.empty and similar functions, called from the package, return NaN (integers: their
+    minimum), so that an element that was never written cannot pass a comparison by chance.
+    """
 
     def poison(make):
         def made(*args, **kwargs):
             tensor = make(*args, **kwargs)
             if torch.compiler.is_compiling():  # traced tensors have no values
                 return tensor
-            if str(sys._getframe(1).f_globals.get("__name__", "")).split(".")[0] == PACKAGE and not tensor.is_meta:
+            if (
+                str(sys._getframe(1).f_globals.get("__name__", "")).split(".")[0] == PACKAGE
+                and not tensor.is_meta
+            ):
                 with torch.no_grad():
                     tensor.fill_(
-                        float("nan") if tensor.dtype.is_floating_point else -(2**7) if tensor.dtype != torch.uint8 else 255
+                        float("nan")
+                        if tensor.dtype.is_floating_point
+                        else -(2**7)
+                        if tensor.dtype != torch.uint8
+                        else 255
                     )
             return tensor
 
@@ -117,9 +140,13 @@ def poisoned_memory(monkeypatch):
 
 @pytest.fixture
 def stand_ins(monkeypatch):
-    """Trainers' modules that a test puts into sys.modules go away with it; their versions are as the adapters know them."""
+    """Trainers' modules that a test puts into sys.modules go away with it; their versions are as
+    the adapters know them.
+    """
     before, known, version = set(sys.modules), versions(), metadata.version
-    monkeypatch.setattr(metadata, "version", lambda name: known[name] if name in known else version(name))
+    monkeypatch.setattr(
+        metadata, "version", lambda name: known[name] if name in known else version(name)
+    )
     yield
     for name in set(sys.modules) - before:
         if name.split(".")[0] in ROOTS:
@@ -128,9 +155,15 @@ def stand_ins(monkeypatch):
 
 @pytest.fixture(scope="session")
 def on_ranks(tmp_path_factory):
-    """The outcomes of a module's checks on a number of ranks, which are started once for all checks."""
-    pytest.importorskip("numpy", reason="the checks send objects, for which torch.distributed takes NumPy")
-    return functools.cache(lambda module, ranks: run_checks(module, ranks, tmp_path_factory.mktemp(f"ranks{ranks}")))
+    """The outcomes of a module's checks on a number of ranks, which are started once for all
+    checks.
+    """
+    pytest.importorskip(
+        "numpy", reason="the checks send objects, for which torch.distributed takes NumPy"
+    )
+    return functools.cache(
+        lambda module, ranks: run_checks(module, ranks, tmp_path_factory.mktemp(f"ranks{ranks}"))
+    )
 
 
 @pytest.fixture(scope="session")
@@ -159,4 +192,6 @@ def mesh():
 def lots_in_order(monkeypatch):
     """Clip-Cov draws from its candidates: both sides take the first ones."""
     monkeypatch.setattr(torch, "randperm", lambda n, **_: torch.arange(n))
-    monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.arange(math.prod(shape)).view(shape) / 1e3)
+    monkeypatch.setattr(
+        torch, "rand", lambda shape, **_: torch.arange(math.prod(shape)).view(shape) / 1e3
+    )

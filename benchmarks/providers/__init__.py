@@ -1,6 +1,7 @@
-"""The implementations that are measured. Each module of this folder registers those of one project. A provider states which
-contracts, devices and dtypes it supports, and makes a callable from a case. One that cannot take part is listed with the
-reason."""
+"""The implementations that are measured. Each module of this folder registers those of one project.
+A provider states which contracts, devices and dtypes it supports, and makes a callable from a case.
+One that cannot take part is listed with the reason.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ class Unavailable(Exception):
 @dataclass
 class Run:
     call: Callable[[], Any]  # a Result, except for a limit
-    restore: Callable[[], None] | None = None  # restores the inputs that `call` overwrites; runs untimed before each call
+    restore: Callable[[], None] | None = (
+        None  # restores the inputs that `call` overwrites; runs untimed before each call
+    )
 
 
 @dataclass(frozen=True)
@@ -40,9 +43,14 @@ class Provider:
     devices: tuple[str, ...] = ("cpu", "cuda")
     dtypes: tuple[torch.dtype, ...] = DTYPES
     limit: bool = False  # not a contender: the least time that the hardware needs for the contract
-    part: str | None = None  # for a limit: one way to compute this part of it; the fastest way counts
-    beside: bool = False  # it computes another contract, as its name says: it is timed for comparison and not checked
-    memory: Callable[[Cell], float] | None = None  # bytes beyond the inputs, for providers that may need more than is free
+    part: str | None = (
+        None  # for a limit: one way to compute this part of it; the fastest way counts
+    )
+    # it computes another contract, as its name says: it is timed for comparison and not checked
+    beside: bool = False
+    memory: Callable[[Cell], float] | None = (
+        None  # bytes beyond the inputs, for providers that may need more than is free
+    )
 
     @property
     def late(self) -> bool:
@@ -50,19 +58,25 @@ class Provider:
         return "torch.compile" in self.name
 
     def reason_against(self, cell: Cell, device: str, free: float) -> str | None:
-        """The reason why it cannot take part in `cell`, if that is known without a run; else None."""
+        """The reason why it cannot take part in `cell`, if that is known without a run; else
+        None.
+        """
         if device not in self.devices:
             return f"runs on {' and '.join(self.devices)} only"
         if cell.dtype not in self.dtypes:
             return f"does not take {str(cell.dtype).removeprefix('torch.')}"
         need = self.memory(cell) if self.memory else 0
-        return f"would need {need / 1e9:.0f} GB, {free / 1e9:.0f} GB are free" if need > free else None
+        return (
+            f"would need {need / 1e9:.0f} GB, {free / 1e9:.0f} GB are free" if need > free else None
+        )
 
 
 _registry: list[Provider] = []
 
 
-def provider(name: str, *contracts: str, **fields: Any) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+def provider(
+    name: str, *contracts: str, **fields: Any
+) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
     """Registers the decorated function, which takes a case and returns a Run or its callable."""
 
     def register(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -76,14 +90,17 @@ def provider(name: str, *contracts: str, **fields: Any) -> Callable[[Callable[[A
     return register
 
 
-Logps = Callable[..., Any]  # of the inputs of a case (see Case.inputs): log-probs, or (log-probs, entropy)
+Logps = Callable[
+    ..., Any
+]  # of the inputs of a case (see Case.inputs): log-probs, or (log-probs, entropy)
 
 
 def logps_provider(
     name: str, *contracts: str, suffix: str = " + loss", **fields: Any
 ) -> Callable[[Callable[[Case], Logps]], Any]:
-    """Registers log-probs: by themselves for contracts without a loss, and with the loss in torch for the others. The decorated
-    function takes a case and returns a function of its inputs."""
+    """Registers log-probs: by themselves for contracts without a loss, and with the loss in torch
+    for the others. The decorated function takes a case and returns a function of its inputs.
+    """
 
     def register(make: Callable[[Case], Logps]) -> Callable[[Case], Logps]:
         alone = [c for c in contracts if c == "cross-entropy" or c.endswith("-forward")]
@@ -104,7 +121,9 @@ def with_loss(case: Case, logps: Logps) -> Callable[[], Result]:
 
     def alone() -> Result:
         found = logps(*case.inputs())
-        return dict(zip(("logps", "entropy"), found if isinstance(found, tuple) else (found,), strict=False))
+        return dict(
+            zip(("logps", "entropy"), found if isinstance(found, tuple) else (found,), strict=False)
+        )
 
     if contract.endswith("forward"):
         return torch.no_grad()(alone)
@@ -118,7 +137,11 @@ def peer(module: str, package: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as missing:
-        hint = f"pip install {package}" if module.startswith(f"{missing.name}") else f"{module} needs {missing.name}"
+        hint = (
+            f"pip install {package}"
+            if module.startswith(f"{missing.name}")
+            else f"{module} needs {missing.name}"
+        )
         raise Unavailable(f"not installed: {hint}") from missing
     except (ImportError, OSError, RuntimeError, AttributeError) as failure:
         raise Unavailable(f"import of {module} fails: {first_line(failure)}") from failure
@@ -130,9 +153,15 @@ def first_line(failure: BaseException) -> str:
 
 
 def providers(contract: str) -> list[Provider]:
-    """In the order of the tables: ours, PyTorch, the peers, the limits. Every module of this folder is asked."""
+    """In the order of the tables:
+
+    ours, PyTorch, the peers, the limits. Every module of this folder is asked.
+    """
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
     first = ("grpo_kernels", "eager PyTorch", "torch")
-    place = lambda p: (p.limit, next((i for i, start in enumerate(first) if p.name.startswith(start)), len(first)))  # noqa: E731
+
+    def place(p: Provider) -> tuple[bool, int]:
+        return p.limit, next((i for i, x in enumerate(first) if p.name.startswith(x)), len(first))
+
     return sorted((p for p in _registry if contract in p.contracts), key=place)

@@ -17,10 +17,20 @@ def triton_loss(case: Case) -> Run:
     loss_of = peer("liger_kernel.transformers.grpo_loss", "liger-kernel").triton_grpo_loss
     cell, batch = case.cell, case.batch
     shape = (cell.sequences, cell.length)
-    # It takes logits of one more position per sequence and does not read it. They are made here, untimed.
-    longer = torch.zeros(shape[0], shape[1] + 1, cell.vocab, dtype=cell.dtype, device=case.logits.device, requires_grad=True)
+    # It takes logits of one more position per sequence and does not read it. They are made here,
+    # untimed.
+    longer = torch.zeros(
+        shape[0],
+        shape[1] + 1,
+        cell.vocab,
+        dtype=cell.dtype,
+        device=case.logits.device,
+        requires_grad=True,
+    )
     assert batch.old_logps is not None and batch.ref_logps is not None
-    old_logps, ref_logps, targets = (x.view(shape) for x in (batch.old_logps, batch.ref_logps, batch.targets))
+    old_logps, ref_logps, targets = (
+        x.view(shape) for x in (batch.old_logps, batch.ref_logps, batch.targets)
+    )
     advantages = batch.advantages.view(shape)[:, 0].contiguous()
 
     def restore() -> None:
@@ -55,11 +65,16 @@ def fused_linear(case: Case) -> Call:
     assert batch.old_logps is not None
     targets, advantages = batch.targets.view(shape), batch.advantages.view(shape)[:, 0].contiguous()
     mask = torch.ones(shape, device=targets.device)
-    given = {"old_per_token_logps": batch.old_logps.view(shape), "num_items_in_batch": case.cell.rows}
+    given = {
+        "old_per_token_logps": batch.old_logps.view(shape),
+        "num_items_in_batch": case.cell.rows,
+    }
 
     def run() -> Result:
         hidden, weight = case.inputs()
-        return case.gradients(loss_of(hidden.view(*shape, -1), weight, targets, mask, advantages, **given)[0])
+        return case.gradients(
+            loss_of(hidden.view(*shape, -1), weight, targets, mask, advantages, **given)[0]
+        )
 
     return run
 

@@ -1,8 +1,11 @@
-"""The limits: the least work that a contract needs, measured in the same run. This is one read and one write of the logits
-(into other warm memory, or in place), one read, or the bare matrix products. For each of the three products the fastest of all
-ways that are tried here counts: torch.mm, oneDNN (on a CPU), and the kernels of our engine, which keep logits and sums in fp32
-and round gradients at the end, over all rows at once or in the engine's chunks. So an implementation that computes the same
-products cannot be faster than their sum. Rows of zero advantage take part in the first product only."""
+"""The limits: the least work that a contract needs, measured in the same run. This is one read and
+one write of the logits (into other warm memory, or in place), one read, or the bare matrix
+products. For each of the three products the fastest of all ways that are tried here counts:
+torch.mm, oneDNN (on a CPU), and the kernels of our engine, which keep logits and sums in fp32 and
+round gradients at the end, over all rows at once or in the engine's chunks. So an implementation
+that computes the same products cannot be faster than their sum. Rows of zero advantage take part in
+the first product only.
+"""
 
 from __future__ import annotations
 
@@ -27,25 +30,37 @@ def limit(name: str, *contracts: str) -> Callable[[Callable[[Case], Any]], Any]:
 
 
 limit("copy", "logits", "logits-forms")(lambda case: lambda: case.buffer.copy_(case.pristine))
-#: On a CPU this moves fewer bytes than a copy, which reads its destination from memory before it writes it.
+#: On a CPU this moves fewer bytes than a copy, which reads its destination from memory before it
+#: writes it.
 limit("in-place pass", "logits")(lambda case: lambda: case.buffer.neg_())
 limit("read", "logits-forward")(lambda case: lambda: case.pristine.sum())
 #: In place: the logits are read and written, the teacher's read.
-limit("two reads and a write", "logits-divergence")(lambda case: lambda: case.buffer.add_(case.ref_logits))
+limit("two reads and a write", "logits-divergence")(
+    lambda case: lambda: case.buffer.add_(case.ref_logits)
+)
 
 
 @limit("whole vocabulary, loss without sets", "kept")
 def whole_vocabulary(case: Case) -> Call:
-    """Another loss, over the whole vocabulary: the cost for a trainer that does not use the sets."""
+    """Another loss, over the whole vocabulary:
+
+    the cost for a trainer that does not use the sets.
+    """
     spec, options = objective(case), Options(backend=native(case))
-    return lambda: torch.autograd.grad(loss_of(case, case.inputs(), spec, case.plain_batch, options=options), case.inputs())
+    return lambda: torch.autograd.grad(
+        loss_of(case, case.inputs(), spec, case.plain_batch, options=options), case.inputs()
+    )
 
 
 @limit("one gather, rows of the weight", "kept")
 def gathered(case: Case) -> Call:
-    """Each row of the weight in a set of more than one id is read once, in random order, and written to contiguous memory."""
+    """Each row of the weight in a set of more than one id is read once, in random order, and
+    written to contiguous memory.
+    """
     ids = case.batch.kept.ids[(case.batch.kept.counts > 1)[case.batch.kept.row_of]].long()
-    out = torch.empty(ids.numel(), case.weight.shape[1], dtype=case.weight.dtype, device=case.weight.device)
+    out = torch.empty(
+        ids.numel(), case.weight.shape[1], dtype=case.weight.dtype, device=case.weight.device
+    )
     weight = case.weight.detach()
     return lambda: torch.index_select(weight, 0, ids, out=out)
 
@@ -54,7 +69,10 @@ def gathered(case: Case) -> Call:
 
 
 class _Torch:
-    """torch.mm in the dtype of the operands: a head's weight [V, H] and the hidden states [R, H] of the rows that take part."""
+    """torch.mm in the dtype of the operands:
+
+    a head's weight [V, H] and the hidden states [R, H] of the rows that take part.
+    """
 
     def __init__(self, weight: Tensor, hidden: Tensor) -> None:
         self.weight, self.hidden = weight.detach(), hidden.detach()
@@ -87,8 +105,10 @@ class _OneDnn(_Torch):
 
 
 class _Ours(_Torch):
-    """The products of the engine, in the precision in which it makes them on this device. They are made anew for each run: they
-    hold the memory of a chunk, and of such memory the engine keeps a few blocks only, for whoever is measured beside this."""
+    """The products of the engine, in the precision in which it makes them on this device. They are
+    made anew for each run: they hold the memory of a chunk, and of such memory the engine keeps a
+    few blocks only, for whoever is measured beside this.
+    """
 
     def matmuls(self) -> HeadMatmuls:
         return make_matmuls(self.weight, None, self.hidden.dtype)
@@ -114,12 +134,19 @@ class _Ours(_Torch):
 
 
 class _OursInChunks(_Ours):
-    """The same for some rows after the other, as many as the engine takes on a CPU. Logits then have the memory of one chunk,
-    which all chunks use, and so has the gradient."""
+    """The same for some rows after the other, as many as the engine takes on a CPU. Logits then
+    have the memory of one chunk, which all chunks use, and so has the gradient.
+    """
 
     def __init__(self, weight: Tensor, hidden: Tensor) -> None:
         super().__init__(weight, hidden)
-        rows = LinearMemory(*weight.shape, has_grad_buffer=False, grad_hidden_bytes=4, grad_weight_bytes=4).plan("cpu", 0).chunk
+        rows = (
+            LinearMemory(
+                *weight.shape, has_grad_buffer=False, grad_hidden_bytes=4, grad_weight_bytes=4
+            )
+            .plan("cpu", 0)
+            .chunk
+        )
         self.chunks = self.hidden.tensor_split(-(-hidden.shape[0] // rows))
         if len(self.chunks) == 1:
             raise Unavailable("the engine takes all rows at once")
@@ -140,9 +167,10 @@ WAYS: dict[str, tuple[type[_Torch], tuple[str, ...]]] = {
 
 
 def _product(case: Case, part: str, way: type[_Torch]) -> Run:
-    """Of a gradient: that tensor of the size of the logits is made before each run, and a run returns it with the product, so that
-    it is freed after the run: neither is timed (to free it takes a seventh of a small product), and other contenders can use the
-    memory."""
+    """Of a gradient: that tensor of the size of the logits is made before each run, and a run
+    returns it with the product, so that it is freed after the run: neither is timed (to free it
+    takes a seventh of a small product), and other contenders can use the memory.
+    """
     if part == "teacher logits":
         return Run(way(case.ref_weight, case.ref_hidden).logits)
     if part == "logits":
@@ -157,7 +185,9 @@ def _product(case: Case, part: str, way: type[_Torch]) -> Run:
 
 
 def _register(part: str, name: str) -> None:
-    """Beside the inputs there are the logits in fp32, their gradient, and the copy of it that oneDNN makes."""
+    """Beside the inputs there are the logits in fp32, their gradient, and the copy of it that
+    oneDNN makes.
+    """
     way, devices = WAYS[name]
     memory = None if way is _OursInChunks else lambda cell: 12.0 * cell.rows * cell.vocab
     how: dict[str, Any] = {"devices": devices, "limit": True, "part": part, "memory": memory}

@@ -1,5 +1,6 @@
-"""grpo_kernels: layer 2 (the whole loss, gradient in the forward), layer 1 (differentiable log-probs and divergences) with the
-loss in torch, and the same on the eager backend."""
+"""grpo_kernels: layer 2 (the whole loss, gradient in the forward), layer 1 (differentiable
+log-probs and divergences) with the loss in torch, and the same on the eager backend.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +32,9 @@ OURS = "grpo_kernels"
 
 
 def native(case: Case) -> str:
-    """The backend of the kernels, by name: with "auto" a fallback to eager PyTorch would be timed as if it were the
-    kernels."""
+    """The backend of the kernels, by name: with "auto" a fallback to eager PyTorch would be timed
+    as if it were the kernels.
+    """
     name = NATIVE[case.batch.targets.device.type]
     reason = backends.unavailable(name)
     if reason is not None:
@@ -44,24 +46,35 @@ def objective(case: Case) -> Objective:
     if case.cell.contract in DIRECTIONS:
         return Objective.preset("distillation", kl=Exact(DIRECTIONS[case.cell.contract]))
     if case.cell.contract in OF_SEQUENCES:
-        level = {"preset": "vespo"} if case.cell.contract == "vespo" else {"preset": "dapo", "level": "sequence"}
+        level = (
+            {"preset": "vespo"}
+            if case.cell.contract == "vespo"
+            else {"preset": "dapo", "level": "sequence"}
+        )
         return Objective.preset(level.pop("preset"), aggregate="token-mean", **level)
-    return Objective.preset("reinforce" if case.cell.contract == "cross-entropy" else "dapo", beta=case.cell.beta)
+    return Objective.preset(
+        "reinforce" if case.cell.contract == "cross-entropy" else "dapo", beta=case.cell.beta
+    )
 
 
 def batch_of(case: Case) -> TokenBatch:
-    """A batch is made in the timed run, as a trainer makes one per step, so that counting its rows is timed as well. With
-    advantages of 1 and no ratio a policy's loss is the cross-entropy."""
+    """A batch is made in the timed run, as a trainer makes one per step, so that counting its rows
+    is timed as well. With advantages of 1 and no ratio a policy's loss is the cross-entropy.
+    """
     if case.cell.contract == "cross-entropy":
         return TokenBatch(case.batch.targets, torch.ones_like(case.batch.advantages))
     return replace(case.batch)
 
 
-def loss_of(case: Case, inputs: tuple[Tensor, ...], spec: Objective, batch: TokenBatch, **how: Any) -> Tensor:
+def loss_of(
+    case: Case, inputs: tuple[Tensor, ...], spec: Objective, batch: TokenBatch, **how: Any
+) -> Tensor:
     if len(inputs) == 1:
         ref = {"ref_logits": case.ref_logits} if case.ref_logits is not None else {}
         return grpo_loss(*inputs, batch, spec, **ref, **how).loss
-    reference = {"reference": (case.ref_hidden, case.ref_weight)} if case.ref_hidden is not None else {}
+    reference = (
+        {"reference": (case.ref_hidden, case.ref_weight)} if case.ref_hidden is not None else {}
+    )
     hidden, weight = inputs
     hidden = hidden if batch.rows is not None else hidden.view(*batch.targets.shape, -1)
     return linear_grpo_loss(hidden, weight, batch, spec, **reference, **how).loss
@@ -71,10 +84,12 @@ def loss(
     name: str, *contracts: str, upstream: float = 1.0, inplace: bool = False, into: bool = False, backend: str | None = None,
     spec: Objective | None = None, one_by_one: bool = False, without_terms: bool = False, **fields: Any,
 ) -> None:  # fmt: skip
-    """Registers a way to call the whole loss. An `upstream` gradient other than 1 costs a scaling of the gradient; the
-    normalizer is multiplied by it too, so that the result is the same. into: the gradient of the weight is added to existing
-    memory, as trainers do that sum it over micro-batches. one_by_one: with a row for each token,
-    where tokens share them. without_terms: without those at listed ids."""
+    """Registers a way to call the whole loss. An `upstream` gradient other than 1 costs a scaling
+    of the gradient; the normalizer is multiplied by it too, so that the result is the same. into:
+    the gradient of the weight is added to existing memory, as trainers do that sum it over
+    micro-batches. one_by_one: with a row for each token, where tokens share them. without_terms:
+    without those at listed ids.
+    """
 
     def make(case: Case) -> Call:
         of, kernels = spec or objective(case), backend or native(case)
@@ -84,7 +99,13 @@ def loss(
         def run() -> Result:
             options = Options(backend=kernels, weight_grad=case.weight_grad if into else None)
             inputs = (case.output(),) if inplace else case.inputs()
-            batch = case.plain_batch if without_terms else batch_of(case) if spec is None else replace(case.batch)
+            batch = (
+                case.plain_batch
+                if without_terms
+                else batch_of(case)
+                if spec is None
+                else replace(case.batch)
+            )
             if one_by_one:
                 index, batch = unpacked(batch)
                 inputs = (inputs[0][index], *inputs[1:])
@@ -102,7 +123,9 @@ loss(", new gradient", "logits")
 loss(", in place, upstream 0.5", "logits", inplace=True, upstream=0.5)
 loss(", new gradient, upstream 0.5", "logits", upstream=0.5)
 loss(", into weight_grad", "kept", into=True)
-loss("", "hidden", "hidden-frozen", *OF_SEQUENCES, "kept", "cross-entropy", "trees", "forms", *BETAS)
+loss(
+    "", "hidden", "hidden-frozen", *OF_SEQUENCES, "kept", "cross-entropy", "trees", "forms", *BETAS
+)
 loss(", without terms", "forms", without_terms=True, beside=True)
 loss(", in place, without terms", "logits-forms", inplace=True, without_terms=True, beside=True)
 loss(", rollouts one by one", "trees", one_by_one=True)
@@ -115,7 +138,9 @@ def _logps(case: Case, backend: str) -> Logps:
         case.batch.targets.view(-1),
     )
     if case.cell.contract == "logits-forward":
-        return lambda logits: tuple(function(logits, targets, entropy=True, options=Options(backend=backend)))
+        return lambda logits: tuple(
+            function(logits, targets, entropy=True, options=Options(backend=backend))
+        )
     return lambda *inputs: function(*inputs, targets, options=Options(backend=backend)).logps
 
 
@@ -130,11 +155,15 @@ def layer_one(case: Case) -> Logps:
 def layer_one_divergence(case: Case) -> Call:
     options, exact = Options(backend=native(case)), Exact(DIRECTIONS[case.cell.contract])
     reference = (case.ref_hidden, case.ref_weight)
-    return lambda: case.gradients(linear_divergence(case.hidden, case.weight, reference, exact, options=options).mean())
+    return lambda: case.gradients(
+        linear_divergence(case.hidden, case.weight, reference, exact, options=options).mean()
+    )
 
 
 loss(", eager backend", "logits", "hidden", "hidden-frozen", backend="eager")
-logps_provider(f"{OURS}, eager backend", "logits-forward", "hidden-forward")(lambda case: _logps(case, "eager"))
+logps_provider(f"{OURS}, eager backend", "logits-forward", "hidden-forward")(
+    lambda case: _logps(case, "eager")
+)
 loss(", eager backend, into weight_grad", "kept", into=True, backend="eager")
 loss(", the whole DAPO loss", "cross-entropy", spec=Objective.preset("dapo"), beside=True)
 loss(", linear loss", "step")

@@ -11,10 +11,10 @@ import torch.distributed
 from benchmarks.cases import CLIP, HALF, Case, Result, Tensor
 from benchmarks.providers import Logps, Unavailable, logps_provider, peer, provider
 
-# ---- Cut Cross-Entropy
-# Apple's Cut Cross-Entropy: negative log-probs from hidden states. Its kernel skips blocks whose gradients are small. A
-# random head has more such blocks than a trained one, so the filtered time here is a lower bound. It is measured with and
-# without that filter. On a CPU its torch.compile version is measured.
+# ---- Cut Cross-Entropy Apple's Cut Cross-Entropy: negative log-probs from hidden states. Its
+# kernel skips blocks whose gradients are small. A random head has more such blocks than a trained
+# one, so the filtered time here is a lower bound. It is measured with and without that filter. On a
+# CPU its torch.compile version is measured.
 
 
 def _cce(case: Case, **how: object) -> Logps:
@@ -23,13 +23,17 @@ def _cce(case: Case, **how: object) -> Logps:
     return lambda hidden, weight: -cross_entropy(hidden, weight, targets, reduction="none", **how)
 
 
-@logps_provider("CCE, filtered (flat states)", "hidden", "hidden-frozen", devices=("cuda",), dtypes=HALF)
+@logps_provider(
+    "CCE, filtered (flat states)", "hidden", "hidden-frozen", devices=("cuda",), dtypes=HALF
+)
 @logps_provider("CCE", "hidden-forward", devices=("cuda",), dtypes=HALF)
 def filtered(case: Case) -> Logps:
     return _cce(case)
 
 
-@logps_provider("CCE, unfiltered", "hidden", "hidden-frozen", "cross-entropy", devices=("cuda",), dtypes=HALF)
+@logps_provider(
+    "CCE, unfiltered", "hidden", "hidden-frozen", "cross-entropy", devices=("cuda",), dtypes=HALF
+)
 def unfiltered(case: Case) -> Logps:
     return _cce(case, filter_eps=None)
 
@@ -39,9 +43,9 @@ def compiled(case: Case) -> Logps:
     return _cce(case, impl="torch_compile")
 
 
-# ---- Fast-LLM
-# Fast-LLM: its Triton kernel for the clipped loss of given logits and their gradient, in one launch, between products of
-# torch. It has no KL, so it takes part from hidden states, where the loss here has none either.
+# ---- Fast-LLM Fast-LLM: its Triton kernel for the clipped loss of given logits and their gradient,
+# in one launch, between products of torch. It has no KL, so it takes part from hidden states, where
+# the loss here has none either.
 
 
 @provider(
@@ -52,22 +56,35 @@ def compiled(case: Case) -> Logps:
     memory=lambda cell: 2.0 * cell.rows * cell.vocab * cell.dtype.itemsize,
 )
 def kernel(case: Case) -> Callable[[], Result]:
-    loss_and_gradient = peer("fast_llm.functional.triton.grpo_loss", "fast_llm").triton_grpo_loss_forward_backward
-    batch, of_rows = case.batch, (case.batch.targets, case.batch.advantages.float(), case.batch.old_logps)
-    how = {"grad_output": 1.0, "epsilon_low": CLIP[0], "epsilon_high": CLIP[1], "divisor": float(batch.targets.numel())}
+    loss_and_gradient = peer(
+        "fast_llm.functional.triton.grpo_loss", "fast_llm"
+    ).triton_grpo_loss_forward_backward
+    batch, of_rows = (
+        case.batch,
+        (case.batch.targets, case.batch.advantages.float(), case.batch.old_logps),
+    )
+    how = {
+        "grad_output": 1.0,
+        "epsilon_low": CLIP[0],
+        "epsilon_high": CLIP[1],
+        "divisor": float(batch.targets.numel()),
+    }
 
     def run() -> Result:
         logits = case.hidden @ case.weight.t()
         loss, d_logits, _ = loss_and_gradient(logits, *(x.contiguous() for x in of_rows), **how)  # type: ignore[union-attr]
-        gradients = {"d_hidden": lambda: d_logits @ case.weight, "d_weight": lambda: d_logits.t() @ case.hidden}
+        gradients = {
+            "d_hidden": lambda: d_logits @ case.weight,
+            "d_weight": lambda: d_logits.t() @ case.hidden,
+        }
         return {"loss": loss.reshape(())} | {name: gradients[name]() for name in case.leaves}
 
     return torch.no_grad()(run)
 
 
-# ---- miles
-# miles: its log-probs of given logits, which are Megatron's cross-entropy of a vocabulary cut over ranks. Here there is one
-# rank, which has nothing to exchange. miles has no kernel of its own for a loss.
+# ---- miles miles: its log-probs of given logits, which are Megatron's cross-entropy of a
+# vocabulary cut over ranks. Here there is one rank, which has nothing to exchange. miles has no
+# kernel of its own for a loss.
 
 
 ALONE = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
@@ -75,7 +92,9 @@ ALONE = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
 
 @logps_provider("miles log-probs (Megatron, torch.compile)", "logits")
 def logprobs(case: Case) -> Logps:
-    nll = peer("megatron.core.fusions.fused_cross_entropy", "megatron-core").fused_vocab_parallel_cross_entropy
+    nll = peer(
+        "megatron.core.fusions.fused_cross_entropy", "megatron-core"
+    ).fused_vocab_parallel_cross_entropy
 
     def run(_: Tensor) -> Tensor:
         with mock.patch.object(torch.distributed, "all_reduce"):
@@ -85,9 +104,8 @@ def logprobs(case: Case) -> Logps:
     return run
 
 
-# ---- QuACK
-# QuACK: its cross-entropy of given logits. Its linear cross-entropy returns one scalar over all tokens: no gradient per
-# token, as a policy's loss has, can go in.
+# ---- QuACK QuACK: its cross-entropy of given logits. Its linear cross-entropy returns one scalar
+# over all tokens: no gradient per token, as a policy's loss has, can go in.
 
 
 @logps_provider("QuACK cross-entropy", "logits", devices=("cuda",))
@@ -98,15 +116,20 @@ def cross_entropy(case: Case) -> Logps:
 
 @logps_provider("QuACK linear cross-entropy", "hidden", "hidden-frozen", suffix="")
 def linear_cross_entropy(case: Case) -> Logps:
-    raise Unavailable("returns one scalar over all tokens: no gradient per token, as a policy's loss has, can go in")
+    raise Unavailable(
+        "returns one scalar over all tokens: no gradient per token, as a policy's loss has, can"
+        " go in"
+    )
 
 
-# ---- Unsloth
-# Unsloth: its chunked log-probs of hidden states. Its package must be imported by `unsloth`, which replaces parts of torch
-# and transformers: set UNSLOTH_IS_PRESENT=1, and without a GPU UNSLOTH_ZOO_DISABLE_GPU_INIT=1, instead.
+# ---- Unsloth Unsloth: its chunked log-probs of hidden states. Its package must be imported by
+# `unsloth`, which replaces parts of torch and transformers: set UNSLOTH_IS_PRESENT=1, and without a
+# GPU UNSLOTH_ZOO_DISABLE_GPU_INIT=1, instead.
 
 
 @logps_provider("Unsloth chunked log-probs", "hidden", "hidden-frozen")
 def chunked(case: Case) -> Logps:
-    logps_of = peer("unsloth_zoo.fused_losses.chunked_logprob", "unsloth_zoo").unsloth_chunked_logprobs
+    logps_of = peer(
+        "unsloth_zoo.fused_losses.chunked_logprob", "unsloth_zoo"
+    ).unsloth_chunked_logprobs
     return lambda hidden, weight: logps_of(hidden, weight, case.batch.targets)

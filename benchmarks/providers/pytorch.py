@@ -1,5 +1,7 @@
-"""Plain PyTorch: eager with the softmax in fp32, as in trainers; eager in the 16 bits of the operands; torch.compile of head,
-log-softmax and loss together; and torch's own linear_cross_entropy (torch 2.13 and later) with its options."""
+"""Plain PyTorch: eager with the softmax in fp32, as in trainers; eager in the 16 bits of the
+operands; torch.compile of head, log-softmax and loss together; and torch's own linear_cross_entropy
+(torch 2.13 and later) with its options.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import DIRECTIONS, HALF, OF_SEQUENCES, Case, Cell, Result, mean_divergence, policy_loss
+from benchmarks.cases import (
+    DIRECTIONS,
+    HALF,
+    OF_SEQUENCES,
+    Case,
+    Cell,
+    Result,
+    mean_divergence,
+    policy_loss,
+)
 from benchmarks.providers import BETAS, Logps, Unavailable, logps_provider, provider
 from grpo_kernels import TokenBatch
 
@@ -19,12 +30,15 @@ Call = Callable[[], Result]
 
 
 def whole_logits(cell: Cell) -> float:
-    """Bytes of three fp32 [N, V] tensors: log-probs, their gradient and that of the logits, in the backward."""
+    """Bytes of three fp32 [N, V] tensors:
+
+    log-probs, their gradient and that of the logits, in the backward.
+    """
     return 12.0 * cell.rows * cell.vocab
 
 
 def logps_of(*inputs: Tensor, targets: Tensor, upcast: bool = True, entropy: bool = False) -> Any:
-    """Log-probs of logits, or of hidden states and a weight; and the entropy, if it is asked for."""
+    """Log-probs of logits, or of hidden states and a weight; and the entropy, if asked for."""
     logits = inputs[0] if len(inputs) == 1 else inputs[0] @ inputs[1].t()
     log_p = torch.log_softmax(logits.float() if upcast else logits, -1)
     logps = log_p.gather(-1, targets[..., None])[..., 0]
@@ -48,10 +62,15 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _logps(case: Case, upcast: bool = True, function: Callable[..., Any] = logps_of) -> Logps:
     entropy = case.cell.contract == "logits-forward"
-    return lambda *inputs: function(*inputs, targets=case.batch.targets.view(-1), upcast=upcast, entropy=entropy)
+    return lambda *inputs: function(
+        *inputs, targets=case.batch.targets.view(-1), upcast=upcast, entropy=entropy
+    )
 
 
-LOSSES, FORWARD = ("logits", "hidden", "hidden-frozen", *OF_SEQUENCES), ("logits-forward", "hidden-forward")
+LOSSES, FORWARD = (
+    ("logits", "hidden", "hidden-frozen", *OF_SEQUENCES),
+    ("logits-forward", "hidden-forward"),
+)
 
 
 @logps_provider("eager PyTorch", *LOSSES, *FORWARD, "step", suffix="", memory=whole_logits)
@@ -59,7 +78,9 @@ def eager(case: Case) -> Logps:
     return _logps(case)
 
 
-@logps_provider("eager PyTorch, 16-bit softmax", *LOSSES, *FORWARD, suffix="", dtypes=HALF, memory=whole_logits)
+@logps_provider(
+    "eager PyTorch, 16-bit softmax", *LOSSES, *FORWARD, suffix="", dtypes=HALF, memory=whole_logits
+)
 def eager_half(case: Case) -> Logps:
     return _logps(case, upcast=False)
 
@@ -77,7 +98,8 @@ def compiled_loss(case: Case) -> Call:
 
 # ---- cross-entropies
 
-#: Arguments of LinearCrossEntropyOptions by name. None: no options, all logits at a time. Sums are fp32, as with "auto".
+#: Arguments of LinearCrossEntropyOptions by name. None: no options, all logits at a time. Sums are
+#: fp32, as with "auto".
 OPTIONS: dict[str, dict[str, Any] | None] = {
     "": None,
     "auto": {},
@@ -103,8 +125,13 @@ def _cross_entropy(case: Case, function: Callable[..., Tensor]) -> Call:
 
 
 def _register(name: str, how: dict[str, Any] | None) -> None:
-    label, memory = f"torch linear_cross_entropy{name and ', ' + name}", whole_logits if how is None else None
-    provider(label, "cross-entropy", memory=memory)(lambda case: _cross_entropy(case, _function(how, case)))
+    label, memory = (
+        f"torch linear_cross_entropy{name and ', ' + name}",
+        whole_logits if how is None else None,
+    )
+    provider(label, "cross-entropy", memory=memory)(
+        lambda case: _cross_entropy(case, _function(how, case))
+    )
 
     def logps(case: Case) -> Logps:
         function = _function(how, case)
@@ -112,13 +139,21 @@ def _register(name: str, how: dict[str, Any] | None) -> None:
 
     if name in ("", "auto"):
         # In chunks it takes minutes on a CPU with reduction="none" and 16 bits.
-        logps_provider(label, "hidden", *OF_SEQUENCES, memory=memory, devices=("cpu", "cuda") if how is None else ("cuda",))(
-            logps
-        )
+        logps_provider(
+            label,
+            "hidden",
+            *OF_SEQUENCES,
+            memory=memory,
+            devices=("cpu", "cuda") if how is None else ("cuda",),
+        )(logps)
 
 
-provider("eager PyTorch", "cross-entropy", memory=whole_logits)(lambda case: _cross_entropy(case, _mean))
-provider("torch.compile", "cross-entropy", memory=whole_logits)(lambda case: _cross_entropy(case, compiled(_mean)))
+provider("eager PyTorch", "cross-entropy", memory=whole_logits)(
+    lambda case: _cross_entropy(case, _mean)
+)
+provider("torch.compile", "cross-entropy", memory=whole_logits)(
+    lambda case: _cross_entropy(case, compiled(_mean))
+)
 for _name, _how in OPTIONS.items():
     _register(_name, _how)
 
@@ -140,8 +175,12 @@ def _teacher(case: Case, function: Callable[..., Tensor]) -> Call:
 
 
 _two = {"memory": lambda cell: 30.0 * cell.rows * cell.vocab}
-provider("eager PyTorch", *BETAS, "logits-divergence", **_two)(lambda case: _teacher(case, mean_divergence))
-provider("torch.compile", *BETAS, "logits-divergence", **_two)(lambda case: _teacher(case, torch.compile(mean_divergence)))
+provider("eager PyTorch", *BETAS, "logits-divergence", **_two)(
+    lambda case: _teacher(case, mean_divergence)
+)
+provider("torch.compile", *BETAS, "logits-divergence", **_two)(
+    lambda case: _teacher(case, torch.compile(mean_divergence))
+)
 
 
 # ---- kept sets
@@ -155,15 +194,18 @@ def masked(case: Case) -> Call:
     def run() -> Result:
         logits = (case.hidden @ case.weight.t()).float().masked_fill(outside, -torch.inf)
         chosen = logits.gather(1, case.batch.targets[:, None])[:, 0]
-        return case.gradients(policy_loss(chosen - logits.logsumexp(1), case.plain_batch, case.cell))
+        return case.gradients(
+            policy_loss(chosen - logits.logsumexp(1), case.plain_batch, case.cell)
+        )
 
     return run
 
 
 @provider("pairs in PyTorch, autograd", "kept")
 def pairs(case: Case) -> Call:
-    """Gathered and padded pairs of a row and an id, as in SkyRL's replay head: dot products in the dtype of the operands, and
-    the gradient of the weight by index_add into new memory."""
+    """Gathered and padded pairs of a row and an id, as in SkyRL's replay head: dot products in the
+    dtype of the operands, and the gradient of the weight by index_add into new memory.
+    """
     padded = case.batch.kept.padded(0).long()
     used = torch.arange(padded.shape[1], device=padded.device) < case.batch.kept.counts[:, None]
     target = ((padded == case.batch.targets[:, None]) & used).to(torch.int64).argmax(1)

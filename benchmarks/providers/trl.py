@@ -1,7 +1,9 @@
-"""TRL: its log-prob kernel on logits, the chunked head that its trainers use, and its chunked divergence.
+"""TRL: its log-prob kernel on logits, the chunked head that its trainers use, and its chunked
+divergence.
 
-What the last two import asks for classes of `datasets`, which they do not need: where its pyarrow is missing, a module of this
-name stands in for it."""
+What the last two import asks for classes of `datasets`, which they do not need: where its pyarrow
+is missing, a module of this name stands in for it.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,23 @@ def kernel(case: Case) -> Logps:
     return lambda logits: function(logits, case.batch.targets)
 
 
-@logps_provider("TRL fused head", "hidden", "hidden-frozen", *OF_SEQUENCES, "hidden-forward", "step")
+@logps_provider(
+    "TRL fused head", "hidden", "hidden-frozen", *OF_SEQUENCES, "hidden-forward", "step"
+)
 def head(case: Case) -> Logps:
-    chunk = submodule("trl.trainer.utils")._CHUNKED_LOGPROB_CHUNK_SIZE  # the backward imports this module as well
+    chunk = submodule(
+        "trl.trainer.utils"
+    )._CHUNKED_LOGPROB_CHUNK_SIZE  # the backward imports this module as well
     function = submodule("trl.kernels.chunked_logprob").ChunkedLogProbFunction
-    arguments = (None, case.batch.targets.view(-1), 1.0, min(chunk, case.cell.vocab), None, 1.0, ("log_probs",))
+    arguments = (
+        None,
+        case.batch.targets.view(-1),
+        1.0,
+        min(chunk, case.cell.vocab),
+        None,
+        1.0,
+        ("log_probs",),
+    )
     return lambda hidden, weight: function.apply(hidden, weight, *arguments)[0]
 
 
@@ -49,4 +63,6 @@ def divergence(case: Case) -> Callable[[], Result]:
     """Six products, eight for the jsd."""
     function = submodule("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
     teacher, beta = (case.ref_hidden, case.ref_weight, None), BETAS[case.cell.contract]
-    return lambda: case.gradients(function.apply(case.hidden, case.weight, None, *teacher, beta)[0].mean())
+    return lambda: case.gradients(
+        function.apply(case.hidden, case.weight, None, *teacher, beta)[0].mean()
+    )

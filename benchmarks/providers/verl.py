@@ -1,7 +1,8 @@
 """verl: its linear cross-entropy kernel, and its log-probs of given logits.
 
-`import verl` imports Ray and tokenizers, which the kernel does not need. The parent packages are therefore created without
-running their __init__, and the module of the kernel is imported as usual."""
+`import verl` imports Ray and tokenizers, which the kernel does not need. The parent packages are
+therefore created without running their __init__, and the module of the kernel is imported as usual.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +29,13 @@ def kernel(case: Case) -> Logps:
     linear_cross_entropy = submodule("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
     if case.cell.hidden is not None and case.cell.hidden % 128:
         raise Unavailable(f"the hidden size must be a multiple of 128, not {case.cell.hidden}")
-    return lambda hidden, weight: linear_cross_entropy(hidden, weight, case.batch.targets, 1.0, "none")[0]
+    return lambda hidden, weight: linear_cross_entropy(
+        hidden, weight, case.batch.targets, 1.0, "none"
+    )[0]
 
 
-# It calls flash-attn's kernel where that is installed, and loops over sequences in eager PyTorch otherwise.
+# It calls flash-attn's kernel where that is installed, and loops over sequences in eager PyTorch
+# otherwise.
 EAGER = "" if importlib.util.find_spec("flash_attn") else " (no flash-attn)"
 
 
@@ -39,5 +43,6 @@ EAGER = "" if importlib.util.find_spec("flash_attn") else " (no flash-attn)"
 def logprobs(case: Case) -> Logps:
     function = submodule("verl.utils.torch_functional").logprobs_from_logits
     shape = (case.cell.sequences, case.cell.length)
-    # A view, because its flash-attn path overwrites the logits in the backward, which a leaf does not allow.
+    # A view, because its flash-attn path overwrites the logits in the backward, which a leaf does
+    # not allow.
     return lambda logits: function(logits.view(*shape, -1), case.batch.targets.view(shape))

@@ -1,1 +1,4 @@
-"""The fast path: softmax statistics of rows of logits, and losses whose gradient is computed in the forward."""
+"""The fast path:
+
+softmax statistics of rows of logits, and losses whose gradient is computed in the forward.
+"""

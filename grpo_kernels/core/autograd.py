@@ -33,7 +33,10 @@ from .memory import converted, empty_like, zeros
 from .softmax import DIFFERENTIABLE, LogitRows, SoftmaxSums
 from .vocab_parallel import VocabShard
 
-NO_SECOND_DERIVATIVE = "grpo_kernels has no second derivatives: the gradient of these functions cannot be differentiated again."
+NO_SECOND_DERIVATIVE = (
+    "grpo_kernels has no second derivatives: the gradient of these functions cannot be"
+    " differentiated again."
+)
 SECOND_BACKWARD = (
     "the gradient of this loss was already handed over by an earlier backward. It exists once, to "
     "save memory: compute the loss again, or use token_logprobs (linear_logprobs) with your own "
@@ -99,7 +102,9 @@ def differentiate_once(function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
     # torch.func.vjp calls the backward after its level has ended. Wrappers of that level have no
     # memory then.
-    live = [torch._C._functorch.unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in arguments]
+    live = [
+        torch._C._functorch.unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in arguments
+    ]
     if not torch.is_grad_enabled():
         return function(*live)
     was_wrapped = any(x is not y for x, y in zip(live, arguments, strict=True))
@@ -134,7 +139,7 @@ class StatisticsPass(Protocol):
         grads: dict[str, Tensor],
         wanted: Sequence[bool],
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the tensors from d loss / d statistic by name, fp32 [num_rows]."""
+        """Return the gradients of the tensors from d loss / d statistic, fp32 [num_rows]."""
 
     def tensors_read_again(self) -> list[Tensor | None]:
         """Return the tensors beside those of the source that the backward reads."""
@@ -165,7 +170,9 @@ class RowStatistics(torch.autograd.Function):
     """Statistics of rows: the requested ones, then what the backward needs."""
 
     @staticmethod
-    def forward(row_pass: StatisticsPass, requested: RequestedStatistics, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        row_pass: StatisticsPass, requested: RequestedStatistics, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
         computed = row_pass.compute(tensors)
         sums = row_pass.as_sums(computed[0])
         return (*sums.statistics(requested.names, row_pass.mask), *computed)
@@ -216,7 +223,9 @@ def row_statistics(
     row_pass: StatisticsPass, requested: RequestedStatistics, tensors: Sequence[Tensor | None]
 ) -> dict[str, Tensor]:
     """Return log-probs and the requested statistics by name, fp32 [num_rows] each."""
-    needs_graph = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    needs_graph = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in tensors
+    )
     is_transformed = torch._C._are_functorch_transforms_active()
     has_forward_mode = torch.autograd.forward_ad._current_level >= 0
     if needs_graph or is_transformed or (has_forward_mode and not torch.compiler.is_compiling()):
@@ -459,7 +468,9 @@ class LossOfStatistics(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         gradients = ctx.saved_tensors
 
-        def scale_gradients(grad_loss: Tensor, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        def scale_gradients(
+            grad_loss: Tensor, *gradients: Tensor | None
+        ) -> tuple[Tensor | None, ...]:
             return tuple(None if x is None else x * grad_loss for x in gradients)
 
         scaled = differentiate_once(scale_gradients, grad_loss, *gradients)

@@ -40,7 +40,10 @@ NAMESPACE = __name__.partition(".")[0]
 #: The rows: tensors of the source, the dtype of matmuls (None: the tensors are logits), ...
 ROWS_SCHEMA = "Tensor?[] tensors, ScalarType? dtype, Tensor targets, Tensor? mask, str[] names"
 #: ... and how they are processed.
-SETTINGS_SCHEMA = "float scale, float softcap, float inv_temperature, Tensor? inv_temperatures, str backend, bool strict"
+SETTINGS_SCHEMA = (
+    "float scale, float softcap, float inv_temperature, Tensor? inv_temperatures, str backend, bool"
+    " strict"
+)
 GRADIENT_SCHEMA = "bool[] wanted, Tensor sums, Tensor coefficients, str[] coefficient_names"
 
 
@@ -94,7 +97,9 @@ def compute_sums(
     return [*make_pass(tensors, dtype, targets, mask, names, settings).compute(tensors)]
 
 
-def fake_sums(tensors: Any, dtype: Any, targets: Tensor, mask: Any, names: list[str], *settings: Any) -> list[Tensor]:
+def fake_sums(
+    tensors: Any, dtype: Any, targets: Tensor, mask: Any, names: list[str], *settings: Any
+) -> list[Tensor]:
     """Return empty results of the shapes and dtypes of `compute_sums`."""
     shape = (len(names), *targets.shape)
     return [torch.empty(shape, dtype=torch.float32, device=targets.device)]
@@ -160,8 +165,12 @@ SUMS_SCHEMA = f"{ROWS_SCHEMA}, {SETTINGS_SCHEMA}"
 GRADIENTS_SCHEMA = f"{ROWS_SCHEMA}, {GRADIENT_SCHEMA}, {SETTINGS_SCHEMA}"
 LOGITS_SUMS = register("softmax_sums", SUMS_SCHEMA, compute_sums, fake_sums, waits=False)
 LINEAR_SUMS = register("linear_sums", SUMS_SCHEMA, compute_sums, fake_sums, waits=True)
-LOGITS_GRADIENTS = register("softmax_gradient", GRADIENTS_SCHEMA, compute_gradients, fake_gradients, waits=False)
-LINEAR_GRADIENTS = register("linear_gradients", GRADIENTS_SCHEMA, compute_gradients, fake_gradients, waits=True)
+LOGITS_GRADIENTS = register(
+    "softmax_gradient", GRADIENTS_SCHEMA, compute_gradients, fake_gradients, waits=False
+)
+LINEAR_GRADIENTS = register(
+    "linear_gradients", GRADIENTS_SCHEMA, compute_gradients, fake_gradients, waits=True
+)
 
 
 # ---- sources that put these operators into a graph

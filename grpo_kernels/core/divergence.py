@@ -66,7 +66,9 @@ def phi(x: Tensor) -> Tensor:
     return torch.where(x.abs() <= PSI_LIMIT, x * s - 2.0 * series, x - torch.log1p(x))
 
 
-def logit_differences(z: Tensor, w: Tensor, max_logit: Tensor, reference_max_logit: Tensor) -> Tensor:
+def logit_differences(
+    z: Tensor, w: Tensor, max_logit: Tensor, reference_max_logit: Tensor
+) -> Tensor:
     """Return d = (z - max_logit) - (w - reference_max_logit).
 
     If the maxima are close it is formed from z - w, which is exact.
@@ -132,7 +134,9 @@ def merge_log_ratio_sums(
     return whole_log_ratio.sum(0), whole_excess.sum(0)
 
 
-def mixture_terms(direction: str, p: Tensor, q: Tensor, log_ratio: Tensor, mixture: float) -> tuple[Tensor, Tensor]:
+def mixture_terms(
+    direction: str, p: Tensor, q: Tensor, log_ratio: Tensor, mixture: float
+) -> tuple[Tensor, Tensor]:
     """Return the terms of MIXTURE_SUMS of each column.
 
     jsd   m - p + p log(p / m) and m - q + q log(q / m), whose sums are KL(p||m) and KL(q||m)
@@ -153,7 +157,9 @@ def mixture_terms(direction: str, p: Tensor, q: Tensor, log_ratio: Tensor, mixtu
     return policy_terms, reference_terms
 
 
-def divergence_of_mixture(direction: str, policy_sum: Tensor, reference_sum: Tensor, mixture: float) -> Tensor:
+def divergence_of_mixture(
+    direction: str, policy_sum: Tensor, reference_sum: Tensor, mixture: float
+) -> Tensor:
     """Return the divergence from the sums of `mixture_terms`."""
     if direction == "tv":
         return reference_sum
@@ -187,7 +193,9 @@ def mixture_over_p(log_ratio: Tensor, weight_of_q: float) -> tuple[Tensor, Tenso
     return difference, log_m_over_p
 
 
-def divergence_gradient(direction: str, p: Tensor, q: Tensor, log_ratio: Tensor, center: Tensor, mixture: float) -> Tensor:
+def divergence_gradient(
+    direction: str, p: Tensor, q: Tensor, log_ratio: Tensor, center: Tensor, mixture: float
+) -> Tensor:
     """Return d divergence / d z of each column, [num_rows, V].
 
     It is p (factor - center), where center is the mean of the factor under p.

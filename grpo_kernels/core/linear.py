@@ -14,7 +14,8 @@ A *chunk* is the rows whose fp32 logits are in memory at one time. A *block* is 
 gradients of logits are in memory at one time: several chunks on a GPU, one on a CPU. A frozen head
 skips matmul 3.
 
-For a token-level loss there is no `row_scale` (None). A sequence-level loss needs it: the gradient of a row is
+For a token-level loss there is no `row_scale` (None). A sequence-level loss needs it: the gradient
+of a row is
 
     d loss / d logits[row] = c[row] * (onehot(target) - softmax(logits[row]))
 
@@ -218,7 +219,9 @@ class ChunkedLogits:
         )
         return self._make_rows(chunk, logits, reference_rows)
 
-    def _make_rows(self, chunk: slice, logits: Tensor, reference: ReferenceRows | None) -> LogitRows:
+    def _make_rows(
+        self, chunk: slice, logits: Tensor, reference: ReferenceRows | None
+    ) -> LogitRows:
         transform = self.transform.select(chunk)
         return LogitRows(logits[None], self.targets[chunk], None, transform, reference)
 
@@ -236,8 +239,8 @@ class Formula(Protocol):
     def process_chunk(self, chunk: slice, rows: LogitRows, grad_logits: Tensor | None) -> None:
         """Record what the loss needs of a chunk, and write d loss / d logits without row_scale.
 
-        grad_logits   [1, num_chunk_rows, V]: where to write the gradient, possibly the memory of the
-                      logits. None: the rows have no gradient.
+        grad_logits   [1, num_chunk_rows, V]: where to write the gradient, possibly the memory of
+                      the logits. None: the rows have no gradient.
         """
 
     def row_scale(self, block: slice) -> Tensor | None:
@@ -276,7 +279,8 @@ class LinearGradients:
 
 
 class GradientAccumulator:
-    """Collect the gradients of blocks (matmuls 2 and 3): hidden states by row, weight and bias as sums.
+    """Collect the gradients of blocks (matmuls 2 and 3): hidden states by row, weight and bias as
+    sums.
 
     logits              the chunks of logits, which have the hidden states and the matmuls
     wanted              the tensors that get a gradient
@@ -302,11 +306,15 @@ class GradientAccumulator:
         self.grad_weight = weight_total
         self.grad_bias: Tensor | None = None
         if wanted.hidden:
-            self.grad_hidden = torch.zeros(policy.hidden.shape, dtype=grad_hidden_dtype, device=policy.hidden.device)
+            self.grad_hidden = torch.zeros(
+                policy.hidden.shape, dtype=grad_hidden_dtype, device=policy.hidden.device
+            )
         if wanted.bias:
             self.grad_bias = torch.zeros(len(policy.weight), device=policy.hidden.device)
 
-    def add_block(self, block: slice, grad_logits: Tensor, row_scale: Tensor | None, is_last: bool) -> None:
+    def add_block(
+        self, block: slice, grad_logits: Tensor, row_scale: Tensor | None, is_last: bool
+    ) -> None:
         """Add the gradients of hidden states and weight of a block.
 
         block         the rows in the order of the pass
@@ -324,7 +332,9 @@ class GradientAccumulator:
             # (row_scale * grad_logits).T @ hidden == grad_logits.T @ (row_scale * hidden), and
             # hidden [., H] is much smaller than grad_logits [., V].
             hidden = scale_rows(self.logits.policy_hidden(block), row_scale)
-            self.grad_weight = matmuls.add_grad_weight(self.grad_weight, grad_logits, hidden, is_last and self.rounds_weight)
+            self.grad_weight = matmuls.add_grad_weight(
+                self.grad_weight, grad_logits, hidden, is_last and self.rounds_weight
+            )
 
     def add_bias_of_chunk(self, grad_logits: Tensor) -> None:
         """Add the gradient of the bias of a chunk. Its rows must have no row_scale."""
@@ -393,8 +403,12 @@ def loss_and_gradients(
         has_weight_total=weight_total is not None,
     )
     device_type = inputs.targets.device.type
-    plan = memory.plan(device_type, max(num_with_gradient, 1), gathers_rows(inputs.policy, num_with_gradient))
-    chunk_rows = functools.partial(split_rows, max_rows=plan.chunk, evenly=device_type == "cpu" and not memory.has_grad_buffer)
+    plan = memory.plan(
+        device_type, max(num_with_gradient, 1), gathers_rows(inputs.policy, num_with_gradient)
+    )
+    chunk_rows = functools.partial(
+        split_rows, max_rows=plan.chunk, evenly=device_type == "cpu" and not memory.has_grad_buffer
+    )
     if blocks is None:
         blocks = split_rows(slice(0, num_with_gradient), plan.block, evenly=False)
         if plan.block == plan.chunk:
@@ -405,7 +419,9 @@ def loss_and_gradients(
         for chunk in chunk_rows(slice(num_with_gradient, len(order.row_ids))):
             formula.process_chunk(chunk, logits.compute(chunk), None)
         for block in blocks:
-            grad_logits = gradient_of_block(chunk_rows(block), formula, logits, accumulator, inputs.kernels)
+            grad_logits = gradient_of_block(
+                chunk_rows(block), formula, logits, accumulator, inputs.kernels
+            )
             is_last = block.stop == num_with_gradient
             accumulator.add_block(block, grad_logits, formula.row_scale(block), is_last)
             del grad_logits  # before the next block allocates its own
@@ -447,7 +463,9 @@ def write_gradient_of_chunk(
     buffer.store(grad_logits)
 
 
-def linear_softmax_sums(inputs: LinearInputs, order: RowOrder, names: tuple[str, ...]) -> SoftmaxSums:
+def linear_softmax_sums(
+    inputs: LinearInputs, order: RowOrder, names: tuple[str, ...]
+) -> SoftmaxSums:
     """Compute the softmax sums of rows without gradients (matmul 1 only), fp32 [q, num_rows].
 
     names   the sums, see `softmax.SUMS`
@@ -481,7 +499,10 @@ class SumsRecorder:
         """Return None: `process_chunk` wrote the whole gradient."""
 
     def result(self) -> SoftmaxSums:
-        """Return the sums of all rows. Rows that were not processed have the sums of masked rows."""
+        """Return the sums of all rows.
+
+        Rows that were not processed have the sums of masked rows.
+        """
         masked = SoftmaxSums.masked(self.names, self.order.num_rows, self.inputs.targets.device)
         values = self.chunks.in_batch_order(masked.values)
         reference = self.inputs.reference
@@ -490,7 +511,9 @@ class SumsRecorder:
         return SoftmaxSums(values, self.names, reference.direction, reference.mixture)
 
 
-def write_unit_gradient(kernels: Backend, rows: LogitRows, sums: SoftmaxSums, grad_logits: Tensor) -> None:
+def write_unit_gradient(
+    kernels: Backend, rows: LogitRows, sums: SoftmaxSums, grad_logits: Tensor
+) -> None:
     """Write the gradient of the log-prob of each row for an upstream gradient of 1.
 
     A log-prob of NaN has the gradient 0 here, so that the row is NaN if and only if the factor that

@@ -123,12 +123,15 @@ class LinearMemory:
         chunks_per_block = max(1, round(of_device(BLOCK_BYTES, device_type) / chunk_grad_bytes))
         many_blocks = ChunkPlan(chunk, chunk * chunks_per_block)
         one_block = ChunkPlan(chunk, max(num_rows, many_blocks.block))
-        bytes_of_many = self._bytes_without_grad_hidden(many_blocks, many_blocks.block + 1, gathers_rows)
+        bytes_of_many = self._bytes_without_grad_hidden(
+            many_blocks, many_blocks.block + 1, gathers_rows
+        )
         bytes_of_one = self._bytes_without_grad_hidden(one_block, num_rows, gathers_rows)
         return one_block if bytes_of_one <= bytes_of_many else many_blocks
 
     def peak(self, plan: ChunkPlan, num_rows: int, gathers_rows: bool = True) -> int:
-        """Return the peak bytes beyond the inputs of a loss over `num_rows` rows, gradients included.
+        """Return the peak bytes beyond the inputs of a loss over `num_rows` rows, gradients
+        included.
 
         Vectors with one number a row, and a copy of a weight that does not have the dtype of the
         matmuls, are not counted.

@@ -43,7 +43,9 @@ class TokenFormula:
     has_reference   whether the loss contains the divergence from a reference
     """
 
-    def __init__(self, kernels: Backend, stage: TokenStage, order: RowOrder, has_reference: bool) -> None:
+    def __init__(
+        self, kernels: Backend, stage: TokenStage, order: RowOrder, has_reference: bool
+    ) -> None:
         self.kernels = kernels
         self.order = order
         self.stage = stage if order.is_identity else stage.at(order.row_ids)
@@ -62,7 +64,9 @@ class TokenFormula:
         device = self.order.row_ids.device
         default = torch.zeros(self.num_values, self.order.num_rows, device=device)
         logps, entropy, losses, *divergence = self.chunks.in_batch_order(default)
-        return FormulaResult(sum_losses(losses), logps, entropy, divergence[0] if divergence else None)
+        return FormulaResult(
+            sum_losses(losses), logps, entropy, divergence[0] if divergence else None
+        )
 
 
 class SequenceFormula:
@@ -70,8 +74,8 @@ class SequenceFormula:
 
     d loss / d logits[row] = c[row] * d log-prob[row] / d logits[row], where the scalar c[row]
     depends on the log-probs of the whole sequence. `process_chunk` writes the gradient for c = 1,
-    and `row_scale` returns c when the log-probs of the sequence are known. This needs a loss without
-    a gradient through entropy or divergence.
+    and `row_scale` returns c when the log-probs of the sequence are known. This needs a loss
+    without a gradient through entropy or divergence.
 
     kernels          compute the softmax sums
     compute_losses   (logps, entropy), fp32 [num_rows] each -> losses and gradients of all rows

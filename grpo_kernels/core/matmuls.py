@@ -162,7 +162,9 @@ class HeadMatmuls:
             out += matmul_transposed(grad_logits[:, ids], self.weight[ids].float().t())
         return out
 
-    def add_grad_weight(self, total: Tensor | None, grad_logits: Tensor, hidden: Tensor, may_round: bool) -> Tensor:
+    def add_grad_weight(
+        self, total: Tensor | None, grad_logits: Tensor, hidden: Tensor, may_round: bool
+    ) -> Tensor:
         """Return total + grad_logits.T @ hidden, [V, H].
 
         total       the fp32 sum over earlier blocks, which may be overwritten; None is 0
@@ -220,7 +222,9 @@ class CpuMatmuls(HeadMatmuls):
         cpu_matmuls.d_hidden(grad_logits, self.weight, out)
         return out
 
-    def add_grad_weight(self, total: Tensor | None, grad_logits: Tensor, hidden: Tensor, may_round: bool) -> Tensor:
+    def add_grad_weight(
+        self, total: Tensor | None, grad_logits: Tensor, hidden: Tensor, may_round: bool
+    ) -> Tensor:
         """Return total + grad_logits.T @ hidden, rounded once to the weight's dtype if allowed."""
         dtype = self.grad_weight_dtype if may_round else torch.float32
         out = total
@@ -242,7 +246,9 @@ class TensorCoreMatmuls(HeadMatmuls):
 
     dtype = torch.bfloat16
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, grad_weight_dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, grad_weight_dtype: torch.dtype = torch.bfloat16
+    ) -> None:
         super().__init__(weight, bias)
         self.grad_weight_dtype = grad_weight_dtype
 
@@ -261,7 +267,9 @@ class TensorCoreMatmuls(HeadMatmuls):
         """Return grad_logits @ weight, fp32 [rows, H]."""
         return torch.mm(grad_logits, self.weight, out_dtype=torch.float32)
 
-    def add_grad_weight(self, total: Tensor | None, grad_logits: Tensor, hidden: Tensor, may_round: bool) -> Tensor:
+    def add_grad_weight(
+        self, total: Tensor | None, grad_logits: Tensor, hidden: Tensor, may_round: bool
+    ) -> Tensor:
         """Return total + grad_logits.T @ hidden, rounded at once if one matmul makes all of it."""
         if total is None:
             rounds = may_round and self.grad_weight_dtype == self.dtype
@@ -300,7 +308,9 @@ class HalfMatmuls(TensorCoreMatmuls):
         scale = power_of_two(self.exponents - FP16_EXPONENT)
         return super().grad_hidden(grad_logits).mul_(scale[:, None])
 
-    def add_grad_weight(self, total: Tensor | None, grad_logits: Tensor, hidden: Tensor, may_round: bool) -> Tensor:
+    def add_grad_weight(
+        self, total: Tensor | None, grad_logits: Tensor, hidden: Tensor, may_round: bool
+    ) -> Tensor:
         """Return total + grad_logits.T @ hidden, fp32, scaled back."""
         largest = self.exponents.amax()
         row_scale = power_of_two(self.exponents - largest)
@@ -404,7 +414,9 @@ def power_of_two(exponents: Tensor) -> Tensor:
     return (biased << FP32_MANTISSA_BITS).view(torch.float32)
 
 
-def empty_aligned_rows(num_rows: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def empty_aligned_rows(
+    num_rows: int, length: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """Return empty [num_rows, length] whose rows begin at multiples of ROW_ALIGNMENT bytes."""
     elements = ROW_ALIGNMENT // dtype.itemsize
     stride = -(-length // elements) * elements

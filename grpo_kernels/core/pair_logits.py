@@ -43,7 +43,9 @@ class GivenPairLogits(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(logits: Tensor, row_ids: Tensor, columns: Tensor, shard: VocabShard | None) -> Tensor:
+    def forward(
+        logits: Tensor, row_ids: Tensor, columns: Tensor, shard: VocabShard | None
+    ) -> Tensor:
         if logits.shape[2] == 0:  # a rank without a part of the vocabulary
             selected = torch.zeros(row_ids.shape, device=logits.device)
         else:
@@ -70,8 +72,12 @@ class GivenPairLogits(torch.autograd.Function):
             sorted_keys, order = keys.sort(stable=True)
             group_of_pair = (sorted_keys.diff(prepend=sorted_keys[:1]) != 0).cumsum(0)
             num_pairs = keys.numel()
-            starts = torch.searchsorted(group_of_pair, torch.arange(num_pairs + 1, device=keys.device))
-            sums = torch.segment_reduce(grad[order].double(), "sum", offsets=starts, initial=0, unsafe=True)
+            starts = torch.searchsorted(
+                group_of_pair, torch.arange(num_pairs + 1, device=keys.device)
+            )
+            sums = torch.segment_reduce(
+                grad[order].double(), "sum", offsets=starts, initial=0, unsafe=True
+            )
             # Each pair writes the sum of its group: equal pairs write the same number.
             values = torch.where(sorted_keys >= 0, sums[group_of_pair], 0.0)
             is_used = sorted_keys >= 0
@@ -132,7 +138,9 @@ class ProjectedPairLogits(torch.autograd.Function):
             grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, *pairs: Tensor
         ) -> tuple[Tensor | None, ...]:
             check_weight_is_present(weight, ctx.shard)
-            return pair_gradients(grad, hidden, weight, bias, Pairs(*pairs), ctx.kernels, ctx.weight_memory, wanted)
+            return pair_gradients(
+                grad, hidden, weight, bias, Pairs(*pairs), ctx.kernels, ctx.weight_memory, wanted
+            )
 
         gradients = differentiate_once(compute_gradients, grad, *ctx.saved_tensors, *ctx.pairs)
         return *gradients, None, None, None, None

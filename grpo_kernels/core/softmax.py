@@ -391,7 +391,9 @@ class SoftmaxSums:
         It is infinite where q is 0 and p is not ("forward": where p is 0 and q is not).
         """
         if self.direction in TWO_PASS_DIRECTIONS:
-            return divergence_of_mixture(self.direction, self["mixture_policy"], self["mixture_reference"], self.mixture)
+            return divergence_of_mixture(
+                self.direction, self["mixture_policy"], self["mixture_reference"], self.mixture
+            )
         sums = self._log_ratio_sums
         small = sums.excess - phi(sums.sum_ratio)
         large = sums.mean_log_ratio + sums.log_sum_ratio
@@ -452,7 +454,9 @@ class SoftmaxSums:
         # themselves, and it is NaN if both terms are infinite; is_small is False then.
         sum_ratio = excess - mean_log_ratio
         is_small = (mean_log_ratio.abs() <= PSI_LIMIT) & (excess <= PSI_LIMIT)
-        log_sum_ratio = torch.where(is_small, torch.log1p(sum_ratio), torch.log(sum_q) - torch.log(sum_p))
+        log_sum_ratio = torch.where(
+            is_small, torch.log1p(sum_ratio), torch.log(sum_q) - torch.log(sum_p)
+        )
         return LogRatioSums(mean_log_ratio, excess, sum_ratio, log_sum_ratio, is_small)
 
 
@@ -579,7 +583,9 @@ class ShardWeights(NamedTuple):
         return cls(max_logit, shift, torch.where(is_empty, 0.0, shift.exp()))
 
 
-def merge_shards(shards: list[SoftmaxSums], mask: Tensor | None, first_ids: Tensor | None) -> SoftmaxSums:
+def merge_shards(
+    shards: list[SoftmaxSums], mask: Tensor | None, first_ids: Tensor | None
+) -> SoftmaxSums:
     """Return the sums of whole rows from the sums of their shards.
 
     shards      sums of the first pass, with the same names
@@ -627,7 +633,9 @@ def merge_shards(shards: list[SoftmaxSums], mask: Tensor | None, first_ids: Tens
     return merged
 
 
-def merge_reference_sums(values: dict[str, Tensor], weights: ShardWeights, direction: str) -> dict[str, Tensor]:
+def merge_reference_sums(
+    values: dict[str, Tensor], weights: ShardWeights, direction: str
+) -> dict[str, Tensor]:
     """Return REFERENCE_SUMS of whole rows by name, [num_rows] each.
 
     values    the sums of the shards by name, [num_shards, num_rows] each
@@ -637,7 +645,9 @@ def merge_reference_sums(values: dict[str, Tensor], weights: ShardWeights, direc
     reference_max_logits = values["reference_max_logit"]
     reference = ShardWeights.from_max_logits(reference_max_logits)
     # d in the whole row less d in the shard.
-    shift = logit_differences(max_logits, reference_max_logits, weights.max_logit, reference.max_logit)
+    shift = logit_differences(
+        max_logits, reference_max_logits, weights.max_logit, reference.max_logit
+    )
     is_empty = (max_logits == -torch.inf) | (reference_max_logits == -torch.inf)
     sum_log_ratio, sum_log_ratio_excess = merge_log_ratio_sums(
         direction,

@@ -125,7 +125,9 @@ def softmax_sum_names(names: tuple[str, ...], reference: Reference | None) -> tu
     return sums_for(names, "" if reference is None else reference.direction)
 
 
-def transform_pairs(source: RowSource, logits: Tensor, row_ids: Tensor, token_ids: Tensor) -> Tensor:
+def transform_pairs(
+    source: RowSource, logits: Tensor, row_ids: Tensor, token_ids: Tensor
+) -> Tensor:
     """Return the transformed logits of pairs, -inf for ids outside of the vocabulary."""
     transformed = source.transform.transform_pairs(logits, row_ids)
     is_id = (token_ids >= 0) & (token_ids < source.vocab_size)
@@ -179,7 +181,9 @@ class GivenLogits:
 
     def without_gradient(self) -> GivenLogits:
         """Return the same rows as constants, also for torch.func."""
-        return replace(self, logits=plain(self.logits.detach()), transform=self.transform.without_wrappers())
+        return replace(
+            self, logits=plain(self.logits.detach()), transform=self.transform.without_wrappers()
+        )
 
     def statistics(
         self,
@@ -211,7 +215,9 @@ class GivenLogits:
         logits = apply_function(GivenPairLogits, self.logits, plain(row_ids), columns, self.shard)
         return transform_pairs(self, logits, row_ids, token_ids)
 
-    def fused_loss(self, stage: TokenStage, mask: Tensor | None, reference: Reference | None) -> FormulaResult:
+    def fused_loss(
+        self, stage: TokenStage, mask: Tensor | None, reference: Reference | None
+    ) -> FormulaResult:
         """Return a token-level loss, in one kernel call that also writes the gradient."""
         rows = LogitRows(
             self.logits.detach(),
@@ -284,7 +290,9 @@ class LogitsPass(SoftmaxPass):
         wanted: Sequence[bool],
     ) -> tuple[Tensor | None, ...]:
         """Return the gradient of the logits."""
-        coefficients = GradientCoefficients.from_gradients(self.as_sums(computed[0]), grads, self.mask)
+        coefficients = GradientCoefficients.from_gradients(
+            self.as_sums(computed[0]), grads, self.mask
+        )
         return self.gradients_of_coefficients(tensors, computed[0], coefficients, wanted)
 
     def gradients_of_coefficients(
@@ -298,7 +306,9 @@ class LogitsPass(SoftmaxPass):
         (logits,) = tensors
         assert logits is not None
         grad_logits = logits.detach() if self.inplace else empty_like(logits.detach())
-        self.kernels.softmax_gradient(self.make_rows(logits), self.as_sums(values), coefficients, grad_logits)
+        self.kernels.softmax_gradient(
+            self.make_rows(logits), self.as_sums(values), coefficients, grad_logits
+        )
         if self.inplace:
             torch.autograd.graph.increment_version(logits)
         return (grad_logits,)
@@ -409,9 +419,9 @@ class ProjectedLogits:
         """Return "logps" and the named statistics of each row, see `RowSource`.
 
         The forward takes one matmul and keeps no logits. The backward computes them again, three
-        matmuls for rows whose upstream gradient is not 0 (on a GPU for all rows of the mask). With a frozen head and a gradient for
-        log-probs only, the forward takes two matmuls and keeps fp32 [num_rows, H], and the backward
-        takes none.
+        matmuls for rows whose upstream gradient is not 0 (on a GPU for all rows of the mask). With
+        a frozen head and a gradient for log-probs only, the forward takes two matmuls and keeps
+        fp32 [num_rows, H], and the backward takes none.
 
         On a GPU the host waits for the rows of a mask, unless it is the mask of `known_order`.
         """
@@ -423,8 +433,16 @@ class ProjectedLogits:
         else:
             order = RowOrder.of_mask(mask, self.num_rows, self.device)
         has_other_gradient = any(requested.has_gradient(name) for name in names)
-        needs_hidden_only = torch.is_grad_enabled() and self.projection.hidden.requires_grad and not self.trains_head
-        uses_unit_gradient = needs_hidden_only and not has_other_gradient and not torch._C._are_functorch_transforms_active()
+        needs_hidden_only = (
+            torch.is_grad_enabled()
+            and self.projection.hidden.requires_grad
+            and not self.trains_head
+        )
+        uses_unit_gradient = (
+            needs_hidden_only
+            and not has_other_gradient
+            and not torch._C._are_functorch_transforms_active()
+        )
         pass_type = FrozenHeadPass if uses_unit_gradient else LinearPass
         row_pass = pass_type(
             source=replace(
@@ -446,7 +464,9 @@ class ProjectedLogits:
         """
         columns = local_ids(plain(token_ids), self.shard, self.num_columns)
         pairs, order = sort_by_row(plain(row_ids), columns, self.num_rows)
-        logits = apply_function(ProjectedPairLogits, *self.tensors, pairs, self.kernels, self.shard, self.weight_memory)
+        logits = apply_function(
+            ProjectedPairLogits, *self.tensors, pairs, self.kernels, self.shard, self.weight_memory
+        )
         in_given_order = logits[order.argsort()]
         return transform_pairs(self, in_given_order, row_ids, token_ids)
 
@@ -494,7 +514,9 @@ class ProjectedLogits:
         if memory.has_grad_buffer and memory.scales_rows:
             return None  # the scale of a row is fixed before its factor is known
         num_rows = order.num_with_gradient
-        plan = memory.plan(self.device.type, max(num_rows, 1), gathers_rows(self.projection, num_rows))
+        plan = memory.plan(
+            self.device.type, max(num_rows, 1), gathers_rows(self.projection, num_rows)
+        )
         blocks = split_sequences(rows_per_sequence, plan.block)
         if blocks is None:
             return None
@@ -561,7 +583,9 @@ class LinearPass(SoftmaxPass):
         wanted: Sequence[bool],
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of hidden states, weight and bias (three matmuls)."""
-        coefficients = GradientCoefficients.from_gradients(self.as_sums(computed[0]), grads, self.mask)
+        coefficients = GradientCoefficients.from_gradients(
+            self.as_sums(computed[0]), grads, self.mask
+        )
         return self.gradients_of_coefficients(tensors, computed[0], coefficients, wanted)
 
     def gradients_of_coefficients(
@@ -592,7 +616,10 @@ class LinearPass(SoftmaxPass):
         elif wanted[1] and grad_weight is None:
             grad_weight = zeros(weight.shape, weight.dtype, weight.device)
         results = (gradients.hidden, grad_weight, gradients.bias)
-        return tuple(None if x is None or y is None else converted(x, y.dtype) for x, y in zip(results, tensors, strict=True))
+        return tuple(
+            None if x is None or y is None else converted(x, y.dtype)
+            for x, y in zip(results, tensors, strict=True)
+        )
 
     def order_of_nonzero(self, coefficients: GradientCoefficients) -> RowOrder:
         """Return the rows that may have a gradient. On a GPU the host does not look at values."""

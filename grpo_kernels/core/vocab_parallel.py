@@ -91,7 +91,8 @@ class VocabShard:
         dim: int = 0,
         reduce_hidden: bool = True,
     ) -> VocabShard:
-        """Return the shard of `weight` [V / ranks, H]; parts of any sizes are in the order of ranks.
+        """Return the shard of `weight` [V / ranks, H]; parts of any sizes are in the order of
+        ranks.
 
         weight   this rank's rows of the head as a plain tensor: the ranks exchange their sizes,
                  once, for which the host waits. Or a DTensor with Shard(dim) of a one-dimensional
@@ -166,7 +167,8 @@ def check_shard(shard: object) -> None:
     """Raise ValueError unless `shard` is a VocabShard."""
     if not isinstance(shard, VocabShard):
         raise ValueError(
-            f"shard={shard!r}: pass a VocabShard, for example VocabShard.of(lm_head.weight, group), or leave it out."
+            f"shard={shard!r}: pass a VocabShard, for example VocabShard.of(lm_head.weight, group),"
+            " or leave it out."
         )
 
 
@@ -195,10 +197,15 @@ class VocabParallel(Backend):
         sent = local_values
         if "argmax" in names:
             # An argmax counts from the rank's first column, so the id of that is sent, too.
-            first_id = torch.full((1, rows.num_rows), self.shard.start, dtype=torch.int32, device=sent.device)
+            first_id = torch.full(
+                (1, rows.num_rows), self.shard.start, dtype=torch.int32, device=sent.device
+            )
             sent = torch.cat([local_values, first_id.view(torch.float32)])
         received = gather_from_ranks(sent, self.shard.group)
-        shards = [SoftmaxSums(values[: len(first_pass)], first_pass, sums.direction, sums.mixture) for values in received]
+        shards = [
+            SoftmaxSums(values[: len(first_pass)], first_pass, sums.direction, sums.mixture)
+            for values in received
+        ]
         first_ids = received[:, -1].view(torch.int32) if "argmax" in names else None
         local_values.copy_(merge_shards(shards, rows.mask, first_ids).values)
         return sums
@@ -208,7 +215,9 @@ class VocabParallel(Backend):
         local_sums = self.kernels.mixture_sums(self.local_rows(rows), sums)
         return self.shard.sum_over_ranks(local_sums)
 
-    def kernel_gradient(self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor) -> None:
+    def kernel_gradient(
+        self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor
+    ) -> None:
         """Write this rank's columns of the gradient, and 0 into padding."""
         num_ids = self.shard.num_ids(rows.logits.shape[-1])
         if num_ids:
@@ -249,7 +258,9 @@ class VocabParallel(Backend):
 
     # ---- what needs no exchange
 
-    def evaluate_formula(self, stage: TokenStage, logps: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def evaluate_formula(
+        self, stage: TokenStage, logps: Tensor, entropy: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the losses and their gradients, see `Backend`."""
         return self.kernels.evaluate_formula(stage, logps, entropy)
 
@@ -261,11 +272,15 @@ class VocabParallel(Backend):
         """Return the logit of each pair of this rank, see `Backend`."""
         return self.kernels.pair_logits(hidden, weight, pairs)
 
-    def add_grad_hidden_of_pairs(self, values: Tensor, pairs: Pairs, weight: Tensor, out: Tensor) -> None:
+    def add_grad_hidden_of_pairs(
+        self, values: Tensor, pairs: Pairs, weight: Tensor, out: Tensor
+    ) -> None:
         """Write the sum of each row over this rank's pairs, see `Backend`."""
         self.kernels.add_grad_hidden_of_pairs(values, pairs, weight, out)
 
-    def add_grad_weight_of_pairs(self, values: Tensor, pairs: Pairs, hidden: Tensor, out: Tensor) -> None:
+    def add_grad_weight_of_pairs(
+        self, values: Tensor, pairs: Pairs, hidden: Tensor, out: Tensor
+    ) -> None:
         """Add the sum of each of this rank's ids, see `Backend`."""
         self.kernels.add_grad_weight_of_pairs(values, pairs, hidden, out)
 

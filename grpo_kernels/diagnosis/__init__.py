@@ -1,4 +1,6 @@
-"""The parts of `python -m grpo_kernels doctor`, one question per file; `grpo_kernels/diagnosis/doctor.py` puts them together."""
+"""The parts of `python -m grpo_kernels doctor`, one question per file;
+`grpo_kernels/diagnosis/doctor.py` puts them together.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ class Finding(NamedTuple):
 
     problem: str
     remedy: str
-    grave: bool = False  # kernels are missing, wrong or slower than plain PyTorch; else they may be slow or less accurate
+    # kernels are missing, wrong or slower than plain PyTorch; else they may be slow or less
+    # accurate
+    grave: bool = False
     blocks: bool = False  # tests and timings mean nothing before this is repaired
     slows: bool = False  # it may be why a step is slow
 

@@ -1,35 +1,43 @@
-"""python -m grpo_kernels doctor [--json] [--quick] [--without-native]: what runs here and why, whether it is right, how
-fast it is, and what to repair.
+"""python -m grpo_kernels doctor [--json] [--quick] [--without-native]: what runs here and why,
+whether it is right, how fast it is, and what to repair.
 
-Exit code: 0 all is well; 1 there are problems; 2 wrong arguments. `advice` (slow settings, untested versions) does not
-change it. A step that is slower than plain PyTorch by more than 5 % in three quarters of the rounds is a problem; where rounds
-disagree, advice says that they do. On a CPU a step from hidden states is first timed by all that can make its matrix products.
---quick skips the timing of a step, so that speed is neither, and says so. If losses run on
-the CPU and the compiled module is missing or out of date, doctor reports that and stops; with --without-native it still tests
-the other backends. --json prints one object instead of the report:
+Exit code: 0 all is well; 1 there are problems; 2 wrong arguments. `advice` (slow settings, untested
+versions) does not change it. A step that is slower than plain PyTorch by more than 5 % in three
+quarters of the rounds is a problem; where rounds disagree, advice says that they do. On a CPU a
+step from hidden states is first timed by all that can make its matrix products. --quick skips the
+timing of a step, so that speed is neither, and says so. If losses run on the CPU and the compiled
+module is missing or out of date, doctor reports that and stops; with --without-native it still
+tests the other backends. --json prints one object instead of the report:
 
     healthy        bool, exit code 0
     problems       [{problem, remedy}]: kernels are missing, wrong or slower than plain PyTorch
     advice         [{problem, remedy}]: kernels run and are right, but may be slow or not tested
-    versions       {grpo_kernels, torch, cuda, hip, triton, python, os, numpy, transformers, trl, ...: text or null}
+    versions       {grpo_kernels, torch, cuda, hip, triton, python, os, numpy, transformers, trl,
+                   ...: text or null}
     package        {path, kind: "checkout" | "editable install" | "install", shadows, source}
-    native         {path, reason (why it is missing), compiler, isa (in use), isas}: the compiled module
-    products       {engine (null: the setting is wrong), engines: {name: why it cannot run here, or null}}: on the CPU
+    native         {path, reason (why it is missing), compiler, isa (in use), isas}: the compiled
+                   module
+    products       {engine (null: the setting is wrong), engines: {name: why it cannot run here, or
+                   null}}: on the CPU
     cpu            {model, processors, usable_processors, torch_threads, load, free_gb}
-    gpu            {available, reason (why not), devices: [{name, capability, multiprocessors, memory_gb, free_gb}]}
-    device         "cpu", or the type of the accelerator that Triton's driver serves ("cuda", "xpu"): where the tests below ran
+    gpu            {available, reason (why not), devices: [{name, capability, multiprocessors,
+                   memory_gb, free_gb}]}
+    device         "cpu", or the type of the accelerator that Triton's driver serves ("cuda",
+                   "xpu"): where the tests below ran
     auto           the backend that backend="auto" takes there
-    backends       {eager, cpu, triton: {available, reason, passed, value_error, gradient_error: {dtype}, seconds, warnings,
-                   checks: [{case, level, dtype, vocab, errors, failure}]}}; only the first two if it is not available;
-                   {} if doctor stopped before. Against what: see grpo_kernels/diagnosis/self_test.py
-    step           [{level ("products", "logits", "hidden"), rows, hidden, vocab, dtype, timings: [{name, ms, runs, gain}]}],
-                   or null; gain: [lower quartile, median, upper quartile] of the times as fast as the first, which is
-                   plain PyTorch or the engine of products in use, null for that one
+    backends       {eager, cpu, triton: {available, reason, passed, value_error, gradient_error:
+                   {dtype}, seconds, warnings, checks: [{case, level, dtype, vocab, errors,
+                   failure}]}}; only the first two if it is not available; {} if doctor stopped
+                   before. Against what: see grpo_kernels/diagnosis/self_test.py
+    step           [{level ("products", "logits", "hidden"), rows, hidden, vocab, dtype, timings:
+                   [{name, ms, runs, gain}]}], or null; gain: [lower quartile, median, upper
+                   quartile] of the times as fast as the first, which is plain PyTorch or the engine
+                   of products in use, null for that one
     environment    the environment variables that are set and affect the kernels
     settings       {variable: meaning}
 
-Errors are absolute for values (loss, log-probs, entropy), relative to the largest entry for gradients. An error that is not
-a number is the text "nan".
+Errors are absolute for values (loss, log-probs, entropy), relative to the largest entry for
+gradients. An error that is not a number is the text "nan".
 """
 
 from __future__ import annotations
@@ -51,11 +59,22 @@ from .step import Step, Timing, measure
 
 #: Part of an exception's message -> what to do about it.
 REMEDIES = {
-    "C compiler": "install a C compiler (Debian, Ubuntu: apt-get install gcc) or set CC: Triton compiles its launcher with it",
-    "Python.h": "install Python's headers (Debian, Ubuntu: apt-get install python3-dev): Triton's launcher needs them",
-    "no kernel image": "install a torch that was built for this GPU: torch.cuda.get_arch_list() says for which",
-    "": 'train with another backend (backend="eager" is always there), install the package again, and if that does not help '
-    "report it with the output of `python -m grpo_kernels doctor --json`",
+    "C compiler": (
+        "install a C compiler (Debian, Ubuntu: apt-get install gcc) or set CC: Triton compiles its"
+        " launcher with it"
+    ),
+    "Python.h": (
+        "install Python's headers (Debian, Ubuntu: apt-get install python3-dev): Triton's launcher"
+        " needs them"
+    ),
+    "no kernel image": (
+        "install a torch that was built for this GPU: torch.cuda.get_arch_list() says for which"
+    ),
+    "": (
+        'train with another backend (backend="eager" is always there), install the package again,'
+        " and if that does not help report it with the output of `python -m grpo_kernels doctor"
+        " --json`"
+    ),
 }
 
 
@@ -83,16 +102,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def examine(step: bool = True, say: Any = print, without_native: bool = False) -> dict[str, Any]:
-    """The report as --json prints it. `say` is called with each section of the text as soon as it is known."""
+    """The report as --json prints it.
+
+    `say` is called with each section of the text as soon as it is known.
+    """
     device = machine.where()
     report = machine.facts(device)
-    findings = [*machine.version_findings(), *machine.advice(report), *machine.setting_findings(os.environ)]
+    findings = [
+        *machine.version_findings(),
+        *machine.advice(report),
+        *machine.setting_findings(os.environ),
+    ]
     say(_text_of_facts(report))
     name, reason = backends.native_backend(device)
     report |= {"auto": name if reason is None else "eager", "backends": {}, "step": None}
     if without_native or not any(f.blocks for f in findings):
         findings += tests(report, device, say)
-        if step and report["backends"][report["auto"]]["passed"]:  # a backend that fails the checks is not timed
+        if (
+            step and report["backends"][report["auto"]]["passed"]
+        ):  # a backend that fails the checks is not timed
             timings(report, device, say, findings)
     else:
         say("nothing was tested; --without-native tests the backends that are there\n")
@@ -106,7 +134,10 @@ def examine(step: bool = True, say: Any = print, without_native: bool = False) -
 def tests(report: dict[str, Any], device: torch.device, say: Any) -> Iterator[Finding]:
     """Tests each backend, and writes into `report`."""
     native_name = backends.native_backend(device)[0]
-    say("backends, values and gradients (eager: against plain PyTorch, the others against eager too):")
+    say(
+        "backends, values and gradients (eager: against plain PyTorch, the others against eager"
+        " too):"
+    )
     for name in backends.BACKENDS:
         reason = backends.unavailable(name)
         if reason is None:
@@ -116,7 +147,11 @@ def tests(report: dict[str, Any], device: torch.device, say: Any) -> Iterator[Fi
             tested = {"available": False, "reason": reason}
             # `facts` has already reported a missing module, with the reason.
             if name == native_name and (name != "cpu" or report["native"]["path"] is not None):
-                yield Finding(f"the kernels for {device.type} tensors do not run: {reason}", remedy_for(reason), grave=True)
+                yield Finding(
+                    f"the kernels for {device.type} tensors do not run: {reason}",
+                    remedy_for(reason),
+                    grave=True,
+                )
         report["backends"][name] = tested
         say(_text_of_backend(name, tested))
     say(f'  backend="auto" takes {report["auto"]} for {device.type} tensors.\n')
@@ -128,23 +163,36 @@ def result_findings(name: str, tested: dict[str, Any]) -> Iterator[Finding]:
     failed = [check for check in tested["checks"] if check["failure"]]
     if failed:
         first = "{case}, from {level}, {dtype}, vocabulary {vocab}: {failure}".format(**failed[0])
-        problem = f'backend "{name}" fails {len(failed)} of {len(tested["checks"])} checks ({first})'
+        problem = (
+            f'backend "{name}" fails {len(failed)} of {len(tested["checks"])} checks ({first})'
+        )
         yield Finding(problem, remedy_for(failed[0]["failure"]), grave=True)
 
 
-def timings(report: dict[str, Any], device: torch.device, say: Any, findings: list[Finding]) -> None:
-    """Times a step of the backend that "auto" takes. Writes into `report` and adds to `findings`."""
+def timings(
+    report: dict[str, Any], device: torch.device, say: Any, findings: list[Finding]
+) -> None:
+    """Times a step of the backend that "auto" takes.
+
+    Writes into `report` and adds to `findings`.
+    """
     report["step"] = []
     for level in ("logits", "products", "hidden") if device.type == "cpu" else ("logits", "hidden"):
         try:
             timed = measure(level, report["auto"], device)
         except Exception as error:  # most likely there is too little memory; the other findings still have to be reported
             problem = f"a step from {level} was not timed: {first_line(error)}"
-            findings.append(Finding(problem, remedy_for(str(error)), grave=not isinstance(error, MemoryError)))
+            findings.append(
+                Finding(problem, remedy_for(str(error)), grave=not isinstance(error, MemoryError))
+            )
             continue
         report["step"].append(asdict(timed))
         say(_text_of_step(timed))
-        findings += product_findings(timed) if level == "products" else step_findings(timed, report["auto"], findings)
+        findings += (
+            product_findings(timed)
+            if level == "products"
+            else step_findings(timed, report["auto"], findings)
+        )
 
 
 def remedy_for(message: str) -> str:
@@ -153,17 +201,27 @@ def remedy_for(message: str) -> str:
 
 
 def step_findings(step: Step, auto: str, known: list[Finding]) -> Iterator[Finding]:
-    """What is slower than plain PyTorch, with the findings among `known` that may be why, and what could not be compared."""
+    """What is slower than plain PyTorch, with the findings among `known` that may be why, and what
+    could not be compared.
+    """
     again = "run again on an idle machine"
     causes = [f for f in known if f.slows]
     if auto == "eager":
-        causes = [Finding('backend="auto" takes eager here, which fuses nothing', "get the native kernels, see above")]
+        causes = [
+            Finding(
+                'backend="auto" takes eager here, which fuses nothing',
+                "get the native kernels, see above",
+            )
+        ]
     why = "; ".join(f.problem for f in causes) or "nothing that doctor knows explains it"
     way_out = "until then take log-probs of plain PyTorch and grpo_kernels.losses.objective_loss"
     remedy = "; ".join([*(f.remedy for f in causes), again, way_out])
     for t in step.timings:
         if t.verdict == "slower":
-            slow = f"{t.name} is slower than plain PyTorch: {t.ms:.0f} ms where that takes {step.timings[0].ms:.0f} ms"
+            slow = (
+                f"{t.name} is slower than plain PyTorch: {t.ms:.0f} ms where that takes"
+                f" {step.timings[0].ms:.0f} ms"
+            )
             yield Finding(f"{step.what}: {slow} ({_times(t)}): {why}", remedy, grave=True)
         elif t.verdict == "unsteady":
             yield Finding(f"{step.what}: {t.name} is {_times(t)}", again)
@@ -175,8 +233,13 @@ def product_findings(step: Step) -> Iterator[Finding]:
     faster = [t for t in others if t.verdict == "faster"]
     if faster:
         best = min(faster, key=lambda t: t.ms)
-        problem = f"a step by {best.name} takes {best.ms:.0f} ms, by {used.name}, which is in use, {used.ms:.0f} ms"
-        yield Finding(f"matrix products: {problem}", f"set {cpu_matmuls.SETTING}={best.name}", slows=True)
+        problem = (
+            f"a step by {best.name} takes {best.ms:.0f} ms, by {used.name}, which is in use,"
+            f" {used.ms:.0f} ms"
+        )
+        yield Finding(
+            f"matrix products: {problem}", f"set {cpu_matmuls.SETTING}={best.name}", slows=True
+        )
 
 
 # ---- the report as text
@@ -185,9 +248,14 @@ def product_findings(step: Step) -> Iterator[Finding]:
 def _text_of_facts(report: dict[str, Any]) -> str:
     """A section a line; a GPU has a line of its own."""
     lines = [f"{name}: {_listed(report[name])}" for name in ("versions", "package", "native")]
-    lines += [f"products: {_text_of_products(report['products'])}", f"cpu: {_listed(report['cpu'])}"]
+    lines += [
+        f"products: {_text_of_products(report['products'])}",
+        f"cpu: {_listed(report['cpu'])}",
+    ]
     lines.append(f"environment: {_listed(report['environment']) or 'nothing set'}")
-    gpus = [_listed(gpu) for gpu in report["gpu"]["devices"]] or [f"none ({report['gpu']['reason']})"]
+    gpus = [_listed(gpu) for gpu in report["gpu"]["devices"]] or [
+        f"none ({report['gpu']['reason']})"
+    ]
     return "\n".join([*lines, *(f"gpu: {gpu}" for gpu in gpus), ""])
 
 
@@ -203,7 +271,9 @@ PURPOSES = {
 def _text_of_products(products: dict[str, Any]) -> str:
     """The engine in use, and the engines that cannot run, each with its purpose."""
     engine = products["engine"]
-    words = [f"engine {engine} ({PURPOSES[engine]})" if engine else "no engine, the setting is wrong"]
+    words = [
+        f"engine {engine} ({PURPOSES[engine]})" if engine else "no engine, the setting is wrong"
+    ]
     for name, reason in products["engines"].items():
         if reason:
             words.append(f"{name} ({PURPOSES[name]}) cannot run here: {reason}")
@@ -230,7 +300,10 @@ def _text_of_backend(name: str, found: dict[str, Any]) -> str:
 
 def _text_of_step(step: Step) -> str:
     shape = " x ".join(f"{n:,}" for n in (step.rows, step.hidden, step.vocab) if n)
-    lines = [f"{step.what}, {shape}, {step.dtype} (loss and gradient, median of {step.timings[0].runs} in turns):"]
+    lines = [
+        f"{step.what}, {shape}, {step.dtype} (loss and gradient, median of {step.timings[0].runs}"
+        " in turns):"
+    ]
     lines += (f"  {t.name:20} {t.ms:9,.1f} ms  {_times(t)}".rstrip() for t in step.timings)
     return "\n".join([*lines, ""])
 
@@ -239,7 +312,10 @@ def _times(t: Timing) -> str:
     if t.gain is None:
         return ""
     if t.verdict == "unsteady":
-        return f"too unsteady to compare: {t.gain[0]:.1f} to {t.gain[2]:.1f} times as fast in {t.runs} rounds"
+        return (
+            f"too unsteady to compare: {t.gain[0]:.1f} to {t.gain[2]:.1f} times as fast in {t.runs}"
+            " rounds"
+        )
     return f"{t.gain[1]:.1f} times as fast (median over the rounds)"
 
 
@@ -247,11 +323,21 @@ def _text_of_findings(report: dict[str, Any]) -> str:
     lines = []
     for kind in ("advice", "problems"):
         if report[kind]:
-            lines += [f"{kind}:", *(f"  {f['problem']}\n    -> {f['remedy']}" for f in report[kind]), ""]
+            lines += [
+                f"{kind}:",
+                *(f"  {f['problem']}\n    -> {f['remedy']}" for f in report[kind]),
+                "",
+            ]
     if report["problems"]:
         verdict = "there are problems, see above"
     elif any("too unsteady" in f["problem"] for f in report["advice"]):
-        verdict = "all is well, as far as could be told: some times spread too much to compare, see above"
+        verdict = (
+            "all is well, as far as could be told: some times spread too much to compare, see above"
+        )
     else:
-        verdict = "all is well" if report["step"] else "all is well, as far as was tested: no step was timed"
+        verdict = (
+            "all is well"
+            if report["step"]
+            else "all is well, as far as was tested: no step was timed"
+        )
     return "\n".join([*lines, verdict])

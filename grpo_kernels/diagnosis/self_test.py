@@ -1,5 +1,7 @@
-"""Whether a backend is right here: the loss with its KL, bonus and divergence against plain PyTorch in float64, which autograd
-differentiates, and all else that the kernels know against the eager backend, their readable reference. `CASES` is the table."""
+"""Whether a backend is right here: the loss with its KL, bonus and divergence against plain PyTorch
+in float64, which autograd differentiates, and all else that the kernels know against the eager
+backend, their readable reference. `CASES` is the table.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,10 @@ from .step import Step, clipped, inputs, plain_rows
 
 CPU = torch.device("cpu")
 
-#: The largest errors that rounding can cause. Those of values (loss, log-probs, entropy), which are fp32, are absolute. Those of
-#: gradients, by the dtype of logits or hidden states, are relative to the largest entry; those of d_logits and d_hidden to the
-#: largest entry of each row, so that a missing row shows. Gradients from hidden states are rounded to their dtype more than once.
+#: The largest errors that rounding can cause. Those of values (loss, log-probs, entropy), which are
+#: fp32, are absolute. Those of gradients, by the dtype of logits or hidden states, are relative to
+#: the largest entry; those of d_logits and d_hidden to the largest entry of each row, so that a
+#: missing row shows. Gradients from hidden states are rounded to their dtype more than once.
 LIMITS = {"value": 5e-5, "float32": 2e-4, "bfloat16": 3e-2}
 
 #: The cases of every shape.
@@ -43,7 +46,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 #: Those that are compared with the eager backend, which has all others itself.
 BESIDE_EAGER = ("clip + KL + entropy bonus over kept sets", "sequence ratio")
-#: Rows, hidden size, vocabulary and cases: with an odd vocabulary, and with one of a model's size (rows of many tiles).
+#: Rows, hidden size, vocabulary and cases: with an odd vocabulary, and with one of a model's size
+#: (rows of many tiles).
 SHAPES = ((12, 64, 1003, tuple(CASES)), (4, 8, 128_257, PLAIN))
 
 
@@ -59,7 +63,9 @@ def self_test(backend: str, device: torch.device) -> dict[str, Any]:
         ):
             step = Step(level, rows, None if level == "logits" else hidden, vocab, dtype)
             for case in cases:
-                if (level == "hidden" and "kl" in CASES[case]) or (backend == "eager" and case in BESIDE_EAGER):
+                if (level == "hidden" and "kl" in CASES[case]) or (
+                    backend == "eager" and case in BESIDE_EAGER
+                ):
                     continue  # the second stream of rows is logits
                 errors = dict[str, float]()
                 failure = None
@@ -71,7 +77,9 @@ def self_test(backend: str, device: torch.device) -> dict[str, Any]:
                     kind = dtype if name.startswith("d_") else "value"
                     worst[kind] = max(worst[kind], off)
                     if not off <= LIMITS[kind]:  # NaN as well
-                        failure = failure or f"{name} is off by {off:.1e}, more than {LIMITS[kind]:.0e}"
+                        failure = (
+                            failure or f"{name} is off by {off:.1e}, more than {LIMITS[kind]:.0e}"
+                        )
                 about = {"case": case, "level": level, "dtype": dtype, "vocab": vocab}
                 checks.append(about | {"errors": errors, "failure": failure})
     return {
@@ -81,7 +89,9 @@ def self_test(backend: str, device: torch.device) -> dict[str, Any]:
         "value_error": worst.pop("value"),
         "gradient_error": worst,
         "seconds": round(time.perf_counter() - begin, 2),
-        "warnings": sorted({str(w.message) for w in caught if "grpo_kernels" in f"{w.message} {w.filename}"}),
+        "warnings": sorted(
+            {str(w.message) for w in caught if "grpo_kernels" in f"{w.message} {w.filename}"}
+        ),
         "checks": checks,
     }
 
@@ -96,8 +106,9 @@ class Question(NamedTuple):
 
 
 def question(case: str, step: Step) -> Question:
-    """The first token has no advantage. Beside eager tokens are those of sequences, whose last one is masked. Sets are
-    the target alone, some ids with it, none."""
+    """The first token has no advantage. Beside eager tokens are those of sequences, whose last one
+    is masked. Sets are the target alone, some ids with it, none.
+    """
     leaves, batch = inputs(step, CPU)
     assert batch.advantages is not None
     batch.advantages[0] = 0.0
@@ -109,11 +120,18 @@ def question(case: str, step: Step) -> Question:
     if case in BESIDE_EAGER:
         masked = torch.arange(step.rows) % 4 == 3
         ends = torch.arange(0, step.rows + 1, 4)
-        batch = replace(batch, mask=~masked, cu_seqlens=ends, old_logps=old.masked_fill(masked, torch.nan))
+        batch = replace(
+            batch, mask=~masked, cu_seqlens=ends, old_logps=old.masked_fill(masked, torch.nan)
+        )
         leaves[0] = leaves[0].masked_fill(masked[:, None], torch.nan)
     if kept:
-        lists = ([(t + 7 * j) % step.vocab for j in range((0, 1, 20)[i % 3])] for i, t in enumerate(batch.targets.tolist()))
-        batch = replace(batch, kept=TokenSets.from_lists([*map(sorted, lists)]), old_logps=None)  # which are of no set
+        lists = (
+            [(t + 7 * j) % step.vocab for j in range((0, 1, 20)[i % 3])]
+            for i, t in enumerate(batch.targets.tolist())
+        )
+        batch = replace(
+            batch, kept=TokenSets.from_lists([*map(sorted, lists)]), old_logps=None
+        )  # which are of no set
     if "kl" in chosen:
         batch = replace(batch, ref_logps=None)
         how["ref_logits"] = leaves[0].float().roll(1, -1)
@@ -136,7 +154,9 @@ def plain_results(q: Question) -> dict[str, Tensor]:
         apart = b.ref_logps - logps
         kl = apart.exp() - apart - 1.0
     terms = clipped(logps, b.old_logps, b.advantages) + objective.beta * kl
-    return _with_gradients(leaves, loss=(terms - objective.entropy_coef * entropy).mean(), logps=logps, entropy=entropy)
+    return _with_gradients(
+        leaves, loss=(terms - objective.entropy_coef * entropy).mean(), logps=logps, entropy=entropy
+    )
 
 
 def plain_divergence(p: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -154,9 +174,13 @@ def plain_divergence(p: Tensor, q: Tensor) -> dict[str, Tensor]:
     }
 
 
-def errors_of(q: Question, case: str, backend: str, device: torch.device, dtype: str) -> dict[str, float]:
-    """The largest errors of values and gradients beside plain PyTorch in float64, or eager in fp32 with torch's own products; of a
-    gradient as a share of the largest entry, of logits or hidden states of the same row."""
+def errors_of(
+    q: Question, case: str, backend: str, device: torch.device, dtype: str
+) -> dict[str, float]:
+    """The largest errors of values and gradients beside plain PyTorch in float64, or eager in fp32
+    with torch's own products; of a gradient as a share of the largest entry, of logits or hidden
+    states of the same row.
+    """
     found = results(q, backend, device, dtype)
     errors = dict[str, float]()
     if case not in BESIDE_EAGER:
@@ -168,7 +192,10 @@ def errors_of(q: Question, case: str, backend: str, device: torch.device, dtype:
         off = (found[name] - wanted).abs()
         size = wanted.abs()
         largest = size.max() if name.startswith("d_") else 1.0
-        if name in ("d_logits", "d_hidden"):  # rows that are 0, or nearly, are compared with the largest row
+        if name in (
+            "d_logits",
+            "d_hidden",
+        ):  # rows that are 0, or nearly, are compared with the largest row
             off = off.amax(-1)
             rows = size.amax(-1)
             largest = torch.where(rows > 1e-2 * largest, rows, largest)

@@ -1,5 +1,6 @@
-"""Times of one training step's loss and gradient at a model's size, compared with plain PyTorch; on a CPU also by
-everything that can make its matrix products."""
+"""Times of one training step's loss and gradient at a model's size, compared with plain PyTorch; on
+a CPU also by everything that can make its matrix products.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ SIZES = {
     "cpu": ((64, 151_936, 896), (64, 32_000, 512)),
     "gpu": ((8192, 151_936, 4096), (4096, 151_936, 1024), (2048, 32_000, 1024)),
 }
-#: Bytes per logit and per element of the head at the peak of eager PyTorch or of ours: copies in bf16 and fp32, gradients.
+#: Bytes per logit and per element of the head at the peak of eager PyTorch or of ours: copies in
+#: bf16 and fp32, gradients.
 LOGIT_BYTES = 20
 HEAD_BYTES = 12
 ROUNDS = 5
@@ -49,7 +51,9 @@ def plain_logps(leaves: list[Tensor], targets: Tensor) -> Tensor:
 
 
 def plain_loss(leaves: list[Tensor], batch: TokenBatch) -> Tensor:
-    """The loss of DAPO, which autograd differentiates, of a batch without a mask and with an advantage a token."""
+    """The loss of DAPO, which autograd differentiates, of a batch without a mask and with an
+    advantage a token.
+    """
     assert batch.advantages is not None
     return clipped(plain_logps(leaves, batch.targets), batch.old_logps, batch.advantages).mean()
 
@@ -64,8 +68,9 @@ def clipped(logps: Tensor, old_logps: Any, advantages: Tensor) -> Tensor:
 
 @dataclass
 class Timing:
-    """Medians of one contender; gain: lower quartile, median and upper quartile over the rounds of how many times as fast it was as
-    the first contender, None for that one."""
+    """Medians of one contender; gain: lower quartile, median and upper quartile over the rounds of
+    how many times as fast it was as the first contender, None for that one.
+    """
 
     name: str
     ms: float
@@ -74,8 +79,9 @@ class Timing:
 
     @property
     def verdict(self) -> str:
-        """ "slower" or "faster" than the first by more than 5 % in three quarters of the rounds; "unsteady" where rounds do not
-        agree well enough to say so; else "alike"."""
+        """ "slower" or "faster" than the first by more than 5 % in three quarters of the rounds;
+        "unsteady" where rounds do not agree well enough to say so; else "alike".
+        """
         if self.gain is None:
             return "alike"
         low, _, high = self.gain
@@ -88,7 +94,10 @@ class Timing:
 
 @dataclass
 class Step:
-    """The contenders at one level: first plain PyTorch, or at "products" what makes matrix products now."""
+    """The contenders at one level:
+
+    first plain PyTorch, or at "products" what makes matrix products now.
+    """
 
     level: str
     rows: int
@@ -99,42 +108,70 @@ class Step:
 
     @property
     def what(self) -> str:
-        return "a step from hidden, by each engine" if self.level == "products" else f"a step from {self.level}"
+        return (
+            "a step from hidden, by each engine"
+            if self.level == "products"
+            else f"a step from {self.level}"
+        )
 
 
 def measure(level: str, backend: str, device: torch.device) -> Step:
-    """Plain PyTorch and `backend` at level "logits" or "hidden"; at level "products" all engines that can make products on this
-    CPU."""
+    """Plain PyTorch and `backend` at level "logits" or "hidden"; at level "products" all engines
+    that can make products on this CPU.
+    """
     found = largest(level, device)
     (first, times), *others = interleaved(contenders(found, backend, device), device).items()
     found.timings = [Timing(first, statistics.median(times), len(times))]
-    found.timings += [Timing(name, statistics.median(own), len(own), gain(times, own)) for name, own in others]
+    found.timings += [
+        Timing(name, statistics.median(own), len(own), gain(times, own)) for name, own in others
+    ]
     return found
 
 
 def largest(level: str, device: torch.device) -> Step:
-    """The largest shape for half of the memory, without timings. Raises MemoryError where there is none."""
+    """The largest shape for half of the memory, without timings.
+
+    Raises MemoryError where there is none.
+    """
     kind = "cpu" if device.type == "cpu" else "gpu"
-    free = memory_available() if kind == "cpu" else torch.get_device_module(device).mem_get_info(device)[0]
-    # On a CPU logits are fp32, as trainers have them there; from hidden states bf16 is where plain PyTorch may be faster.
+    free = (
+        memory_available()
+        if kind == "cpu"
+        else torch.get_device_module(device).mem_get_info(device)[0]
+    )
+    # On a CPU logits are fp32, as trainers have them there; from hidden states bf16 is where plain
+    # PyTorch may be faster.
     fp32 = kind == "cpu" and (level == "logits" or not torch_has_bf16())
     for rows, vocab, width in SIZES[kind]:
-        step = Step(level, rows, None if level == "logits" else width, vocab, "float32" if fp32 else "bfloat16")
+        step = Step(
+            level,
+            rows,
+            None if level == "logits" else width,
+            vocab,
+            "float32" if fp32 else "bfloat16",
+        )
         if LOGIT_BYTES * rows * vocab + HEAD_BYTES * vocab * (step.hidden or 0) < free / 2:
             return step
     raise MemoryError(f"only {free / 1e9:.1f} GB of memory are free")
 
 
 def torch_has_bf16() -> bool:
-    """Whether torch has products of bf16 for this CPU: without AVX-512 they take many times as long as those of fp32."""
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    """Whether torch has products of bf16 for this CPU:
+
+    without AVX-512 they take many times as long as those of fp32.
+    """
+    return torch.backends.mkldnn.is_available() and bool(
+        torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
 
 
 # ---- the contenders
 
 
 class Output(torch.autograd.Function):
-    """Returns the same memory as the output of a computation, because a leaf may not be overwritten in place."""
+    """Returns the same memory as the output of a computation, because a leaf may not be overwritten
+    in place.
+    """
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
@@ -153,8 +190,9 @@ class Contender:
 
 
 def inputs(step: Step, device: torch.device) -> tuple[list[Tensor], TokenBatch]:
-    """Logits [rows, vocab], or hidden states [rows, hidden] and a head, in the step's dtype; and tokens, with old log-probs near
-    those of the rows."""
+    """Logits [rows, vocab], or hidden states [rows, hidden] and a head, in the step's dtype; and
+    tokens, with old log-probs near those of the rows.
+    """
     g = torch.Generator().manual_seed(2)
 
     def random(*shape: int) -> Tensor:
@@ -165,35 +203,53 @@ def inputs(step: Step, device: torch.device) -> tuple[list[Tensor], TokenBatch]:
     if step.hidden is None:
         rows = [2 * random(step.rows, 1013)[:, repeated]]
     else:
-        rows = [random(step.rows, step.hidden), 2 / step.hidden**0.5 * random(1013, step.hidden)[repeated]]
+        rows = [
+            random(step.rows, step.hidden),
+            2 / step.hidden**0.5 * random(1013, step.hidden)[repeated],
+        ]
     leaves = [x.to(getattr(torch, step.dtype)).contiguous() for x in rows]
     targets = torch.randint(0, step.vocab, (step.rows,), generator=g).to(device)
-    return leaves, TokenBatch(targets, random(step.rows), old_logps=plain_logps(leaves, targets) + 0.3 * random(step.rows))
+    return leaves, TokenBatch(
+        targets, random(step.rows), old_logps=plain_logps(leaves, targets) + 0.3 * random(step.rows)
+    )
 
 
 def contenders(step: Step, backend: str, device: torch.device) -> list[Contender]:
-    """Plain PyTorch first, or the engine of products in use. All compute the clipped loss of fresh log-probs, and the gradients of
-    logits or of hidden states and head."""
+    """Plain PyTorch first, or the engine of products in use. All compute the clipped loss of fresh
+    log-probs, and the gradients of logits or of hidden states and head.
+    """
     leaves, batch = inputs(step, device)
     for leaf in leaves:
         leaf.requires_grad_()
     loss_of: Any = grpo_loss if step.hidden is None else linear_grpo_loss
 
-    def ours(own: list[Tensor] = leaves, front: Any = list, by: str | None = None, **how: bool) -> object:
+    def ours(
+        own: list[Tensor] = leaves, front: Any = list, by: str | None = None, **how: bool
+    ) -> object:
         engine = contextlib.nullcontext() if by is None else cpu_matmuls.using(by)
         with use(backend=backend, strict=True), engine:
-            return torch.autograd.grad(loss_of(*front(own), batch, Objective.preset("dapo"), **how).loss, own)
+            return torch.autograd.grad(
+                loss_of(*front(own), batch, Objective.preset("dapo"), **how).loss, own
+            )
 
     if step.level == "products":
         able = (name for name, reason in cpu_matmuls.engines().items() if reason is None)
         in_use_first = sorted(able, key=lambda name: name != cpu_matmuls.engine())
         return [Contender(name, functools.partial(ours, by=name)) for name in in_use_first]
-    plain = Contender("eager PyTorch", lambda: torch.autograd.grad(plain_loss(leaves, batch), leaves))
+    plain = Contender(
+        "eager PyTorch", lambda: torch.autograd.grad(plain_loss(leaves, batch), leaves)
+    )
     found = [plain, Contender(loss_of.__name__, ours)]
     if step.hidden is None:
         overwritten = leaves[0].detach().clone().requires_grad_()
-        in_place = functools.partial(ours, [overwritten], lambda own: [Output.apply(*own)], inplace=True)
-        found.append(Contender("grpo_loss, in place", in_place, lambda: overwritten.detach().copy_(leaves[0])))
+        in_place = functools.partial(
+            ours, [overwritten], lambda own: [Output.apply(*own)], inplace=True
+        )
+        found.append(
+            Contender(
+                "grpo_loss, in place", in_place, lambda: overwritten.detach().copy_(leaves[0])
+            )
+        )
     return found
 
 
@@ -201,8 +257,9 @@ def contenders(step: Step, backend: str, device: torch.device) -> list[Contender
 
 
 def interleaved(chosen: list[Contender], device: torch.device) -> dict[str, list[float]]:
-    """Milliseconds of each, round by round. In a round all take their turn, the last one first in every other, so that a change of
-    the machine's speed affects all of them."""
+    """Milliseconds of each, round by round. In a round all take their turn, the last one first in
+    every other, so that a change of the machine's speed affects all of them.
+    """
     times: dict[str, list[float]] = {c.name: [] for c in chosen}
     for contender in chosen:
         timed(contender, device)  # compiles kernels and fills the allocator
@@ -213,8 +270,13 @@ def interleaved(chosen: list[Contender], device: torch.device) -> dict[str, list
 
 
 def gain(first: list[float], other: list[float]) -> tuple[float, float, float]:
-    """The quartiles over the rounds of how many times as fast the other was. A stall is in one round, and so in none of them."""
-    low, middle, high = statistics.quantiles([a / b for a, b in zip(first, other, strict=True)], n=4, method="inclusive")
+    """The quartiles over the rounds of how many times as fast the other was.
+
+    A stall is in one round, and so in none of them.
+    """
+    low, middle, high = statistics.quantiles(
+        [a / b for a, b in zip(first, other, strict=True)], n=4, method="inclusive"
+    )
     return low, middle, high
 
 

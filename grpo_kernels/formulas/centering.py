@@ -1,4 +1,7 @@
-"""Score centering: the terms at listed ids (see token_stage.py) that take the drift of a sampler out of a gradient."""
+"""Score centering:
+
+the terms at listed ids (see token_stage.py) that take the drift of a sampler out of a gradient.
+"""
 
 from __future__ import annotations
 
@@ -19,57 +22,91 @@ RARE = 40.0
 
 @dataclass(frozen=True)
 class ScoreCentering(Checked):
-    """Take the drift of a sampler that is not the policy out of the gradient (arXiv 2609.20807), as `Objective(listed=)`.
+    """Take the drift of a sampler that is not the policy out of the gradient (arXiv 2609.20807), as
+    `Objective(listed=)`.
 
-        policy, sets = Cispo(2.0), TokenSets.from_padded(sampler_ids, values=sampler_logps)  # of the sampler's head, 128 ids say
+        policy, sets = Cispo(2.0), TokenSets.from_padded(sampler_ids, values=sampler_logps)  # of
+                                                                                             the
+                                                                                             sampler's
+                                                                                             head,
+                                                                                             128 ids
+                                                                                             say
         batch = TokenBatch(targets, advantages, old_logps=sampler, logp_terms=sets)
-        objective = Objective(policy, listed=ScoreCentering(policy))  # or replace(objective, listed=ScoreCentering.of(objective))
+        objective = Objective(policy, listed=ScoreCentering(policy))  # or replace(objective,
+                                                                      listed=ScoreCentering.of(objective))
 
-    The policy term of a token has the gradient -A w grad log p, whose mean over the tokens of the sampler q is not 0. Added is
-    A sum_v sg(q_v w_v) log p_v over the listed ids, whose values are log q_v.
+    The policy term of a token has the gradient -A w grad log p, whose mean over the tokens of the
+    sampler q is not 0. Added is A sum_v sg(q_v w_v) log p_v over the listed ids, whose values are
+    log q_v.
 
-    surrogate, trust   those of the objective, whose old_logps are the sampler's: they say what w is. `PolicyGradient()`: 1.
-                       `Cispo(cap, low)`: p / q between low and cap. With a `TrustRegion` 0 outside of it.
-    tail     True: the list is the head of q. The other ids count as if p / q were the same for all of them: the coefficient is
-             q w - a p, a = r w(1 / r), r = (1 - sum q) / (1 - sum p), both masses at least 1e-6. With w = 1 the
-             gradient of a listed logit is A (q_j - p_j), with an error of about 1e-7 r. False: the list is all of q, as
-             a kept set is.
+    surrogate, trust   those of the objective, whose old_logps are the sampler's: they say what w
+                       is. `PolicyGradient()`: 1. `Cispo(cap, low)`: p / q between low and cap. With
+                       a `TrustRegion` 0 outside of it.
+    tail     True: the list is the head of q. The other ids count as if p / q were the same for all
+             of them: the coefficient is q w - a p, a = r w(1 / r), r = (1 - sum q) / (1 - sum p),
+             both masses at least 1e-6. With w = 1 the gradient of a listed logit is A (q_j - p_j),
+             with an error of about 1e-7 r. False: the list is all of q, as a kept set is.
 
-    A batch's `weights` multiply both terms: those of a token (TIS) would undo the centering, `Cispo` has them. Raises ValueError
-    naming the argument that is wrong."""
+    A batch's `weights` multiply both terms: those of a token (TIS) would undo the centering,
+    `Cispo` has them. Raises ValueError naming the argument that is wrong.
+    """
 
     surrogate: Surrogate = field(default_factory=PolicyGradient)
     trust: TrustRegion | None = None
     tail: bool = True
 
     def __post_init__(self) -> None:
-        one_token = isinstance(self.surrogate, Surrogate) and not self.surrogate.selects and "token" in self.surrogate.levels
-        require(
-            one_token, "surrogate", self.surrogate, "pass that of the objective, PolicyGradient() or Cispo(2.0) for example."
+        one_token = (
+            isinstance(self.surrogate, Surrogate)
+            and not self.surrogate.selects
+            and "token" in self.surrogate.levels
         )
-        require(isinstance(self.trust, TrustRegion | None), "trust", self.trust, "pass a TrustRegion or None.")
+        require(
+            one_token,
+            "surrogate",
+            self.surrogate,
+            "pass that of the objective, PolicyGradient() or Cispo(2.0) for example.",
+        )
+        require(
+            isinstance(self.trust, TrustRegion | None),
+            "trust",
+            self.trust,
+            "pass a TrustRegion or None.",
+        )
 
     @classmethod
     def of(cls, objective: Any, *, tail: bool = True) -> ScoreCentering:
         """The one that goes with an `Objective`, of the token level."""
-        require(objective.level == "token", "level", objective.level, "the ratio of a sequence is no weight of an id.")
+        require(
+            objective.level == "token",
+            "level",
+            objective.level,
+            "the ratio of a sequence is no weight of an id.",
+        )
         return cls(objective.surrogate, objective.filter(TrustRegion), tail)
 
-    def __call__(self, logp: Tensor, values: Tensor, advantage: Tensor, sums: Any) -> tuple[Tensor, ...]:
+    def __call__(
+        self, logp: Tensor, values: Tensor, advantage: Tensor, sums: Any
+    ) -> tuple[Tensor, ...]:
         p, q = logp.exp(), values.exp()
         coefficient = q * self.weighted(logp, values, advantage)
         if not self.tail:
             return logp_term(logp, coefficient, advantage, sums)
-        # -a sum_v p_v grad log p_v over the list is the gradient of the log of the tail's probability, times (1 - sum q) w(1 / r):
-        # as a slope of the listed ids it would be the difference of two numbers of size r, which may be many thousands.
+        # -a sum_v p_v grad log p_v over the list is the gradient of the log of the tail's
+        # probability, times (1 - sum q) w(1 / r): as a slope of the listed ids it would be the
+        # difference of two numbers of size r, which may be many thousands.
         outside = (1.0 - sums(q)).clamp(min=LEAST_OUTSIDE)
         rest = outside / probability_outside(logp, sums)
         weight = self.weighted(-rest.log(), 0.0 * rest, advantage, RARE)
         term, _ = logp_term(logp, coefficient - rest * p * weight, advantage, sums)
         return term, coefficient, outside * weight
 
-    def weighted(self, logp: Tensor, sampler: Tensor, advantage: Tensor, rare: float = 0.0) -> Tensor:
-        """A w of ids with these log-probs under policy and sampler, which a trust region sees lower by `rare`."""
+    def weighted(
+        self, logp: Tensor, sampler: Tensor, advantage: Tensor, rare: float = 0.0
+    ) -> Tensor:
+        """A w of ids with these log-probs under policy and sampler, which a trust region sees lower
+        by `rare`.
+        """
         weighted = -self.surrogate(logp, sampler, advantage)[1]
         if self.trust is None:
             return weighted

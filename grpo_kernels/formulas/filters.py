@@ -1,19 +1,22 @@
-"""Filters: tokens that are left out of the policy term because of what the policy says about them now.
+"""Filters: tokens that are left out of the policy term because of what the policy says about them
+now.
 
-Anything that is known before the policy is evaluated, such as the mismatch with the sampler, is a weight of the batch instead:
-see corrections.py. A filtered token has loss 0 and slope 0 in the policy term. It still counts in the KL and in the
-denominators, with one exception: an entropy bonus with entropy_aggregate="token-mean" is a mean over the tokens that
-`EntropyQuantile` keeps. Of a token that a trust region drops the terms at listed ids stay.
+Anything that is known before the policy is evaluated, such as the mismatch with the sampler, is a
+weight of the batch instead: see corrections.py. A filtered token has loss 0 and slope 0 in the
+policy term. It still counts in the KL and in the denominators, with one exception: an entropy bonus
+with entropy_aggregate="token-mean" is a mean over the tokens that `EntropyQuantile` keeps. Of a
+token that a trust region drops the terms at listed ids stay.
 
-Comparisons with NaN are False, and no filter of this module drops a token for that reason, so the loss is NaN.
-`TrustRegion` keeps a token whose log-prob, old log-prob or advantage is NaN, filters of entropy one whose entropy is NaN,
-and `OffPolicySequences` a sequence with a NaN among the log-probs that it compares, or a NaN advantage. A token that is
-dropped for another reason, such as a low entropy, takes its NaN along. A NaN in sampler_logps means that the sampler did not
-score the token: `TrustRegion(anchor="sampler")` drops it, and `OffPolicySequences` counts it as 0. A filter that you write
-decides itself: let it keep a NaN.
+Comparisons with NaN are False, and no filter of this module drops a token for that reason, so the
+loss is NaN. `TrustRegion` keeps a token whose log-prob, old log-prob or advantage is NaN, filters
+of entropy one whose entropy is NaN, and `OffPolicySequences` a sequence with a NaN among the
+log-probs that it compares, or a NaN advantage. A token that is dropped for another reason, such as
+a low entropy, takes its NaN along. A NaN in sampler_logps means that the sampler did not score the
+token: `TrustRegion(anchor="sampler")` drops it, and `OffPolicySequences` counts it as 0. A filter
+that you write decides itself: let it keep a NaN.
 
-A trust region is (logp, anchor_logp, advantage, params) -> keep, with params = (low, high); p and q are the probabilities
-under the policy and under the anchor, A is the advantage.
+A trust region is (logp, anchor_logp, advantage, params) -> keep, with params = (low, high); p and q
+are the probabilities under the policy and under the anchor, A is the advantage.
 """
 
 from __future__ import annotations
@@ -68,12 +71,18 @@ def trust_ratio(logp, anchor_logp, advantage, params):
     return (r > 1.0 - params[0]) & (r < 1.0 + params[1])
 
 
-TRUST_REGIONS = {"tv": trust_tv, "symmetric-tv": trust_symmetric_tv, "kl": trust_kl, "ratio": trust_ratio}
+TRUST_REGIONS = {
+    "tv": trust_tv,
+    "symmetric-tv": trust_symmetric_tv,
+    "kl": trust_kl,
+    "ratio": trust_ratio,
+}
 
 
 class Filter(Checked):
-    """A frozen dataclass with `keep`. With `one_pass` a token's own log-prob and entropy decide, and `token_stage.token_terms`
-    computes the decision. A filter that you write leaves it False."""
+    """A frozen dataclass with `keep`. With `one_pass` a token's own log-prob and entropy decide,
+    and `token_stage.token_terms` computes the decision. A filter that you write leaves it False.
+    """
 
     one_pass: bool = False
     #: True: a token's own sequence decides, and no other.
@@ -83,9 +92,12 @@ class Filter(Checked):
     #: False: the decision does not depend on advantages, which a batch may then lack.
     reads_advantages: bool = True
 
-    def keep(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None) -> Tensor:
-        """bool [n]: the tokens to keep. logps and entropy are detached fp32 [n], rows the flat rows, and batch the batch that
-        they come from (None where `one_pass` is True)."""
+    def keep(
+        self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None
+    ) -> Tensor:
+        """bool [n]: the tokens to keep. logps and entropy are detached fp32 [n], rows the flat
+        rows, and batch the batch that they come from (None where `one_pass` is True).
+        """
         raise NotImplementedError
 
 
@@ -93,10 +105,12 @@ class Filter(Checked):
 class TrustRegion(Filter):
     """Keep a token while the policy's probability p of it is near that of the anchor, q.
 
-    kind     "tv": p - q <= high for A > 0, p - q >= -low otherwise (DPPO, arXiv 2602.04879). "symmetric-tv": both bounds for
-             every A (prime-rl's IPO). "kl": the binary KL of q and p instead (DPPO). "ratio": 1 - low < p / q < 1 + high
-             (a hard zero outside, as for rollout importance sampling in SkyRL).
-    anchor   "old": the batch's old_logps. "sampler": its sampler_logps; a token that it did not score (NaN) is dropped.
+    kind     "tv": p - q <= high for A > 0, p - q >= -low otherwise (DPPO, arXiv 2602.04879).
+             "symmetric-tv": both bounds for every A (prime-rl's IPO). "kl": the binary KL of q and
+             p instead (DPPO). "ratio": 1 - low < p / q < 1 + high (a hard zero outside, as for
+             rollout importance sampling in SkyRL).
+    anchor   "old": the batch's old_logps. "sampler": its sampler_logps; a token that it did not
+             score (NaN) is dropped.
     """
 
     kind: str = "tv"
@@ -109,14 +123,18 @@ class TrustRegion(Filter):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_one_of("kind", self.kind, TRUST_REGIONS)
-        require(self.anchor in ("old", "sampler"), "anchor", self.anchor, "it must be old or sampler.")
+        require(
+            self.anchor in ("old", "sampler"), "anchor", self.anchor, "it must be old or sampler."
+        )
 
     @property
     def params(self) -> tuple[float, float]:
         """(low, high)."""
         return (float(self.low), float(self.high))
 
-    def keep(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None) -> Tensor:
+    def keep(
+        self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None
+    ) -> Tensor:
         anchor = rows.old_logps if rows.sampler_logps is None else rows.sampler_logps
         return self.keeps(logps, logps if anchor is None else anchor, rows.advantages)
 
@@ -127,10 +145,12 @@ class TrustRegion(Filter):
 
 @dataclass(frozen=True)
 class EntropyFloor(Filter):
-    """Keep tokens whose entropy is at least `threshold` nats, in the policy term and the entropy bonus.
+    """Keep tokens whose entropy is at least `threshold` nats, in the policy term and the entropy
+    bonus.
 
-    With the quantile of the step before (`entropy.entropy_threshold`) this is the 80/20 rule of arXiv 2506.01939 in one
-    visit of the logits; `EntropyQuantile` is the exact rule, in two."""
+    With the quantile of the step before (`entropy.entropy_threshold`) this is the 80/20 rule of
+    arXiv 2506.01939 in one visit of the logits; `EntropyQuantile` is the exact rule, in two.
+    """
 
     threshold: float
     one_pass = True
@@ -138,15 +158,19 @@ class EntropyFloor(Filter):
     reads_advantages = False
     ranges = (("threshold", "it is an entropy in nats.", -LARGEST, LARGEST),)
 
-    def keep(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None) -> Tensor:
+    def keep(
+        self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None
+    ) -> Tensor:
         assert entropy is not None
         return ~below_floor(entropy, self.threshold)
 
 
 @dataclass(frozen=True, eq=False)
 class EntropyQuantile(Filter):
-    """Keep the `share` of trained tokens with the highest entropy, in the policy term and the entropy bonus (0.2 in
-    arXiv 2506.01939; TRL's `top_entropy_quantile`). `process_group`: the quantile is that of all its ranks' tokens."""
+    """Keep the `share` of trained tokens with the highest entropy, in the policy term and the
+    entropy bonus (0.2 in arXiv 2506.01939; TRL's `top_entropy_quantile`). `process_group`: the
+    quantile is that of all its ranks' tokens.
+    """
 
     share: float
     process_group: Any = None
@@ -154,21 +178,28 @@ class EntropyQuantile(Filter):
     reads_advantages = False
     ranges = (("share", *SHARE),)
 
-    def keep(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None) -> Tensor:
+    def keep(
+        self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None
+    ) -> Tensor:
         assert entropy is not None
-        return ~below_floor(entropy, entropy_threshold(entropy, rows.mask, self.share, self.process_group))
+        return ~below_floor(
+            entropy, entropy_threshold(entropy, rows.mask, self.share, self.process_group)
+        )
 
 
 @dataclass(frozen=True)
 class OffPolicySequences(Filter):
-    """Drop whole sequences of negative advantage from which the policy has moved away (DeepSeek-V3.2, arXiv 2512.02556).
+    """Drop whole sequences of negative advantage from which the policy has moved away
+    (DeepSeek-V3.2, arXiv 2512.02556).
 
-    delta          a sequence is dropped if its mean of (log-prob under the sampler - log-prob now) exceeds `delta`. Without
-                   sampler_logps, old_logps are used.
-    advantage_of   decides where the advantages of the tokens of a sequence have different signs. "sequence": the sequence is
-                   dropped or kept as a whole, by the sign of the sum of its trained tokens' advantages. "token": in a sequence
-                   beyond `delta`, only tokens whose own advantage is negative are dropped (TRL's `off_policy_mask_threshold`).
-                   With one advantage per sequence both are the same."""
+    delta          a sequence is dropped if its mean of (log-prob under the sampler - log-prob now)
+                   exceeds `delta`. Without sampler_logps, old_logps are used.
+    advantage_of   decides where the advantages of the tokens of a sequence have different signs.
+                   "sequence": the sequence is dropped or kept as a whole, by the sign of the sum of
+                   its trained tokens' advantages. "token": in a sequence beyond `delta`, only
+                   tokens whose own advantage is negative are dropped (TRL's
+                   `off_policy_mask_threshold`). With one advantage per sequence both are the same.
+    """
 
     delta: float = 0.5
     advantage_of: str = "sequence"
@@ -179,7 +210,9 @@ class OffPolicySequences(Filter):
         super().__post_init__()
         require_one_of("advantage_of", self.advantage_of, ADVANTAGES_OF)
 
-    def keep(self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None) -> Tensor:
+    def keep(
+        self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None
+    ) -> Tensor:
         assert batch is not None
         now, sampler = _log_probs_now_and_then(batch, logps)
         # A NaN in sampler_logps counts as 0. Another NaN stays, so that the mean exceeds nothing.
@@ -188,15 +221,20 @@ class OffPolicySequences(Filter):
         return _near(batch, x, self.delta, self.advantage_of)
 
 
-def near_sampler(batch: TokenBatch, logps: Tensor, delta: float, advantage_of: str = "sequence") -> Tensor:
-    """Return which tokens `OffPolicySequences` keeps, bool [n], from the policy's log-probs now, fp32 [n]. A token with a
-    NaN among its two log-probs counts as 0 in the mean."""
+def near_sampler(
+    batch: TokenBatch, logps: Tensor, delta: float, advantage_of: str = "sequence"
+) -> Tensor:
+    """Return which tokens `OffPolicySequences` keeps, bool [n], from the policy's log-probs now,
+    fp32 [n]. A token with a NaN among its two log-probs counts as 0 in the mean.
+    """
     now, sampler = _log_probs_now_and_then(batch, logps)
     return _near(batch, log_ratio(sampler, now), delta, advantage_of)
 
 
 def _log_probs_now_and_then(batch: TokenBatch, logps: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log-probs under the policy now, 0 where the mask is False, and under the sampler, fp32 [n] each."""
+    """Return log-probs under the policy now, 0 where the mask is False, and under the sampler, fp32
+    [n] each.
+    """
     given = batch.table("old_logps", "sampler_logps")
     now = torch.where(batch.trained, logps, 0.0)
     return now, given.get("sampler_logps", given.get("old_logps", now))
@@ -206,7 +244,8 @@ def _near(batch: TokenBatch, log_ratios: Tensor, delta: float, advantage_of: str
     """Return which tokens to keep, bool [n], from log-ratios [n] of sampler over policy."""
     if batch.advantages is None:
         raise ValueError(
-            "advantages is None, but their signs decide which sequences are dropped: pass a float tensor [B] or [B, T]."
+            "advantages is None, but their signs decide which sequences are dropped: pass a float"
+            " tensor [B] or [B, T]."
         )
     advantages = batch.table("advantages")["advantages"]
     # One reduction for both sums: with a context_group each is a collective.
@@ -217,19 +256,31 @@ def _near(batch: TokenBatch, log_ratios: Tensor, delta: float, advantage_of: str
 
 
 def log_ratio(above: Tensor, below: Tensor) -> Tensor:
-    """above - below in fp64, in [-BOUND, BOUND]; NaN, a token that one of them did not score, counts as 0."""
+    """above - below in fp64, in [-BOUND, BOUND]; NaN, a token that one of them did not score,
+    counts as 0.
+    """
     return torch.nan_to_num(above.double() - below.double(), nan=0.0).clamp(-BOUND, BOUND)
 
 
 def check_filters(filters: Any, level: str) -> None:
-    """Raise ValueError unless these are filters, each kind once at most, and fit the level of the ratio."""
-    remedy = "pass a tuple of filters, for example (TrustRegion('tv'),), see grpo_kernels.formulas.filters."
+    """Raise ValueError unless these are filters, each kind once at most, and fit the level of the
+    ratio.
+    """
+    remedy = (
+        "pass a tuple of filters, for example (TrustRegion('tv'),), see"
+        " grpo_kernels.formulas.filters."
+    )
     fine = isinstance(filters, tuple) and all(isinstance(f, Filter) for f in filters)
     require(fine, "filters", filters, remedy)
     kinds = [type(f) for f in filters]
     require(len(set(kinds)) == len(kinds), "filters", filters, "give each kind of filter once.")
     both = EntropyFloor in kinds and EntropyQuantile in kinds
-    require(not both, "filters", filters, "EntropyFloor and EntropyQuantile do the same thing: pass one of them.")
+    require(
+        not both,
+        "filters",
+        filters,
+        "EntropyFloor and EntropyQuantile do the same thing: pass one of them.",
+    )
     trust = TrustRegion in kinds and level != "token"
     remedy = 'a TrustRegion compares probabilities of single tokens: it needs level="token".'
     require(not trust, "level", level, remedy)

@@ -1,11 +1,13 @@
-"""KL to the reference: estimators, each one plain function, and `Kl`, which says how an estimator is weighted and clamped.
+"""KL to the reference: estimators, each one plain function, and `Kl`, which says how an estimator
+is weighted and clamped.
 
-An estimator is (logp, old_logp, ref_logp) -> (value, slope) of a token, fp32. The slope is d value / d logp, and d stands for
-ref_logp - logp. Only `distillation` uses old_logp, the log-prob at the start of the update.
+An estimator is (logp, old_logp, ref_logp) -> (value, slope) of a token, fp32. The slope is d value
+/ d logp, and d stands for ref_logp - logp. Only `distillation` uses old_logp, the log-prob at the
+start of the update.
 
-The expected gradient of each estimator on samples of the policy: k1 as a loss has none (use it in rewards, or weighted), k2 has
-that of KL(policy || reference), k3 that of KL(reference || policy). Weighted by the ratio or the score, k1 and k3 have that of
-KL(policy || reference).
+The expected gradient of each estimator on samples of the policy: k1 as a loss has none (use it in
+rewards, or weighted), k2 has that of KL(policy || reference), k3 that of KL(reference || policy).
+Weighted by the ratio or the score, k1 and k3 have that of KL(policy || reference).
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ def k2(logp, old_logp, ref_logp):
 
 
 def k3(logp, old_logp, ref_logp):
-    """e^d - d - 1 >= 0, the estimator of GRPO (arXiv 2402.03300, eq. 4). The exponent is bounded at 60."""
+    """e^d - d - 1 >= 0, the estimator of GRPO (arXiv 2402.03300, eq.
+
+    4). The exponent is bounded at 60.
+    """
     d = ref_logp - logp
     e = bounded_exp(d)
     return e - d - 1.0, 1.0 - e
@@ -50,8 +55,10 @@ def absolute(logp, old_logp, ref_logp):
 
 
 def distillation(logp, old_logp, ref_logp):
-    """-sg(d) r [p - q >= -0.2] + 1e-3 (log r)^2: on-policy distillation of the reference, with p, q the probabilities under
-    the policy and the one that sampled (prime-rl). Not a KL estimate, but a term of the same inputs."""
+    """-sg(d) r [p - q >= -0.2] + 1e-3 (log r)^2: on-policy distillation of the reference, with p, q
+    the probabilities under the policy and the one that sampled (prime-rl). Not a KL estimate, but a
+    term of the same inputs.
+    """
     x = logp - old_logp
     r = bounded_exp(x)
     keep = ops.exp(logp) - ops.exp(old_logp) >= -0.2
@@ -59,10 +66,17 @@ def distillation(logp, old_logp, ref_logp):
     return pull + 1e-3 * x * x, pull + 2e-3 * x
 
 
-ESTIMATORS: dict[str, Callable[..., Any]] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute, "distillation": distillation}
+ESTIMATORS: dict[str, Callable[..., Any]] = {
+    "k1": k1,
+    "k2": k2,
+    "k3": k3,
+    "abs": absolute,
+    "distillation": distillation,
+}
 
 
-# ---- value + slope: the slope of a value that is weighted by a ratio of 1, simplified because adding the two would cancel
+# ---- value + slope: the slope of a value that is weighted by a ratio of 1, simplified because
+# adding the two would cancel
 
 
 def k1_score(logp, old_logp, ref_logp):
@@ -86,17 +100,24 @@ SCORES: dict[Callable[..., Any], Callable[..., Any]] = {k1: k1_score, k2: k2_sco
 WEIGHTINGS = ("none", "ratio", "detached-ratio", "score")
 
 
-def kl_terms(logp, old_logp, ref_logp, log_ratio, clamps, ESTIMATOR, SCORE, WEIGHTING, STRAIGHT_THROUGH):
-    """(value, slope with the ratio held still, slope through the log-ratio, their sum), as `Kl` describes.
+def kl_terms(
+    logp, old_logp, ref_logp, log_ratio, clamps, ESTIMATOR, SCORE, WEIGHTING, STRAIGHT_THROUGH
+):
+    """(value, slope with the ratio held still, slope through the log-ratio, their sum), as `Kl`
+    describes.
 
-    log_ratio  that of the weighting. clamps  `Kl.clamps`. ESTIMATOR, SCORE, WEIGHTING, STRAIGHT_THROUGH  `Kl.formula`."""
+    log_ratio  that of the weighting. clamps  `Kl.clamps`. ESTIMATOR, SCORE, WEIGHTING,
+               STRAIGHT_THROUGH  `Kl.formula`.
+    """
     # Where one of the two is -inf, their distance stays finite.
     logp, ref_logp = logp.clamp(min=-1e4), ref_logp.clamp(min=-1e4)
     d = ref_logp - logp
     if clamps is not None:
         near = ops.abs(d) <= clamps[0]
         ref_logp = ops.where(near, ref_logp, logp + d.clamp(-clamps[0], clamps[0]))
-    zero = d * 0.0  # NaN of a NaN, which comparisons of the estimator and with the clamps would hide
+    zero = (
+        d * 0.0
+    )  # NaN of a NaN, which comparisons of the estimator and with the clamps would hide
     value, slope = ESTIMATOR(logp, old_logp, ref_logp)
     value = value + zero
     through, both = value, value + slope if SCORE is None else SCORE(logp, old_logp, ref_logp)
@@ -120,21 +141,23 @@ def kl_terms(logp, old_logp, ref_logp, log_ratio, clamps, ESTIMATOR, SCORE, WEIG
 class Kl(Checked):
     """How the KL to the reference is estimated.
 
-    estimator         "k1", "k2", "k3", "abs", "distillation" (see the functions of this module), or a function of yours,
-                      (logp, old_logp, ref_logp) -> (value, slope), under the rules of `surrogates.Custom`.
-    weighting         "none". "ratio": times the ratio of the objective's level, with its gradient, so that off-policy
-                      samples stay unbiased (DeepSeek-V3.2, arXiv 2512.02556; TRL's default): k3 then has the slope -r d.
-                      "detached-ratio": the ratio is a constant. "score": times exp(logp - sg(logp)), which is 1 but
-                      has the score-function gradient (arXiv 2506.09477; NeMo-RL).
+    estimator         "k1", "k2", "k3", "abs", "distillation" (see the functions of this module), or
+                      a function of yours, (logp, old_logp, ref_logp) -> (value, slope), under the
+                      rules of `surrogates.Custom`.
+    weighting         "none". "ratio": times the ratio of the objective's level, with its gradient,
+                      so that off-policy samples stay unbiased (DeepSeek-V3.2, arXiv 2512.02556;
+                      TRL's default): k3 then has the slope -r d. "detached-ratio": the ratio is a
+                      constant. "score": times exp(logp - sg(logp)), which is 1 but has the
+                      score-function gradient (arXiv 2506.09477; NeMo-RL).
     straight_through  True: the value of the estimator with the slope of k2 (verl's "k1+", "k3+").
-    clamp_log, clamp  bounds of |d| and of the value, before the weighting. Outside them the gradient is 0, also that through
-                      the weight (verl: 20 and 10), so the tokens that have moved furthest get none. Infinity, the default,
-                      switches them off.
+    clamp_log, clamp  bounds of |d| and of the value, before the weighting. Outside them the
+                      gradient is 0, also that through the weight (verl: 20 and 10), so the tokens
+                      that have moved furthest get none. Infinity, the default, switches them off.
 
-    A log-prob below -1e4, -inf included, counts as -1e4 (strict mode refuses -inf); log-ratios beyond 60 are
-    bounded in the exponent, and weighted
-    values at 1e30: value and slope stay finite in fp32. At level "sequence-sum" the ratio that weighs is the token's own.
-    Raises ValueError naming the field that is wrong.
+    A log-prob below -1e4, -inf included, counts as -1e4 (strict mode refuses -inf); log-ratios
+    beyond 60 are bounded in the exponent, and weighted values at 1e30: value and slope stay finite
+    in fp32. At level "sequence-sum" the ratio that weighs is the token's own. Raises ValueError
+    naming the field that is wrong.
     """
 
     estimator: str | Callable[..., Any] = "k3"
@@ -155,7 +178,12 @@ class Kl(Checked):
         require_one_of("weighting", self.weighting, WEIGHTINGS)
         if self.estimator == "distillation":
             plain = (self.weighting, self.straight_through, self.clamps) == ("none", False, None)
-            require(plain, "estimator", self.estimator, "it has its own weighting: leave the other fields alone.")
+            require(
+                plain,
+                "estimator",
+                self.estimator,
+                "it has its own weighting: leave the other fields alone.",
+            )
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -193,23 +221,34 @@ def as_kl(kl: str | Kl | Callable[..., Any]) -> Kl:
 
 
 def meant_by(name: object) -> str:
-    """Return " Did you mean ...?" for the direction of an exact divergence or a near name of an estimator, else ""."""
+    """Return " Did you mean ...?" for the direction of an exact divergence or a near name of an
+    estimator, else "".
+    """
     if name in DIRECTIONS:
         return f' Did you mean kl=Exact("{name}"), the divergence over the whole vocabulary?'
     return nearest(name, ESTIMATORS) if isinstance(name, str) else ""
 
 
 def check_kl(
-    kl: str | Kl | Callable[..., Any], *, detached: bool = False, points: int = 4096, tolerance: float = 1e-6, seed: int = 0
+    kl: str | Kl | Callable[..., Any],
+    *,
+    detached: bool = False,
+    points: int = 4096,
+    tolerance: float = 1e-6,
+    seed: int = 0,
 ) -> None:
-    """Compare the slope of an estimator (`Objective.kl`, a `Kl` or its function) with autograd's derivative of its value, in
-    fp64, at random log-probs that are up to 3 and, one in four, up to 20 from the others and from the reference's. `points` of
-    them are drawn with `seed`; an error above `tolerance` times (1 + the derivative) is refused. The weights, clamps and
+    """Compare the slope of an estimator (`Objective.kl`, a `Kl` or its function) with autograd's
+    derivative of its value, in fp64, at random log-probs that are up to 3 and, one in four, up to
+    20 from the others and from the reference's. `points` of them are drawn with `seed`; an error
+    above `tolerance` times (1 + the derivative) is refused. The weights, clamps and
     straight-through slope that a `Kl` adds are not checked.
 
-    detached   True: of a formula in which d = ref_logp - logp is a constant weight; ref_logp then moves along with logp.
+    detached   True: of a formula in which d = ref_logp - logp is a constant weight; ref_logp then
+               moves along with logp.
 
-    Raises ValueError as `check_surrogate` does, with d in place of the log-ratio; points on a kink have probability 0."""
+    Raises ValueError as `check_surrogate` does, with d in place of the log-ratio; points on a kink
+    have probability 0.
+    """
     function, g = as_kl(kl).function, torch.Generator().manual_seed(seed)
     (logp, x), (_, d) = log_probs(points, g), log_probs(points, g)
     old_logp, ref_logp = logp - x, logp + d

@@ -1,10 +1,11 @@
-"""Formulas for the kernels: a formula is run once with symbols in place of tensors, and what it did becomes a straight-line
-program. C++ evaluates it for one row after the other (csrc/kernels.h); for a GPU it is printed as a function of the fused kernel
-(core/backends/triton/launch.py).
+"""Formulas for the kernels: a formula is run once with symbols in place of tensors, and what it did
+becomes a straight-line program. C++ evaluates it for one row after the other (csrc/kernels.h); for
+a GPU it is printed as a function of the fused kernel (core/backends/triton/launch.py).
 
-A symbol is a number of a row (an input, or what follows from one), fp32, or a number of the whole call (a parameter, or what
-follows from parameters alone), which stays a Python number, as it does beside tensors. So a program gives what the formula
-gives in torch: each operation rounds alike, and exp, log and tanh, which no two libraries round alike, differ by their last bit.
+A symbol is a number of a row (an input, or what follows from one), fp32, or a number of the whole
+call (a parameter, or what follows from parameters alone), which stays a Python number, as it does
+beside tensors. So a program gives what the formula gives in torch: each operation rounds alike, and
+exp, log and tanh, which no two libraries round alike, differ by their last bit.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ import torch
 from .ops import ops
 
 REMEDY = (
-    "write it in arithmetic, comparisons and the names of `ops` (ops.where(condition, a, b) in place of `if`), with numbers as "
-    "parameters"
+    "write it in arithmetic, comparisons and the names of `ops` (ops.where(condition, a, b) in"
+    " place of `if`), with numbers as parameters"
 )
 
-#: Functions of numbers of the call, which are computed in Python. Those of rows have the same names, see csrc/program.cpp.
+#: Functions of numbers of the call, which are computed in Python. Those of rows have the same
+#: names, see csrc/program.cpp.
 OF_NUMBERS: dict[str, Callable[..., Any]] = {
     "neg": operator.neg, "abs": abs, "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
     "min": min, "max": max, "lt": operator.lt, "le": operator.le, "eq": operator.eq, "ne": operator.ne,
@@ -42,7 +44,10 @@ OF_ROWS: dict[str, Callable[..., Any]] = {
     "where": lambda condition, a, b: torch.where(condition != 0, a, b),
 }  # fmt: skip
 #: How many operands an operation has, if not two.
-OPERANDS = {**dict.fromkeys(("neg", "abs", "exp", "log", "sqrt", "tanh", "reciprocal", "not"), 1), "where": 3}
+OPERANDS = {
+    **dict.fromkeys(("neg", "abs", "exp", "log", "sqrt", "tanh", "reciprocal", "not"), 1),
+    "where": 3,
+}
 CONDITIONS = {"lt", "le", "eq", "ne", "and", "or", "not"}
 OF_CONDITIONS = {"and", "or", "not", "where", "eq", "ne"}
 
@@ -57,11 +62,13 @@ class Program:
 
     name      of the formulas in it.
     inputs    the names of its inputs, in the order of their registers.
-    steps     (operation, registers a, b, c) of each instruction, 0 where it has fewer operands. Registers are counted over the
-              numbers of a call, the inputs and the instructions.
+    steps     (operation, registers a, b, c) of each instruction, 0 where it has fewer operands.
+              Registers are counted over the numbers of a call, the inputs and the instructions.
     outputs   registers.
-    sources   (operation, places) of each number of a call: a constant, a parameter, or what follows from the places of others.
-    numbers_used  the places of those that are in registers."""
+    sources   (operation, places) of each number of a call: a constant, a parameter, or what follows
+              from the places of others.
+    numbers_used  the places of those that are in registers.
+    """
 
     name: str
     inputs: tuple[str, ...]
@@ -82,16 +89,26 @@ class Program:
                 values.append(OF_NUMBERS[what](*(values[i] for i in of)))
         return [float(values[i]) for i in self.numbers_used]
 
-    def __call__(self, numbers: Sequence[float], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def __call__(
+        self, numbers: Sequence[float], inputs: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
         """Its outputs in torch."""
         registers: list[Any] = [*numbers, *inputs]
         for operation, *of in self.steps:
-            registers.append(OF_ROWS[operation](*(registers[r] for r in of[: OPERANDS.get(operation, 2)])))
-        return [torch.as_tensor(registers[r], dtype=torch.float32).expand_as(inputs[0]) for r in self.outputs]
+            registers.append(
+                OF_ROWS[operation](*(registers[r] for r in of[: OPERANDS.get(operation, 2)]))
+            )
+        return [
+            torch.as_tensor(registers[r], dtype=torch.float32).expand_as(inputs[0])
+            for r in self.outputs
+        ]
 
 
 def _recorded(operation: str, swapped: bool = False) -> Callable[..., Any]:
-    """A method of symbols: the operation of a symbol and, where it has two operands, another number, or of these `swapped`."""
+    """A method of symbols:
+
+    the operation of a symbol and, where it has two operands, another number, or of these `swapped`.
+    """
 
     def method(self: Symbol, *other: Any) -> Symbol:
         return self.tracer.apply(operation, *(*other, self) if swapped else (self, *other))
@@ -135,11 +152,17 @@ class Symbol:
         raise FormulaRefused("a branch on a value: write ops.where(condition, a, b).")
 
     def __float__(self) -> float:
-        raise FormulaRefused("a value as a float of Python: pass what is made of it as a parameter.")
+        raise FormulaRefused(
+            "a value as a float of Python: pass what is made of it as a parameter."
+        )
 
     @classmethod
     def __torch_function__(
-        cls, function: Callable[..., Any], kinds: Any, given: tuple[Any, ...] = (), named: dict[str, Any] | None = None
+        cls,
+        function: Callable[..., Any],
+        kinds: Any,
+        given: tuple[Any, ...] = (),
+        named: dict[str, Any] | None = None,
     ) -> Symbol:
         named = dict(named or {})
         tracer = next(x.tracer for x in (*given, *named.values()) if isinstance(x, Symbol))
@@ -147,7 +170,9 @@ class Symbol:
             return tracer.clamped(*given, **named)
         name = OF_TORCH.get(function)
         if name is None or named:
-            raise FormulaRefused(f"torch.{getattr(function, '__name__', function)} is no operation of the kernels.")
+            raise FormulaRefused(
+                f"torch.{getattr(function, '__name__', function)} is no operation of the kernels."
+            )
         return tracer.apply(name, *given)
 
 
@@ -159,7 +184,9 @@ OF_TORCH: dict[Callable[..., Any], str] = {
 
 
 class Tracer:
-    """Makes symbols, records how each is computed, and makes a program that computes the requested ones."""
+    """Makes symbols, records how each is computed, and makes a program that computes the requested
+    ones.
+    """
 
     def __init__(self) -> None:
         self._made: dict[Hashable, Symbol] = {}
@@ -225,7 +252,10 @@ class Tracer:
         rows = [x for x in order if x.in_row and x.operation != "input"]
         numbers = [x for x in order if not x.in_row]
         place = {id(x): i for i, x in enumerate(numbers)}
-        sources = [(x.operation, tuple(place[id(y)] if isinstance(y, Symbol) else y for y in x.of)) for x in numbers]
+        sources = [
+            (x.operation, tuple(place[id(y)] if isinstance(y, Symbol) else y for y in x.of))
+            for x in numbers
+        ]
         read = {*map(id, results), *(id(y) for x in rows for y in x.of)}
         used = [x for x in numbers if id(x) in read]
         registers = {id(x): r for r, x in enumerate([*used, *self._inputs.values(), *rows])}
@@ -235,20 +265,35 @@ class Tracer:
             steps.append((x.operation, a, b, c))
         result_registers = tuple(registers[id(x)] for x in results)
         places = tuple(place[id(x)] for x in used)
-        return Program(name, tuple(self._inputs), tuple(steps), result_registers, tuple(sources), places)
+        return Program(
+            name, tuple(self._inputs), tuple(steps), result_registers, tuple(sources), places
+        )
 
 
 def refusal(name: str, error: Exception) -> str:
     """Why a formula could not be traced, with the line that caused it."""
     lines = ((line, frame.f_code) for frame, line in traceback.walk_tb(error.__traceback__))
-    *_, where = "", *(f" (line {line} of {code.co_name})" for line, code in lines if code.co_filename != __file__)
-    said = str(error).rstrip(".") if isinstance(error, FormulaRefused) else f"{type(error).__name__}: {error}"
+    *_, where = (
+        "",
+        *(
+            f" (line {line} of {code.co_name})"
+            for line, code in lines
+            if code.co_filename != __file__
+        ),
+    )
+    said = (
+        str(error).rstrip(".")
+        if isinstance(error, FormulaRefused)
+        else f"{type(error).__name__}: {error}"
+    )
     return f"{name} cannot run in the kernels: {said}{where}. {REMEDY[0].upper()}{REMEDY[1:]}."
 
 
 def same_numbers(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> torch.Tensor:
-    """bool [n]: where both are NaN, the same infinity, or no further apart than `tolerance` times the expected size and the median
-    size of those that are not 0. So the numbers of a tiny output are told apart like those of a large one."""
+    """bool [n]: where both are NaN, the same infinity, or no further apart than `tolerance` times
+    the expected size and the median size of those that are not 0. So the numbers of a tiny output
+    are told apart like those of a large one.
+    """
     sizes = expected.abs()
     some = sizes[sizes.isfinite() & (sizes > 0)]
     typical = some.median() if some.numel() else torch.zeros(())
@@ -264,16 +309,20 @@ Trial = tuple[list[torch.Tensor], Callable[[], dict[str, Any]]]
 
 @dataclass(eq=False)
 class Made:
-    """What was made of formulas: a program, or the reason why there is none. It holds none of them: a function of the user has
-    globals, which may be large."""
+    """What was made of formulas: a program, or the reason why there is none. It holds none of them:
+    a function of the user has globals, which may be large.
+    """
 
     program: Program | str | None = None
     compared: bool = False  # with torch
 
     @classmethod
-    def of(cls, keys: tuple[Hashable, ...], name: str, build: Callable[[Tracer], Sequence[Any]]) -> Made:
-        """That of formulas with these keys, made once unless one of them is None. `build`: (tracer) -> the outputs of the program
-        `name`."""
+    def of(
+        cls, keys: tuple[Hashable, ...], name: str, build: Callable[[Tracer], Sequence[Any]]
+    ) -> Made:
+        """That of formulas with these keys, made once unless one of them is None. `build`: (tracer)
+        -> the outputs of the program `name`.
+        """
         made = cls() if None in keys else _made_before(keys)
         if made.program is None:
             tracer = Tracer()
@@ -291,8 +340,10 @@ class Made:
         return self.program
 
     def compare_once(self, run: Run, numbers: list[float], trial: Callable[[], Trial]) -> None:
-        """Compare what `run` makes of the program with torch, unless it was before. Raises FormulaRefused where they differ: the
-        formula does something with tensors that it does not do with symbols."""
+        """Compare what `run` makes of the program with torch, unless it was before. Raises
+        FormulaRefused where they differ: the formula does something with tensors that it does not
+        do with symbols.
+        """
         if self.compared:
             return
         program = self.checked()
@@ -303,10 +354,14 @@ class Made:
             off = ~same_numbers(x, y, 1e-4)
             if off.any():
                 i = int(off.nonzero()[0])
-                at = ", ".join(f"{name}={float(v[i]):.6g}" for name, v in zip(program.inputs, inputs, strict=True))
+                at = ", ".join(
+                    f"{name}={float(v[i]):.6g}"
+                    for name, v in zip(program.inputs, inputs, strict=True)
+                )
                 raise FormulaRefused(
-                    f"{program.name} gives {what} {float(x[i]):.6g} in the kernels and {float(y[i]):.6g} in torch, at {at}: it must do "
-                    "the same with every kind of number that it is given."
+                    f"{program.name} gives {what} {float(x[i]):.6g} in the kernels and"
+                    f" {float(y[i]):.6g} in torch, at {at}: it must do the same with every kind of"
+                    " number that it is given."
                 )
         self.compared = True
 
@@ -317,7 +372,8 @@ def _made_before(keys: tuple[Hashable, ...]) -> Made:
     return Made()
 
 
-# ---- what a formula depends on, as a key: what was made of it (a program, a kernel) serves as long as the key is the same
+# ---- what a formula depends on, as a key: what was made of it (a program, a kernel) serves as long
+# as the key is the same
 
 #: Functions and types whose results follow from what they are given.
 PURE = frozenset(
@@ -345,9 +401,11 @@ def is_own(x: object) -> bool:
 
 
 def key_of(x: object) -> Hashable | None:
-    """Equal for formulas, and for what they keep, that give the same program: a function made anew has the same key while its
-    code, its defaults, what it closes over and the values of the global names in it, those of its helpers included, are the same.
-    None where this cannot be told, as of an object with methods. A key holds no function of the user."""
+    """Equal for formulas, and for what they keep, that give the same program: a function made anew
+    has the same key while its code, its defaults, what it closes over and the values of the global
+    names in it, those of its helpers included, are the same. None where this cannot be told, as of
+    an object with methods. A key holds no function of the user.
+    """
     try:
         return _key(x, {})
     except (_Unknown, RecursionError):  # a list that contains itself
@@ -372,13 +430,17 @@ def _key(x: Any, seen: dict[int, int]) -> Hashable:
         parts = (getattr(x, field.name) for field in dataclasses.fields(x))
     if parts is not None:
         return kind, *[_key(y, seen) for y in parts]
-    if isinstance(x, (type, types.BuiltinFunctionType)) and (is_own(x) or x in PURE or _is_of_tensors(x)):
+    if isinstance(x, (type, types.BuiltinFunctionType)) and (
+        is_own(x) or x in PURE or _is_of_tensors(x)
+    ):
         return x
     raise _Unknown
 
 
 def _is_of_tensors(x: Any) -> bool:
-    """Whether it is a function of torch that is a method of tensors too, so not a random number, for example."""
+    """Whether it is a function of torch that is a method of tensors too, so not a random number,
+    for example.
+    """
     name = x.__name__
     return hasattr(torch.Tensor, name) and getattr(torch, name, None) is x
 
@@ -390,7 +452,10 @@ def _key_of_function(x: Any, seen: dict[int, int]) -> Hashable:
     code, globals_, names = x.__code__, x.__globals__, _names_in(x.__code__)
     if names is None:
         raise _Unknown
-    kept: list[Any] = [code, *[_key(y, seen) if y else None for y in (x.__defaults__, x.__kwdefaults__, x.__dict__)]]
+    kept: list[Any] = [
+        code,
+        *[_key(y, seen) if y else None for y in (x.__defaults__, x.__kwdefaults__, x.__dict__)],
+    ]
     for cell in x.__closure__ or ():
         if cell == types.CellType():  # a name that has no value yet
             raise _Unknown
@@ -409,8 +474,9 @@ def _key_of_function(x: Any, seen: dict[int, int]) -> Hashable:
 
 @functools.lru_cache(maxsize=1024)
 def _names_in(code: types.CodeType) -> tuple[tuple[str, ...], ...] | None:
-    """The global names in a function and in the functions inside of it, each with the attributes that are asked of it. None if it
-    changes what they mean."""
+    """The global names in a function and in the functions inside of it, each with the attributes
+    that are asked of it. None if it changes what they mean.
+    """
     found: dict[tuple[str, ...], None] = {}
     path: tuple[str, ...] = ()
     for step in dis.get_instructions(code):

@@ -1,11 +1,12 @@
 """The policy term: surrogates, each one plain function that returns a token's loss and its slope.
 
-Notation: logp, old_logp are log-probs of the chosen token under the policy and under the policy at the start of the
-update; x = logp - old_logp, r = exp(x); A the advantage; sg stops the gradient; "slope" = d loss / d logp.
+Notation: logp, old_logp are log-probs of the chosen token under the policy and under the policy at
+the start of the update; x = logp - old_logp, r = exp(x); A the advantage; sg stops the gradient;
+"slope" = d loss / d logp.
 
-Every function is (logp, old_logp, advantage, params) -> (loss, slope) of a token, fp32; params are the numbers of its
-class, in the order of the fields. It is written in `ops` (see there), so fused kernels run the same source. To
-write your own, see `Custom`.
+Every function is (logp, old_logp, advantage, params) -> (loss, slope) of a token, fp32; params are
+the numbers of its class, in the order of the fields. It is written in `ops` (see there), so fused
+kernels run the same source. To write your own, see `Custom`.
 """
 
 from __future__ import annotations
@@ -80,7 +81,10 @@ def sapo(logp, old_logp, advantage, params):
 
 
 def vespo(logp, old_logp, advantage, params):
-    """-phi A logp, phi = sg(exp(lambda + k log w - lambda w)), log w = x within [log 1e-8, 20]. See `Vespo`."""
+    """-phi A logp, phi = sg(exp(lambda + k log w - lambda w)), log w = x within [log 1e-8, 20].
+
+    See `Vespo`.
+    """
     k = ops.where(advantage >= 0.0, params[0], params[2])
     rate = ops.where(advantage >= 0.0, params[1], params[3])
     log_w = (logp - old_logp).clamp(-18.420680743952367, 20.0)
@@ -114,19 +118,24 @@ LEVELS = ("token", "sequence", "sequence-token", "sequence-sum")
 
 
 class Surrogate(Checked):
-    """A surrogate function together with its parameters. Subclasses are frozen dataclasses of floats.
+    """A surrogate function together with its parameters. Subclasses are frozen dataclasses of
+    floats.
 
-    The attributes tell an objective how it may be used."""
+    The attributes tell an objective how it may be used.
+    """
 
     function: Callable[..., Any]
     #: Levels of the ratio that it is defined for.
     levels: tuple[str, ...] = LEVELS
-    #: True: the ratio is a constant weight and the gradient flows through logp itself (CISPO). At sequence levels the
-    #: slope then stays at its token instead of flowing through the log-ratio of the sequence.
+    #: True: the ratio is a constant weight and the gradient flows through logp itself (CISPO). At
+    #: sequence levels the slope then stays at its token instead of flowing through the log-ratio of
+    #: the sequence.
     detached_ratio: bool = False
-    #: True: a token with advantage 0 has loss 0 and slope 0 whatever its ratio, so its row need not be read.
+    #: True: a token with advantage 0 has loss 0 and slope 0 whatever its ratio, so its row need not
+    #: be read.
     zero_at_zero_advantage: bool = True
-    #: True: a batch's weights enter the ratio of the sequence instead of multiplying the term (VESPO).
+    #: True: a batch's weights enter the ratio of the sequence instead of multiplying the term
+    #: (VESPO).
     absorbs_weights: bool = False
     #: True: `function` may read logp beside the ratio, which then has no bounds.
     reads_logp: bool = False
@@ -135,59 +144,86 @@ class Surrogate(Checked):
 
     @property
     def in_torch(self) -> bool:
-        """True: autograd finds the slope, not `function`. It then runs in torch only, and logits are read twice."""
+        """True:
+
+        autograd finds the slope, not `function`. It then runs in torch only, and logits are read
+        twice.
+        """
         return False
 
     @property
     def formula(self) -> Callable[..., tuple[Any, Any]]:
-        """(logp, old_logp, advantage, params) -> (loss, slope) of a token: `function`, where that gives both."""
+        """(logp, old_logp, advantage, params) -> (loss, slope) of a token:
+
+        `function`, where that gives both.
+        """
         return self.function
 
     @property
     def params(self) -> tuple[float, ...]:
-        """What `function` receives as its last argument: runtime floats, so a schedule recompiles nothing. Where the surrogate
-        `selects`, what it selected follows them."""
+        """What `function` receives as its last argument: runtime floats, so a schedule recompiles
+        nothing. Where the surrogate `selects`, what it selected follows them.
+        """
         return tuple(float(getattr(self, f.name)) for f in fields(self))  # type: ignore[arg-type]
 
     @property
     def ratio_bounds(self) -> tuple[float, float]:
-        """Ratios below the first (A < 0) or above the second (A > 0) count as clipped in the metrics."""
+        """Ratios below the first (A < 0) or above the second (A > 0) count as clipped in the
+        metrics.
+        """
         return (0.0, math.inf)
 
     def clipped(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        """Which tokens count as clipped, two bools in the shape of ratio and advantages: those below the lower bound with A <
-        0, and those above the upper with A > 0."""
+        """Which tokens count as clipped, two bools in the shape of ratio and advantages: those
+        below the lower bound with A < 0, and those above the upper with A > 0.
+        """
         low, high = self.ratio_bounds
         return (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
 
     def in_sequence(self, x: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor | float]:
-        """What a token adds to its sequence's mean or sum of log-ratios x [n], and the derivative in x; advantages [n]."""
+        """What a token adds to its sequence's mean or sum of log-ratios x [n], and the derivative
+        in x; advantages [n].
+        """
         return x, 1.0
 
-    def select(self, logps: Tensor, old_logps: Tensor, advantages: Tensor, trained: Tensor) -> Tensor:
-        """fp32 [n] of 0 and 1, for a surrogate that `selects`, from logps, old_logps and advantages, fp32 [n], and trained,
-        bool [n]."""
+    def select(
+        self, logps: Tensor, old_logps: Tensor, advantages: Tensor, trained: Tensor
+    ) -> Tensor:
+        """fp32 [n] of 0 and 1, for a surrogate that `selects`, from logps, old_logps and
+        advantages, fp32 [n], and trained, bool [n].
+        """
         raise NotImplementedError
 
-    def __call__(self, logp: Tensor, old_logp: Tensor, advantage: Tensor, *selected: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, logp: Tensor, old_logp: Tensor, advantage: Tensor, *selected: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Per-token loss and slope, fp32, in the shape of `logp`."""
         return self.formula(logp, old_logp, advantage, (*self.params, *selected))
 
 
 @dataclass(frozen=True)
 class Clip(Surrogate):
-    """PPO / GRPO clipping with separate bounds: loss = -min(min(r, delta) A, clip(r, 1 - eps_low, 1 + eps_high) A).
+    """PPO / GRPO clipping with separate bounds: loss = -min(min(r, delta) A, clip(r, 1 - eps_low, 1
+    + eps_high) A).
 
-    Sources: PPO arXiv 1707.06347 eq. 7; clip-higher (eps_high > eps_low) DAPO arXiv 2503.14476; the two-sided bound
-    `delta`, which caps the loss for A < 0, INTELLECT-2 arXiv 2505.07291. `delta` equals dual clip (arXiv 1912.09729)
-    with c = delta for delta >= 1 + eps_high. Infinity switches it off.
+    Sources: PPO arXiv 1707.06347 eq. 7; clip-higher (eps_high > eps_low) DAPO arXiv 2503.14476; the
+    two-sided bound `delta`, which caps the loss for A < 0, INTELLECT-2 arXiv 2505.07291. `delta`
+    equals dual clip (arXiv 1912.09729) with c = delta for delta >= 1 + eps_high. Infinity switches
+    it off.
     """
 
     eps_low: float = 0.2
     eps_high: float = 0.2
     delta: float = math.inf
     function = staticmethod(clip)
-    ranges = (*CLIP_WIDTHS, ("delta", "the two-sided bound is above 1 (math.inf switches it off).", math.nextafter(1.0, 2.0)))
+    ranges = (
+        *CLIP_WIDTHS,
+        (
+            "delta",
+            "the two-sided bound is above 1 (math.inf switches it off).",
+            math.nextafter(1.0, 2.0),
+        ),
+    )
 
     @property
     def ratio_bounds(self) -> tuple[float, float]:
@@ -196,10 +232,12 @@ class Clip(Surrogate):
 
 @dataclass(frozen=True)
 class Cispo(Surrogate):
-    """CISPO: loss = -sg(clip(r, low, cap)) A logp. The clipped ratio is a constant weight, so every token keeps a gradient.
+    """CISPO: loss = -sg(clip(r, low, cap)) A logp. The clipped ratio is a constant weight, so every
+    token keeps a gradient.
 
-    `cap` and `low` are absolute bounds of the ratio, not offsets from 1 (TRL passes the cap as `epsilon_high`).
-    Sources: MiniMax-M1 arXiv 2506.13585 eq. 4; cap 5 as in ScaleRL arXiv 2510.13786. low = 0 is one-sided.
+    `cap` and `low` are absolute bounds of the ratio, not offsets from 1 (TRL passes the cap as
+    `epsilon_high`). Sources: MiniMax-M1 arXiv 2506.13585 eq. 4; cap 5 as in ScaleRL arXiv
+    2510.13786. low = 0 is one-sided.
     """
 
     cap: float = 5.0
@@ -222,7 +260,10 @@ class Cispo(Surrogate):
 
 @dataclass(frozen=True)
 class PolicyGradient(Surrogate):
-    """REINFORCE: loss = -A logp, no ratio (Williams 1992; GPG arXiv 2504.02546). With A = 1, the cross-entropy."""
+    """REINFORCE:
+
+    loss = -A logp, no ratio (Williams 1992; GPG arXiv 2504.02546). With A = 1, the cross-entropy.
+    """
 
     function = staticmethod(policy_gradient)
     detached_ratio = True
@@ -230,38 +271,52 @@ class PolicyGradient(Surrogate):
 
 @dataclass(frozen=True)
 class NoPolicyTerm(Surrogate):
-    """loss = 0: for an objective of a KL, an entropy bonus or `nll_weights` alone, as distillation is. The advantages are not
-    used."""
+    """loss = 0: for an objective of a KL, an entropy bonus or `nll_weights` alone, as distillation
+    is. The advantages are not used.
+    """
 
     function = staticmethod(no_policy_term)
 
 
 @dataclass(frozen=True)
 class ImportanceSampling(Surrogate):
-    """loss = -r A, no clip (Tinker's "importance_sampling"; the ratio of DPPO beside a `filters.TrustRegion`)."""
+    """loss = -r A, no clip (Tinker's "importance_sampling"; the ratio of DPPO beside a
+    `filters.TrustRegion`).
+    """
 
     function = staticmethod(importance_sampling)
 
 
 @dataclass(frozen=True)
 class Sapo(Surrogate):
-    """SAPO: a soft gate instead of a clip, loss = -(4 / tau) sigmoid(tau (r - 1)) A, of slope -A at r = 1.
+    """SAPO: a soft gate instead of a clip, loss = -(4 / tau) sigmoid(tau (r - 1)) A, of slope -A at
+    r = 1.
 
-    tau_pos for A > 0, tau_neg otherwise. Source: arXiv 2511.20347."""
+    tau_pos for A > 0, tau_neg otherwise. Source: arXiv 2511.20347.
+    """
 
     tau_pos: float = 1.0
     tau_neg: float = 1.05
     function = staticmethod(sapo)
-    ranges = (("tau_pos tau_neg", "the temperature of the gate is a finite number above 0.", SMALLEST, LARGEST),)
+    ranges = (
+        (
+            "tau_pos tau_neg",
+            "the temperature of the gate is a finite number above 0.",
+            SMALLEST,
+            LARGEST,
+        ),
+    )
 
 
 @dataclass(frozen=True)
 class Vespo(Surrogate):
-    """VESPO: loss = -phi A logp, phi = sg(exp(lambda + k log w - lambda w)) with w the ratio of the whole sequence.
+    """VESPO: loss = -phi A logp, phi = sg(exp(lambda + k log w - lambda w)) with w the ratio of the
+    whole sequence.
 
-    log w is the sum of log-ratios, each within +-20, and of the logs of the batch's weights, which enter here instead of
-    multiplying the term; log w itself is kept in [log 1e-8, 20]. (k, lambda) is (k_pos, lambda_pos) for A >= 0, else
-    (k_neg, lambda_neg). Source: arXiv 2602.10693."""
+    log w is the sum of log-ratios, each within +-20, and of the logs of the batch's weights, which
+    enter here instead of multiplying the term; log w itself is kept in [log 1e-8, 20]. (k, lambda)
+    is (k_pos, lambda_pos) for A >= 0, else (k_neg, lambda_neg). Source: arXiv 2602.10693.
+    """
 
     k_pos: float = 2.0
     lambda_pos: float = 3.0
@@ -282,9 +337,10 @@ class Vespo(Surrogate):
 
 @dataclass(frozen=True)
 class Gmpo(Surrogate):
-    """GMPO: loss = -A exp(mean of clipped log-ratios), with the geometric mean of a sequence's ratios in place of the
-    arithmetic one. Each token's log-ratio is clipped at eps_high for A > 0 and at -eps_low for A < 0. Source: arXiv
-    2507.20673."""
+    """GMPO: loss = -A exp(mean of clipped log-ratios), with the geometric mean of a sequence's
+    ratios in place of the arithmetic one. Each token's log-ratio is clipped at eps_high for A > 0
+    and at -eps_low for A < 0. Source: arXiv 2507.20673.
+    """
 
     eps_low: float = 0.4
     eps_high: float = 0.4
@@ -293,9 +349,12 @@ class Gmpo(Surrogate):
     ranges = (("eps_low eps_high", "the clip width in log space is a number >= 0.", 0),)
 
     def in_sequence(self, x: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor | float]:
-        # A > 0: x is bounded by eps_high from above. A < 0: by -eps_low from below. A = 0: x does not count.
+        # A > 0: x is bounded by eps_high from above. A < 0: by -eps_low from below. A = 0: x does
+        # not count.
         counts = (advantages != 0) | x.isnan()
-        clipped = torch.where(advantages > 0, x.clamp(max=self.eps_high), x.clamp(min=-self.eps_low))
+        clipped = torch.where(
+            advantages > 0, x.clamp(max=self.eps_high), x.clamp(min=-self.eps_low)
+        )
         return torch.where(counts, clipped, 0.0), (counts & (clipped == x)).to(x.dtype)
 
     @property
@@ -305,7 +364,11 @@ class Gmpo(Surrogate):
 
 @dataclass(frozen=True)
 class Dro(Surrogate):
-    """DRO: loss = -A logp + beta x^2 / 2, a quadratic pull to the old policy instead of a clip (verl's "dro")."""
+    """DRO:
+
+    loss = -A logp + beta x^2 / 2, a quadratic pull to the old policy instead of a clip (verl's
+    "dro").
+    """
 
     beta: float = 1.0
     function = staticmethod(dro)
@@ -317,15 +380,25 @@ class Dro(Surrogate):
 
 @dataclass(frozen=True)
 class A2po(Surrogate):
-    """A*-PO: loss = (beta sum_t log(pi / pi_ref) - A)^2 per sequence, a regression onto A = reward - V* (arXiv 2505.20686).
+    """A*-PO: loss = (beta sum_t log(pi / pi_ref) - A)^2 per sequence, a regression onto A = reward
+    - V* (arXiv 2505.20686).
 
-    Pass the reference's log-probs as the batch's old_logps, and reward - V* as its advantages (see `a2po_values`)."""
+    Pass the reference's log-probs as the batch's old_logps, and reward - V* as its advantages (see
+    `a2po_values`).
+    """
 
     beta: float = 1e-3
     function = staticmethod(regression)
     levels = ("sequence-sum",)
     zero_at_zero_advantage = False
-    ranges = (("beta", "the temperature of the regression is a finite number above 0.", SMALLEST, LARGEST),)
+    ranges = (
+        (
+            "beta",
+            "the temperature of the regression is a finite number above 0.",
+            SMALLEST,
+            LARGEST,
+        ),
+    )
 
 
 # ---- your own
@@ -333,7 +406,8 @@ class A2po(Surrogate):
 
 @dataclass(frozen=True)
 class Custom(Surrogate):
-    """Your own surrogate, which then runs in every backend and inside the kernels that visit a row once.
+    """Your own surrogate, which then runs in every backend and inside the kernels that visit a row
+    once.
 
         from grpo_kernels.formulas.surrogates import Custom, ops
 
@@ -343,19 +417,21 @@ class Custom(Surrogate):
 
         objective = Objective(surrogate=Custom(squared, (0.1,)))
 
-    `function` is written as if for one token: arithmetic, comparisons and the names of `ops`, without Python branches on
-    values. It receives `parameters` as its last argument. `check_surrogate` compares the slope with autograd. For C++ and
-    Triton the function, which may be a closure or another object that can be called, is called with symbols in place of
-    tensors, again when a function, a number, a list or a dictionary that it uses has changed, and at each call where it uses
-    other objects. If this is not possible, the logits are read a second time, with a warning, and strict raises ValueError, as
-    does backend="triton"; strict also compares what was made of it with torch before it is first used. At sequence levels,
-    unless detached_ratio, logp is the log-ratio of the sequence and old_logp is 0, so the formula may use their difference
-    only.
+    `function` is written as if for one token: arithmetic, comparisons and the names of `ops`,
+    without Python branches on values. It receives `parameters` as its last argument.
+    `check_surrogate` compares the slope with autograd. For C++ and Triton the function, which may
+    be a closure or another object that can be called, is called with symbols in place of tensors,
+    again when a function, a number, a list or a dictionary that it uses has changed, and at each
+    call where it uses other objects. If this is not possible, the logits are read a second time,
+    with a warning, and strict raises ValueError, as does backend="triton"; strict also compares
+    what was made of it with torch before it is first used. At sequence levels, unless
+    detached_ratio, logp is the log-ratio of the sequence and old_logp is 0, so the formula may use
+    their difference only.
 
-    slope="autograd" is meant for prototypes: `function` returns the loss alone, in operations that torch can differentiate, and
-    autograd finds the slope. It runs in torch with every backend, and costs a second read of the logits and a graph over [n]
-    numbers. Detach in the formula what shall have no gradient. Raises ValueError where the function does not return what it
-    should.
+    slope="autograd" is meant for prototypes: `function` returns the loss alone, in operations that
+    torch can differentiate, and autograd finds the slope. It runs in torch with every backend, and
+    costs a second read of the logits and a graph over [n] numbers. Detach in the formula what shall
+    have no gradient. Raises ValueError where the function does not return what it should.
     """
 
     function: Callable[..., Any]
@@ -367,13 +443,28 @@ class Custom(Surrogate):
 
     def __post_init__(self) -> None:
         require(
-            callable(self.function), "function", self.function, "pass (logp, old_logp, advantage, params) -> (loss, slope)."
+            callable(self.function),
+            "function",
+            self.function,
+            "pass (logp, old_logp, advantage, params) -> (loss, slope).",
         )
-        require(self.slope in ("formula", "autograd"), "slope", self.slope, 'it must be "formula" or "autograd".')
-        require(isinstance(self.parameters, Iterable), "parameters", self.parameters, "pass a tuple of numbers.")
+        require(
+            self.slope in ("formula", "autograd"),
+            "slope",
+            self.slope,
+            'it must be "formula" or "autograd".',
+        )
+        require(
+            isinstance(self.parameters, Iterable),
+            "parameters",
+            self.parameters,
+            "pass a tuple of numbers.",
+        )
         object.__setattr__(self, "parameters", tuple(float(p) for p in self.parameters))
         returns = "loss" if self.in_torch else "loss and slope"
-        check_returned(self.function, returns, 'or, for a loss alone, pass slope="autograd"', self.parameters)
+        check_returned(
+            self.function, returns, 'or, for a loss alone, pass slope="autograd"', self.parameters
+        )
 
     @property
     def in_torch(self) -> bool:
@@ -393,16 +484,22 @@ class Custom(Surrogate):
         return self.parameters
 
 
-def check_surrogate(surrogate: Surrogate, *, points: int = 4096, tolerance: float = 1e-6, seed: int = 0) -> None:
-    """Compare a surrogate's slope with autograd's derivative of its loss, in fp64. It is meant for surrogates of your own.
+def check_surrogate(
+    surrogate: Surrogate, *, points: int = 4096, tolerance: float = 1e-6, seed: int = 0
+) -> None:
+    """Compare a surrogate's slope with autograd's derivative of its loss, in fp64. It is meant for
+    surrogates of your own.
 
-    `points` random points are drawn with `seed`: log-probs, ratios between e^-3 and e^3 (one in four between e^-20 and e^20),
-    and advantages of both signs and 0. An error above `tolerance` times (1 + the derivative) is refused, and so is a surrogate
-    with zero_at_zero_advantage=True whose loss or slope is not 0 at advantage 0. With detached_ratio=True old_logp moves along
-    with logp, so that the ratio is constant. Points on a kink, where a derivative does not exist, have probability 0.
+    `points` random points are drawn with `seed`: log-probs, ratios between e^-3 and e^3 (one in
+    four between e^-20 and e^20), and advantages of both signs and 0. An error above `tolerance`
+    times (1 + the derivative) is refused, and so is a surrogate with zero_at_zero_advantage=True
+    whose loss or slope is not 0 at advantage 0. With detached_ratio=True old_logp moves along with
+    logp, so that the ratio is constant. Points on a kink, where a derivative does not exist, have
+    probability 0.
 
-    Raises ValueError naming the worst point at ratios between e^-3 and e^3, if the slope is wrong there; else the log-ratio from
-    which on a loss or slope overflows in fp32; else the worst point of all.
+    Raises ValueError naming the worst point at ratios between e^-3 and e^3, if the slope is wrong
+    there; else the log-ratio from which on a loss or slope overflows in fp32; else the worst point
+    of all.
     """
     g = torch.Generator().manual_seed(seed)
     logp, x = log_probs(points, g)
@@ -412,9 +509,16 @@ def check_surrogate(surrogate: Surrogate, *, points: int = 4096, tolerance: floa
     old_logp = logp - x
     extra = (selected,) if surrogate.selects else ()
     if surrogate.zero_at_zero_advantage:
-        for what, value in zip(("loss", "slope"), surrogate(logp, old_logp, 0.0 * x, *extra), strict=True):
-            if torch.as_tensor(value).nan_to_num(nan=0.0).any():  # 0 times infinity: reported as an overflow below
-                raise ValueError(f"the {what} of {surrogate!r} is not 0 at advantage 0: set zero_at_zero_advantage=False.")
+        for what, value in zip(
+            ("loss", "slope"), surrogate(logp, old_logp, 0.0 * x, *extra), strict=True
+        ):
+            if (
+                torch.as_tensor(value).nan_to_num(nan=0.0).any()
+            ):  # 0 times infinity: reported as an overflow below
+                raise ValueError(
+                    f"the {what} of {surrogate!r} is not 0 at advantage 0: set"
+                    " zero_at_zero_advantage=False."
+                )
 
     def terms(logp: Tensor) -> tuple[Tensor, Tensor]:
         old = logp - x.to(logp.dtype) if surrogate.detached_ratio else old_logp
@@ -428,17 +532,27 @@ def check_surrogate(surrogate: Surrogate, *, points: int = 4096, tolerance: floa
 
 
 def check_log_ratio_bounds(bounds: Any, surrogate: Surrogate) -> None:
-    """Raise ValueError unless `bounds` are (low, high), to which the log-ratio that `surrogate` takes can be clamped."""
-    pair = isinstance(bounds, tuple) and len(bounds) == 2 and all(isinstance(b, numbers.Real) for b in bounds)
+    """Raise ValueError unless `bounds` are (low, high), to which the log-ratio that `surrogate`
+    takes can be clamped.
+    """
+    pair = (
+        isinstance(bounds, tuple)
+        and len(bounds) == 2
+        and all(isinstance(b, numbers.Real) for b in bounds)
+    )
     remedy = "pass (low, high) with low < 0 < high, for example (-20.0, 20.0), or None."
     require(pair and bounds[0] < 0 < bounds[1], "log_ratio_bounds", bounds, remedy)
     pulls = surrogate.reads_logp and not surrogate.detached_ratio
-    remedy = f"{type(surrogate).__name__} may use logp beside the ratio, whose slope a clamp would cut: leave it None."
+    remedy = (
+        f"{type(surrogate).__name__} may use logp beside the ratio, whose slope a clamp would cut:"
+        " leave it None."
+    )
     require(not pulls, "log_ratio_bounds", bounds, remedy)
 
 
-# ---- tokens with a large covariance of log-prob and advantage are treated differently (arXiv 2505.22617). Of their functions
-# the last parameter is 1.0 for selected tokens and 0.0 for the others
+# ---- tokens with a large covariance of log-prob and advantage are treated differently (arXiv
+# 2505.22617). Of their functions the last parameter is 1.0 for selected tokens and 0.0 for the
+# others
 
 
 # ---- formulas
@@ -463,29 +577,34 @@ def kl_cov(logp, old_logp, advantage, params):
 
 
 def covariance(logps: Tensor, advantages: Tensor, trained: Tensor) -> Tensor:
-    """(A - mean A) (logp - mean logp) of every trained token of the batch, fp64 [n]; 0 elsewhere. arXiv 2505.22617 eq. 9.
-    logps and advantages fp32 [n], trained bool [n]."""
+    """(A - mean A) (logp - mean logp) of every trained token of the batch, fp64 [n]; 0 elsewhere.
+    arXiv 2505.22617 eq. 9. logps and advantages fp32 [n], trained bool [n].
+    """
     x, y = (torch.where(trained, values.double(), 0.0) for values in (logps, advantages))
     count = trained.sum().clamp(min=1)
     return torch.where(trained, (x - x.sum() / count) * (y - y.sum() / count), 0.0)
 
 
 def _first(order: Tensor, eligible: Tensor, share: float, trained: Tensor) -> Tensor:
-    """fp32 [n]: 1 for the eligible tokens with the lowest `order`, a share of the trained ones and at least one; 0 for the others.
-    No host sync."""
+    """fp32 [n]: 1 for the eligible tokens with the lowest `order`, a share of the trained ones and
+    at least one; 0 for the others. No host sync.
+    """
     count = (share * trained.sum().double()).floor().clamp(min=1)
     ranked = torch.argsort(torch.where(eligible, order, math.inf), stable=True)
-    rank = torch.zeros_like(ranked).scatter_(0, ranked, torch.arange(ranked.numel(), device=ranked.device))
+    rank = torch.zeros_like(ranked).scatter_(
+        0, ranked, torch.arange(ranked.numel(), device=ranked.device)
+    )
     return (eligible & (rank < count)).float()
 
 
 @dataclass(frozen=True)
 class ClipCov(Surrogate):
-    """Clip-Cov: `Clip` with eps_low and eps_high, without a random `share` of the tokens (at least one). These are drawn from
-    the tokens that are not clipped and whose covariance of log-prob and advantage is between `low` and `high`. Source: arXiv
-    2505.22617.
+    """Clip-Cov: `Clip` with eps_low and eps_high, without a random `share` of the tokens (at least
+    one). These are drawn from the tokens that are not clipped and whose covariance of log-prob and
+    advantage is between `low` and `high`. Source: arXiv 2505.22617.
 
-    The random choice follows torch's global seed."""
+    The random choice follows torch's global seed.
+    """
 
     eps_low: float = 0.2
     eps_high: float = 0.2
@@ -499,11 +618,18 @@ class ClipCov(Surrogate):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.low < self.high, "high", self.high, f"the band of covariances is low < high, but low={self.low}.")
+        require(
+            self.low < self.high,
+            "high",
+            self.high,
+            f"the band of covariances is low < high, but low={self.low}.",
+        )
 
     ratio_bounds = Clip.ratio_bounds
 
-    def select(self, logps: Tensor, old_logps: Tensor, advantages: Tensor, trained: Tensor) -> Tensor:
+    def select(
+        self, logps: Tensor, old_logps: Tensor, advantages: Tensor, trained: Tensor
+    ) -> Tensor:
         low, high = self.clipped(bounded_exp(logps - old_logps), advantages)
         cov = covariance(logps, advantages, trained)
         eligible = trained & ~(low | high) & (cov > self.low) & (cov < self.high)
@@ -512,8 +638,9 @@ class ClipCov(Surrogate):
 
 @dataclass(frozen=True)
 class KlCov(Surrogate):
-    """KL-Cov: loss = -r A, plus coef |x| for the `share` of the tokens (at least one) with the largest covariance of
-    log-prob and advantage. Source: arXiv 2505.22617."""
+    """KL-Cov: loss = -r A, plus coef |x| for the `share` of the tokens (at least one) with the
+    largest covariance of log-prob and advantage. Source: arXiv 2505.22617.
+    """
 
     coef: float = 1.0
     share: float = 2e-4
@@ -523,5 +650,7 @@ class KlCov(Surrogate):
     selects = True
     ranges = (("coef", "the weight of the penalty is a finite number >= 0.", 0, LARGEST), SHARE)
 
-    def select(self, logps: Tensor, old_logps: Tensor, advantages: Tensor, trained: Tensor) -> Tensor:
+    def select(
+        self, logps: Tensor, old_logps: Tensor, advantages: Tensor, trained: Tensor
+    ) -> Tensor:
         return _first(-covariance(logps, advantages, trained), trained, self.share, trained)

@@ -1,10 +1,12 @@
 """The token stage: from log-probs and entropies to the loss and its slopes.
 
-    loss_t = policy_weight_t * (surrogate_t + listed_t) + kl_weight_t * KL_t - entropy_weight_t * entropy_t - nll_weight_t * logp_t
+    loss_t = policy_weight_t * (surrogate_t + listed_t) + kl_weight_t * KL_t - entropy_weight_t *
+    entropy_t - nll_weight_t * logp_t
 
-`token_terms` is that line for one token, given the log-ratio at the objective's level. `TokenStage` is what the kernels get of a
-loss: this line with its functions, numbers and inputs, as a program (program.py) or, in torch, as it stands here. Steps that need
-more than one token (the log-ratio of a sequence, filters and selections over a batch) are the objective's.
+`token_terms` is that line for one token, given the log-ratio at the objective's level. `TokenStage`
+is what the kernels get of a loss: this line with its functions, numbers and inputs, as a program
+(program.py) or, in torch, as it stands here. Steps that need more than one token (the log-ratio of
+a sequence, filters and selections over a batch) are the objective's.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from .program import Made, Program, Run, Tracer, Trial, is_own, key_of
 
 ListedFunction = Callable[[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]], tuple[Tensor, ...]]
 
-#: The smallest probability of the ids that a row does not list: fp32 keeps no digit of a smaller one.
+#: The smallest probability of the ids that a row does not list: fp32 keeps no digit of a smaller
+#: one.
 LEAST_OUTSIDE = 1e-6
 
 
@@ -35,7 +38,9 @@ class TermsOfRows(NamedTuple):
 
     term     fp32 [n], the term of each row.
     slopes   fp32 [k], d term / d log-prob of each id.
-    outside  fp32 [n], d term / d log P, P the probability of all ids that the row does not list. None: no function has it."""
+    outside  fp32 [n], d term / d log P, P the probability of all ids that the row does not list.
+             None: no function has it.
+    """
 
     term: Tensor
     slopes: Tensor
@@ -54,9 +59,11 @@ def prob_term(logp: Tensor, values: Tensor, advantage: Tensor, sums: Any) -> tup
 
 
 class ListedTerms(NamedTuple):
-    """The terms of all rows. `parts`: functions as above with their values; ids lie in the order of rows.
+    """The terms of all rows. `parts`: functions as above with their values; ids lie in the order of
+    rows.
 
-    offsets   int64 [n + 1], where the ids of each row begin."""
+    offsets   int64 [n + 1], where the ids of each row begin.
+    """
 
     parts: tuple[tuple[ListedFunction, Tensor], ...]
     offsets: Tensor
@@ -67,8 +74,9 @@ class ListedTerms(NamedTuple):
         return torch.repeat_interleave(self.offsets.diff(), output_size=self.parts[0][1].numel())
 
     def of(self, logps: Tensor, advantages: Tensor) -> TermsOfRows:
-        """The terms from log-probs [k] and advantages [n]. Sums are fp64, in the order of ids. Raises ValueError where a function
-        sums or returns anything but one number of each id."""
+        """The terms from log-probs [k] and advantages [n]. Sums are fp64, in the order of ids.
+        Raises ValueError where a function sums or returns anything but one number of each id.
+        """
         rows = self.rows
 
         def is_number_of_ids(x: Any) -> bool:
@@ -77,7 +85,8 @@ class ListedTerms(NamedTuple):
         def sums(x: Any) -> Tensor:
             if not is_number_of_ids(x):
                 raise ValueError(
-                    f"sums is given a {type(x).__name__} that is no number of each id: pass what has the shape of logp."
+                    f"sums is given a {type(x).__name__} that is no number of each id: pass what"
+                    " has the shape of logp."
                 )
             return self._sums(x)[rows]
 
@@ -86,8 +95,15 @@ class ListedTerms(NamedTuple):
         outside: Tensor | None = None
         for function, values in self.parts:
             result = without_branches(function, logps, values, advantages[rows], sums)
-            if not (isinstance(result, tuple) and len(result) in (2, 3) and all(map(is_number_of_ids, result))):
-                raise ValueError(f"listed={function!r} returned no pair of tensors of the shape of logp: return (term, slope).")
+            if not (
+                isinstance(result, tuple)
+                and len(result) in (2, 3)
+                and all(map(is_number_of_ids, result))
+            ):
+                raise ValueError(
+                    f"listed={function!r} returned no pair of tensors of the shape of logp: return"
+                    " (term, slope)."
+                )
             term = term + result[0]
             slopes = slopes + result[1]
             if len(result) == 3:
@@ -96,10 +112,14 @@ class ListedTerms(NamedTuple):
             return TermsOfRows(self._sums(term), slopes)
         # `outside` is equal for the ids of a row.
         of_first_id = torch.cat([outside, outside.new_zeros(1)])[self.offsets[:-1]]
-        return TermsOfRows(self._sums(term), slopes, torch.where(self.offsets.diff() > 0, of_first_id, 0.0))
+        return TermsOfRows(
+            self._sums(term), slopes, torch.where(self.offsets.diff() > 0, of_first_id, 0.0)
+        )
 
     def _sums(self, x: Tensor) -> Tensor:
-        total = torch.segment_reduce(x.double(), "sum", offsets=self.offsets, initial=0, unsafe=True)
+        total = torch.segment_reduce(
+            x.double(), "sum", offsets=self.offsets, initial=0, unsafe=True
+        )
         return total.float()
 
 
@@ -121,8 +141,12 @@ class TokenRows:
     kl_weight: Tensor | None = None
     entropy_weight: Tensor | None = None  # None without a bonus
     nll_weight: Tensor | None = None
-    divergence_weight: Tensor | None = None  # of the divergence from a second stream of rows; None without one
-    sampler_logps: Tensor | None = None  # where a trust region compares with them; None = it compares with old_logps
+    divergence_weight: Tensor | None = (
+        None  # of the divergence from a second stream of rows; None without one
+    )
+    sampler_logps: Tensor | None = (
+        None  # where a trust region compares with them; None = it compares with old_logps
+    )
     weights: Tensor | None = None  # of the batch, as given
     trained: Tensor | None = None  # bool: rows where the batch's mask is set; None = all
     __repr__ = describe
@@ -130,7 +154,11 @@ class TokenRows:
     @property
     def mask(self) -> Tensor:
         """bool [n]: `trained`, never None."""
-        return torch.ones_like(self.targets, dtype=torch.bool) if self.trained is None else self.trained
+        return (
+            torch.ones_like(self.targets, dtype=torch.bool)
+            if self.trained is None
+            else self.trained
+        )
 
     def given(self, *more: str) -> dict[str, Tensor]:
         """INPUTS, and `more` fields, of those that these rows have."""
@@ -139,14 +167,25 @@ class TokenRows:
     def __getitem__(self, rows: slice | Tensor) -> TokenRows:
         """What the token stage takes of these rows."""
         given = self.given("divergence_weight")
-        cut = torch.stack([*given.values()])[:, rows] if isinstance(rows, Tensor) else [x[rows] for x in given.values()]
+        cut = (
+            torch.stack([*given.values()])[:, rows]
+            if isinstance(rows, Tensor)
+            else [x[rows] for x in given.values()]
+        )
         return TokenRows(self.targets[rows], None, **dict(zip(given, cut, strict=True)))
 
     def weighted(self, factor: Tensor) -> TokenRows:
         """Every term of every row times `factor` [n]."""
         names = ("policy_weight", "kl_weight", "entropy_weight", "nll_weight", "divergence_weight")
         terms = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: torch.where(w != 0, w * factor, 0.0) for name, w in terms.items() if w is not None})
+        return replace(
+            self,
+            **{
+                name: torch.where(w != 0, w * factor, 0.0)
+                for name, w in terms.items()
+                if w is not None
+            },
+        )
 
 
 # fmt: off
@@ -156,15 +195,18 @@ def token_terms(
     surrogate_params, trust_params, entropy_floor, ratio_bounds, kl_clamps,
     SURROGATE, DETACHED, LEVEL, TRUST, ESTIMATOR, SCORE, WEIGHTING, STRAIGHT_THROUGH, listed=None,
 ):
-    """(loss, d loss / d logp, d loss / d log-ratio, d loss / d entropy, d loss / d listed) of a token; None leaves a term out.
+    """(loss, d loss / d logp, d loss / d log-ratio, d loss / d entropy, d loss / d listed) of a
+    token; None leaves a term out.
 
-    log_ratio is the one at LEVEL. d loss / d log-ratio is nonzero only where the gradient flows through the log-ratio of a
-    sequence; at the other levels, and for a detached ratio, d loss / d logp is the whole slope. TRUST compares with
-    anchor_logp.
+    log_ratio is the one at LEVEL. d loss / d log-ratio is nonzero only where the gradient flows
+    through the log-ratio of a sequence; at the other levels, and for a detached ratio, d loss / d
+    logp is the whole slope. TRUST compares with anchor_logp.
 
-    If a number of a token with a nonzero policy weight is NaN, its loss and its gradient are NaN, whatever SURROGATE,
-    TRUST, the entropy floor and the bounds of the ratio return for it. The exception is anchor_logp: a NaN in
-    `sampler_logps` means that the sampler did not score the token, and TRUST drops it."""
+    If a number of a token with a nonzero policy weight is NaN, its loss and its gradient are NaN,
+    whatever SURROGATE, TRUST, the entropy floor and the bounds of the ratio return for it. The
+    exception is anchor_logp: a NaN in `sampler_logps` means that the sampler did not score the
+    token, and TRUST drops it.
+    """
     zero = policy_weight * 0.0
     # The minimum is NaN if one of the numbers is. A sum would also be NaN for inf - inf.
     smallest = ops.minimum(logp if LEVEL == "token" else log_ratio, advantage)
@@ -233,8 +275,9 @@ def below_floor(entropy, floor):
 
 
 def ratio_of_kl(log_ratio, own, LEVEL):
-    """The log-ratio that weighs a token's KL: that of LEVEL, and at "sequence-sum" the token's own, because the ratio of a
-    whole sequence is a product of many and would dominate the KL."""
+    """The log-ratio that weighs a token's KL: that of LEVEL, and at "sequence-sum" the token's own,
+    because the ratio of a whole sequence is a product of many and would dominate the KL.
+    """
     if LEVEL == "sequence-sum":
         return own
     else:
@@ -258,9 +301,12 @@ class TokenFormula:
     numbers: dict[str, Any]
     _programs: dict[tuple[str, ...], Any] = field(default_factory=dict, repr=False)
 
-    def terms(self, given: dict[str, Any], log_ratio: Any = None, **numbers: Any) -> tuple[Any, ...]:
-        """`token_terms` of the inputs `given`, tensors or symbols by name. `log_ratio`: None for a token's own. `numbers`: those
-        that are others than usual."""
+    def terms(
+        self, given: dict[str, Any], log_ratio: Any = None, **numbers: Any
+    ) -> tuple[Any, ...]:
+        """`token_terms` of the inputs `given`, tensors or symbols by name. `log_ratio`: None for a
+        token's own. `numbers`: those that are others than usual.
+        """
         logp = given["logps"]
         old = given.get("old_logps", logp)
         return token_terms(
@@ -287,8 +333,10 @@ class Terms(NamedTuple):
 
 
 class TokenStage(NamedTuple):
-    """The token stage of an objective whose slopes depend on one token alone, for these rows. `rows.divergence_weight` is the
-    weight of the divergence from a second stream, where there is one."""
+    """The token stage of an objective whose slopes depend on one token alone, for these rows.
+    `rows.divergence_weight` is the weight of the divergence from a second stream, where there is
+    one.
+    """
 
     formula: TokenFormula
     rows: TokenRows
@@ -300,23 +348,36 @@ class TokenStage(NamedTuple):
         return self._replace(rows=self.rows[rows])
 
     def terms(self, logps: Tensor, entropy: Tensor | None, listed: Tensor | None = None) -> Terms:
-        """The terms of these rows in torch. `listed` fp32 [n]: those in the log-probs of listed ids."""
+        """The terms of these rows in torch.
+
+        `listed` fp32 [n]: those in the log-probs of listed ids.
+        """
         given = {"logps": logps, "entropy": entropy, "listed": listed, **self.rows.given()}
         losses, d_logps, _, d_entropy, d_listed = self.formula.terms(given)
-        return Terms(losses, d_logps, None if self.rows.entropy_weight is None else d_entropy, d_listed)
+        return Terms(
+            losses, d_logps, None if self.rows.entropy_weight is None else d_entropy, d_listed
+        )
 
     def program(self) -> tuple[Program, list[float]]:
-        """(the program, its numbers): (loss, d loss / d log-prob, d loss / d entropy) from the log-prob, the entropy and those of
-        INPUTS that the rows have. Raises FormulaRefused where a formula cannot be traced."""
+        """(the program, its numbers): (loss, d loss / d log-prob, d loss / d entropy) from the
+        log-prob, the entropy and those of INPUTS that the rows have. Raises FormulaRefused where a
+        formula cannot be traced.
+        """
         made, numbers, _ = self._made()
         return made.checked(), numbers
 
     def inputs(self, program: Program) -> dict[str, Tensor]:
-        """The inputs of the program that the rows have, which are its last, fp32 [n] in one piece, by name."""
-        return {name: getattr(self.rows, name).contiguous() for name in program.inputs if name in INPUTS}
+        """The inputs of the program that the rows have, which are its last, fp32 [n] in one piece,
+        by name.
+        """
+        return {
+            name: getattr(self.rows, name).contiguous() for name in program.inputs if name in INPUTS
+        }
 
     def compare_once(self, run: Run) -> None:
-        """`Made.compare_once`, on random inputs; where `key_of` cannot tell whether a formula has changed, at each call."""
+        """`Made.compare_once`, on random inputs; where `key_of` cannot tell whether a formula has
+        changed, at each call.
+        """
         made, numbers, trial = self._made()
         made.compare_once(run, numbers, trial)
 
@@ -338,7 +399,10 @@ class TokenStage(NamedTuple):
 
         def build(tracer: Tracer) -> list[Any]:
             inputs = [*map(tracer.input, names)]
-            parameters = {name: None if x is None else tuple(tracer.parameter() for _ in x) for name, x in numbers.items()}
+            parameters = {
+                name: None if x is None else tuple(tracer.parameter() for _ in x)
+                for name, x in numbers.items()
+            }
             return [*made_of(inputs, **parameters).values()]
 
         def trial() -> Trial:
@@ -348,10 +412,18 @@ class TokenStage(NamedTuple):
         keys = {name: key_of(x) for name, x in chosen.items()}
         shape = tuple(x if x is None else len(x) for x in numbers.values())
         made = Made.of((*keys.values(), present, shape), name_of(chosen), build)
-        result = made, made.checked().numbers([*chain.from_iterable(x or () for x in numbers.values())]), trial
+        result = (
+            made,
+            made.checked().numbers([*chain.from_iterable(x or () for x in numbers.values())]),
+            trial,
+        )
         if None not in keys.values():
             theirs = {name: x for name, x in chosen.items() if callable(x) and not is_own(x)}
-            formula._programs[present] = tuple(theirs.values()), tuple(keys[name] for name in theirs), result
+            formula._programs[present] = (
+                tuple(theirs.values()),
+                tuple(keys[name] for name in theirs),
+                result,
+            )
         return result
 
 
@@ -362,7 +434,13 @@ def _nothing(logp, old_logp, advantage, params):
 #: The formula of a loss without a term that depends on log-probs.
 NOTHING = TokenFormula(
     {"SURROGATE": _nothing, "DETACHED": False, "LEVEL": "token", "TRUST": None, **Kl().formula},
-    {"surrogate_params": (), "trust_params": (), "entropy_floor": None, "ratio_bounds": None, "kl_clamps": None},
+    {
+        "surrogate_params": (),
+        "trust_params": (),
+        "entropy_floor": None,
+        "ratio_bounds": None,
+        "kl_clamps": None,
+    },
 )
 
 
@@ -370,15 +448,19 @@ NOTHING = TokenFormula(
 
 
 def name_of(chosen: dict[str, Any]) -> str:
-    """The formulas in a program in words: those of the user if there are any, else the surrogate."""
+    """The formulas in a program in words:
+
+    those of the user if there are any, else the surrogate.
+    """
     names = {getattr(f, "__qualname__", repr(f)): is_own(f) for f in chosen.values() if callable(f)}
     theirs = [name for name, own in names.items() if not own]
     return ", ".join(theirs or list(names)[:1])
 
 
 def random_inputs(names: tuple[str, ...], points: int = 512, odd: bool = True) -> list[Tensor]:
-    """fp32 [points] of each input: log-probs and others as in `log_probs`, numbers with zeros among them, and a few that are
-    infinite or NaN, if `odd`."""
+    """fp32 [points] of each input: log-probs and others as in `log_probs`, numbers with zeros among
+    them, and a few that are infinite or NaN, if `odd`.
+    """
     g = torch.Generator().manual_seed(0)
     logp, _ = log_probs(points, g)
     tensors = []

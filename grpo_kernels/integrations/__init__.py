@@ -1,4 +1,5 @@
-"""grpo_kernels inside existing trainers, one module per trainer: `from grpo_kernels.integrations import trl`.
+"""grpo_kernels inside existing trainers, one module per trainer: `from grpo_kernels.integrations
+import trl`.
 
 Nothing is imported or patched here, and the core imports none of these modules.
 """
@@ -14,7 +15,10 @@ if TYPE_CHECKING:
 
 
 def adapters() -> dict[str, Adapter]:
-    """Name of each module -> what its adapter declares: trainer, package, tested versions, what it replaces, what a configuration
-    names. Imports the adapters, and no trainer."""
-    names = [module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")]
+    """Name of each module -> what its adapter declares: trainer, package, tested versions, what it
+    replaces, what a configuration names. Imports the adapters, and no trainer.
+    """
+    names = [
+        module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")
+    ]
     return {name: importlib.import_module(f"{__name__}.{name}").ADAPTER for name in names}

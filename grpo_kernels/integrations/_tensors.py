@@ -1,4 +1,7 @@
-"""What adapters share over tensors: dtypes, groups of ranks, denominators, scores of logits, records of what a sampler kept."""
+"""What adapters share over tensors:
+
+dtypes, groups of ranks, denominators, scores of logits, records of what a sampler kept.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,8 @@ from ._swap import NotCovered, says
 #: What a trainer's loss returns: 0-d, and numbers by name.
 LossAndMetrics = tuple[Tensor, dict[str, Any]]
 
-#: Of the losses that TRL and Liger name alike those that clip, and those that divide by the tokens of all micro-batches and ranks.
+#: Of the losses that TRL and Liger name alike those that clip, and those that divide by the tokens
+#: of all micro-batches and ranks.
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 BY_ITEMS = ("dapo", "cispo", "vespo")
 
@@ -48,22 +52,33 @@ def plain(*tensors: Tensor | None) -> None:
 
 
 def even_shard(width: int, group: Any) -> VocabShard | None:
-    """This rank's part of a vocabulary that is split evenly over `group`, `width` ids per rank, as Megatron does; None where
-    one rank has all of it. Padding rows of the weight count as ids, as they do in the trainers, and a rank's gradient of the hidden
-    states is its own share, which the layers in front add up."""
+    """This rank's part of a vocabulary that is split evenly over `group`, `width` ids per rank, as
+    Megatron does; None where one rank has all of it. Padding rows of the weight count as ids, as
+    they do in the trainers, and a rank's gradient of the hidden states is its own share, which the
+    layers in front add up.
+    """
     ranks = 1 if group is None else dist.get_world_size(group)
-    return None if ranks == 1 else VocabShard(dist.get_rank(group) * width, ranks * width, group, False)
+    return (
+        None
+        if ranks == 1
+        else VocabShard(dist.get_rank(group) * width, ranks * width, group, False)
+    )
 
 
 def shard_of(logits: Tensor, group: Any, megatron: bool) -> VocabShard | None:
-    """This rank's part of the vocabulary: of a DTensor with Shard(-1), of `group`, or with `megatron` of its tensor-parallel
-    group; None where logits are whole rows."""
+    """This rank's part of the vocabulary: of a DTensor with Shard(-1), of `group`, or with
+    `megatron` of its tensor-parallel group; None where logits are whole rows.
+    """
     placements = getattr(logits, "placements", None)
     if placements is not None:
-        if len(placements) != 1 or not placements[0].is_shard() or placements[0].dim % logits.dim() != logits.dim() - 1:
+        if (
+            len(placements) != 1
+            or not placements[0].is_shard()
+            or placements[0].dim % logits.dim() != logits.dim() - 1
+        ):
             raise ValueError(
-                f"logits is a DTensor with placements {placements}: it must be cut by Shard(-1), over a tensor-parallel mesh of one "
-                "dimension."
+                f"logits is a DTensor with placements {placements}: it must be cut by Shard(-1),"
+                " over a tensor-parallel mesh of one dimension."
             )
         return VocabShard.of(logits, dim=-1)
     if group is None and megatron:
@@ -74,7 +89,9 @@ def shard_of(logits: Tensor, group: Any, megatron: bool) -> VocabShard | None:
 
 
 def world() -> Any:
-    """The group of all ranks, for trainers in which no group means all ranks, as in torch.distributed; None without one."""
+    """The group of all ranks, for trainers in which no group means all ranks, as in
+    torch.distributed; None without one.
+    """
     ready = dist.is_available() and dist.is_initialized()
     return dist.group.WORLD if ready else None
 
@@ -82,27 +99,42 @@ def world() -> Any:
 # ---- objectives
 
 
-def two_sided(owner: str, low: float, high: float, delta: float | None, name: str, name_of_high: str) -> Clip:
-    """A trainer's clip with a bound of both sides, or None; `name` is what the trainer calls that. Raises ValueError for a bound
-    within the clip range, which trainers take in ways of their own."""
+def two_sided(
+    owner: str, low: float, high: float, delta: float | None, name: str, name_of_high: str
+) -> Clip:
+    """A trainer's clip with a bound of both sides, or None; `name` is what the trainer calls that.
+    Raises ValueError for a bound within the clip range, which trainers take in ways of their own.
+    """
     bound = math.inf if delta is None else delta
-    require(bound >= 1 + high, name, delta, f"below 1 + {name_of_high}, {1 + high}, it is {owner}'s own.")
+    require(
+        bound >= 1 + high,
+        name,
+        delta,
+        f"below 1 + {name_of_high}, {1 + high}, it is {owner}'s own.",
+    )
     return Clip(low, high, bound)
 
 
 def surrogate_of(options: Any) -> Any:
-    """The surrogate of TRL's and Liger's `loss_type`, of an object that has their options under their names. As they have it,
-    epsilon_high is CISPO's cap, an absolute ratio."""
+    """The surrogate of TRL's and Liger's `loss_type`, of an object that has their options under
+    their names. As they have it, epsilon_high is CISPO's cap, an absolute ratio.
+    """
     kind = options.loss_type
     require_one_of("loss_type", kind, (*CLIPPED, "cispo", "sapo", "vespo"))
     if kind in CLIPPED:
         return Clip(
-            min(options.epsilon_low, 1.0), options.epsilon_high, math.inf if options.delta is None else options.delta
+            min(options.epsilon_low, 1.0),
+            options.epsilon_high,
+            math.inf if options.delta is None else options.delta,
         )  # below 0 there is no ratio to be clipped
     if kind == "vespo":
         rates = [max(rate, 1e-4) for rate in (options.vespo_lambda_pos, options.vespo_lambda_neg)]
         return Vespo(options.vespo_k_pos, rates[0], options.vespo_k_neg, rates[1])
-    return Cispo(options.epsilon_high) if kind == "cispo" else Sapo(options.sapo_temperature_pos, options.sapo_temperature_neg)
+    return (
+        Cispo(options.epsilon_high)
+        if kind == "cispo"
+        else Sapo(options.sapo_temperature_pos, options.sapo_temperature_neg)
+    )
 
 
 # ---- batches, denominators, metrics
@@ -114,13 +146,17 @@ def at_least_one(count: float | Tensor) -> float | Tensor:
 
 
 def no_ids(like: Tensor) -> Tensor:
-    """Targets of the shape of `like`, all 0, for calls whose result does not depend on them: a loss over log-probs, or an
-    entropy."""
+    """Targets of the shape of `like`, all 0, for calls whose result does not depend on them: a loss
+    over log-probs, or an entropy.
+    """
     return torch.zeros(like.shape, dtype=torch.int64, device=like.device)
 
 
 def scored_batch(mask: Tensor, advantages: Tensor, **fields: Any) -> TokenBatch:
-    """A batch for `objective_loss`, which takes log-probs and does not read ids. `fields` are those of TokenBatch."""
+    """A batch for `objective_loss`, which takes log-probs and does not read ids.
+
+    `fields` are those of TokenBatch.
+    """
     return TokenBatch(no_ids(mask), advantages, mask=mask != 0, **fields)
 
 
@@ -137,8 +173,9 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 def terms_of(
     objective: Objective, logps: Tensor, rows: TokenRows, batch: TokenBatch
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """(log-ratio at the objective's level, bool: where the ratio is clipped, the KL term or None without one), [n] of the flat rows
-    of a batch."""
+    """(log-ratio at the objective's level, bool: where the ratio is clipped, the KL term or None
+    without one), [n] of the flat rows of a batch.
+    """
     logps = logps.flatten()
     x = objective.log_ratio(logps, rows, batch)
     clipped = torch.logical_or(*objective.surrogate.clipped(bounded_exp(x), rows.advantages))
@@ -147,7 +184,11 @@ def terms_of(
 
 def left_out(out: LossOutput, objective: Objective) -> Tensor:
     """The share of tokens that a filter dropped or a clip bounded."""
-    return 1 - out.metrics["kept"] if objective.filters else out.metrics["clip_low"] + out.metrics["clip_high"]
+    return (
+        1 - out.metrics["kept"]
+        if objective.filters
+        else out.metrics["clip_low"] + out.metrics["clip_high"]
+    )
 
 
 def numbers(named: Mapping[str, Tensor]) -> dict[str, float]:
@@ -157,7 +198,10 @@ def numbers(named: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def divergence_of(beta: float) -> Exact:
-    """TRL's and Liger's beta as a divergence: 0 is the forward KL, 1 the reverse, in between the jsd with that mixture."""
+    """TRL's and Liger's beta as a divergence:
+
+    0 is the forward KL, 1 the reverse, in between the jsd with that mixture.
+    """
     if beta in (0.0, 1.0):
         return Exact("forward" if beta == 0.0 else "reverse")
     return Exact("jsd", mixture=float(beta))
@@ -175,16 +219,23 @@ def log_probs_of(
     source: Tensor, targets: Tensor, *, head: Tensor | Head | None = None, temperature: float | Tensor | None = None,
     group: Any = None, options: Options | None = None, entropy_over: str = "kept", **others: Any,
 ) -> TokenLogprobs:  # fmt: skip
-    """`token_logprobs` of a trainer's logits [..., V / ranks of the group], or `linear_logprobs` of hidden states and a head, whose
-    weight is [V / ranks, H]; no group is one rank. `options` and `others` are arguments of theirs. Raises NotCovered for tensors
-    that our kernels cannot read.
+    """`token_logprobs` of a trainer's logits [..., V / ranks of the group], or `linear_logprobs` of
+    hidden states and a head, whose weight is [V / ranks, H]; no group is one rank. `options` and
+    `others` are arguments of theirs. Raises NotCovered for tensors that our kernels cannot read.
 
-    entropy_over   "kept": of rows with a kept set the entropy is over the set. "vocabulary": it is over all ids, which takes
-                   a second call."""
+    entropy_over   "kept": of rows with a kept set the entropy is over the set. "vocabulary": it is
+                   over all ids, which takes a second call.
+    """
     require_one_of("entropy_over", entropy_over, ("kept", "vocabulary"))
     if entropy_over == "vocabulary" and others.get("kept") is not None and others.get("entropy"):
         return _with_entropy_over_vocabulary(
-            source, targets, head=head, temperature=temperature, group=group, options=options, **others
+            source,
+            targets,
+            head=head,
+            temperature=temperature,
+            group=group,
+            options=options,
+            **others,
         )
     (weight, bias), _ = Head.parts(head, None)
     plain(source, weight, bias)
@@ -206,7 +257,9 @@ def _with_entropy_over_vocabulary(
     found = log_probs_of(source, targets, kept=kept, missing=missing, mask=mask, at=at, **others)
     mask = narrowed(kept, targets, mask, "mask") if missing == "mask" else mask
     with torch.set_grad_enabled(torch.is_grad_enabled() and entropy is True):
-        over_vocabulary = log_probs_of(source, targets, entropy=entropy, mask=mask, **others).entropy
+        over_vocabulary = log_probs_of(
+            source, targets, entropy=entropy, mask=mask, **others
+        ).entropy
     return replace(found, entropy=over_vocabulary)
 
 
@@ -217,29 +270,42 @@ def can_be_overwritten(logits: Tensor) -> bool:
 
 @says(targets="labels")
 def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
-    """verl's and SkyRL's function of this name: log-probs of labels, fp32 [...]; logits [..., V], labels of any shape with as
-    many elements as there are rows.
+    """verl's and SkyRL's function of this name: log-probs of labels, fp32 [...]; logits [..., V],
+    labels of any shape with as many elements as there are rows.
 
-    inplace_backward   True: the gradient overwrites the logits, unless they are a leaf. Autograd raises where another operation
-                       still needs them."""
-    if labels.numel() == logits.shape[:-1].numel():  # any other number is refused below, in an error that names both shapes
+    inplace_backward   True: the gradient overwrites the logits, unless they are a leaf. Autograd
+                       raises where another operation still needs them.
+    """
+    if (
+        labels.numel() == logits.shape[:-1].numel()
+    ):  # any other number is refused below, in an error that names both shapes
         labels = labels.reshape(logits.shape[:-1])
-    return log_probs_of(logits, labels, inplace=inplace_backward and can_be_overwritten(logits)).logps
+    return log_probs_of(
+        logits, labels, inplace=inplace_backward and can_be_overwritten(logits)
+    ).logps
 
 
 def entropy_from_logits(
-    logits: Tensor, *, temperature: float | None = None, mask: Tensor | None = None, gradient: bool = True
+    logits: Tensor,
+    *,
+    temperature: float | None = None,
+    mask: Tensor | None = None,
+    gradient: bool = True,
 ) -> Any:
     """Entropy in nats, fp32 [...], of logits [..., V]; 0 where the mask is False."""
     kind = True if gradient else "detached"
-    return log_probs_of(logits, no_ids(logits[..., 0]), temperature=temperature, mask=mask, entropy=kind).entropy
+    return log_probs_of(
+        logits, no_ids(logits[..., 0]), temperature=temperature, mask=mask, entropy=kind
+    ).entropy
 
 
 def in_a_column(
     logits: Tensor, tokens: Tensor, group: Any, wanted: bool, gradient: bool = True, **others: Any
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """slime's and miles' form: (log-probs [R, 1], or [0] of no tokens; entropy [R], with a gradient or without, or None) of logits
-    [R, V / ranks of the group], no group being all ranks; `others` are those of `log_probs_of`."""
+    """slime's and miles' form: (log-probs [R, 1], or [0] of no tokens; entropy [R], with a gradient
+    or without, or None) of logits [R, V / ranks of the group], no group being all ranks; `others`
+    are those of `log_probs_of`.
+    """
     kind = entropy_kind(wanted, gradient)
     logps, entropy = log_probs_of(logits, tokens, group=group or world(), entropy=kind, **others)
     return logps[:, None] if len(logps) else logps, entropy
@@ -249,17 +315,22 @@ def in_a_column(
 
 
 def at_ids(logits: Tensor, ids: Tensor, **others: Any) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(log-probs at the ids [.., K] of each row of logits [.., V], entropies if asked for, [..]: how many different ids a row
-    has), in one visit of each row, for trainers that take an id several times. An id of -1 is padding, with log-prob 0. `others`
-    are those of `log_probs_of`."""
+    """(log-probs at the ids [.., K] of each row of logits [.., V], entropies if asked for, [..]:
+    how many different ids a row has), in one visit of each row, for trainers that take an id
+    several times. An id of -1 is padding, with log-prob 0. `others` are those of `log_probs_of`.
+    """
     listed = ids.flatten(0, -2).contiguous()
     in_order = listed.sort(-1).values
     first = in_order >= 0
     first[:, 1:] &= in_order[:, 1:] != in_order[:, :-1]
     sets = TokenSets.from_counts(in_order[first], first.sum(-1))
-    found = log_probs_of(logits, ids[..., 0].clamp(min=0).long(), at=sets, **others)  # a kept set has the first
+    found = log_probs_of(
+        logits, ids[..., 0].clamp(min=0).long(), at=sets, **others
+    )  # a kept set has the first
     of_first = torch.zeros_like(first, dtype=torch.float32).masked_scatter(first, found.also["at"])
-    logps = of_first.gather(-1, torch.searchsorted(in_order, listed))  # where each id stands first in its row
+    logps = of_first.gather(
+        -1, torch.searchsorted(in_order, listed)
+    )  # where each id stands first in its row
     return logps.view(ids.shape), found.entropy, first.sum(-1).view(ids.shape[:-1])
 
 
@@ -270,8 +341,10 @@ NO_MASS = -1e4
 def centered(
     centering: ScoreCentering, logps: Tensor, sampler: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor | float
 ) -> Tensor:  # fmt: skip
-    """The term of score centering, weighted and summed over rows [..], from log-probs [.., K] of the same ids under the policy,
-    with gradient, and under the sampler, -inf for padding; 0 of rows that are masked, whatever stands there."""
+    """The term of score centering, weighted and summed over rows [..], from log-probs [.., K] of
+    the same ids under the policy, with gradient, and under the sampler, -inf for padding; 0 of rows
+    that are masked, whatever stands there.
+    """
     given = (sampler > -math.inf) & mask[..., None]
     advantages = torch.where(mask, advantages, 0.0)
     ours, theirs = (torch.where(given, x, NO_MASS) for x in (logps, sampler))
@@ -283,7 +356,9 @@ def centered(
         _, slopes, *outside = centering(ours, theirs, advantages[..., None], sums)
         for x in outside:  # with the list alone, d log P = -sum_v p_v / P d log p_v
             slopes = slopes - x / probability_outside(ours, sums) * ours.exp()
-    return torch.where(mask, weights * torch.where(slopes != 0, slopes * ours, 0.0).sum(-1), 0.0).sum()
+    return torch.where(
+        mask, weights * torch.where(slopes != 0, slopes * ours, 0.0).sum(-1), 0.0
+    ).sum()
 
 
 def divergence_over(exact: Exact, logps: Tensor, teacher: Tensor) -> Tensor:
@@ -294,21 +369,28 @@ def divergence_over(exact: Exact, logps: Tensor, teacher: Tensor) -> Tensor:
 
 
 def response_sets(name: str, record: tuple[Any, Any], tokens: int) -> TokenSets:
-    """The sets of one response of so many tokens, of (ids, offsets), each a list or a tensor of integers. `name` is what the record
-    is called in errors. Raises ValueError where the offsets are not those of so many tokens, and as TokenSets does."""
-    ids, offsets = (x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.int64) for x in record)
+    """The sets of one response of so many tokens, of (ids, offsets), each a list or a tensor of
+    integers. `name` is what the record is called in errors. Raises ValueError where the offsets are
+    not those of so many tokens, and as TokenSets does.
+    """
+    ids, offsets = (
+        x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.int64) for x in record
+    )
     try:
         sets = TokenSets(ids, offsets)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     if sets.rows != tokens:
         raise ValueError(
-            f"{name} has sets for {sets.rows} tokens, but the response has {tokens}: cut both alike, and record every token."
+            f"{name} has sets for {sets.rows} tokens, but the response has {tokens}: cut both"
+            " alike, and record every token."
         )
     return sets
 
 
 def on_rows(sets: TokenSets, generated: Tensor) -> TokenSets:
-    """One set after another on the True rows of `generated`, bool of any shape; all other rows get none."""
+    """One set after another on the True rows of `generated`, bool of any shape; all other rows get
+    none.
+    """
     flat = generated.flatten()
     return sets.take(torch.where(flat, flat.cumsum(0) - 1, -1))

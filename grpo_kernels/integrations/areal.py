@@ -1,20 +1,23 @@
 """AReaL: log-probs and entropy of packed logits on our kernels.
 
     from grpo_kernels.integrations import areal
-    areal.bind()                    # in the worker, once areal.engine.fsdp_engine is imported or before
+    areal.bind()                    # in the worker, once areal.engine.fsdp_engine is imported or
+                                    before
 
-`bind` replaces `gather_logprobs` and `gather_logprobs_entropy` of areal.utils.functional, in every module of AReaL that
-imported them (the FSDP, Megatron and Archon engines). AReaL keeps a softmax of all logits in fp32 for its backward; ours
-keeps three numbers a row. The loss (`ppo_actor_loss_fn`, on [T]), its statistics and weights stay AReaL's.
+`bind` replaces `gather_logprobs` and `gather_logprobs_entropy` of areal.utils.functional, in every
+module of AReaL that imported them (the FSDP, Megatron and Archon engines). AReaL keeps a softmax of
+all logits in fp32 for its backward; ours keeps three numbers a row. The loss (`ppo_actor_loss_fn`,
+on [T]), its statistics and weights stay AReaL's.
 
-`bind(trees=True)` replaces `mapped_logprobs_entropy` too, of versions after 1.0.4: tokens of rollouts that share the rows of a
-packed tree, where AReaL keeps a softmax and the logits of each row that is named.
+`bind(trees=True)` replaces `mapped_logprobs_entropy` too, of versions after 1.0.4: tokens of
+rollouts that share the rows of a packed tree, where AReaL keeps a softmax and the logits of each
+row that is named.
 
-Logits of several tensor-parallel ranks are parts of one width, as AReaL itself takes them to be: one exchange of 12 or 16
-bytes a row and rank, where AReaL reduces three or four times a chunk.
+Logits of several tensor-parallel ranks are parts of one width, as AReaL itself takes them to be:
+one exchange of 12 or 16 bytes a row and rank, where AReaL reduces three or four times a chunk.
 
-Tested with AReaL 1.0.4 on a CPU: its two functions, from their file alone, on one rank and on two; that of trees, which no release
-has yet, on one. Its engines were not run.
+Tested with AReaL 1.0.4 on a CPU: its two functions, from their file alone, on one rank and on two;
+that of trees, which no release has yet, on one. Its engines were not run.
 """
 
 from __future__ import annotations
@@ -35,20 +38,32 @@ ADAPTER = Adapter(
 
 
 def bind(*, trees: bool = False, **how: bool) -> Slots:
-    """Replace AReaL's two functions by ours; the result restores them, see `Slots`, which has the errors too.
+    """Replace AReaL's two functions by ours; the result restores them, see `Slots`, which has the
+    errors too.
 
     trees    True: the function of packed trees too, of versions that have it.
-    how      strict and any_version of `Slots`."""
-    ours = (gather_logprobs, gather_logprobs_entropy, *((mapped_logprobs_entropy,) if trees else ()))
+    how      strict and any_version of `Slots`.
+    """
+    ours = (
+        gather_logprobs,
+        gather_logprobs_entropy,
+        *((mapped_logprobs_entropy,) if trees else ()),
+    )
     return ADAPTER.bind(*ours, **how)
 
 
 @says(targets="labels")
 def gather_logprobs(
-    logits: Tensor, labels: Tensor, temperature: float = 1.0, tp_group: Any = None, chunk_size: int = 1024
+    logits: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    tp_group: Any = None,
+    chunk_size: int = 1024,
 ) -> Tensor:
-    """Log-probs of labels, fp32 in their shape; logits [..., V], divided by temperature. With a tp_group of several ranks
-    logits are [..., V / ranks], this rank's part. chunk_size has no effect."""
+    """Log-probs of labels, fp32 in their shape; logits [..., V], divided by temperature. With a
+    tp_group of several ranks logits are [..., V / ranks], this rank's part. chunk_size has no
+    effect.
+    """
     return log_probs_of(logits, labels, temperature=temperature, group=tp_group).logps
 
 
@@ -61,17 +76,29 @@ def gather_logprobs_entropy(
     chunk_size: int = 1024,
     reuse_logits: bool = False,
 ) -> tuple[Tensor, ...]:
-    """(log-probs of labels, entropy in nats) with the arguments of `gather_logprobs`; both differentiable.
+    """(log-probs of labels, entropy in nats) with the arguments of `gather_logprobs`; both
+    differentiable.
 
-    reuse_logits   True: the backward writes the gradient into the memory of the logits, unless they are a leaf or not
-                   contiguous. AReaL passes it for logits that nothing else reads."""
+    reuse_logits   True: the backward writes the gradient into the memory of the logits, unless they
+                   are a leaf or not contiguous. AReaL passes it for logits that nothing else reads.
+    """
     inplace = reuse_logits and can_be_overwritten(logits)
-    return tuple(log_probs_of(logits, labels, temperature=temperature, group=tp_group, entropy=True, inplace=inplace))
+    return tuple(
+        log_probs_of(
+            logits, labels, temperature=temperature, group=tp_group, entropy=True, inplace=inplace
+        )
+    )
 
 
 @says(targets="labels")
 def mapped_logprobs_entropy(
     logits: Tensor, rows: Tensor, labels: Tensor, temperature: float = 1.0, tp_group: Any = None
 ) -> tuple[Tensor, ...]:
-    """The same of labels [M], each predicted by the row of logits [N, V] that `rows`, int64 [M], names: several by one row."""
-    return tuple(log_probs_of(logits, labels, temperature=temperature, group=tp_group, entropy=True, rows=rows))
+    """The same of labels [M], each predicted by the row of logits [N, V] that `rows`, int64 [M],
+    names: several by one row.
+    """
+    return tuple(
+        log_probs_of(
+            logits, labels, temperature=temperature, group=tp_group, entropy=True, rows=rows
+        )
+    )

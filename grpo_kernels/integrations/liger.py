@@ -1,19 +1,29 @@
 """Liger's GRPO losses under their own names and signatures, on our kernels, on GPU and CPU.
 
-    from grpo_kernels.integrations.liger import LigerFusedLinearGRPOLoss      # was liger_kernel.chunked_loss
-    from grpo_kernels.integrations.liger import triton_grpo_loss              # was liger_kernel.transformers.grpo_loss
-    from grpo_kernels.integrations.liger import fused_selective_log_softmax   # was liger_kernel.ops.grpo_loss
+    # was liger_kernel.chunked_loss
+    from grpo_kernels.integrations.liger import LigerFusedLinearGRPOLoss
+    # was liger_kernel.transformers.grpo_loss
+    from grpo_kernels.integrations.liger import triton_grpo_loss
+    # was liger_kernel.ops.grpo_loss
+    from grpo_kernels.integrations.liger import fused_selective_log_softmax
 
-Signatures, defaults, values and gradients are those of Liger-Kernel 0.8.5, which need not be installed. What differs on purpose:
+Signatures, defaults, values and gradients are those of Liger-Kernel 0.8.5, which need not be
+installed. What differs on purpose:
 
-- Bad input raises ValueError, where Liger asserts, and more of it is refused: a delta of at most 1, masks other than 0 and 1.
-- Masked positions do not count, whatever they hold: not in LUSPO, whose Liger versions weigh the padding too (or multiply by
-  the length twice), and not in VESPO's sum of log-weights, where a token of weight 0 leaves alone instead of silencing its
-  sequence. `LigerFusedLinearGRPOLoss(as_liger=True)` counts them as Liger does.
-- A delta below 1 + eps_high has its whole gradient: Liger's Triton loss drops that of tokens with A < 0 between the two.
-- A gradient that overwrites the logits bumps their version counter: autograd raises where something needs the old values.
-- The gradients of a reduced loss are made in the forward and handed over once: a second backward raises RuntimeError.
-- `compiled` and `chunk_size` change nothing: nothing is compiled, and chunks follow from the vocabulary.
+- Bad input raises ValueError, where Liger asserts, and more of it is refused: a delta of at most 1,
+  masks other than 0 and 1.
+- Masked positions do not count, whatever they hold: not in LUSPO, whose Liger versions weigh the
+  padding too (or multiply by the length twice), and not in VESPO's sum of log-weights, where a
+  token of weight 0 leaves alone instead of silencing its sequence.
+  `LigerFusedLinearGRPOLoss(as_liger=True)` counts them as Liger does.
+- A delta below 1 + eps_high has its whole gradient: Liger's Triton loss drops that of tokens with A
+  < 0 between the two.
+- A gradient that overwrites the logits bumps their version counter: autograd raises where something
+  needs the old values.
+- The gradients of a reduced loss are made in the forward and handed over once: a second backward
+  raises RuntimeError.
+- `compiled` and `chunk_size` change nothing: nothing is compiled, and chunks follow from the
+  vocabulary.
 - The head's gradient is summed in fp32, logits are never rounded, and strided inputs are welcome.
 """
 
@@ -42,7 +52,16 @@ from ..objective import PRESETS, Objective
 from ..options import Head
 from ..transform import LogitTransform
 from ._swap import Adapter, NotCovered, Slots, fitted, says, unknown_option
-from ._tensors import BY_ITEMS, CLIPPED, at_least_one, divergence_of, surrogate_of, teaching, terms_of, world
+from ._tensors import (
+    BY_ITEMS,
+    CLIPPED,
+    at_least_one,
+    divergence_of,
+    surrogate_of,
+    teaching,
+    terms_of,
+    world,
+)
 
 __all__ = [
     "LIGER_VERSION", "LigerFusedLinearGRPOLoss", "LigerFusedLinearJSD", "bind", "fused_selective_log_softmax", "liger_objective", "patch",
@@ -52,7 +71,8 @@ __all__ = [
 
 #: The version whose signatures and values these are.
 LIGER_VERSION = "0.8.5"
-#: The versions whose classes gave the same losses, metrics and gradients as ours, for every option that they have.
+#: The versions whose classes gave the same losses, metrics and gradients as ours, for every option
+#: that they have.
 ADAPTER = Adapter(
     "Liger", "liger-kernel", ("0.6.5", "0.7.0", "0.8.2", "0.8.4", LIGER_VERSION),
     {"LigerFusedLinearGRPOLoss": "liger_kernel.chunked_loss.LigerFusedLinearGRPOLoss"},
@@ -73,28 +93,40 @@ TOGETHER = {
 }
 #: Options of Liger's loss that are no part of an objective, and where they belong.
 NO_OBJECTIVE = {
-    "temperature": "it divides the logits: pass transform=LogitTransform(temperature) to the function of the loss.",
+    "temperature": (
+        "it divides the logits: pass transform=LogitTransform(temperature) to the function of the"
+        " loss."
+    ),
     **dict.fromkeys(("compiled", "chunk_size"), "it changes nothing here: leave it out."),
 }
 
 
 def liger_objective(loss_type: str = "dapo", **options: Any) -> Objective:
-    """Liger's options as an Objective, for the functions of grpo_kernels itself. Raises ValueError naming what is wrong.
+    """Liger's options as an Objective, for the functions of grpo_kernels itself. Raises ValueError
+    naming what is wrong.
 
-    loss_type    "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo" or "vespo": surrogate and denominator.
+    loss_type    "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo" or "vespo": surrogate
+                 and denominator.
     options      of `LigerFusedLinearGRPOLoss`, with its defaults:
     importance_sampling_level   "token", or "sequence" for the losses that clip.
     beta         weight of the KL, by k3; use_bias_correction_kl: times the ratio.
-    epsilon_low, epsilon_high, delta   clip widths and two-sided bound, as in `Clip`. As in Liger, epsilon_high is CISPO's cap,
+    epsilon_low, epsilon_high, delta   clip widths and two-sided bound, as in `Clip`. As in Liger,
+                                       epsilon_high is CISPO's cap,
                  an absolute ratio, and delta means nothing to CISPO, SAPO and VESPO.
-    sapo_temperature_pos, sapo_temperature_neg   for A > 0, for the others; together sapo_temperatures.
-    vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg   for A >= 0, then for the others; together vespo.
+    sapo_temperature_pos, sapo_temperature_neg   for A > 0, for the others; together
+                                                 sapo_temperatures.
+    vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg   for A >= 0, then for the others;
+                                                                   together vespo.
     max_completion_length   tokens, which dr_grpo divides by; nothing to the others.
-    What is no part of an objective is refused: temperature, compiled and chunk_size."""
+    What is no part of an objective is refused: temperature, compiled and chunk_size.
+    """
     for name in [name for name in TOGETHER if name in options]:
         parts = TOGETHER[name]
         values = options.pop(name)
-        remedy = f"it stands for {', '.join(parts)}: pass {len(parts)} numbers, and none of these names beside it."
+        remedy = (
+            f"it stands for {', '.join(parts)}: pass {len(parts)} numbers, and none of these names"
+            " beside it."
+        )
         fits = isinstance(values, tuple | list) and len(values) == len(parts)
         require(fits and not options.keys() & parts, name, values, remedy)
         options |= zip(parts, values, strict=True)
@@ -109,9 +141,17 @@ def _objective_of(options: Any) -> Objective:
     surrogate = surrogate_of(options)
     kind = options.loss_type
     level = options.importance_sampling_level
-    require(level in ("token", "sequence"), "importance_sampling_level", level, 'it must be "token" or "sequence".')
+    require(
+        level in ("token", "sequence"),
+        "importance_sampling_level",
+        level,
+        'it must be "token" or "sequence".',
+    )
     # Liger's own message, because callers match on it.
-    remedy = f"Sequence-level importance sampling is not supported for loss_type={kind!r}. Use importance_sampling_level='token' instead."
+    remedy = (
+        f"Sequence-level importance sampling is not supported for loss_type={kind!r}. Use"
+        " importance_sampling_level='token' instead."
+    )
     require(level == "token" or kind in CLIPPED, "importance_sampling_level", level, remedy)
     if kind == "cispo" and options.epsilon_high < 1:
         warnings.warn(
@@ -139,18 +179,32 @@ def as_bool(name: str, mask: Tensor | None) -> Tensor | None:
 
 
 def token_batch(
-    ids: Tensor, advantages: Tensor, objective: Objective, *, padding: int = 0, weights: Tensor | None, **fields: Tensor | None
+    ids: Tensor,
+    advantages: Tensor,
+    objective: Objective,
+    *,
+    padding: int = 0,
+    weights: Tensor | None,
+    **fields: Tensor | None,
 ) -> TokenBatch:
-    """Liger's tensors as a TokenBatch, with `padding` masked positions after the last one; `fields` are those of TokenBatch."""
+    """Liger's tensors as a TokenBatch, with `padding` masked positions after the last one; `fields`
+    are those of TokenBatch.
+    """
     mask = fields["mask"]
     if weights is not None and objective.surrogate.absorbs_weights and weights.numel() == len(ids):
         # A weight of a sequence enters its ratio once: at its first trained token.
-        trained = torch.ones(ids.shape, dtype=torch.bool, device=ids.device) if mask is None else mask
+        trained = (
+            torch.ones(ids.shape, dtype=torch.bool, device=ids.device) if mask is None else mask
+        )
         first = trained & (trained.cumsum(1) == 1)
         weights = torch.where(first, weights.reshape(-1, 1).clamp(min=1e-8), 1.0)
 
     def padded(x: Any) -> Any:
-        return x if x is None or not padding or x.shape != ids.shape else torch.nn.functional.pad(x, (0, padding))
+        return (
+            x
+            if x is None or not padding or x.shape != ids.shape
+            else torch.nn.functional.pad(x, (0, padding))
+        )
 
     given = {name: padded(x) for name, x in (fields | {"weights": weights}).items()}
     return TokenBatch(padded(ids), padded(advantages), **given)
@@ -159,7 +213,10 @@ def token_batch(
 def denominator(
     objective: Objective, loss_type: str, batch: TokenBatch, num_items: float | Tensor | None
 ) -> float | Tensor | None:
-    """Liger's denominator where it is not the batch's own: the average over ranks of the tokens given or found."""
+    """Liger's denominator where it is not the batch's own:
+
+    the average over ranks of the tokens given or found.
+    """
     group = world()
     if loss_type not in BY_ITEMS or (num_items is None and group is None):
         return None
@@ -171,17 +228,28 @@ def denominator(
 
 
 def weights_with_padding(weights: Tensor, mask: Tensor) -> Tensor:
-    """VESPO's weights [B, T] for Liger's result: Liger multiplies the weights of masked positions into the ratio of the
-    sequence too, and replaces 0 by 1e-8. Here each trained token gets an equal share of that product."""
+    """VESPO's weights [B, T] for Liger's result: Liger multiplies the weights of masked positions
+    into the ratio of the sequence too, and replaces 0 by 1e-8. Here each trained token gets an
+    equal share of that product.
+    """
     logs = weights.float().log().clamp(math.log(1e-8), 20.0)
-    return (logs.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).exp().expand_as(weights)
+    return (
+        (logs.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1))
+        .exp()
+        .expand_as(weights)
+    )
 
 
 def rows_with_padding(batch: TokenBatch, objective: Objective) -> TokenRows:
-    """LUSPO's rows for Liger's result: the mean over all positions of the padded sequence, masked ones included, times the
-    number of its trained tokens. The ratio of a sequence is still over its trained tokens."""
+    """LUSPO's rows for Liger's result: the mean over all positions of the padded sequence, masked
+    ones included, times the number of its trained tokens. The ratio of a sequence is still over its
+    trained tokens.
+    """
     share = batch.spread(batch.lengths).float() / batch.targets.numel()
-    return replace(objective.token_rows(replace(batch, mask=None), 1.0).weighted(share), trained=batch.marked("trained"))
+    return replace(
+        objective.token_rows(replace(batch, mask=None), 1.0).weighted(share),
+        trained=batch.marked("trained"),
+    )
 
 
 # ---- the loss from hidden states
@@ -189,14 +257,18 @@ def rows_with_padding(batch: TokenBatch, objective: Objective) -> TokenRows:
 
 @dataclass(eq=False, repr=False)
 class LigerFusedLinearGRPOLoss(torch.nn.Module):
-    """`linear_grpo_loss` as Liger's module of this name: hidden states and head in, `(loss, metrics)` out.
+    """`linear_grpo_loss` as Liger's module of this name: hidden states and head in, `(loss,
+    metrics)` out.
 
-    The options are Liger's, read on every call; see `liger_objective`. `temperature` divides the logits. use_ref_model=False leaves
-    the KL out, which is then 0 in the metrics, with a warning if beta is not 0.
+    The options are Liger's, read on every call; see `liger_objective`. `temperature` divides the
+    logits. use_ref_model=False leaves the KL out, which is then 0 in the metrics, with a warning if
+    beta is not 0.
 
-    as_liger   True: LUSPO and VESPO count masked positions as Liger's chunked loss does, with a warning, so that a run can be
-               compared with Liger's number by number before it is improved. Everything else is the same either way.
-    any_version   True: no warning where an installed Liger was not tested."""
+    as_liger   True: LUSPO and VESPO count masked positions as Liger's chunked loss does, with a
+               warning, so that a run can be compared with Liger's number by number before it is
+               improved. Everything else is the same either way.
+    any_version   True: no warning where an installed Liger was not tested.
+    """
 
     beta: float = 0.04
     compiled: bool = True
@@ -224,10 +296,15 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         super().__init__()
         version = ADAPTER.untested(any_version)
         if version is not None and importlib.util.find_spec("liger_kernel"):
-            warnings.warn(f"{version}: loss and metrics are those of {LIGER_VERSION}.", stacklevel=3)
+            warnings.warn(
+                f"{version}: loss and metrics are those of {LIGER_VERSION}.", stacklevel=3
+            )
 
     def objective(self) -> Objective:
-        """The objective that the options describe. Raises ValueError naming the option that is wrong."""
+        """The objective that the options describe.
+
+        Raises ValueError naming the option that is wrong.
+        """
         return _objective_of(self)
 
     @fitted
@@ -251,18 +328,29 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         vllm_is_ratio: Tensor | None = None,
         num_items_in_batch: float | Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """(loss, (mean KL, share of clipped tokens)), the KL only with beta != 0; the loss is 0-d fp32.
+        """(loss, (mean KL, share of clipped tokens)), the KL only with beta != 0; the loss is 0-d
+        fp32.
 
-        _input         [B, T, H], lin_weight [V, H], bias [V]: the policy's last hidden states and head.
-        selected_token_ids, attention_mask, old_per_token_logps, ref_per_token_logps   [B, T]; advantages [B].
+        _input         [B, T, H], lin_weight [V, H], bias [V]: the policy's last hidden states and
+                       head.
+        selected_token_ids, attention_mask, old_per_token_logps, ref_per_token_logps   [B, T];
+                                                                                       advantages
+                                                                                       [B].
         ref_input, ref_weight, ref_bias   the reference's, in place of its log-probs.
         vllm_is_ratio  [B], [B, 1] or [B, T]: weights of the policy term.
-        num_items_in_batch   tokens of all micro-batches and ranks, which dapo, cispo and vespo divide by, times the number
-                       of ranks. None: those of this micro-batch, averaged over the ranks by a collective."""
+        num_items_in_batch   tokens of all micro-batches and ranks, which dapo, cispo and vespo
+                             divide by, times the number
+                       of ranks. None: those of this micro-batch, averaged over the ranks by a
+                       collective.
+        """
         objective = self.objective()
         transform = LogitTransform(temperature=self.temperature)
         mask = as_bool("attention_mask", attention_mask)
-        padded = self.loss_type if self.as_liger and mask is not None and self.loss_type in ("luspo", "vespo") else None
+        padded = (
+            self.loss_type
+            if self.as_liger and mask is not None and self.loss_type in ("luspo", "vespo")
+            else None
+        )
         for said, message in (
             (self.beta != 0 and not self.use_ref_model,
              f"beta={self.beta} has no effect with use_ref_model=False: there is no reference, the KL is 0."),
@@ -278,21 +366,38 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
             with torch.no_grad():
                 read = None if padded == "luspo" else mask
                 head = Head(ref_weight, ref_bias)
-                ref, _ = linear_logprobs(ref_input, head, selected_token_ids, mask=read, transform=transform)
+                ref, _ = linear_logprobs(
+                    ref_input, head, selected_token_ids, mask=read, transform=transform
+                )
         weights = vllm_is_ratio
-        if padded == "vespo" and weights is not None and mask is not None and weights.shape == selected_token_ids.shape:
+        if (
+            padded == "vespo"
+            and weights is not None
+            and mask is not None
+            and weights.shape == selected_token_ids.shape
+        ):
             weights = weights_with_padding(weights, mask)
         batch = token_batch(
-            selected_token_ids, advantages, objective, mask=mask, old_logps=old_per_token_logps, ref_logps=ref, weights=weights
+            selected_token_ids,
+            advantages,
+            objective,
+            mask=mask,
+            old_logps=old_per_token_logps,
+            ref_logps=ref,
+            weights=weights,
         )
         if padded == "luspo":
-            own = linear_logprobs(_input, Head(lin_weight, bias), selected_token_ids, transform=transform)[0].flatten()
+            own = linear_logprobs(
+                _input, Head(lin_weight, bias), selected_token_ids, transform=transform
+            )[0].flatten()
             rows = rows_with_padding(batch, objective)
             loss = total(_TokenLosses.apply(own, objective, rows, batch))
             logps = own.detach()
         else:
             D = denominator(objective, self.loss_type, batch, num_items_in_batch)
-            out = linear_grpo_loss(_input, Head(lin_weight, bias), batch, objective, transform=transform, normalizer=D)
+            out = linear_grpo_loss(
+                _input, Head(lin_weight, bias), batch, objective, transform=transform, normalizer=D
+            )
             loss = out.loss
             logps = out.logps
             rows = out.rows
@@ -341,32 +446,48 @@ def triton_grpo_loss(
     vespo_k_neg: float = 3.0,
     vespo_lambda_neg: float = 2.0,
 ) -> tuple[Any, ...]:
-    """`grpo_loss` as Liger's function of this name, from logits [B, L + 1, V] whose last position is not looked at.
+    """`grpo_loss` as Liger's function of this name, from logits [B, L + 1, V] whose last position
+    is not looked at.
 
-    completion_ids, completion_mask, old_logp, ref_logp   [B, L]; advantages [B]; vllm_is_ratio [B], [B, 1] or [B, L].
-    reduce   True: (loss, [mean KL if beta != 0, share of clipped tokens]), 0-d fp32.
-             False: (loss, KL or None, clipped) of each token, [B, L] fp32, 0 where masked; only the loss is differentiable.
-    inplace  True: the backward writes the gradient over the logits, as in Liger. False: into memory of its own; a reduced
-             loss at token level (but VESPO) makes it in the forward, in one visit of the logits less. "forward", which Liger
-             lacks: both, so the logits are gone once the loss is there. Logits that are a leaf are never overwritten.
+    completion_ids, completion_mask, old_logp, ref_logp   [B, L]; advantages [B]; vllm_is_ratio [B],
+                                                          [B, 1] or [B, L].
+    reduce   True: (loss, [mean KL if beta != 0, share of clipped tokens]), 0-d fp32. False: (loss,
+             KL or None, clipped) of each token, [B, L] fp32, 0 where masked; only the loss is
+             differentiable.
+    inplace  True: the backward writes the gradient over the logits, as in Liger. False: into memory
+             of its own; a reduced loss at token level (but VESPO) makes it in the forward, in one
+             visit of the logits less. "forward", which Liger lacks: both, so the logits are gone
+             once the loss is there. Logits that are a leaf are never overwritten.
     max_completion_length   None: L.
     num_items_in_batch   tokens of all micro-batches and ranks, as in `LigerFusedLinearGRPOLoss`.
-    eps_low and eps_high are the epsilon_low and epsilon_high of `liger_objective`, `temperature` divides the logits, and
-    everything else is as in `LigerFusedLinearGRPOLoss`. Raises ValueError naming what is wrong."""
-    options = SimpleNamespace(**locals())  # Liger's other functions call two of them otherwise, and have a third
-    require(inplace in (True, False, "forward"), "inplace", inplace, 'it must be True, False or "forward".')
+    eps_low and eps_high are the epsilon_low and epsilon_high of `liger_objective`, `temperature`
+    divides the logits, and everything else is as in `LigerFusedLinearGRPOLoss`. Raises ValueError
+    naming what is wrong.
+    """
+    options = SimpleNamespace(
+        **locals()
+    )  # Liger's other functions call two of them otherwise, and have a third
+    require(
+        inplace in (True, False, "forward"),
+        "inplace",
+        inplace,
+        'it must be True, False or "forward".',
+    )
     remedy = f"two-sided clipping means nothing to loss_type={loss_type!r}: leave it None."
     require(delta is None or loss_type in CLIPPED, "delta", delta, remedy)
     B, L = completion_ids.shape
     options.epsilon_low = eps_low
     options.epsilon_high = eps_high
     options.use_ref_model = True
-    options.max_completion_length = max(L, 1) if max_completion_length is None else max_completion_length
+    options.max_completion_length = (
+        max(L, 1) if max_completion_length is None else max_completion_length
+    )
     objective = _objective_of(options)
     mask = as_bool("completion_mask", completion_mask)
     if mask is None:
         mask = torch.ones((B, L), dtype=torch.bool, device=completion_ids.device)
-    # The extra position is masked. A view of the logits without it would cost a second copy of the gradient.
+    # The extra position is masked. A view of the logits without it would cost a second copy of the
+    # gradient.
     batch = token_batch(
         completion_ids, advantages, objective, padding=1, mask=mask, old_logps=old_logp, ref_logps=ref_logp if beta != 0 else None,
         weights=vllm_is_ratio,
@@ -375,9 +496,18 @@ def triton_grpo_loss(
     normalizer = denominator(objective, loss_type, batch, num_items_in_batch) if reduce else 1.0
     how = False if of_a_leaf(logits) else inplace
     if reduce and how is not True:
-        out = grpo_loss(logits, batch, objective, transform=transform, normalizer=normalizer, inplace=how == "forward")
+        out = grpo_loss(
+            logits,
+            batch,
+            objective,
+            transform=transform,
+            normalizer=normalizer,
+            inplace=how == "forward",
+        )
     else:
-        own = token_logprobs(logits, batch.targets, mask=batch.mask, transform=transform, inplace=bool(how)).logps
+        own = token_logprobs(
+            logits, batch.targets, mask=batch.mask, transform=transform, inplace=bool(how)
+        ).logps
         if not reduce:
             rows = replace(objective, aggregate="token-sum").token_rows(batch, normalizer)
             losses = _TokenLosses.apply(own.flatten(), objective, rows, batch)
@@ -393,8 +523,10 @@ def triton_grpo_loss(
 def fused_selective_log_softmax(
     logits: Tensor, input_ids: Tensor, temperature: float = 0.9, mask: Tensor | None = None
 ) -> Tensor:
-    """Log-probs [B, L] fp32 of the last L of `input_ids`, from logits [B, L + 1, V] whose last position is not looked at;
-    0 where `mask`, of which the last L count too, is 0. `temperature` divides the logits. No gradient."""
+    """Log-probs [B, L] fp32 of the last L of `input_ids`, from logits [B, L + 1, V] whose last
+    position is not looked at; 0 where `mask`, of which the last L count too, is 0. `temperature`
+    divides the logits. No gradient.
+    """
     L = logits.shape[1] - 1
     ids = input_ids[:, input_ids.shape[1] - L :]
     read = None if mask is None else mask[:, mask.shape[1] - L :] != 0
@@ -402,10 +534,15 @@ def fused_selective_log_softmax(
 
 
 class _TokenLosses(torch.autograd.Function):
-    """The token stage, token by token: what it gets from upstream takes the place of (multiplies) the weights."""
+    """The token stage, token by token:
+
+    what it gets from upstream takes the place of (multiplies) the weights.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logps: Tensor, objective: Objective, rows: TokenRows, batch: TokenBatch) -> Tensor:
+    def forward(
+        ctx: Any, logps: Tensor, objective: Objective, rows: TokenRows, batch: TokenBatch
+    ) -> Tensor:
         ctx.save_for_backward(logps)
         ctx.call = objective, rows, batch
         return objective.token_stage(logps, None, rows, batch)[0]
@@ -416,11 +553,21 @@ class _TokenLosses(torch.autograd.Function):
         (logps,) = ctx.saved_tensors
         objective, rows, batch = ctx.call
         # Whatever arrives at masked tokens, which have weight 0.
-        return objective.token_stage(logps, None, rows.weighted(d_losses), batch)[1], None, None, None
+        return (
+            objective.token_stage(logps, None, rows.weighted(d_losses), batch)[1],
+            None,
+            None,
+            None,
+        )
 
 
-def _kl_and_clipped(logps: Tensor, objective: Objective, rows: TokenRows, batch: TokenBatch) -> tuple[Tensor | None, Tensor]:
-    """fp32 [n], 0 where masked: the KL term (None with beta = 0) as it is in the loss, and 1 where the ratio is clipped."""
+def _kl_and_clipped(
+    logps: Tensor, objective: Objective, rows: TokenRows, batch: TokenBatch
+) -> tuple[Tensor | None, Tensor]:
+    """fp32 [n], 0 where masked:
+
+    the KL term (None with beta = 0) as it is in the loss, and 1 where the ratio is clipped.
+    """
     _, clipped, kl = terms_of(objective, logps, rows, batch)
     return None if kl is None else torch.where(rows.mask, kl, 0.0), (clipped & rows.mask).float()
 
@@ -435,23 +582,28 @@ def _metrics(kl: Tensor | None, clipped: Tensor, batch: TokenBatch) -> list[Tens
 
 
 def patch(trainer: Any, **how: bool) -> Slots:
-    """Replace the loss object of this trainer, and of no other; the result undoes it, by `undo()` or as a context manager.
+    """Replace the loss object of this trainer, and of no other; the result undoes it, by `undo()`
+    or as a context manager.
 
         slots = liger.patch(trainer)     # one trainer that exists
         slots = liger.bind()             # or every trainer of this process that will be made
 
-    For TRL 0.17 to 1.13, with use_liger_kernel=True (use_liger_loss before 0.25), and ms-swift. The constants are those that the
-    trainer gave to its own object. The first call is compared with it where the version of Liger-Kernel (or of a TRL with a copy of
-    it) was not tested. What Liger's slot has not, ours has not there: the entropy bonus, the entropy quantile, off-policy masks.
+    For TRL 0.17 to 1.13, with use_liger_kernel=True (use_liger_loss before 0.25), and ms-swift. The
+    constants are those that the trainer gave to its own object. The first call is compared with it
+    where the version of Liger-Kernel (or of a TRL with a copy of it) was not tested. What Liger's
+    slot has not, ours has not there: the entropy bonus, the entropy quantile, off-policy masks.
 
     how   strict and any_version of `Slots`.
-    Raises RuntimeError for a trainer without such an object, or with ours, and in the first step where the comparison fails."""
+    Raises RuntimeError for a trainer without such an object, or with ours, and in the first step
+    where the comparison fails.
+    """
     name = next((name for name in ATTRIBUTES if callable(getattr(trainer, name, None))), None)
     if name is None:
         raise RuntimeError(
-            f"{type(trainer).__name__} has no loss of Liger's ({' or '.join(ATTRIBUTES)}): make it with use_liger_kernel=True (TRL 0.17 to "
-            "0.24, and in axolotl: use_liger_loss=True). Other versions of TRL have no such place: before 0.17 install a newer one, in 1.14 take "
-            "integrations.trl.fused_lm_head(), from 1.15 on integrations.trl.patch(trainer)."
+            f"{type(trainer).__name__} has no loss of Liger's ({' or '.join(ATTRIBUTES)}): make it"
+            " with use_liger_kernel=True (TRL 0.17 to 0.24, and in axolotl: use_liger_loss=True)."
+            " Other versions of TRL have no such place: before 0.17 install a newer one, in 1.14"
+            " take integrations.trl.fused_lm_head(), from 1.15 on integrations.trl.patch(trainer)."
         )
     theirs = getattr(trainer, name)
     slots = _slots(theirs, **how)
@@ -460,8 +612,10 @@ def patch(trainer: Any, **how: bool) -> Slots:
 
 
 def bind(**how: bool) -> Slots:
-    """Make `liger_kernel.chunked_loss.LigerFusedLinearGRPOLoss` ours for what imports it from now on; `undo()` puts it back,
-    but for trainers that are made already. Options and errors are those of `patch`."""
+    """Make `liger_kernel.chunked_loss.LigerFusedLinearGRPOLoss` ours for what imports it from now
+    on; `undo()` puts it back, but for trainers that are made already. Options and errors are those
+    of `patch`.
+    """
     from liger_kernel import chunked_loss
 
     theirs = chunked_loss.LigerFusedLinearGRPOLoss
@@ -486,19 +640,26 @@ def _slots(theirs: Any, **how: bool) -> Slots:
 
 
 def _in_place_of(theirs: Any, slots: Slots) -> Any:
-    """Our loss with the constants of their object, which is also called while `slots` compares the two. Raises NotCovered if an
-    option is set that ours does not have."""
-    names = [name for name in inspect.signature(LigerFusedLinearGRPOLoss).parameters if hasattr(theirs, name)]
+    """Our loss with the constants of their object, which is also called while `slots` compares the
+    two. Raises NotCovered if an option is set that ours does not have.
+    """
+    names = [
+        name
+        for name in inspect.signature(LigerFusedLinearGRPOLoss).parameters
+        if hasattr(theirs, name)
+    ]
     missing = {"beta", "epsilon_low", "epsilon_high", "loss_type", "temperature"} - {*names}
     if missing:
         raise RuntimeError(
-            f"a {type(theirs).__name__} without {', '.join(sorted(missing))} is not Liger's GRPO loss, or is ours already: call undo() on "
-            "what bound it."
+            f"a {type(theirs).__name__} without {', '.join(sorted(missing))} is not Liger's GRPO"
+            " loss, or is ours already: call undo() on what bound it."
         )
     unknown = unknown_option(theirs, names)
     if unknown is not None:
         raise NotCovered(f"option {unknown[0]}={unknown[1]!r}, which grpo_kernels does not know")
-    ours = LigerFusedLinearGRPOLoss(**{name: getattr(theirs, name) for name in names}, any_version=True).forward
+    ours = LigerFusedLinearGRPOLoss(
+        **{name: getattr(theirs, name) for name in names}, any_version=True
+    ).forward
     return slots.counted(slots.trial.beside(fitted(ours, theirs), theirs), theirs)
 
 
@@ -507,15 +668,18 @@ def _in_place_of(theirs: Any, slots: Slots) -> Any:
 
 @dataclass(eq=False, repr=False)
 class LigerFusedLinearJSD(torch.nn.Module):
-    """The mean divergence of a student's tokens to a teacher's, from hidden states and weights of both; also on a CPU. Values are
-    Liger's. Logits are fp32 where Liger's may be rounded to 16 bits, and the gradient of the weight is summed in fp32.
+    """The mean divergence of a student's tokens to a teacher's, from hidden states and weights of
+    both; also on a CPU. Values are Liger's. Logits are fp32 where Liger's may be rounded to 16
+    bits, and the gradient of the weight is summed in fp32.
 
-    jsd_beta      0: KL(teacher, student). 1: KL(student, teacher). In between: the jsd, with the teacher's share jsd_beta.
+    jsd_beta      0: KL(teacher, student). 1: KL(student, teacher). In between: the jsd, with the
+                  teacher's share jsd_beta.
     ignore_index  the label of tokens that do not count.
     temperature   divides the logits of both.
     accum_dtype   not needed: sums are fp32.
 
-    Raises ValueError naming the argument that is wrong."""
+    Raises ValueError naming the argument that is wrong.
+    """
 
     jsd_beta: float = 0.5
     ignore_index: int = -100
@@ -529,7 +693,11 @@ class LigerFusedLinearJSD(torch.nn.Module):
 
     @fitted
     @says(
-        hidden="student_input", weight="student_weight", mask="shift_labels", targets="shift_labels", reference="teacher_input"
+        hidden="student_input",
+        weight="student_weight",
+        mask="shift_labels",
+        targets="shift_labels",
+        reference="teacher_input",
     )
     def forward(
         self,
@@ -541,11 +709,19 @@ class LigerFusedLinearJSD(torch.nn.Module):
     ) -> Tensor:
         """The mean over the tokens whose label counts, 0-d fp32.
 
-        student_input, teacher_input    [N, H], with hidden sizes of their own; student_weight, teacher_weight  [V, H].
-        shift_labels                    int64 [N], of which only `ignore_index` is looked at; None: all tokens count."""
+        student_input, teacher_input    [N, H], with hidden sizes of their own; student_weight,
+                                        teacher_weight  [V, H].
+        shift_labels                    int64 [N], of which only `ignore_index` is looked at; None:
+                                        all tokens count.
+        """
         mask = None if shift_labels is None else shift_labels != self.ignore_index
         batch = teaching(mask, student_input[..., 0])
         reference = (teacher_input.detach(), teacher_weight.detach())
         return linear_grpo_loss(
-            student_input, student_weight, batch, self.objective, reference=reference, transform=self.transform
+            student_input,
+            student_weight,
+            batch,
+            self.objective,
+            reference=reference,
+            transform=self.transform,
         ).loss

@@ -1,24 +1,28 @@
-"""miles: log-probs and entropy over the sets that its rollouts recorded, from the logits of their ids alone.
+"""miles: log-probs and entropy over the sets that its rollouts recorded, from the logits of their
+ids alone.
 
     from grpo_kernels.integrations import miles
     slots = miles.bind(args)        # --custom-megatron-init-path: fn(args), in every worker
 
-`bind` replaces `calculate_log_probs_and_entropy` (logits [R, V / tensor-parallel ranks]) and `build_local_sampling_mask`, which
-makes a [R, V] mask of a `RolloutSamplingMask`: the record goes to the rows as it is. Without replay the first is replaced
-alike.
+`bind` replaces `calculate_log_probs_and_entropy` (logits [R, V / tensor-parallel ranks]) and
+`build_local_sampling_mask`, which makes a [R, V] mask of a `RolloutSamplingMask`: the record goes
+to the rows as it is. Without replay the first is replaced alike.
 
-What miles refuses is refused here: a token without ids (unless the record is a `PartialSamplingMask`: then its row runs over the
-vocabulary), records that have not a set for each token, a target outside of its set, and replay with a KL or distillation from a
-teacher, whose log-probs run over the vocabulary: `reference_over="kept"` says that they run over the same sets. The entropy is over
-the vocabulary unless `entropy_over="kept"`. True on-policy mode is left to miles, and refused with replay.
+What miles refuses is refused here: a token without ids (unless the record is a
+`PartialSamplingMask`: then its row runs over the vocabulary), records that have not a set for each
+token, a target outside of its set, and replay with a KL or distillation from a teacher, whose
+log-probs run over the vocabulary: `reference_over="kept"` says that they run over the same sets.
+The entropy is over the vocabulary unless `entropy_over="kept"`. True on-policy mode is left to
+miles, and refused with replay.
 
-With `--loss-type score_centering` it also replaces `selected_log_probs_and_entropy`: one visit of a row gives the log-probs of its
-token and of the sampler's head, and the entropy; the loss is miles' own.
+With `--loss-type score_centering` it also replaces `selected_log_probs_and_entropy`: one visit of a
+row gives the log-probs of its token and of the sampler's head, and the entropy; the loss is miles'
+own.
 
 For a loss of your own, `kept_sets` makes the sets of a packed batch of such records.
 
-Written from miles 0.1.0 and its branches of August 2026, and from later files of it. No registry has it and it needs Megatron: the
-tests run stand-ins with its signatures.
+Written from miles 0.1.0 and its branches of August 2026, and from later files of it. No registry
+has it and it needs Megatron: the tests run stand-ins with its signatures.
 """
 
 from __future__ import annotations
@@ -61,14 +65,18 @@ def bind(
     missing: str = "raise",
     **how: bool,
 ) -> Slots:
-    """Put our functions in the place of miles'; the result undoes it, see `Slots`, which has the errors too.
+    """Put our functions in the place of miles'; the result undoes it, see `Slots`, which has the
+    errors too.
 
     args            miles' arguments: rollout_top_p and rollout_top_k say whether there is replay.
-    reference_over  "kept" declares that the log-probs of a reference or teacher run over the same sets.
-    entropy_over    of replayed rows: "vocabulary", or "kept", the entropy over the set, which saves a second pass.
+    reference_over  "kept" declares that the log-probs of a reference or teacher run over the same
+                    sets.
+    entropy_over    of replayed rows: "vocabulary", or "kept", the entropy over the set, which saves
+                    a second pass.
     missing         of replayed rows, as in `token_logprobs`. "raise" waits for the device.
     how             strict and any_version of `Slots`; replay cannot be compared.
-    Raises ValueError for replay with a KL or a teacher and no declaration."""
+    Raises ValueError for replay with a KL or a teacher and no declaration.
+    """
     require(
         reference_over in (None, "kept"),
         "reference_over",
@@ -76,11 +84,13 @@ def bind(
         "log-probs over all ids and sets make no KL: pass 'kept'.",
     )
     replays = getattr(args, "rollout_top_p", 1.0) < 1.0 or getattr(args, "rollout_top_k", -1) > 0
-    centers = getattr(args, "loss_type", None) == "score_centering"  # a loss that keeps the two apart
+    centers = (
+        getattr(args, "loss_type", None) == "score_centering"
+    )  # a loss that keeps the two apart
     for name in COMPARED if replays and reference_over is None and not centers else ():
         remedy = (
-            "with replay miles refuses it, the other network's log-probs being over the vocabulary. Switch one off, or pass "
-            "reference_over='kept' if they run over the same sets."
+            "with replay miles refuses it, the other network's log-probs being over the vocabulary."
+            " Switch one off, or pass reference_over='kept' if they run over the same sets."
         )
         require(not getattr(args, name, None), name, getattr(args, name, None), remedy)
     slots = Slots(ADAPTER, **how)
@@ -93,28 +103,40 @@ def bind(
 
 
 def _sets(name: str, record: Any, tokens: int) -> TokenSets:
-    sets = response_sets(name, record._as_tensors() if hasattr(record, "_as_tensors") else (record.ids, record.offsets), tokens)
+    sets = response_sets(
+        name,
+        record._as_tensors() if hasattr(record, "_as_tensors") else (record.ids, record.offsets),
+        tokens,
+    )
     empty = (sets.counts == 0).nonzero()
     if len(empty) and not getattr(record, "allows_empty_rows", False):
         raise ValueError(
-            f"{name} has no ids for response token {int(empty[0])}: miles records a set for each, of one id where the token was not "
-            "sampled. A PartialSamplingMask may leave tokens out."
+            f"{name} has no ids for response token {int(empty[0])}: miles records a set for each,"
+            " of one id where the token was not sampled. A PartialSamplingMask may leave tokens"
+            " out."
         )
     return sets
 
 
-def kept_sets(masks: Sequence[Any], total_lengths: Sequence[int], response_lengths: Sequence[int]) -> TokenSets:
-    """The sets of the rows of a packed batch, [sum of total_lengths], on the CPU: row i has the set of token i + 1.
+def kept_sets(
+    masks: Sequence[Any], total_lengths: Sequence[int], response_lengths: Sequence[int]
+) -> TokenSets:
+    """The sets of the rows of a packed batch, [sum of total_lengths], on the CPU: row i has the set
+    of token i + 1.
 
-    masks   a `RolloutSamplingMask` for each sample; a response, of response_lengths, is the end of its text, of total_lengths. Rows
-            that predict no response token, and in a `PartialSamplingMask` those without ids, stand for the whole vocabulary.
+    masks   a `RolloutSamplingMask` for each sample; a response, of response_lengths, is the end of
+            its text, of total_lengths. Rows that predict no response token, and in a
+            `PartialSamplingMask` those without ids, stand for the whole vocabulary.
 
-    Raises ValueError, with the sample and the token, where a record has not a set for each token of its response, or an empty
-    one."""
+    Raises ValueError, with the sample and the token, where a record has not a set for each token of
+    its response, or an empty one.
+    """
     records = []
     rows = torch.zeros(sum(total_lengths), dtype=torch.bool)
     end = 0
-    for b, (mask, total, tokens) in enumerate(zip(masks, total_lengths, response_lengths, strict=True)):
+    for b, (mask, total, tokens) in enumerate(
+        zip(masks, total_lengths, response_lengths, strict=True)
+    ):
         records.append(_sets(f"masks[{b}]", mask, tokens))
         end += total
         rows[end - 1 - tokens : end - 1] = True
@@ -129,14 +151,21 @@ def local_sets(
     tp_rank: int = 0,
     response_length: int | None = None,
 ) -> TokenSets:
-    """The sets of the rows of logits [R, V / ranks], which score the response tokens response_indices [R]; in the place of the mask
-    that miles makes of a sampling_mask. Ids are those of the whole vocabulary on every rank, so tp_rank is not needed.
+    """The sets of the rows of logits [R, V / ranks], which score the response tokens
+    response_indices [R]; in the place of the mask that miles makes of a sampling_mask. Ids are
+    those of the whole vocabulary on every rank, so tp_rank is not needed.
 
-    response_length   the number of tokens of the response; None: the length of the record."""
+    response_length   the number of tokens of the response; None: the length of the record.
+    """
     index = torch.as_tensor(
-        response_indices if isinstance(response_indices, Tensor) else [*response_indices], dtype=torch.int64
+        response_indices if isinstance(response_indices, Tensor) else [*response_indices],
+        dtype=torch.int64,
     )
-    sets = _sets("sampling_mask", sampling_mask, len(sampling_mask) if response_length is None else response_length)
+    sets = _sets(
+        "sampling_mask",
+        sampling_mask,
+        len(sampling_mask) if response_length is None else response_length,
+    )
     return sets[index].to(logits.device)
 
 
@@ -157,15 +186,24 @@ def calculate_log_probs_and_entropy(
     missing: str = "raise",
     entropy_over: str = "vocabulary",
 ) -> tuple[Tensor, Tensor | None]:
-    """(log-probs [R, 1], entropy [R] or None), fp32; logits [R, V / ranks], tokens [R]; both [0] of no tokens.
+    """(log-probs [R, 1], entropy [R] or None), fp32; logits [R, V / ranks], tokens [R]; both [0] of
+    no tokens.
 
     tp_group        the ranks that the vocabulary is cut over; None: all.
-    with_entropy, entropy_requires_grad   whether to compute the entropy, and whether it has a gradient. temperature divides the
+    with_entropy, entropy_requires_grad   whether to compute the entropy, and whether it has a
+                                          gradient. temperature divides the
     logits. sampling_mask   what `local_sets` makes, or None.
     missing, entropy_over   as in `bind`.
-    true_on_policy  left to miles. chunk_size, vocab_size and debug_unified_grad_fused_logprob change nothing here."""
+    true_on_policy  left to miles. chunk_size, vocab_size and debug_unified_grad_fused_logprob
+                    change nothing here.
+    """
     if true_on_policy:
-        require(sampling_mask is None, "true_on_policy", True, "with replay it is miles' own: undo() this binding for it.")
+        require(
+            sampling_mask is None,
+            "true_on_policy",
+            True,
+            "with replay it is miles' own: undo() this binding for it.",
+        )
         raise NotCovered("true on-policy mode")
     return in_a_column(
         logits, tokens, tp_group, with_entropy, entropy_requires_grad, temperature=temperature, kept=sampling_mask, missing=missing,
@@ -186,14 +224,17 @@ def selected_log_probs_and_entropy(
     sampling_support: bool = False,
     missing: str = "raise",
 ) -> tuple[Tensor, Tensor]:
-    """(log-probs of token_ids [R, 1 + K], entropy [R], 0 unless with_entropy), fp32, both with gradient; logits [R, V / ranks].
-    An id of -1 is padding, with log-prob 0, and an id may stand in a row twice.
+    """(log-probs of token_ids [R, 1 + K], entropy [R], 0 unless with_entropy), fp32, both with
+    gradient; logits [R, V / ranks]. An id of -1 is padding, with log-prob 0, and an id may stand in
+    a row twice.
 
     group            the ranks that the vocabulary is cut over; None: one rank.
     vocab_size       ids from this on are padding of the head, and in no softmax.
     temperature      divides the logits. chunk_size is not needed.
-    sampling_support   True: the softmax is over the ids after the first, which is the token; a row without them has zeros.
-    missing          what becomes of a token that is not among them, as in `token_logprobs`."""
+    sampling_support   True: the softmax is over the ids after the first, which is the token; a row
+                       without them has zeros.
+    missing          what becomes of a token that is not among them, as in `token_logprobs`.
+    """
     width = logits.shape[-1]
     shard = even_shard(logits.shape[-1], group)
     start, whole = (0, width) if shard is None else (shard.start, shard.vocab)

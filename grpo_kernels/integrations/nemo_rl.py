@@ -3,28 +3,35 @@
     from grpo_kernels import Objective
     from grpo_kernels.integrations.nemo_rl import PolicyLoss
 
-    loss_fn = PolicyLoss.like(ClippedPGLossFn(config))                                 # in the place of ClippedPGLossFn(...)
-    loss_fn = PolicyLoss(Objective.preset("dapo", numerics="nemo-rl", beta=0.01))      # or any objective
+    loss_fn = PolicyLoss.like(ClippedPGLossFn(config))                                 # in the
+                                                                                       place of
+                                                                                       ClippedPGLossFn(...)
+    loss_fn = PolicyLoss(Objective.preset("dapo", numerics="nemo-rl", beta=0.01))      # or any
+                                                                                       objective
 
-The object says `input_type = LossInputType.LOGIT`, so NeMo-RL hands it the logits instead of log-probs. They have been
-divided by the temperature already. Denominators are its global counts, `data` its columns; old log-probs are
-`prev_logprobs`, the reference's `reference_policy_logprobs`, the sampler's `generation_logprobs`.
+The object says `input_type = LossInputType.LOGIT`, so NeMo-RL hands it the logits instead of
+log-probs. They have been divided by the temperature already. Denominators are its global counts,
+`data` its columns; old log-probs are `prev_logprobs`, the reference's `reference_policy_logprobs`,
+the sampler's `generation_logprobs`.
 
-Logits may be cut over tensor-parallel ranks: a DTensor with Shard(-1) says so itself; on Megatron, whose group NeMo-RL does
-not hand to a loss of logits, pass megatron=True.
+Logits may be cut over tensor-parallel ranks: a DTensor with Shard(-1) says so itself; on Megatron,
+whose group NeMo-RL does not hand to a loss of logits, pass megatron=True.
 
-Top-k and top-p filtering of the training log-probs: pass NeMo-RL's `TrainingSamplingParams` as sampling_params=. The policy term
-then runs over what the filter keeps of the logits; the KL runs over the vocabulary, as NeMo-RL's reference does, for which the
-rows are visited whole. A token that its own filter drops has log-prob 0 and no gradient, as in NeMo-RL, and is counted in
+Top-k and top-p filtering of the training log-probs: pass NeMo-RL's `TrainingSamplingParams` as
+sampling_params=. The policy term then runs over what the filter keeps of the logits; the KL runs
+over the vocabulary, as NeMo-RL's reference does, for which the rows are visited whole. A token that
+its own filter drops has log-prob 0 and no gradient, as in NeMo-RL, and is counted in
 `outside_sampling_set`.
 
-Not covered: sequence packing (NeMo-RL packs log-probs only), context parallelism, filters of tensor-parallel logits. A token
-that the sampler did not score has weight 1 here, 0 there. A weight that overflows is 0, as there; others, and the two KLs to the
-sampler among the metrics, end at e^60. `sampling_importance_ratio` of an objective at sequence level is the mean over the
-sequences, where NeMo-RL multiplies it by their number.
+Not covered: sequence packing (NeMo-RL packs log-probs only), context parallelism, filters of
+tensor-parallel logits. A token that the sampler did not score has weight 1 here, 0 there. A weight
+that overflows is 0, as there; others, and the two KLs to the sampler among the metrics, end at
+e^60. `sampling_importance_ratio` of an objective at sequence level is the mean over the sequences,
+where NeMo-RL multiplies it by their number.
 
-Written from the code of August 2026 (7ea279a). Its package on PyPI is empty and it wants Python 3.13: its own tests of the
-loss were run on ours with stand-ins for what else it imports, and the tests here compare with a transcription of its loss.
+Written from the code of August 2026 (7ea279a). Its package on PyPI is empty and it wants Python
+3.13: its own tests of the loss were run on ours with stand-ins for what else it imports, and the
+tests here compare with a transcription of its loss.
 """
 
 from __future__ import annotations
@@ -50,7 +57,15 @@ from ..options import Options
 from ..rewards.corrections import importance_weights, rejection_mask
 from ..token_sets import TokenSets
 from ._swap import Adapter, fitted, says
-from ._tensors import LossAndMetrics, at_ids, divergence_over, numbers, shard_of, terms_of, two_sided
+from ._tensors import (
+    LossAndMetrics,
+    at_ids,
+    divergence_over,
+    numbers,
+    shard_of,
+    terms_of,
+    two_sided,
+)
 
 #: No version: it was written from the code of August 2026.
 ADAPTER = Adapter("NeMo-RL", "nemo-rl")
@@ -65,14 +80,24 @@ READ = (
     "positive_example_nll_weight",
 )  # fmt: skip
 #: of a `DistillationLossFn` that `DistillationLoss.like` reads,
-READ_OF_DISTILLATION = ("kl_type", "mixed_kl_weight", "zero_outside_topk", "log_infinitesimal", "loss_type")
+READ_OF_DISTILLATION = (
+    "kl_type",
+    "mixed_kl_weight",
+    "zero_outside_topk",
+    "log_infinitesimal",
+    "loss_type",
+)
 #: and those that follow from others, or have no effect by themselves.
 DERIVED = ("input_type", "metric_normalizations", "seq_logprob_error_threshold")
 #: Options of NeMo-RL that change what a loss gets or computes, and what to do instead.
 UNSUPPORTED = {
-    "use_fused_linear_logprobs": "the model then returns log-probs, and this loss needs logits: switch it off.",
-    "seq_logprob_error_in_loss": "this loss does not drop sequences by it: switch it off, and NeMo-RL applies seq_logprob_error_threshold "
-    "before the loss.",
+    "use_fused_linear_logprobs": (
+        "the model then returns log-probs, and this loss needs logits: switch it off."
+    ),
+    "seq_logprob_error_in_loss": (
+        "this loss does not drop sequences by it: switch it off, and NeMo-RL applies"
+        " seq_logprob_error_threshold before the loss."
+    ),
     "opd_full": "full-vocabulary distillation is another loss: keep NeMo-RL's own.",
 }
 #: What NeMo-RL divides its metrics by: tokens, or nothing.
@@ -96,29 +121,50 @@ REVERSE = Exact("reverse", tail="ignore")
 
 
 def _refuse_other_options(theirs: Any, read: Sequence[str]) -> None:
-    """Raise ValueError if an attribute of NeMo-RL's loss is set that is not in `read`: a newer option may change the loss."""
+    """Raise ValueError if an attribute of NeMo-RL's loss is set that is not in `read`:
+
+    a newer option may change the loss.
+    """
     for name, value in vars(theirs).items():
-        unset = value is None or value is False or (not isinstance(value, Tensor) and value in (0, "", (), [], {}))
+        unset = (
+            value is None
+            or value is False
+            or (not isinstance(value, Tensor) and value in (0, "", (), [], {}))
+        )
         if name not in (*read, *DERIVED) and not name.startswith("_") and not unset:
-            require(False, name, value, UNSUPPORTED.get(name, "this option is not known here: keep NeMo-RL's own loss."))
+            require(
+                False,
+                name,
+                value,
+                UNSUPPORTED.get(name, "this option is not known here: keep NeMo-RL's own loss."),
+            )
 
 
 @dataclass(eq=False)
 class PolicyLoss:
-    """A NeMo-RL loss function: (logits, data, global_valid_seqs, global_valid_toks) -> (loss, metrics).
+    """A NeMo-RL loss function: (logits, data, global_valid_seqs, global_valid_toks) -> (loss,
+    metrics).
 
-    objective    aggregate "token-mean" or "seq-mean-token-mean": NeMo-RL's two loss types, over its global counts.
-    importance   options of `corrections.importance_weights` between prev_logprobs and generation_logprobs, for example
-                 {"mode": "truncate", "high": 2.0}; None: no correction. The mode "sequence-mask", with low and high, drops
-                 the sequences whose geometric mean is outside, and the others keep their tokens' weights (seq-mask-tis).
+    objective    aggregate "token-mean" or "seq-mean-token-mean": NeMo-RL's two loss types, over its
+                 global counts.
+    importance   options of `corrections.importance_weights` between prev_logprobs and
+                 generation_logprobs, for example {"mode": "truncate", "high": 2.0}; None: no
+                 correction. The mode "sequence-mask", with low and high, drops the sequences whose
+                 geometric mean is outside, and the others keep their tokens' weights
+                 (seq-mask-tis).
     inplace      True: the gradient overwrites the logits.
-    megatron     True: logits are Megatron's, [B, S, V / ranks], cut over its tensor-parallel group, for which the worker's
-                 megatron.core is asked on every call. Without it, plain logits are whole rows.
-    force_on_policy_ratio, use_on_policy_kl_approximation, positive_example_nll_weight   NeMo-RL's: prev_logprobs are the
-                 policy's own; the KL is weighted by the ratio to the sampler (over log-probs, instead of in one visit);
-                 weight of the mean NLL of the micro-batch's tokens in samples with a reward above 0.
+    megatron     True: logits are Megatron's, [B, S, V / ranks], cut over its tensor-parallel group,
+                 for which the worker's megatron.core is asked on every call. Without it, plain
+                 logits are whole rows.
+    force_on_policy_ratio, use_on_policy_kl_approximation, positive_example_nll_weight   NeMo-RL's:
+                                                                                         prev_logprobs
+                                                                                         are the
+                 policy's own; the KL is weighted by the ratio to the sampler (over log-probs,
+                 instead of in one visit); weight of the mean NLL of the micro-batch's tokens in
+                 samples with a reward above 0.
 
-    sampling_params  NeMo-RL's `TrainingSamplingParams`, of which top_k and top_p are read: the filter that prev_logprobs went
+    sampling_params  NeMo-RL's `TrainingSamplingParams`, of which top_k and top_p are read: the
+                     filter that prev_logprobs went
                  through. None, or one that keeps everything: no filter.
 
     metric_normalizations tells NeMo-RL's split workers which metric has which denominator.
@@ -142,20 +188,28 @@ class PolicyLoss:
         top_k = getattr(self.sampling_params, "top_k", None)
         top_p = getattr(self.sampling_params, "top_p", None)
         #: What the filter keeps, as `TokenSets.from_logits` takes it; None without a filter.
-        self.rules: Any = None if (top_k or 0) <= 0 and top_p in (None, 1) else {"top_k": top_k, "top_p": top_p}
+        self.rules: Any = (
+            None if (top_k or 0) <= 0 and top_p in (None, 1) else {"top_k": top_k, "top_p": top_p}
+        )
         remedy = (
-            "with sampling_params: the KL runs over the vocabulary, its weight over the sets: use the weighting 'score' or "
-            "'none', or use_on_policy_kl_approximation."
+            "with sampling_params: the KL runs over the vocabulary, its weight over the sets: use"
+            " the weighting 'score' or 'none', or use_on_policy_kl_approximation."
         )
         weighted = objective.beta != 0 and objective.kl_spec.weighting not in ("none", "score")
         require(not (self.rules and weighted), "kl", objective.kl, remedy)
         #: The correction with all of its options; without one, what its weights would be.
-        self.correction: dict[str, Any] = {"level": "token", "mode": "truncate", "low": 0.0, "high": 2.0} | (
+        self.correction: dict[str, Any] = {
+            "level": "token",
+            "mode": "truncate",
+            "low": 0.0,
+            "high": 2.0,
+        } | (
             {"level": "token" if objective.level == "token" else "sequence", "high": math.inf}
             if self.importance is None
             else self.importance
         )
-        #: Whether the ratio of the correction is reported per sequence; whether it drops sequences, or tokens, or nothing.
+        #: Whether the ratio of the correction is reported per sequence; whether it drops sequences,
+        #: or tokens, or nothing.
         self.sequences = objective.level != "token" or self.correction["level"] != "token"
         self.drops_sequences = self.correction["mode"] == "sequence-mask"
         self.bounded = self.correction["low"] > 0 or self.correction["high"] < math.inf
@@ -178,22 +232,29 @@ class PolicyLoss:
 
     @classmethod
     def like(cls, theirs: Any, **options: Any) -> PolicyLoss:
-        """This loss with the settings of `theirs`, a `ClippedPGLossFn`. Raises ValueError, with the option's name, for settings
-        that are not supported and for every option that is set and not known here.
+        """This loss with the settings of `theirs`, a `ClippedPGLossFn`. Raises ValueError, with the
+        option's name, for settings that are not supported and for every option that is set and not
+        known here.
 
-        options   inplace, megatron, sampling_params."""
+        options   inplace, megatron, sampling_params.
+        """
         _refuse_other_options(theirs, READ)
         low = theirs.ratio_clip_min
         high = theirs.ratio_clip_max
         clip_c = theirs.ratio_clip_c
         remedy = "with disable_ppo_ratio it bounds no ratio: set one of them only."
-        off = theirs.disable_ppo_ratio and not theirs.force_on_policy_ratio  # whose ratio of 1 comes first in NeMo-RL
+        off = (
+            theirs.disable_ppo_ratio and not theirs.force_on_policy_ratio
+        )  # whose ratio of 1 comes first in NeMo-RL
         require(clip_c is None or not off, "ratio_clip_c", clip_c, remedy)
         surrogate: Any = two_sided("NeMo-RL", low, high, clip_c, "ratio_clip_c", "ratio_clip_max")
         if theirs.use_cispo or off:
             surrogate = Cispo(1 + high, 1 - low) if theirs.use_cispo else PolicyGradient()
         level = "sequence" if theirs.sequence_level_importance_ratios else "token"
-        bounds = [math.inf if x is None else x for x in (theirs.kl_input_clamp_value, theirs.kl_output_clamp_value)]
+        bounds = [
+            math.inf if x is None else x
+            for x in (theirs.kl_input_clamp_value, theirs.kl_output_clamp_value)
+        ]
         objective = Objective(
             surrogate, level=level, aggregate="token-mean" if theirs.loss_type.name == "TOKEN_LEVEL" else "seq-mean-token-mean",
             beta=theirs.reference_policy_kl_penalty, kl=Kl(theirs.reference_policy_kl_type, "score", False, *bounds),
@@ -204,7 +265,11 @@ class PolicyLoss:
                 "level": level, "mode": MODES[theirs.truncated_importance_sampling_type], "high": math.inf if largest is None else largest,
                 "low": theirs.truncated_importance_sampling_ratio_min or 0.0,
             }  # fmt: skip
-        names = ("force_on_policy_ratio", "use_on_policy_kl_approximation", "positive_example_nll_weight")
+        names = (
+            "force_on_policy_ratio",
+            "use_on_policy_kl_approximation",
+            "positive_example_nll_weight",
+        )
         return cls(objective, **options, **{name: getattr(theirs, name) for name in names})
 
     @fitted
@@ -218,7 +283,10 @@ class PolicyLoss:
         *,
         vocab_parallel_group: Any = None,
     ) -> LossAndMetrics:
-        """vocab_parallel_group: what a prepare_fn of yours hands on, in the place of megatron=True."""
+        """vocab_parallel_group:
+
+        what a prepare_fn of yours hands on, in the place of megatron=True.
+        """
         options = Options(shard=shard_of(logits, vocab_parallel_group, self.megatron))
         batch = self._batch(data)
         mask: Any = batch.mask
@@ -230,15 +298,21 @@ class PolicyLoss:
             compared = batch
             if self.force_on_policy_ratio:  # the weights are those of the policy's log-probs
                 with torch.no_grad():
-                    own = token_logprobs(logits, batch.targets, mask=mask, kept=filtered.kept, options=options)[0]
+                    own = token_logprobs(
+                        logits, batch.targets, mask=mask, kept=filtered.kept, options=options
+                    )[0]
                 compared = replace(batch, old_logps=own)
             weights, outside = self._weights(compared)
         D = tokens if self.objective.aggregate == "token-mean" else sequences
         out, kl = self._loss(logits, replace(filtered, weights=weights), D, options)
         loss = out.loss if kl is None else out.loss + kl
-        named = self._metrics(out, batch, data["sample_mask"], (tokens, sequences), weights, outside) | {"loss": loss}
+        named = self._metrics(
+            out, batch, data["sample_mask"], (tokens, sequences), weights, outside
+        ) | {"loss": loss}
         if batch.nll_weights is not None:
-            named["positive_nll_loss"] = -(batch.nll_weights * out.logps).sum() / self.positive_example_nll_weight
+            named["positive_nll_loss"] = (
+                -(batch.nll_weights * out.logps).sum() / self.positive_example_nll_weight
+            )
         if kl is not None:
             named["kl_penalty"] = kl / self.objective.beta
         if dropped is not None:
@@ -249,7 +323,8 @@ class PolicyLoss:
         """NeMo-RL's columns as a batch."""
 
         def column(name: str) -> Tensor:
-            # The last position is masked. A view of the logits without it would cost a second copy of the gradient.
+            # The last position is masked. A view of the logits without it would cost a second copy
+            # of the gradient.
             return torch.nn.functional.pad(data[name][:, 1:], (0, 1))
 
         mask = (column("token_mask") * data["sample_mask"][:, None]) != 0
@@ -260,17 +335,24 @@ class PolicyLoss:
             fields["ref_logps"] = column("reference_policy_logprobs")
         if self.positive_example_nll_weight > 0 and "rewards" in data:
             positive = mask & (data["rewards"] > 0)[:, None]
-            fields["nll_weights"] = positive * (self.positive_example_nll_weight / positive.sum().clamp(min=1))
+            fields["nll_weights"] = positive * (
+                self.positive_example_nll_weight / positive.sum().clamp(min=1)
+            )
         return TokenBatch(column("input_ids"), column("advantages"), **fields)
 
-    def _filtered(self, logits: Tensor, batch: TokenBatch, options: Options) -> tuple[TokenBatch, Tensor | None]:
-        """(the batch with what the filter keeps of these logits, bool [B, S]: targets that it drops), or (the batch, None). Where a
-        target is dropped the set is the target alone: log-prob 0, no gradient."""
+    def _filtered(
+        self, logits: Tensor, batch: TokenBatch, options: Options
+    ) -> tuple[TokenBatch, Tensor | None]:
+        """(the batch with what the filter keeps of these logits, bool [B, S]: targets that it
+        drops), or (the batch, None). Where a target is dropped the set is the target alone:
+        log-prob 0, no gradient.
+        """
         if not self.rules:
             return batch, None
         if options.shard is not None:
             raise ValueError(
-                "sampling_params: a filter needs whole rows of logits, but these are cut over tensor-parallel ranks."
+                "sampling_params: a filter needs whole rows of logits, but these are cut over"
+                " tensor-parallel ranks."
             )
         targets = batch.targets.flatten()
         sets = TokenSets.from_logits(logits, order="vllm", **self.rules)
@@ -280,25 +362,45 @@ class PolicyLoss:
         kept = TokenSets.cat([sets, alone]).take(rows + lacking * len(targets))
         return replace(batch, kept=kept), lacking.view(batch.targets.shape)
 
-    def _loss(self, logits: Tensor, batch: TokenBatch, D: Tensor, options: Options) -> tuple[LossOutput, Tensor | None]:
-        """(the loss without what follows, a KL over more than the sets or weighted by the ratio to the sampler)."""
+    def _loss(
+        self, logits: Tensor, batch: TokenBatch, D: Tensor, options: Options
+    ) -> tuple[LossOutput, Tensor | None]:
+        """(the loss without what follows, a KL over more than the sets or weighted by the ratio to
+        the sampler).
+        """
         spec = self.objective
         whole = batch.kept is not None and self.objective.beta != 0
         inplace = self.inplace and not whole
         on_policy = spec.beta != 0 and self.use_on_policy_kl_approximation
         if not whole and not on_policy:
-            return grpo_loss(logits, batch, spec, normalizer=D, inplace=inplace, options=options), None
+            return (
+                grpo_loss(logits, batch, spec, normalizer=D, inplace=inplace, options=options),
+                None,
+            )
         scored = token_logprobs(
             logits, batch.targets, mask=batch.mask, entropy=spec.needs_entropy, options=options, kept=batch.kept, inplace=inplace,
             also=("log_kept_mass",),
         )  # fmt: skip
-        out = objective_loss(scored.logps, batch, replace(spec, beta=0.0), entropy=scored.entropy, normalizer=D)
-        kl = _by_ratio_to_the_sampler(spec.kl_spec) if on_policy else spec.kl
-        alone = replace(spec, surrogate=NoPolicyTerm(), level="token", filters=(), entropy_coef=0.0, kl=kl)
-        compared = replace(
-            batch, old_logps=batch.sampler_logps if on_policy else None, weights=None, nll_weights=None, kept=None
+        out = objective_loss(
+            scored.logps, batch, replace(spec, beta=0.0), entropy=scored.entropy, normalizer=D
         )
-        return out, objective_loss(scored.logps + scored.also["log_kept_mass"], compared, alone, normalizer=D).loss
+        kl = _by_ratio_to_the_sampler(spec.kl_spec) if on_policy else spec.kl
+        alone = replace(
+            spec, surrogate=NoPolicyTerm(), level="token", filters=(), entropy_coef=0.0, kl=kl
+        )
+        compared = replace(
+            batch,
+            old_logps=batch.sampler_logps if on_policy else None,
+            weights=None,
+            nll_weights=None,
+            kept=None,
+        )
+        return (
+            out,
+            objective_loss(
+                scored.logps + scored.also["log_kept_mass"], compared, alone, normalizer=D
+            ).loss,
+        )
 
     def _weights(self, batch: Any) -> tuple[Tensor, Tensor]:
         """The weights of the correction and which tokens are outside its bounds, both [B, S]."""
@@ -306,22 +408,33 @@ class PolicyLoss:
         low = self.correction["low"]
         high = self.correction["high"]
         x = torch.where(batch.mask, batch.old_logps - batch.sampler_logps, 0.0)
-        of_sequence = x.nansum(1, keepdim=True) / (batch.mask.sum(1, keepdim=True).clamp(min=1) if level == "geometric" else 1)
-        beyond = (x if level == "token" else of_sequence).exp().isinf()  # which is a weight of 0 to NeMo-RL
+        of_sequence = x.nansum(1, keepdim=True) / (
+            batch.mask.sum(1, keepdim=True).clamp(min=1) if level == "geometric" else 1
+        )
+        beyond = (
+            (x if level == "token" else of_sequence).exp().isinf()
+        )  # which is a weight of 0 to NeMo-RL
         raw = importance_weights(batch, level=level, high=math.inf).masked_fill(beyond, 0.0)
         if self.drops_sequences:
             # An infinite ratio adds 0 to its sequence's mean, as in NeMo-RL.
-            finite = replace(batch, sampler_logps=batch.sampler_logps.masked_fill(x.isinf(), math.nan))
+            finite = replace(
+                batch, sampler_logps=batch.sampler_logps.masked_fill(x.isinf(), math.nan)
+            )
             kept = rejection_mask(finite, metric="ratio", over="mean", low=low, high=high)
             return kept * raw, kept == 0
         weights = importance_weights(batch, **self.correction)
-        return weights.masked_fill(beyond, low if self.correction["mode"] == "truncate" else 0.0), (raw < low) | (raw > high)
+        return weights.masked_fill(beyond, low if self.correction["mode"] == "truncate" else 0.0), (
+            raw < low
+        ) | (raw > high)
 
     def _metrics(
         self, out: LossOutput, batch: TokenBatch, samples: Tensor, counts: tuple[Tensor, Tensor], weights: Tensor | None,
         outside: Tensor | None,
     ) -> dict[str, Tensor]:  # fmt: skip
-        """NeMo-RL's metrics under its names: sums over the micro-batch by global counts, of tokens and of sequences."""
+        """NeMo-RL's metrics under its names:
+
+        sums over the micro-batch by global counts, of tokens and of sequences.
+        """
         mask: Any = batch.mask
         sampler: Any = batch.sampler_logps
         tokens, sequences = (count.clamp(min=1) for count in counts)
@@ -346,15 +459,22 @@ class PolicyLoss:
         }  # fmt: skip
         for name, ratio in (("probs_ratio", r), ("probs_ratio_clamped", clamped)):
             last = ratio.new_tensor([torch.inf])  # what there is of a batch without samples
-            low, high = (torch.cat([torch.where(mask, x, torch.inf).flatten(), last]).amin() for x in (ratio, -ratio))
+            low, high = (
+                torch.cat([torch.where(mask, x, torch.inf).flatten(), last]).amin()
+                for x in (ratio, -ratio)
+            )
             metrics |= {name: mean(ratio), f"{name}_min": low, f"{name}_max": -high}
         if kl is not None:
             weight: Any = out.rows.kl_weight
-            metrics["kl_penalty"] = torch.where(weight != 0, weight * kl, 0.0).sum() / self.objective.beta
+            metrics["kl_penalty"] = (
+                torch.where(weight != 0, weight * kl, 0.0).sum() / self.objective.beta
+            )
         if weights is None:
             weights, _ = self._weights(replace(batch, old_logps=old))
         of_sequences = torch.where(mask.any(1), weights.amax(1), 1.0) * samples
-        metrics["sampling_importance_ratio"] = of_sequences.sum() / sequences if self.sequences else mean(weights)
+        metrics["sampling_importance_ratio"] = (
+            of_sequences.sum() / sequences if self.sequences else mean(weights)
+        )
         if outside is not None and self.bounded:
             dropped = ((outside & mask).any(1) * samples).sum() / sequences
             metrics["is_oob_ratio"] = dropped if self.drops_sequences else mean(outside.float())
@@ -362,15 +482,20 @@ class PolicyLoss:
 
 
 def _by_ratio_to_the_sampler(kl: Kl) -> Kl:
-    """NeMo-RL's KL of samples whose old log-probs are the sampler's. Unlike in a `Kl`, it bounds the weighted value, and a weight
-    that overflows fp32 is 0."""
+    """NeMo-RL's KL of samples whose old log-probs are the sampler's. Unlike in a `Kl`, it bounds
+    the weighted value, and a weight that overflows fp32 is 0.
+    """
     weighted = replace(kl, weighting="ratio", clamp=math.inf)
 
     def estimator(logp: Any, old_logp: Any, ref_logp: Any) -> tuple[Any, Any]:
-        value, _, _, slope = kl_terms(logp, old_logp, ref_logp, logp - old_logp, weighted.clamps, **weighted.formula)
+        value, _, _, slope = kl_terms(
+            logp, old_logp, ref_logp, logp - old_logp, weighted.clamps, **weighted.formula
+        )
         fits = logp - old_logp < LARGEST_LOG
         near = fits & (ops.abs(value) <= kl.clamp)
-        return ops.where(fits, ops.minimum(ops.maximum(value, -kl.clamp), kl.clamp), 0.0), ops.where(near, slope, 0.0)
+        return ops.where(
+            fits, ops.minimum(ops.maximum(value, -kl.clamp), kl.clamp), 0.0
+        ), ops.where(near, slope, 0.0)
 
     return Kl(estimator)
 
@@ -379,36 +504,57 @@ def _by_ratio_to_the_sampler(kl: Kl) -> Kl:
 
 
 class DistillationLoss:
-    """A NeMo-RL loss function: (logits, data, global_valid_seqs, global_valid_toks) -> (loss, metrics).
+    """A NeMo-RL loss function: (logits, data, global_valid_seqs, global_valid_toks) -> (loss,
+    metrics).
 
-        loss_fn = DistillationLoss.like(DistillationLossFn(config))      # in the place of DistillationLossFn(config)
+        loss_fn = DistillationLoss.like(DistillationLossFn(config))      # in the place of
+                                                                         DistillationLossFn(config)
 
-    NeMo-RL hands it the logits in place of log-probs at the teacher's ids, and the teacher's `topk_logits_k` largest logits and
-    their ids in `data`. Both KLs are renormalised over these ids, as with zero_outside_topk=False, from the logits at the ids
-    alone: nothing of the size of the vocabulary is read. With zero_outside_topk=True the policy's probabilities are those of the
-    whole vocabulary, and the teacher's log-prob outside of its ids is -100: log-probs and entropy come from one visit of each row.
-    The value of that option's reverse KL has about 100 times the mass outside in it, and that mass is the gradient: it is
-    NeMo-RL's, for parity. `Exact("reverse")`, whose tail is one outcome, has no such number. The sum of NeMo-RL's option `forward`
-    has no minimum at the teacher's row either way: its value may be negative. An id counts as often as the teacher lists it.
+    NeMo-RL hands it the logits in place of log-probs at the teacher's ids, and the teacher's
+    `topk_logits_k` largest logits and their ids in `data`. Both KLs are renormalised over these
+    ids, as with zero_outside_topk=False, from the logits at the ids alone: nothing of the size of
+    the vocabulary is read. With zero_outside_topk=True the policy's probabilities are those of the
+    whole vocabulary, and the teacher's log-prob outside of its ids is -100: log-probs and entropy
+    come from one visit of each row. The value of that option's reverse KL has about 100 times the
+    mass outside in it, and that mass is the gradient: it is NeMo-RL's, for parity.
+    `Exact("reverse")`, whose tail is one outcome, has no such number. The sum of NeMo-RL's option
+    `forward` has no minimum at the teacher's row either way: its value may be negative. An id
+    counts as often as the teacher lists it.
 
-    kl_type            "forward", KL(teacher, policy); "reverse"; "mixed": mixed_kl_weight of the forward, and the rest of the
-                       reverse.
+    kl_type            "forward", KL(teacher, policy); "reverse"; "mixed": mixed_kl_weight of the
+                       forward, and the rest of the reverse.
     mixed_kl_weight    in [0, 1].
     zero_outside_topk  False: both sides are renormalised over the teacher's ids. True: see above.
-    megatron           True: logits are Megatron's, [B, S, V / ranks], cut over its tensor-parallel group.
+    megatron           True: logits are Megatron's, [B, S, V / ranks], cut over its tensor-parallel
+                       group.
 
-    `data` has token_mask [B, S], sample_mask [B], input_ids, teacher_topk_logits and teacher_topk_indices [B, S, k], k at least
-    1; the last row of each sequence predicts nothing. Not covered: context parallelism, the loss across tokenizers. Raises
-    ValueError naming the argument that is wrong."""
+    `data` has token_mask [B, S], sample_mask [B], input_ids, teacher_topk_logits and
+    teacher_topk_indices [B, S, k], k at least 1; the last row of each sequence predicts nothing.
+    Not covered: context parallelism, the loss across tokenizers. Raises ValueError naming the
+    argument that is wrong.
+    """
 
     def __init__(
-        self, kl_type: str = "mixed", mixed_kl_weight: float = 0.5, zero_outside_topk: bool = False, *, megatron: bool = False
+        self,
+        kl_type: str = "mixed",
+        mixed_kl_weight: float = 0.5,
+        zero_outside_topk: bool = False,
+        *,
+        megatron: bool = False,
     ) -> None:
         from nemo_rl.algorithms.loss import interfaces
 
         require_one_of("kl_type", kl_type, ("forward", "reverse", "mixed"))
-        require_number("mixed_kl_weight", mixed_kl_weight, "the forward KL's share is a number in [0, 1].", 0.0, 1.0)
-        self.forward = {"forward": 1.0, "reverse": 0.0}.get(kl_type, float(mixed_kl_weight))  # the share of that KL
+        require_number(
+            "mixed_kl_weight",
+            mixed_kl_weight,
+            "the forward KL's share is a number in [0, 1].",
+            0.0,
+            1.0,
+        )
+        self.forward = {"forward": 1.0, "reverse": 0.0}.get(
+            kl_type, float(mixed_kl_weight)
+        )  # the share of that KL
         self.zero_outside_topk = zero_outside_topk
         self.megatron = megatron
         self.loss_type = interfaces.LossType.TOKEN_LEVEL
@@ -416,8 +562,9 @@ class DistillationLoss:
 
     @classmethod
     def like(cls, theirs: Any, **options: bool) -> DistillationLoss:
-        """This loss with the settings of `theirs`, a `DistillationLossFn`. options: megatron. Raises ValueError for every other
-        option of `theirs` that is set."""
+        """This loss with the settings of `theirs`, a `DistillationLossFn`. options: megatron.
+        Raises ValueError for every other option of `theirs` that is set.
+        """
         _refuse_other_options(theirs, READ_OF_DISTILLATION)
         return cls(theirs.kl_type, theirs.mixed_kl_weight, theirs.zero_outside_topk, **options)
 
@@ -432,7 +579,10 @@ class DistillationLoss:
         *,
         vocab_parallel_group: Any = None,
     ) -> LossAndMetrics:
-        """vocab_parallel_group: what a prepare_fn of yours hands on, in the place of megatron=True."""
+        """vocab_parallel_group:
+
+        what a prepare_fn of yours hands on, in the place of megatron=True.
+        """
         ids = data["teacher_topk_indices"].to(logits.device)
         if ids.shape[-1] <= 0:
             raise ValueError("teacher_topk_indices has no id: topk must be positive.")
@@ -442,13 +592,17 @@ class DistillationLoss:
         else:
             mask = torch.ones_like(ids[..., 0], dtype=torch.bool)
         mask[:, -1] = False
-        teacher = torch.log_softmax(data["teacher_topk_logits"].to(logits.device, torch.float32), -1)
+        teacher = torch.log_softmax(
+            data["teacher_topk_logits"].to(logits.device, torch.float32), -1
+        )
         shard = shard_of(logits, vocab_parallel_group, self.megatron)
         if shard is None and not self.zero_outside_topk:
             at = logits.gather(-1, ids).float()
             entropy = None
         else:  # in one visit of each row that counts
-            at, entropy, _ = at_ids(logits, ids, mask=mask, entropy=self.zero_outside_topk, options=Options(shard=shard))
+            at, entropy, _ = at_ids(
+                logits, ids, mask=mask, entropy=self.zero_outside_topk, options=Options(shard=shard)
+            )
         at = torch.where(mask[..., None], at, OUTSIDE)  # masked rows may hold anything
         at = at if self.zero_outside_topk else torch.log_softmax(at, -1)
         value = at.new_zeros(mask.shape)

@@ -1,4 +1,5 @@
-"""prime-rl: its chunked head on our kernels, and our objectives through its official hook for a custom loss.
+"""prime-rl: its chunked head on our kernels, and our objectives through its official hook for a
+custom loss.
 
     from grpo_kernels.integrations import prime_rl
     prime_rl.bind()                 # before the first forward
@@ -8,22 +9,25 @@
     import_path = "grpo_kernels.integrations.prime_rl.loss"
     kwargs = { objective = "ipo", changes = { beta = 0.002 } }
 
-`bind` replaces the autograd function that `FusedOutputLinear.forward` calls with [N, H] hidden states and a temperature for each
-token. The call is in the head module's own forward, so hooks of FSDP and offloading still run. The entropy has no gradient, as in
-prime-rl. Softcapped heads (Gemma) use another function of prime-rl, which is not replaced.
+`bind` replaces the autograd function that `FusedOutputLinear.forward` calls with [N, H] hidden
+states and a temperature for each token. The call is in the head module's own forward, so hooks of
+FSDP and offloading still run. The entropy has no gradient, as in prime-rl. Softcapped heads (Gemma)
+use another function of prime-rl, which is not replaced.
 
-Sampling-mask replay uses the same function: the sets that prime-rl's trainer passes to its head, padded with -1, become the
-kept sets of the rows. As in prime-rl, a row is not replayed if it has no ids or if its label is not in its set. The entropy is
-taken over the whole vocabulary, as in prime-rl, which costs a matmul with the whole weight in the forward.
-`bind(entropy_over="kept")` saves this matmul and logs the entropy of the set instead. For score centering the log-probs of all ids
-of the sets come along (`return_mask_logprobs`). `kept_sets` reads the records of its orchestrator, for losses of your own.
+Sampling-mask replay uses the same function: the sets that prime-rl's trainer passes to its head,
+padded with -1, become the kept sets of the rows. As in prime-rl, a row is not replayed if it has no
+ids or if its label is not in its set. The entropy is taken over the whole vocabulary, as in
+prime-rl, which costs a matmul with the whole weight in the forward. `bind(entropy_over="kept")`
+saves this matmul and logs the entropy of the set instead. For score centering the log-probs of all
+ids of the sets come along (`return_mask_logprobs`). `kept_sets` reads the records of its
+orchestrator, for losses of your own.
 
-`loss` is a custom loss: the unnormalised sum over one sequence. prime-rl divides by its global token count. With `score_centering
-= true` among its kwargs it takes the drift out of any objective of the token level, as prime-rl's `ipo` does with the option of
-that name.
+`loss` is a custom loss: the unnormalised sum over one sequence. prime-rl divides by its global
+token count. With `score_centering = true` among its kwargs it takes the drift out of any objective
+of the token level, as prime-rl's `ipo` does with the option of that name.
 
-Written from prime-rl 0.8.0; its replay from later heads, which take 6 or 7 arguments. prime-rl is in no package registry. The tests
-run stand-ins with its signatures.
+Written from prime-rl 0.8.0; its replay from later heads, which take 6 or 7 arguments. prime-rl is
+in no package registry. The tests run stand-ins with its signatures.
 """
 
 from __future__ import annotations
@@ -52,14 +56,24 @@ ADAPTER = Adapter(
 def bind(
     *, entropy_over: str = "vocabulary", missing: str = "full", **how: bool
 ) -> Slots:  # fmt: skip
-    """Replace `_SequenceChunkedLogProbEntropyFn` by our function; the result restores it, see `Slots`, which has the errors too.
+    """Replace `_SequenceChunkedLogProbEntropyFn` by our function; the result restores it, see
+    `Slots`, which has the errors too.
 
-    entropy_over  of replayed rows: "vocabulary", as in prime-rl, or "kept", the entropy over the set.
-    missing       of replayed rows, as in `linear_logprobs`: how a label outside its set is treated. "full" is prime-rl's.
-    how      strict and any_version of `Slots`."""
+    entropy_over  of replayed rows: "vocabulary", as in prime-rl, or "kept", the entropy over the
+                  set.
+    missing       of replayed rows, as in `linear_logprobs`: how a label outside its set is treated.
+                  "full" is prime-rl's.
+    how      strict and any_version of `Slots`.
+    """
     slots = Slots(ADAPTER, **how)
     own = (missing, entropy_over) == ("full", "vocabulary")
-    slots.bind(chunked_logprobs, attribute="apply", comparable=own, entropy_over=entropy_over, missing=missing)
+    slots.bind(
+        chunked_logprobs,
+        attribute="apply",
+        comparable=own,
+        entropy_over=entropy_over,
+        missing=missing,
+    )
     return slots
 
 
@@ -76,12 +90,15 @@ def chunked_logprobs(
     entropy_over: str = "vocabulary",
     missing: str = "full",
 ) -> tuple[Tensor | None, ...]:
-    """(log-probs, entropy) fp32 [N] of labels [N]; hidden [N, H], weight [V, H], inv_temperature [N]. chunk_size is ours.
+    """(log-probs, entropy) fp32 [N] of labels [N]; hidden [N, H], weight [V, H], inv_temperature
+    [N]. chunk_size is ours.
 
     sampling_mask   int32 [N, K]: the set of each row, padded with -1. None: no replay.
-    return_mask_logprobs  True: a third result is the log-probs of all ids of the sets, fp32 [N, K], with gradient; 0 for
-                          padding and rows that are not replayed. False: it is None.
-    entropy_over, missing   of replayed rows, see `bind`."""
+    return_mask_logprobs  True: a third result is the log-probs of all ids of the sets, fp32 [N, K],
+                          with gradient; 0 for padding and rows that are not replayed. False: it is
+                          None.
+    entropy_over, missing   of replayed rows, see `bind`.
+    """
     sets = None if sampling_mask is None else TokenSets.from_padded(sampling_mask)
     found = log_probs_of(
         hidden, labels, head=weight, temperature=1.0 / inv_temperature.float(), entropy="detached", kept=sets,
@@ -89,7 +106,9 @@ def chunked_logprobs(
     )  # fmt: skip
     if sampling_mask is None or not return_mask_logprobs:
         return (*found,) if return_mask_logprobs is None else (*found, None)
-    listed = torch.zeros(sampling_mask.shape, device=hidden.device).masked_scatter(sampling_mask >= 0, found.also["at"])
+    listed = torch.zeros(sampling_mask.shape, device=hidden.device).masked_scatter(
+        sampling_mask >= 0, found.also["at"]
+    )
     if missing == "full":
         listed = torch.where((sampling_mask == labels[:, None]).any(-1, keepdim=True), listed, 0.0)
     return (*found, listed)
@@ -98,16 +117,20 @@ def chunked_logprobs(
 def kept_sets(record: Any, ids: Tensor, *, cu_seqlens: Tensor | None = None) -> TokenSets:
     """The sets of a record of prime-rl's orchestrator, for the rows that predict `ids`.
 
-    record       a `SamplingMask` with bytes of int32: `ids`, and `counts`, one for each token (0 for tokens of the prompt and of
-                 tools). Its `logprobs`, bytes of float32, become the values. For several texts concatenate the bytes of the
-                 records.
-    ids          int64 [B, T], or packed [N] with cu_seqlens: the texts, as `shift_targets` takes them.
+    record       a `SamplingMask` with bytes of int32: `ids`, and `counts`, one for each token (0
+                 for tokens of the prompt and of tools). Its `logprobs`, bytes of float32, become
+                 the values. For several texts concatenate the bytes of the records.
+    ids          int64 [B, T], or packed [N] with cu_seqlens: the texts, as `shift_targets` takes
+                 them.
 
-    A row without ids stands for the whole vocabulary, as in prime-rl. Raises ValueError if there is not one count for each
-    token, or if the number of ids is not the sum of the counts."""
+    A row without ids stands for the whole vocabulary, as in prime-rl. Raises ValueError if there is
+    not one count for each token, or if the number of ids is not the sum of the counts.
+    """
 
     def numbers(data: bytes, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        return (
+            torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        )
 
     logprobs = getattr(record, "logprobs", None)
     values = None if logprobs is None else numbers(logprobs, torch.float32)
@@ -123,19 +146,22 @@ def loss(
 ) -> Any:  # fmt: skip
     """`fn(LossInputs, **kwargs) -> LossOutputs` of one sequence [T], unnormalised.
 
-    objective, changes   `Objective.preset(objective, **changes)`, with prime-rl's constants if it has that objective. The aggregate
-                         is always the sum. old_logps are those of the sampler. ref_logps are `inputs.ref_logprobs`, except for
-                         "dppo_tv" and "ipo", whose KL is to the sampler.
-    score_centering      True: over the ids that the sampler has recorded, of every trained token. Without a record, as in prime-rl,
-                         there is none.
+    objective, changes   `Objective.preset(objective, **changes)`, with prime-rl's constants if it
+                         has that objective. The aggregate is always the sum. old_logps are those of
+                         the sampler. ref_logps are `inputs.ref_logprobs`, except for "dppo_tv" and
+                         "ipo", whose KL is to the sampler.
+    score_centering      True: over the ids that the sampler has recorded, of every trained token.
+                         Without a record, as in prime-rl, there is none.
 
-    Metrics, 0-d: mismatch_kl (k3 to the sampler), is_masked (the share of tokens that are clipped or filtered out), with score
-    centering is_centered (1 with a record, else 0).
+    Metrics, 0-d: mismatch_kl (k3 to the sampler), is_masked (the share of tokens that are clipped
+    or filtered out), with score centering is_centered (1 with a record, else 0).
     """
     from prime_rl.trainer.rl.loss import LossOutputs
 
     theirs = "prime-rl" if objective in NUMERICS["prime-rl"] else None
-    spec = Objective.preset(objective, numerics=theirs, **{**(changes or {}), "aggregate": "token-sum"})
+    spec = Objective.preset(
+        objective, numerics=theirs, **{**(changes or {}), "aggregate": "token-sum"}
+    )
 
     def row(name: str) -> Any:
         x = getattr(inputs, name)
@@ -145,14 +171,18 @@ def loss(
     mask = row("loss_mask")
     reference = sampler if theirs and objective != "sampled_distillation" else row("ref_logprobs")
     advantages = row("advantages").float()
-    batch = scored_batch(mask, advantages, old_logps=sampler, sampler_logps=sampler, ref_logps=reference)
+    batch = scored_batch(
+        mask, advantages, old_logps=sampler, sampler_logps=sampler, ref_logps=reference
+    )
     out = objective_loss(row("trainer_logprobs"), batch, spec, token_weights=row("loss_weights"))
     value = out.loss
     ours = row("trainer_mask_logprobs") if score_centering else None
     theirs = row("inference_mask_logprobs") if score_centering else None
     if ours is not None and theirs is not None:
         weights = 1.0 if inputs.loss_weights is None else row("loss_weights")
-        value = value + centered(ScoreCentering.of(spec, tail=False), ours, theirs, advantages, mask, weights)
+        value = value + centered(
+            ScoreCentering.of(spec, tail=False), ours, theirs, advantages, mask, weights
+        )
     x = torch.where(mask, out.logps - sampler, 0.0)
     metrics = {"mismatch_kl": masked_mean(x.exp() - x - 1, mask), "is_masked": left_out(out, spec)}
     if score_centering:

@@ -1,32 +1,39 @@
-"""slime: log-probs and entropy on our kernels, and our objectives through its official hook for a custom loss.
+"""slime: log-probs and entropy on our kernels, and our objectives through its official hook for a
+custom loss.
 
     # my_loss.py
     from grpo_kernels.integrations import slime
     slots = slime.bind()
-    loss = slime.policy_loss()                                   # from slime's arguments; or policy_loss(Objective(...))
+    loss = slime.policy_loss()                                   # from slime's arguments; or
+                                                                 policy_loss(Objective(...))
 
     --loss-type custom_loss --custom-loss-function-path my_loss.loss
 
-`bind` replaces `calculate_log_probs_and_entropy` (fp32 logits [T, V / tensor-parallel ranks]), including its top-p replay. It works
-without a custom loss. With `bind(replay=True)` slime's record of ids is used directly. slime would make a [T, V] mask of it and
-fill that into a copy of the logits; neither is made here, and a replayed row reads only the logits of its ids. As in slime, a
-token with an empty set (a tool's) has log-prob 0 and no gradient, and rows without a record are over the whole vocabulary. The
-entropy is over the whole vocabulary, too, unless `entropy_over="kept"`.
+`bind` replaces `calculate_log_probs_and_entropy` (fp32 logits [T, V / tensor-parallel ranks]),
+including its top-p replay. It works without a custom loss. With `bind(replay=True)` slime's record
+of ids is used directly. slime would make a [T, V] mask of it and fill that into a copy of the
+logits; neither is made here, and a replayed row reads only the logits of its ids. As in slime, a
+token with an empty set (a tool's) has log-prob 0 and no gradient, and rows without a record are
+over the whole vocabulary. The entropy is over the whole vocabulary, too, unless
+`entropy_over="kept"`.
 
-Log-probs are fp32 numbers that are summed in another order than torch's: they differ from slime's by a few roundings (2e-6 at
-most, at log-probs down to -20 over 1,000 ids), where tests of slime compare some of them within 1e-8.
+Log-probs are fp32 numbers that are summed in another order than torch's: they differ from slime's
+by a few roundings (2e-6 at most, at log-probs down to -20 over 1,000 ids), where tests of slime
+compare some of them within 1e-8.
 
-`policy_loss` calls slime's own `get_log_probs_and_entropy`, which handles context parallelism and unpacking, and runs the token
-stage on its results. The weight of a token is the derivative of slime's `sum_of_sample_mean` with respect to the token's loss, so
-that shared denominators of rollouts, per-token losses and custom masks have the same effect as in slime. TIS alone, OPSM and a
+`policy_loss` calls slime's own `get_log_probs_and_entropy`, which handles context parallelism and
+unpacking, and runs the token stage on its results. The weight of a token is the derivative of
+slime's `sum_of_sample_mean` with respect to the token's loss, so that shared denominators of
+rollouts, per-token losses and custom masks have the same effect as in slime. TIS alone, OPSM and a
 custom reducer are refused: for those use slime's loss with `bind` alone.
 
-Score centering (`--use-score-centering`, of slime after 0.3.1): `bind` takes the place of `calculate_topk_log_probs` too. slime
-wants its own loss with it; where `policy_loss` gets these arguments it adds slime's corrections to the term that they correct:
-REINFORCE, with slime's TIS or IcePop to the sampler.
+Score centering (`--use-score-centering`, of slime after 0.3.1): `bind` takes the place of
+`calculate_topk_log_probs` too. slime wants its own loss with it; where `policy_loss` gets these
+arguments it adds slime's corrections to the term that they correct: REINFORCE, with slime's TIS or
+IcePop to the sampler.
 
-Written from slime 0.3.1. slime is in no package registry and needs Megatron, so it was not run: the tests call stand-ins with its
-signatures and compare with a transcription of its loss.
+Written from slime 0.3.1. slime is in no package registry and needs Megatron, so it was not run: the
+tests call stand-ins with its signatures and compare with a transcription of its loss.
 """
 
 from __future__ import annotations
@@ -49,7 +56,17 @@ from ..losses import LossOutput, objective_loss
 from ..objective import Objective
 from ..token_sets import TokenSets
 from ._swap import Adapter, Slots, fitted, says
-from ._tensors import LossAndMetrics, at_ids, even_shard, in_a_column, response_sets, scored_batch, terms_of, two_sided, world
+from ._tensors import (
+    LossAndMetrics,
+    at_ids,
+    even_shard,
+    in_a_column,
+    response_sets,
+    scored_batch,
+    terms_of,
+    two_sided,
+    world,
+)
 
 ADAPTER = Adapter(
     "slime", "slime", ("0.3.1",),
@@ -76,12 +93,15 @@ class Replay(NamedTuple):
 def bind(
     *, replay: bool = False, entropy_over: str = "vocabulary", **how: bool
 ) -> Slots:  # fmt: skip
-    """Replace `slime.utils.ppo_utils.calculate_log_probs_and_entropy` by our function; the result restores it, see `Slots`, which
-    has the errors too.
+    """Replace `slime.utils.ppo_utils.calculate_log_probs_and_entropy` by our function; the result
+    restores it, see `Slots`, which has the errors too.
 
-    replay   True: also replace `slime.backends.megatron_utils.loss._build_topp_keep_mask`, so that the record is not made a mask.
-    entropy_over  for replayed rows with replay=True: "vocabulary", as in slime, or "kept", which reads fewer logits.
-    how      strict and any_version of `Slots`."""
+    replay   True: also replace `slime.backends.megatron_utils.loss._build_topp_keep_mask`, so that
+             the record is not made a mask.
+    entropy_over  for replayed rows with replay=True: "vocabulary", as in slime, or "kept", which
+                  reads fewer logits.
+    how      strict and any_version of `Slots`.
+    """
     slots = Slots(ADAPTER, **how)
     slots.bind(calculate_log_probs_and_entropy, entropy_over=entropy_over)
     if hasattr(sys.modules["slime.utils.ppo_utils"], "calculate_topk_log_probs"):
@@ -101,16 +121,20 @@ def keep_sets(
     response_lengths: Sequence[int],
     allgather_cp: bool,
 ) -> Replay:
-    """slime's record as sets of this rank's T rows of logits, for `calculate_log_probs_and_entropy`.
+    """slime's record as sets of this rank's T rows of logits, for
+    `calculate_log_probs_and_entropy`.
 
-    top_p_token_ids, top_p_token_offsets   for each response its ids, and [response + 1] offsets at which the ids of each token
-                     start: lists, or int32 tensors on the CPU. Ids are those of the whole vocabulary on every rank, so
-                     vocab_local is not needed.
+    top_p_token_ids, top_p_token_offsets   for each response its ids, and [response + 1] offsets at
+                                           which the ids of each token
+                     start: lists, or int32 tensors on the CPU. Ids are those of the whole
+                     vocabulary on every rank, so vocab_local is not needed.
     total_lengths, response_lengths   of each sample; a response is the end of its text.
     allgather_cp     slime's layout of context parallelism; slime's own code computes it.
     device           the device of the sets.
 
-    Raises ValueError, naming the sample, if a record does not have one set for each token of its response."""
+    Raises ValueError, naming the sample, if a record does not have one set for each token of its
+    response.
+    """
     from slime.backends.megatron_utils.loss import _build_shifted_tokens
 
     records = []
@@ -119,10 +143,20 @@ def keep_sets(
     given = zip(top_p_token_ids, top_p_token_offsets, total_lengths, response_lengths, strict=True)
     for b, (ids, offsets, total, tokens) in enumerate(given):
         records.append(response_sets(f"rollout_top_p_token_ids[{b}]", (ids, offsets), tokens))
-        places.append(torch.cat([torch.zeros(total - tokens, dtype=torch.int64), torch.arange(tokens) + known + 1]))
+        places.append(
+            torch.cat(
+                [torch.zeros(total - tokens, dtype=torch.int64), torch.arange(tokens) + known + 1]
+            )
+        )
         known += tokens
-    # slime's own function lays out token numbers in place of tokens: row t gets the number of the token that it predicts, or 0.
-    index = _build_shifted_tokens(T, torch.device("cpu"), places, total_lengths, response_lengths, allgather_cp) - 1
+    # slime's own function lays out token numbers in place of tokens: row t gets the number of the
+    # token that it predicts, or 0.
+    index = (
+        _build_shifted_tokens(
+            T, torch.device("cpu"), places, total_lengths, response_lengths, allgather_cp
+        )
+        - 1
+    )
     sets = (TokenSets.cat(records) if records else TokenSets.whole(0)).take(index)
     return Replay(sets.to(device), ((index < 0) | (sets.counts > 0)).to(device))
 
@@ -139,21 +173,35 @@ def calculate_log_probs_and_entropy(
     *,
     entropy_over: str = "vocabulary",
 ) -> tuple[Tensor, Tensor | None]:
-    """(log-probs [T, 1], entropy [T] or None), fp32; logits [T, V], tokens [T]; both [0] of no tokens. With a tp_group of
-    several ranks logits and log_prob_keep_mask are [T, V / ranks], this rank's parts; None is, as in slime, the default group
-    of torch.distributed where there is one. chunk_size is not needed.
+    """(log-probs [T, 1], entropy [T] or None), fp32; logits [T, V], tokens [T]; both [0] of no
+    tokens. With a tp_group of several ranks logits and log_prob_keep_mask are [T, V / ranks], this
+    rank's parts; None is, as in slime, the default group of torch.distributed where there is one.
+    chunk_size is not needed.
 
     with_entropy, with_entropy_grad   whether to compute the entropy, and whether it has a gradient.
-    log_prob_keep_mask   bool [T, V]: the softmax of the log-prob, but not of the entropy, is over these tokens and the target. Or
-                         the result of `keep_sets`; entropy_over="kept" then takes the entropy over the sets."""
+    log_prob_keep_mask   bool [T, V]: the softmax of the log-prob, but not of the entropy, is over
+                         these tokens and the target. Or the result of `keep_sets`;
+                         entropy_over="kept" then takes the entropy over the sets.
+    """
     if log_prob_keep_mask is None or isinstance(log_prob_keep_mask, Replay):
         sets, scored = log_prob_keep_mask or (None, None)
         return in_a_column(
-            logits, tokens, tp_group, with_entropy, with_entropy_grad, mask=scored, kept=sets, entropy_over=entropy_over
+            logits,
+            tokens,
+            tp_group,
+            with_entropy,
+            with_entropy_grad,
+            mask=scored,
+            kept=sets,
+            entropy_over=entropy_over,
         )
     shard = even_shard(logits.shape[-1], tp_group or world())
-    ids = torch.arange(logits.shape[-1], device=tokens.device) + (0 if shard is None else shard.start)
-    masked = logits.masked_fill((ids != tokens[:, None]).logical_and_(~log_prob_keep_mask), -math.inf)
+    ids = torch.arange(logits.shape[-1], device=tokens.device) + (
+        0 if shard is None else shard.start
+    )
+    masked = logits.masked_fill(
+        (ids != tokens[:, None]).logical_and_(~log_prob_keep_mask), -math.inf
+    )
     H = in_a_column(logits, tokens, tp_group, True, with_entropy_grad)[1] if with_entropy else None
     return in_a_column(masked, tokens, tp_group, False)[0], H
 
@@ -162,41 +210,81 @@ def calculate_log_probs_and_entropy(
 def calculate_topk_log_probs(
     logits: Tensor, token_ids: Tensor, tp_group: Any, chunk_size: int = -1, temperature: float = 1.0
 ) -> Tensor:  # fmt: skip
-    """Log-probs of token_ids [R, K], fp32, in one visit of each row; logits [R, V / tensor-parallel ranks] are divided by the
-    temperature. tp_group is as in `calculate_log_probs_and_entropy`; chunk_size is not needed."""
+    """Log-probs of token_ids [R, K], fp32, in one visit of each row; logits [R, V / tensor-parallel
+    ranks] are divided by the temperature. tp_group is as in `calculate_log_probs_and_entropy`;
+    chunk_size is not needed.
+    """
     return at_ids(logits, token_ids, temperature=temperature, group=tp_group or world())[0]
 
 
 def _centered_term(args: Any) -> dict[str, Any]:
-    """Surrogate and filters of the term that slime's score centering corrects; its ratio is to the sampler."""
+    """Surrogate and filters of the term that slime's score centering corrects; its ratio is to the
+    sampler.
+    """
     from slime.utils.score_centering import get_score_centering_is_config
 
     remedy = "what score centering corrects is a term of its own: use grpo."
-    require(args.advantage_estimator not in ("gspo", "cispo"), "advantage_estimator", args.advantage_estimator, remedy)
+    require(
+        args.advantage_estimator not in ("gspo", "cispo"),
+        "advantage_estimator",
+        args.advantage_estimator,
+        remedy,
+    )
     how = get_score_centering_is_config(args)
     if how["mode"] == "none":
         return {"surrogate": PolicyGradient()}
     if how["mode"] == "tis":
         return {"surrogate": Cispo(cap=how["high"], low=how["low"])}
-    return {"surrogate": Cispo(math.inf), "filters": (TrustRegion("ratio", 1.0 - how["low"], how["high"] - 1.0),)}
+    return {
+        "surrogate": Cispo(math.inf),
+        "filters": (TrustRegion("ratio", 1.0 - how["low"], how["high"] - 1.0),),
+    }
 
 
 def objective_of(args: Any) -> Objective:
-    """The objective that slime's arguments describe, as a sum over tokens. Raises ValueError for what `policy_loss` refuses."""
+    """The objective that slime's arguments describe, as a sum over tokens.
+
+    Raises ValueError for what `policy_loss` refuses.
+    """
     centers = getattr(args, "use_score_centering", False)
     for name in REFUSED[centers:]:  # TIS is part of the centered term
         value = getattr(args, name, None)
-        require(not value, name, value, "this loss has no such term: keep slime's own, and use bind() alone.")
+        require(
+            not value,
+            name,
+            value,
+            "this loss has no such term: keep slime's own, and use bind() alone.",
+        )
     high = args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
-    clip = two_sided("slime", args.eps_clip, high, getattr(args, "eps_clip_c", None), "eps_clip_c", "eps_clip_high")
+    clip = two_sided(
+        "slime",
+        args.eps_clip,
+        high,
+        getattr(args, "eps_clip_c", None),
+        "eps_clip_c",
+        "eps_clip_high",
+    )
     kind = args.kl_loss_type
     gspo = args.advantage_estimator == "gspo"
     low_var = kind == "low_var_kl"
     unbiased = args.use_kl_loss and getattr(args, "use_unbiased_kl", False)
-    remedy = f"with gspo, score centering or kl_loss_type={kind!r} it is slime's own: use k1, k2 or k3 without these."
+    remedy = (
+        f"with gspo, score centering or kl_loss_type={kind!r} it is slime's own: use k1, k2 or k3"
+        " without these."
+    )
     require(not (unbiased and (gspo or low_var or centers)), "use_unbiased_kl", unbiased, remedy)
-    kl = Kl("k3" if low_var else kind, weighting="ratio" if unbiased else "none", clamp=10.0 if low_var else math.inf)
-    own = {"surrogate": Cispo(cap=1 + high, low=1 - args.eps_clip) if args.advantage_estimator == "cispo" else clip}
+    kl = Kl(
+        "k3" if low_var else kind,
+        weighting="ratio" if unbiased else "none",
+        clamp=10.0 if low_var else math.inf,
+    )
+    own = {
+        "surrogate": (
+            Cispo(cap=1 + high, low=1 - args.eps_clip)
+            if args.advantage_estimator == "cispo"
+            else clip
+        )
+    }
     return Objective(
         **(_centered_term(args) if centers else own),
         level="sequence" if gspo else "token", aggregate="token-sum", kl=kl,
@@ -207,23 +295,35 @@ def objective_of(args: Any) -> Objective:
 def policy_loss(objective: Objective | None = None) -> Callable[..., LossAndMetrics]:
     """A custom loss of slime, (args, batch, logits, sum_of_sample_mean) -> (loss, metrics).
 
-    objective   None: `objective_of(args)`. An Objective has aggregate="token-sum": slime's reducer holds the denominators. With
-                score centering it is None.
+    objective   None: `objective_of(args)`. An Objective has aggregate="token-sum": slime's reducer
+                holds the denominators. With score centering it is None.
     """
     if objective is not None:
         remedy = 'slime\'s reducer holds the denominators: make it "token-sum".'
         require(objective.aggregate == "token-sum", "aggregate", objective.aggregate, remedy)
 
     @fitted
-    @says(logps="log_probs", old_logps="log_probs", ref_logps="ref_log_probs", mask="loss_masks", targets="loss_masks")
+    @says(
+        logps="log_probs",
+        old_logps="log_probs",
+        ref_logps="ref_log_probs",
+        mask="loss_masks",
+        targets="loss_masks",
+    )
     def loss(
-        args: Any, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
+        args: Any,
+        batch: dict[str, Any],
+        logits: Tensor,
+        sum_of_sample_mean: Callable[[Tensor], Tensor],
     ) -> LossAndMetrics:
         from slime.backends.megatron_utils import loss as theirs
 
         centers = getattr(args, "use_score_centering", False)
         require(
-            objective is None or not centers, "use_score_centering", True, "it corrects a term of its own: pass no objective."
+            objective is None or not centers,
+            "use_score_centering",
+            True,
+            "it corrects a term of its own: pass no objective.",
         )
         spec = objective_of(args) if objective is None else objective
         _, scored = theirs.get_log_probs_and_entropy(
@@ -239,41 +339,61 @@ def policy_loss(objective: Objective | None = None) -> Callable[..., LossAndMetr
         lengths = [x.numel() for x in scored["log_probs"]]
         logps = joined(scored["log_probs"])
         if spec.level != "token" and lengths != [x.numel() for x in batch["loss_masks"]]:
-            raise ValueError(f"level={spec.level!r} needs whole sequences, but context parallelism has cut them.")
-        # The reducer is linear, so its result for a single token is the derivative with respect to that token. It applies its
-        # own masks.
+            raise ValueError(
+                f"level={spec.level!r} needs whole sequences, but context parallelism has cut them."
+            )
+        # The reducer is linear, so its result for a single token is the derivative with respect to
+        # that token. It applies its own masks.
         weights = torch.zeros_like(logps, dtype=torch.float32)
         if lengths:  # without samples the reducer may return a plain number
             probe = weights.requires_grad_()
             with torch.enable_grad():
-                (weights,) = torch.autograd.grad(sum_of_sample_mean(probe), probe, materialize_grads=True)
+                (weights,) = torch.autograd.grad(
+                    sum_of_sample_mean(probe), probe, materialize_grads=True
+                )
 
         def reduce(values: Tensor) -> Tensor:
             return torch.where(weights != 0, weights * values, 0.0).sum()
 
         needed = args.use_rollout_logprobs or centers
         rollout = joined(batch["rollout_log_probs"] if needed else batch.get("rollout_log_probs"))
-        old, advantages, ref = (joined(batch.get(name)) for name in ("log_probs", "advantages", "ref_log_probs"))
+        old, advantages, ref = (
+            joined(batch.get(name)) for name in ("log_probs", "advantages", "ref_log_probs")
+        )
         old = rollout if args.use_rollout_logprobs else old
         rows = scored_batch(
             weights, advantages, old_logps=rollout if centers else old, ref_logps=ref,
             cu_seqlens=torch.tensor([0, *(lengths or [0])], device=logps.device).cumsum(0),
         )  # fmt: skip
-        out = objective_loss(logps, rows, spec, entropy=joined(scored["entropy"]), token_weights=weights)
-        value = out.loss if logps.numel() else out.loss + 0 * logits.sum()  # every rank needs a graph
+        out = objective_loss(
+            logps, rows, spec, entropy=joined(scored["entropy"]), token_weights=weights
+        )
+        value = (
+            out.loss if logps.numel() else out.loss + 0 * logits.sum()
+        )  # every rank needs a graph
         of_tokens = _metrics(spec, out, rows)
         old = out.logps if old is None else old
         if rollout is not None:
-            of_tokens["train_rollout_logprob_abs_diff"] = ((out.logps if centers else old) - rollout).abs()
+            of_tokens["train_rollout_logprob_abs_diff"] = (
+                (out.logps if centers else old) - rollout
+            ).abs()
         if centers:
             own = ScoreCentering.of(spec).weighted(out.logps, rollout, torch.ones_like(rollout))
             terms = theirs.get_score_centering_terms(args, batch, logits)
-            value = value + reduce(torch.where(weights != 0, advantages, 0.0) * terms["sc_correction"])
-            of_tokens |= (
-                {"ppo_kl": old - out.logps, "pg_clipfrac": torch.zeros_like(own)} | terms | {"sc_importance_weight": own}
+            value = value + reduce(
+                torch.where(weights != 0, advantages, 0.0) * terms["sc_correction"]
             )
-        metrics = {name: reduce(x.detach()) for name, x in of_tokens.items()} | {"loss": value.detach()}
-        others = spec.entropy_coef * metrics["entropy_loss"] - spec.beta * metrics.get("kl_loss", 0.0)
+            of_tokens |= (
+                {"ppo_kl": old - out.logps, "pg_clipfrac": torch.zeros_like(own)}
+                | terms
+                | {"sc_importance_weight": own}
+            )
+        metrics = {name: reduce(x.detach()) for name, x in of_tokens.items()} | {
+            "loss": value.detach()
+        }
+        others = spec.entropy_coef * metrics["entropy_loss"] - spec.beta * metrics.get(
+            "kl_loss", 0.0
+        )
         return value, metrics | {"pg_loss": metrics["loss"] + others}
 
     return loss

@@ -5,16 +5,19 @@
     from grpo_kernels.integrations import unsloth as fused
     fused.bind(GRPOTrainer)
 
-Unsloth generates a trainer module as text. Until 2026.8 its loss calls `chunked_hidden_states_selective_log_softmax`, of which that
-module has a copy; this copy is replaced. In later versions loss and scoring import `grpo_chunked_hidden_states_logprobs` from
-unsloth_zoo.rl_replacements on each call, and `chunked_hidden_states_selective_log_softmax_recompute` if they need the entropy
-or are told to recompute; both are replaced there. Packing, offloading and the loss remain Unsloth's; its loss ignores an
-upstream gradient. Unsloth compiles its accumulated loss as one graph, and our call breaks that graph. If it requires a single
-graph it fails: set UNSLOTH_COMPILE_DISABLE=1.
+Unsloth generates a trainer module as text. Until 2026.8 its loss calls
+`chunked_hidden_states_selective_log_softmax`, of which that module has a copy; this copy is
+replaced. In later versions loss and scoring import `grpo_chunked_hidden_states_logprobs` from
+unsloth_zoo.rl_replacements on each call, and
+`chunked_hidden_states_selective_log_softmax_recompute` if they need the entropy or are told to
+recompute; both are replaced there. Packing, offloading and the loss remain Unsloth's; its loss
+ignores an upstream gradient. Unsloth compiles its accumulated loss as one graph, and our call
+breaks that graph. If it requires a single graph it fails: set UNSLOTH_COMPILE_DISABLE=1.
 
-Written from the interfaces of unsloth_zoo 2026.8.13 and 2026.10.9. These are under the AGPL, and none of their code is here.
-The tests run its helpers on a CPU, from their files alone, to compare ours with them. Unsloth itself needs a GPU and was not
-run: the tests bind into stand-ins for the modules that it generates and imports.
+Written from the interfaces of unsloth_zoo 2026.8.13 and 2026.10.9. These are under the AGPL, and
+none of their code is here. The tests run its helpers on a CPU, from their files alone, to compare
+ours with them. Unsloth itself needs a GPU and was not run: the tests bind into stand-ins for the
+modules that it generates and imports.
 """
 
 from __future__ import annotations
@@ -32,8 +35,9 @@ from ..transform import LogitTransform
 from ._swap import Adapter, NotCovered, Slots, says
 from ._tensors import entropy_kind, log_probs_of, plain
 
-#: The versions are those of unsloth_zoo from whose interface this was written. Before 2026.9 the first function is replaced in the
-#: module that Unsloth generates, under the name of the second with no `_recompute`.
+#: The versions are those of unsloth_zoo from whose interface this was written. Before 2026.9 the
+#: first function is replaced in the module that Unsloth generates, under the name of the second
+#: with no `_recompute`.
 ADAPTER = Adapter(
     "Unsloth", "unsloth_zoo", ("2026.8.13", "2026.9.1", "2026.10.8", "2026.10.9"),
     {"selective_log_softmax": "unsloth_zoo.rl_replacements.grpo_chunked_hidden_states_logprobs",
@@ -42,15 +46,20 @@ ADAPTER = Adapter(
 
 
 def bind(trainer: type, **how: bool) -> Slots:
-    """Replace Unsloth's functions by ours in the module of `trainer`, the class that Unsloth generated; the result restores them,
-    see `Slots`, which has the errors too.
+    """Replace Unsloth's functions by ours in the module of `trainer`, the class that Unsloth
+    generated; the result restores them, see `Slots`, which has the errors too.
 
     how   strict and any_version of `Slots`.
-    Raises AttributeError if the module has no such name."""
-    if hasattr(sys.modules.get("unsloth_zoo.rl_replacements"), "grpo_chunked_hidden_states_logprobs"):
+    Raises AttributeError if the module has no such name.
+    """
+    if hasattr(
+        sys.modules.get("unsloth_zoo.rl_replacements"), "grpo_chunked_hidden_states_logprobs"
+    ):
         return ADAPTER.bind(selective_log_softmax, log_softmax_and_entropy, **how)
     slots = Slots(ADAPTER, **how)
-    slots.bind(selective_log_softmax, f"{trainer.__module__}.chunked_hidden_states_selective_log_softmax")
+    slots.bind(
+        selective_log_softmax, f"{trainer.__module__}.chunked_hidden_states_selective_log_softmax"
+    )
     return slots
 
 
@@ -73,15 +82,27 @@ def selective_log_softmax(
     fp32_lm_head: bool | None = None,
     fused_linear: bool | None = None,
 ) -> Tensor:
-    """Log-probs fp32 [B, T] of index; hidden_states [B, T, H], lm_head [V, H], lm_head_bias [V]. The result is on the device of
-    hidden_states.
+    """Log-probs fp32 [B, T] of index; hidden_states [B, T, H], lm_head [V, H], lm_head_bias [V].
+    The result is on the device of hidden_states.
 
-    logit_scale_multiply, logit_scale_divide, logit_softcapping   applied to the logits in this order, before temperature; 0: none.
-    fp32_lm_head   True: products in fp32, even under autocast; None: the setting of UNSLOTH_VLLM_FP32_LM_HEAD.
-    support_top_k, support_top_p, support_min_p, support_excluded_ids   a softmax over the sampler's kept set: left to Unsloth.
-    support_triton_sampler   how the sampler breaks ties in that set; without a set it has no effect.
-    chunks, max_rows_per_chunk, fused_linear   choose among Unsloth's own implementations; no effect here."""
-    if support_top_k > 0 or support_top_p < 1 or support_min_p > 0 or support_excluded_ids is not None:
+    logit_scale_multiply, logit_scale_divide, logit_softcapping   applied to the logits in this
+                                                                  order, before temperature; 0:
+                                                                  none.
+    fp32_lm_head   True: products in fp32, even under autocast; None: the setting of
+                   UNSLOTH_VLLM_FP32_LM_HEAD.
+    support_top_k, support_top_p, support_min_p, support_excluded_ids   a softmax over the sampler's
+                                                                        kept set: left to Unsloth.
+    support_triton_sampler   how the sampler breaks ties in that set; without a set it has no
+                             effect.
+    chunks, max_rows_per_chunk, fused_linear   choose among Unsloth's own implementations; no effect
+                                               here.
+    """
+    if (
+        support_top_k > 0
+        or support_top_p < 1
+        or support_min_p > 0
+        or support_excluded_ids is not None
+    ):
         raise NotCovered("a softmax over a kept set of tokens (support_top_k, ...)")
     scored = log_softmax_and_entropy(
         hidden_states, lm_head, index, chunks, logit_scale_multiply, logit_scale_divide, logit_softcapping, temperature,
@@ -108,11 +129,17 @@ def log_softmax_and_entropy(
     fused_linear: bool | None = None,
     entropy_requires_grad: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`selective_log_softmax` over all tokens; with return_entropy (log-probs, entropy), which has a gradient if
-    entropy_requires_grad."""
+    """`selective_log_softmax` over all tokens; with return_entropy (log-probs, entropy), which has
+    a gradient if entropy_requires_grad.
+    """
     plain(hidden_states, lm_head)
     if fp32_lm_head is None:
-        fp32_lm_head = os.environ.get("UNSLOTH_VLLM_FP32_LM_HEAD", "0").strip().lower() in ("1", "true", "on", "yes")
+        fp32_lm_head = os.environ.get("UNSLOTH_VLLM_FP32_LM_HEAD", "0").strip().lower() in (
+            "1",
+            "true",
+            "on",
+            "yes",
+        )
     scale = (logit_scale_multiply or 1.0) / (logit_scale_divide or 1.0)
     # A model spread over several devices has its head on the last one.
     hidden = hidden_states.to(lm_head.device)
@@ -123,8 +150,8 @@ def log_softmax_and_entropy(
         hidden = hidden.float()
         products = torch.autocast(kind, enabled=False) if fp32_lm_head else products
     elif not torch.is_autocast_enabled(kind):
-        # Unsloth multiplies in the head's dtype. Through a conversion here the gradient would come back in it, and fp16 ends at
-        # 65,504; the kernels convert inside.
+        # Unsloth multiplies in the head's dtype. Through a conversion here the gradient would come
+        # back in it, and fp16 ends at 65,504; the kernels convert inside.
         products = torch.autocast(kind, lm_head.dtype)
     with products:
         logps, entropy = log_probs_of(

@@ -9,31 +9,36 @@
         actor_rollout_ref.actor.policy_loss.loss_mode=fused_vanilla \\
         actor_rollout_ref.model.use_fused_kernels=True
 
-verl imports the module in every worker (`actor_rollout_ref.model.external_lib=my_losses` does it too).
+verl imports the module in every worker (`actor_rollout_ref.model.external_lib=my_losses` does it
+too).
 
-`register` puts one loss for every name of verl's own ("fused_vanilla", "fused_gspo", ...), which reads the same fields of
-the actor's config, and one for every preset that verl has not ("fused_vespo", "fused_luspo", "fused_dapo", ...), with the
-preset's constants. Value, gradient with respect to log-probs, denominators (`global_batch_info`) and metrics are verl's.
-The token stage runs as one autograd function: the gradient is known in the forward. It is small beside the head.
+`register` puts one loss for every name of verl's own ("fused_vanilla", "fused_gspo", ...), which
+reads the same fields of the actor's config, and one for every preset that verl has not
+("fused_vespo", "fused_luspo", "fused_dapo", ...), with the preset's constants. Value, gradient with
+respect to log-probs, denominators (`global_batch_info`) and metrics are verl's. The token stage
+runs as one autograd function: the gradient is known in the forward. It is small beside the head.
 
-`bind` replaces verl's functions over the vocabulary. From hidden states, where logits never exist: `linear_cross_entropy`,
-which the fused forward of impl_backend=triton calls, and the `forward` of `FusedLinearForPPO`, which that of
-impl_backend=torch (the default) and liger calls. From logits: `logprobs_from_logits` and `entropy_from_logits`.
-Everything else stays verl's: rolled labels, unpadding, entropy and KL terms, aggregation of those.
+`bind` replaces verl's functions over the vocabulary. From hidden states, where logits never exist:
+`linear_cross_entropy`, which the fused forward of impl_backend=triton calls, and the `forward` of
+`FusedLinearForPPO`, which that of impl_backend=torch (the default) and liger calls. From logits:
+`logprobs_from_logits` and `entropy_from_logits`. Everything else stays verl's: rolled labels,
+unpadding, entropy and KL terms, aggregation of those.
 
-The fused forward of the Megatron engine calls `linear_cross_entropy` with a tensor-parallel group: several ranks are covered.
-As in verl, the gradient of the hidden states is then a rank's own share, which the gather of sequence parallelism sums up.
+The fused forward of the Megatron engine calls `linear_cross_entropy` with a tensor-parallel group:
+several ranks are covered. As in verl, the gradient of the hidden states is then a rank's own share,
+which the gather of sequence parallelism sums up.
 
-Replay: verl has none. Where a rollout of yours puts the sets of its sampler beside the responses, in
-`data.non_tensor_batch["sampling_mask"]`, `kept_sets(data)` makes them the `kept` of a TokenBatch for a loss of your own.
+Replay: verl has none. Where a rollout of yours puts the sets of its sampler beside the responses,
+in `data.non_tensor_batch["sampling_mask"]`, `kept_sets(data)` makes them the `kept` of a TokenBatch
+for a loss of your own.
 
-Not covered, and left to verl: Megatron's logits without the fused forward (`verl.utils.megatron.tensor_parallel`), and
-`entropy_from_logits_with_chunking`.
-"bypass_mode" is not registered: verl sets it itself when a rollout correction bypasses the old log-probs.
+Not covered, and left to verl: Megatron's logits without the fused forward
+(`verl.utils.megatron.tensor_parallel`), and `entropy_from_logits_with_chunking`. "bypass_mode" is
+not registered: verl sets it itself when a rollout correction bypasses the old log-probs.
 
-Tested with verl 0.9.1, 0.9.0, 0.8.0 and 0.7.1 on a CPU: the losses beside its own, the heads through its fused forward on a
-tiny Qwen2.
-Its trainer (Ray, vLLM), its Megatron engine and anything on a GPU were not run.
+Tested with verl 0.9.1, 0.9.0, 0.8.0 and 0.7.1 on a CPU: the losses beside its own, the heads
+through its fused forward on a tiny Qwen2. Its trainer (Ray, vLLM), its Megatron engine and anything
+on a GPU were not run.
 """
 
 from __future__ import annotations
@@ -56,7 +61,17 @@ from ..logprobs import token_divergence
 from ..losses import LossOutput, objective_loss
 from ..objective import NUMERICS, PRESETS, Objective
 from ..token_sets import TokenSets
-from ._swap import Adapter, NotCovered, Slots, Trial, fitted, one_of, says, trainer_names, unknown_option
+from ._swap import (
+    Adapter,
+    NotCovered,
+    Slots,
+    Trial,
+    fitted,
+    one_of,
+    says,
+    trainer_names,
+    unknown_option,
+)
 from ._tensors import (
     LossAndMetrics,
     at_ids,
@@ -88,8 +103,9 @@ DISTILLATION = replace(
     replaces={"topk_divergence": "verl.trainer.distillation.fsdp.losses.compute_forward_kl_topk"},
 )  # fmt: skip
 
-#: verl's names of its losses -> ours of the preset that has its formula, the surrogate, and what it is made of: fields of verl's
-#: config, or clip widths (low, high) and the ratios that they are (from, to).
+#: verl's names of its losses -> ours of the preset that has its formula, the surrogate, and what it
+#: is made of: fields of verl's config, or clip widths (low, high) and the ratios that they are
+#: (from, to).
 LOSSES: dict[str, tuple[str, Callable[..., Any], str]] = {
     "vanilla": ("ppo", functools.partial(two_sided, "verl", name="clip_ratio_c", name_of_high="clip_ratio_high"), "low high clip_ratio_c"),
     "gspo": ("gspo", Clip, "low high"), "gpg": ("reinforce", PolicyGradient, ""), "geo_mean": ("gmpo", Gmpo, "low high"),
@@ -117,21 +133,26 @@ AGGREGATES = {
 
 
 def register(prefix: str = "fused_", *, any_version: bool = False) -> list[str]:
-    """Add our losses to verl's registry, and return their names: `prefix` with each name of LOSSES that this verl has, and of our
-    presets.
+    """Add our losses to verl's registry, and return their names: `prefix` with each name of LOSSES
+    that this verl has, and of our presets.
 
-    No function of verl is replaced, and names of ours that are there already stay. Under a version of verl that was not tested,
-    unless any_version, the first call of a loss that verl has too is computed by verl's own beside it: RuntimeError where they
-    differ."""
+    No function of verl is replaced, and names of ours that are there already stay. Under a version
+    of verl that was not tested, unless any_version, the first call of a loss that verl has too is
+    computed by verl's own beside it: RuntimeError where they differ.
+    """
     trial = Trial(ADAPTER.untested(any_version))
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
 
-    own = [name for name in LOSSES if name in POLICY_LOSS_REGISTRY]  # an older verl has fewer, and no constants of the others
+    own = [
+        name for name in LOSSES if name in POLICY_LOSS_REGISTRY
+    ]  # an older verl has fewer, and no constants of the others
     names = [*own, *(name for name in PRESETS if name not in LOSSES and name not in WITHOUT)]
     for name in names:
         if hasattr(POLICY_LOSS_REGISTRY.get(prefix + name), "grpo_kernels"):
             continue
-        ours = fitted(policy_loss(name), POLICY_LOSS_REGISTRY.get(name) or POLICY_LOSS_REGISTRY.get("vanilla"))
+        ours = fitted(
+            policy_loss(name), POLICY_LOSS_REGISTRY.get(name) or POLICY_LOSS_REGISTRY.get("vanilla")
+        )
         if name in own and name not in RANDOM:
             ours = trial.beside(ours, POLICY_LOSS_REGISTRY[name], itemgetter(0))
         vars(ours)["grpo_kernels"] = True
@@ -140,25 +161,38 @@ def register(prefix: str = "fused_", *, any_version: bool = False) -> list[str]:
 
 
 def policy_loss(objective: str | Objective) -> Callable[..., LossAndMetrics]:
-    """A policy loss with verl's signature: (old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config,
-    rollout_is_weights) -> (loss, metrics), all tensors [B, T].
+    """A policy loss with verl's signature: (old_log_prob, log_prob, advantages, response_mask,
+    loss_agg_mode, config, rollout_is_weights) -> (loss, metrics), all tensors [B, T].
 
-        verl.trainer.ppo.core_algos.register_policy_loss("mine")(policy_loss(Objective.preset("vespo", aggregate="constant")))
+        from verl.trainer.ppo.core_algos import register_policy_loss
 
-    objective   a name of verl's (LOSSES): constants from `config`, aggregation from `loss_agg_mode`, as verl's loss of that
-                name has them. Another preset's name, or an Objective: its own constants and its own aggregate, and of
-                verl's config only the denominators (and `loss_scale_factor`, or T, where its max_tokens is None).
+        objective = Objective.preset("vespo", aggregate="constant")
+        register_policy_loss("mine")(policy_loss(objective))
+
+    objective   a name of verl's (LOSSES): constants from `config`, aggregation from
+                `loss_agg_mode`, as verl's loss of that name has them. Another preset's name, or an
+                Objective: its own constants and its own aggregate, and of verl's config only the
+                denominators (and `loss_scale_factor`, or T, where its max_tokens is None).
     """
     name, fixed = (objective, None) if isinstance(objective, str) else ("objective", objective)
     if fixed is None and name not in LOSSES:
-        fixed = Objective.preset(name, numerics="verl" if name in NUMERICS["verl"] else None, beta=0.0)
+        fixed = Objective.preset(
+            name, numerics="verl" if name in NUMERICS["verl"] else None, beta=0.0
+        )
     if fixed is not None:
-        remedy = f"beta={fixed.beta} and entropy_coef={fixed.entropy_coef}: verl adds KL and entropy itself: pass 0.0."
+        remedy = (
+            f"beta={fixed.beta} and entropy_coef={fixed.entropy_coef}: verl adds KL and entropy"
+            " itself: pass 0.0."
+        )
         require(fixed.beta == 0 and not fixed.needs_entropy, "objective", objective, remedy)
 
     @fitted
     @says(
-        logps="log_prob", old_logps="old_log_prob", mask="response_mask", targets="response_mask", weights="rollout_is_weights"
+        logps="log_prob",
+        old_logps="old_log_prob",
+        mask="response_mask",
+        targets="response_mask",
+        weights="rollout_is_weights",
     )
     def loss(
         old_log_prob: Tensor,
@@ -172,11 +206,15 @@ def policy_loss(objective: str | Objective) -> Callable[..., LossAndMetrics]:
         wanted = fixed or objective_of(name, config, loss_agg_mode)
         info = dict(getattr(config, "global_batch_info", None) or {})
         if wanted.aggregate == "constant" and wanted.max_tokens is None:
-            wanted = replace(wanted, max_tokens=int(info.get("loss_scale_factor") or response_mask.shape[1]))
+            wanted = replace(
+                wanted, max_tokens=int(info.get("loss_scale_factor") or response_mask.shape[1])
+            )
         mask = response_mask.bool()
         weights = rollout_is_weights
         if name == "geo_mean":
-            info = {}  # a plain mean over the sequences of the micro-batch, weighted with the geometric means of their weights
+            # a plain mean over the sequences of the micro-batch, weighted with the geometric means
+            # of their weights
+            info = {}
             if weights is not None:
                 logs = torch.where(mask, (weights + 1e-10).log(), 0.0)
                 weights = (logs.sum(1) / mask.sum(1).clamp(min=1)).exp()
@@ -189,39 +227,64 @@ def policy_loss(objective: str | Objective) -> Callable[..., LossAndMetrics]:
 
 
 def objective_of(name: str, config: Any, loss_agg_mode: str = "token-mean") -> Objective:
-    """The objective of verl's loss `name` (LOSSES) under its actor's `config`, aggregated by loss_agg_mode. Raises ValueError
-    for what ours cannot do."""
-    require(config is not None, "config", config, "verl's losses read clip_ratio and more from the actor's config.")
+    """The objective of verl's loss `name` (LOSSES) under its actor's `config`, aggregated by
+    loss_agg_mode. Raises ValueError for what ours cannot do.
+    """
+    require(
+        config is not None,
+        "config",
+        config,
+        "verl's losses read clip_ratio and more from the actor's config.",
+    )
     require_one_of("loss_agg_mode", loss_agg_mode, AGGREGATES)
-    low, high = (config.clip_ratio if x is None else x for x in (config.clip_ratio_low, config.clip_ratio_high))
+    low, high = (
+        config.clip_ratio if x is None else x
+        for x in (config.clip_ratio_low, config.clip_ratio_high)
+    )
     given = {"low": low, "high": high, "from": 1 - low, "to": 1 + high}
     ours, kind, fields = LOSSES[name]
     preset = Objective.preset(ours, numerics="verl")
-    values = [given[field] if field in given else attrgetter(field)(config) for field in fields.split()]
-    with trainer_names(**dict(zip(inspect.signature(kind).parameters, map(_field_name, fields.split()), strict=False))):
+    values = [
+        given[field] if field in given else attrgetter(field)(config) for field in fields.split()
+    ]
+    with trainer_names(
+        **dict(
+            zip(inspect.signature(kind).parameters, map(_field_name, fields.split()), strict=False)
+        )
+    ):
         changes: Any = {"surrogate": kind(*values)}
     if name not in ("geo_mean", "sapo") and not (name == "gspo" and _gspo_by_sequence()):
         changes["aggregate"] = AGGREGATES[loss_agg_mode]
     if name.startswith("dppo"):
-        changes["filters"] = tuple(replace(f, low=low, high=high) for f in preset.filters if isinstance(f, TrustRegion))
+        changes["filters"] = tuple(
+            replace(f, low=low, high=high) for f in preset.filters if isinstance(f, TrustRegion)
+        )
     return replace(preset, **changes)
 
 
 def _field_name(field: str) -> str:
     """The name of a field of LOSSES in verl's config."""
-    return {"low": "clip_ratio_low", "high": "clip_ratio_high", "from": "clip_ratio_low", "to": "clip_ratio_high"}.get(
-        field, field
-    )
+    return {
+        "low": "clip_ratio_low",
+        "high": "clip_ratio_high",
+        "from": "clip_ratio_low",
+        "to": "clip_ratio_high",
+    }.get(field, field)
 
 
 @functools.cache
 def _gspo_by_sequence() -> bool:
-    """Whether verl's GSPO takes the mean of its sequences' means whatever loss_agg_mode is, as it does before 0.9.1."""
+    """Whether verl's GSPO takes the mean of its sequences' means whatever loss_agg_mode is, as it
+    does before 0.9.1.
+    """
     return one_of(ADAPTER.installed(), (*(f"0.{minor}" for minor in range(9)), "0.9.0"))
 
 
 def _normalizer(objective: Objective, info: dict[str, Any]) -> float | Tensor | None:
-    """The denominator of verl's `agg_loss` from its `global_batch_info`; None: that of this micro-batch."""
+    """The denominator of verl's `agg_loss` from its `global_batch_info`; None:
+
+    that of this micro-batch.
+    """
     ranks = info.get("dp_size") or 1
     if objective.aggregate == "token-sum":
         return 1 / ranks
@@ -235,7 +298,9 @@ def _normalizer(objective: Objective, info: dict[str, Any]) -> float | Tensor | 
     return at_least_one(total) / ranks
 
 
-def _metrics(name: str, objective: Any, out: LossOutput, batch: Any, log_prob: Tensor) -> dict[str, Tensor]:
+def _metrics(
+    name: str, objective: Any, out: LossOutput, batch: Any, log_prob: Tensor
+) -> dict[str, Tensor]:
     """verl's metrics under verl's names, before the trip to the host."""
     if name == "gpg":
         return {}
@@ -259,7 +324,11 @@ def _metrics(name: str, objective: Any, out: LossOutput, batch: Any, log_prob: T
         marks = beyond & (A > 0), beyond & (A < 0)
     elif name == "clip_cov":
         # Tokens that were drawn have no slope. All others have one, except those that are clipped.
-        slopes = torch.autograd.grad(out.loss, log_prob, retain_graph=True)[0] if out.loss.requires_grad else x
+        slopes = (
+            torch.autograd.grad(out.loss, log_prob, retain_graph=True)[0]
+            if out.loss.requires_grad
+            else x
+        )
         silent = torch.logical_or(*surrogate.clipped(ratio, A)) | (A == 0)
         silent = silent if batch.weights is None else silent | (batch.weights == 0)
         marks = ((slopes == 0) & ~silent,)
@@ -269,21 +338,28 @@ def _metrics(name: str, objective: Any, out: LossOutput, batch: Any, log_prob: T
         lower = (ratio > surrogate.delta) & (A < 0) if name == "vanilla" else none
         marks = terms_of(objective, out.logps, out.rows, batch)[1].view(mask.shape), lower
     named = {"actor/ppo_kl": masked_mean(x.abs() if name == "kl_cov" else -x, mask)}
-    return named | {key: masked_mean(mark.float(), mask) for key, mark in zip(CLIPPED_SHARES, marks, strict=False)}
+    return named | {
+        key: masked_mean(mark.float(), mask)
+        for key, mark in zip(CLIPPED_SHARES, marks, strict=False)
+    }
 
 
 # ---- log-probs and entropy
 
 
 def bind(*, hidden: bool = True, logits: bool = True, **how: bool) -> Slots:
-    """Replace verl's functions by ours in this process; the result restores them, see `Slots`, which has the errors too.
+    """Replace verl's functions by ours in this process; the result restores them, see `Slots`,
+    which has the errors too.
 
-    hidden   for use_fused_kernels: `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy`, which impl_backend=triton
-             calls, and `FusedLinearForPPO.forward` of verl.utils.experimental.torch_functional, which impl_backend=torch (the
-             default) and liger call.
-    logits   `logprobs_from_logits` and `entropy_from_logits` of verl.utils.torch_functional and of the engines that imported
-             them. Bind before the engine is built, because the engine keeps the entropy function of that time.
-    how      strict and any_version of `Slots`."""
+    hidden   for use_fused_kernels: `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy`,
+             which impl_backend=triton calls, and `FusedLinearForPPO.forward` of
+             verl.utils.experimental.torch_functional, which impl_backend=torch (the default) and
+             liger call.
+    logits   `logprobs_from_logits` and `entropy_from_logits` of verl.utils.torch_functional and of
+             the engines that imported them. Bind before the engine is built, because the engine
+             keeps the entropy function of that time.
+    how      strict and any_version of `Slots`.
+    """
     ours: list[Callable[..., Any]] = [linear_cross_entropy] * hidden
     ours += [logprobs_from_logits, entropy_from_logits] * logits
     slots = ADAPTER.bind(*ours, **how)
@@ -301,48 +377,74 @@ def linear_cross_entropy(
     reduction: str = "none",
     dist_process_group: Any = None,
 ) -> tuple[Tensor, ...]:
-    """(log-probs, entropy) of labels, fp32 [N] for N of them in any shape, as verl's, at temperature; hidden [..., H] in as
-    many rows, weight [V, H].
+    """(log-probs, entropy) of labels, fp32 [N] for N of them in any shape, as verl's, at
+    temperature; hidden [..., H] in as many rows, weight [V, H].
 
-    With a dist_process_group of several ranks weight is [V / ranks, H], this rank's part, and the gradient of hidden its
-    share: verl's layers in front sum it up. A reduction other than "none" runs in verl."""
+    With a dist_process_group of several ranks weight is [V / ranks, H], this rank's part, and the
+    gradient of hidden its share: verl's layers in front sum it up. A reduction other than "none"
+    runs in verl.
+    """
     if reduction != "none":
         raise NotCovered(f"reduction={reduction!r}")
     rows = hidden.reshape(-1, hidden.shape[-1])
     return tuple(
-        log_probs_of(rows, labels.flatten(), head=weight, temperature=temperature, group=dist_process_group, entropy=True)
+        log_probs_of(
+            rows,
+            labels.flatten(),
+            head=weight,
+            temperature=temperature,
+            group=dist_process_group,
+            entropy=True,
+        )
     )
 
 
 @says(hidden="hidden_states", weight="vocab_weights", targets="input_ids")
 def fused_linear_for_ppo(
-    module: Any, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float = 1.0
+    module: Any,
+    hidden_states: Tensor,
+    vocab_weights: Tensor,
+    input_ids: Tensor,
+    temperature: float = 1.0,
 ) -> tuple[Tensor, ...]:
-    """(log-probs, entropy) of input_ids, fp32 in their shape, at temperature; hidden_states [..., H] and vocab_weights [V, H].
+    """(log-probs, entropy) of input_ids, fp32 in their shape, at temperature; hidden_states [...,
+    H] and vocab_weights [V, H].
 
-    module   verl's FusedLinearForPPO: its chunk_size and impl_backend choose among verl's own implementations, and have no
-             effect here. A module with any other option set is left to verl."""
+    module   verl's FusedLinearForPPO: its chunk_size and impl_backend choose among verl's own
+             implementations, and have no effect here. A module with any other option set is left to
+             verl.
+    """
     unknown = unknown_option(module, ("chunk_size", "impl_backend"))
     if unknown is not None:
         raise NotCovered(f"option {unknown[0]}={unknown[1]!r}, which grpo_kernels does not know")
     ids = input_ids.to(torch.int64)
-    return tuple(log_probs_of(hidden_states, ids, head=vocab_weights, temperature=temperature, entropy=True))
+    return tuple(
+        log_probs_of(hidden_states, ids, head=vocab_weights, temperature=temperature, entropy=True)
+    )
 
 
 # ---- sets of a sampler
 
 
 def kept_sets(data: Any, field: str = "sampling_mask") -> TokenSets | None:
-    """The sets of the response tokens [B, T] of a DataProto, for a TokenBatch of `data.batch["responses"]`; None where the
-    batch has no such field.
+    """The sets of the response tokens [B, T] of a DataProto, for a TokenBatch of
+    `data.batch["responses"]`; None where the batch has no such field.
 
-        batch = TokenBatch(data.batch["responses"], advantages, mask=data.batch["response_mask"], kept=verl.kept_sets(data))
+        batch = TokenBatch(data.batch["responses"], advantages, mask=data.batch["response_mask"],
+        kept=verl.kept_sets(data))
 
-    field   of data.non_tensor_batch, an object for each sample: the ids of each token that was sampled, a list of lists as vLLM's
-            `sampling_mask.token_ids` has them, or None. They go to the tokens of response_mask in their order; tools' tokens and
-            padding stand for the whole vocabulary. Raises ValueError, with the sample, where it has not a list for each token."""
+    field   of data.non_tensor_batch, an object for each sample: the ids of each token that was
+            sampled, a list of lists as vLLM's `sampling_mask.token_ids` has them, or None. They go
+            to the tokens of response_mask in their order; tools' tokens and padding stand for the
+            whole vocabulary. Raises ValueError, with the sample, where it has not a list for each
+            token.
+    """
     record = data.non_tensor_batch.get(field)
-    return None if record is None else TokenSets.from_lists([*record], generated=data.batch["response_mask"] != 0)
+    return (
+        None
+        if record is None
+        else TokenSets.from_lists([*record], generated=data.batch["response_mask"] != 0)
+    )
 
 
 # ---- distillation from a teacher's top-k
@@ -364,43 +466,67 @@ _registered: dict[str, Exact] = {}
 def register_distillation(
     losses: Mapping[str, Exact] | None = None, prefix: str = "fused_", *, any_version: bool = False
 ) -> list[str]:
-    """Add losses to verl's registry of distillation losses, and return their names: `prefix` with each name of `losses` (None:
-    DISTILLATION_LOSSES). `bind_distillation` has them computed.
+    """Add losses to verl's registry of distillation losses, and return their names: `prefix` with
+    each name of `losses` (None: DISTILLATION_LOSSES). `bind_distillation` has them computed.
 
         distillation.distillation_loss.loss_mode=fused_reverse_kl_topk
         distillation.distillation_loss.use_policy_gradient=False
 
-    A module that is imported twice may register the same again; another divergence under a name raises ValueError. Raises
-    RuntimeError for a version of verl that was not tested, unless any_version."""
+    A module that is imported twice may register the same again; another divergence under a name
+    raises ValueError. Raises RuntimeError for a version of verl that was not tested, unless
+    any_version.
+    """
     _require_tested(any_version)
-    from verl.trainer.distillation.losses import DistillationLossSettings, register_distillation_loss
+    from verl.trainer.distillation.losses import (
+        DistillationLossSettings,
+        register_distillation_loss,
+    )
 
-    named = {prefix + name: exact for name, exact in (DISTILLATION_LOSSES if losses is None else losses).items()}
+    named = {
+        prefix + name: exact
+        for name, exact in (DISTILLATION_LOSSES if losses is None else losses).items()
+    }
     for name, exact in named.items():
-        require(isinstance(exact, Exact), f"losses[{name!r}]", exact, "pass an Exact, for example Exact('reverse').")
+        require(
+            isinstance(exact, Exact),
+            f"losses[{name!r}]",
+            exact,
+            "pass an Exact, for example Exact('reverse').",
+        )
         known = _registered.get(name, exact)
-        require(known == exact, f"losses[{name!r}]", exact, f"{known} is registered under that name: pass another prefix.")
+        require(
+            known == exact,
+            f"losses[{name!r}]",
+            exact,
+            f"{known} is registered under that name: pass another prefix.",
+        )
         if name not in _registered:
-            register_distillation_loss(DistillationLossSettings(names=[name], use_topk=True))(_distillation_loss)
+            register_distillation_loss(DistillationLossSettings(names=[name], use_topk=True))(
+                _distillation_loss
+            )
             _registered[name] = exact
     return list(named)
 
 
 def bind_distillation(*, strict: bool = False, any_version: bool = False) -> Slots:
-    """Replace verl's function of top-k losses from logits by ours, for losses that `register_distillation` has added; verl's own
-    `forward_kl_topk` is still computed by verl. The result restores it, see `Slots`. strict: a call of another loss raises
-    RuntimeError.
-    Raises RuntimeError for a version of verl that was not tested, unless any_version, and where it is replaced already.
+    """Replace verl's function of top-k losses from logits by ours, for losses that
+    `register_distillation` has added; verl's own `forward_kl_topk` is still computed by verl. The
+    result restores it, see `Slots`. strict: a call of another loss raises RuntimeError. Raises
+    RuntimeError for a version of verl that was not tested, unless any_version, and where it is
+    replaced already.
 
-    verl computes all top-k losses by one function, which is called in the forward, where the logits are. Our log-probs at the
-    teacher's ids come from one log-sum-exp over the logits, while verl writes a log-softmax of all logits in their dtype.
-    `fused_forward_kl_topk` is verl's formula, the sum over the ids alone, without two clamps: that of log-probs at
-    `log_prob_min_clamp`, which stops their gradient, and that of the value at 0, which stops the gradient of the whole token.
-    `loss_max_clamp` is applied by verl, in both directions. Metrics are those of verl, except for the overlap of both top-k sets,
-    which is not measured. The estimators from the sampled token (k1, k3, ...) remain verl's: they do not use the vocabulary.
+    verl computes all top-k losses by one function, which is called in the forward, where the logits
+    are. Our log-probs at the teacher's ids come from one log-sum-exp over the logits, while verl
+    writes a log-softmax of all logits in their dtype. `fused_forward_kl_topk` is verl's formula,
+    the sum over the ids alone, without two clamps: that of log-probs at `log_prob_min_clamp`, which
+    stops their gradient, and that of the value at 0, which stops the gradient of the whole token.
+    `loss_max_clamp` is applied by verl, in both directions. Metrics are those of verl, except for
+    the overlap of both top-k sets, which is not measured. The estimators from the sampled token
+    (k1, k3, ...) remain verl's: they do not use the vocabulary.
 
-    The strategies fsdp and fsdp2 are supported, also with sequence parallelism. Megatron and VeOmni's fused loss do not pass logits
-    to this function, and are refused."""
+    The strategies fsdp and fsdp2 are supported, also with sequence parallelism. Megatron and
+    VeOmni's fused loss do not pass logits to this function, and are refused.
+    """
     _require_tested(any_version)
     return DISTILLATION.bind(topk_divergence, strict=strict, any_version=True)
 
@@ -409,21 +535,31 @@ def _require_tested(any_version: bool) -> None:
     """verl has none of these losses, so a first step cannot be compared with verl's own."""
     version = DISTILLATION.untested(any_version)
     if version is not None:
-        raise RuntimeError(f"{version}: install verl {DISTILLATION.tested[-1]}, or pass any_version=True.")
+        raise RuntimeError(
+            f"{version}: install verl {DISTILLATION.tested[-1]}, or pass any_version=True."
+        )
 
 
 def topk_divergence(
-    student_logits: Tensor, teacher_topk_log_probs: Tensor, teacher_topk_ids: Tensor, config: Any, data_format: str
+    student_logits: Tensor,
+    teacher_topk_log_probs: Tensor,
+    teacher_topk_ids: Tensor,
+    config: Any,
+    data_format: str,
 ) -> dict[str, Tensor]:
-    """`distillation_losses`, `student_mass` and `teacher_mass`, fp32 [1, n], of student_logits [1, n, V] and nested
-    teacher_topk_log_probs and teacher_topk_ids [n, K], as verl's own function takes them (data_format is not needed). In a sum
-    over the ids alone an id counts as often as it is listed, as in verl; a divergence with a tail has each id once, and a row in
-    which one repeats is padding and gets 0.
+    """`distillation_losses`, `student_mass` and `teacher_mass`, fp32 [1, n], of student_logits [1,
+    n, V] and nested teacher_topk_log_probs and teacher_topk_ids [n, K], as verl's own function
+    takes them (data_format is not needed). In a sum over the ids alone an id counts as often as it
+    is listed, as in verl; a divergence with a tail has each id once, and a row in which one repeats
+    is padding and gets 0.
 
-    config   verl's DistillationConfig, whose loss_mode is one of ours."""
+    config   verl's DistillationConfig, whose loss_mode is one of ours.
+    """
     from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size, slice_input_tensor
 
-    mode: Any = getattr(config.distillation_loss, "loss_mode", None)  # which verl's own function does not read
+    mode: Any = getattr(
+        config.distillation_loss, "loss_mode", None
+    )  # which verl's own function does not read
     exact = _registered.get(mode)
     if exact is None:
         raise NotCovered(f"loss_mode={mode!r}")
@@ -441,13 +577,22 @@ def topk_divergence(
         losses = divergence_over(exact, logps, listed)
     else:
         known = torch.where(counted[..., None], ids, -1).flatten(0, 1)
-        losses = token_divergence(student_logits, TokenSets.from_padded(known, values=listed.flatten(0, 1)), exact)
+        losses = token_divergence(
+            student_logits, TokenSets.from_padded(known, values=listed.flatten(0, 1)), exact
+        )
     masses = [x.detach().exp().sum(-1).masked_fill(~counted, 0.0) for x in (logps, listed)]
-    return dict(zip(("distillation_losses", "student_mass", "teacher_mass"), (losses, *masses), strict=True))
+    return dict(
+        zip(("distillation_losses", "student_mass", "teacher_mass"), (losses, *masses), strict=True)
+    )
 
 
-def _distillation_loss(config: Any, distillation_config: Any, model_output: Any, data: Any) -> LossAndMetrics:
-    """verl's contract of a registered loss: (losses [B, R], metrics), from what the forward has computed."""
+def _distillation_loss(
+    config: Any, distillation_config: Any, model_output: Any, data: Any
+) -> LossAndMetrics:
+    """verl's contract of a registered loss:
+
+    (losses [B, R], metrics), from what the forward has computed.
+    """
     from verl.trainer.distillation import losses as theirs
     from verl.trainer.distillation.fsdp.losses import compute_forward_kl_topk
     from verl.workers.utils.padding import no_padding_2_padding
@@ -455,11 +600,13 @@ def _distillation_loss(config: Any, distillation_config: Any, model_output: Any,
     mode = distillation_config.distillation_loss.loss_mode
     if config.strategy not in ("fsdp", "fsdp2"):
         raise ValueError(
-            f"loss_mode={mode!r} with strategy={config.strategy!r}: ours are for fsdp and fsdp2. Take forward_kl_topk."
+            f"loss_mode={mode!r} with strategy={config.strategy!r}: ours are for fsdp and fsdp2."
+            " Take forward_kl_topk."
         )
     if not getattr(compute_forward_kl_topk, "grpo_kernels", False):
         raise RuntimeError(
-            f"loss_mode={mode!r}, but verl's own function computed it: call verl.bind_distillation() in the same module."
+            f"loss_mode={mode!r}, but verl's own function computed it: call"
+            " verl.bind_distillation() in the same module."
         )
     _, metrics = theirs.compute_forward_kl_topk(config, distillation_config, model_output, data)
     return no_padding_2_padding(model_output["distillation_losses"], data), metrics

@@ -1,8 +1,11 @@
-"""Plugins that a trainer's configuration names, so that none of its code has to change; see docs/adoption.md.
+"""Plugins that a trainer's configuration names, so that none of its code has to change; see
+docs/adoption.md.
 
-Importing other modules of this package changes nothing in a trainer. Importing a plugin does, or the trainer calls the plugin's
-function when it starts: naming it in the configuration asks for that. Each plugin acts once per process, even if it is imported
-several times or under several names, and logs one line about what it did."""
+Importing other modules of this package changes nothing in a trainer. Importing a plugin does, or
+the trainer calls the plugin's function when it starts: naming it in the configuration asks for
+that. Each plugin acts once per process, even if it is imported several times or under several
+names, and logs one line about what it did.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 LOG = logging.getLogger("grpo_kernels.plugins")
-#: The result of each plugin that has acted in this process: `Slots`, whose undo() removes the change again, or names.
+#: The result of each plugin that has acted in this process: `Slots`, whose undo() removes the
+#: change again, or names.
 DONE: dict[str, Any] = {}
 
 

@@ -6,8 +6,9 @@
       use_liger_loss: true
     grpo_kernels_strict: false
 
-axolotl pins its TRL (0.19: TRL 1.9), which keeps the loss of this option as an attribute: ours takes the place of Liger's. Trainers
-of other methods are not changed."""
+axolotl pins its TRL (0.19: TRL 1.9), which keeps the loss of this option as an attribute: ours
+takes the place of Liger's. Trainers of other methods are not changed.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ class Settings(BaseModel):
 
 
 class FusedGRPO(BasePlugin):
-    """Patches each GRPO trainer that axolotl creates. `trainer.fused_loss` is the result of `liger.patch`."""
+    """Patches each GRPO trainer that axolotl creates.
+
+    `trainer.fused_loss` is the result of `liger.patch`.
+    """
 
     def get_input_args(self) -> str:
         return f"{__name__}.{Settings.__name__}"
@@ -41,5 +45,7 @@ class FusedGRPO(BasePlugin):
             return
         if "fused_loss" in vars(trainer):
             return
-        vars(trainer)["fused_loss"] = liger.patch(trainer, strict=bool(cfg.get("grpo_kernels_strict")))
+        vars(trainer)["fused_loss"] = liger.patch(
+            trainer, strict=bool(cfg.get("grpo_kernels_strict"))
+        )
         announce(f"the loss of {named} is ours; trainer.fused_loss.counts says what ran.")

@@ -1,10 +1,11 @@
-"""verl finds this module by the entry point `verl.plugins` and imports it in every process. The policy losses of
-`integrations.verl` come into verl's registry when verl imports that, and only
+"""verl finds this module by the entry point `verl.plugins` and imports it in every process. The
+policy losses of `integrations.verl` come into verl's registry when verl imports that, and only
 `actor_rollout_ref.actor.policy_loss.loss_mode=fused_vanilla` has to be set.
 
-Nothing of verl is replaced, and nothing is logged. For log-probs and entropy of its head, name the plugin
-`grpo_kernels.plugins.verl_head`. VERL_USE_EXTERNAL_PLUGINS=none turns both off. verl hides errors of plugins, so they are logged
-here."""
+Nothing of verl is replaced, and nothing is logged. For log-probs and entropy of its head, name the
+plugin `grpo_kernels.plugins.verl_head`. VERL_USE_EXTERNAL_PLUGINS=none turns both off. verl hides
+errors of plugins, so they are logged here.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from typing import Any
 from ..integrations import verl
 from . import once
 
-#: verl's module with its registry. It imports transformers and more, for which `import verl` alone does not wait.
+#: verl's module with its registry. It imports transformers and more, for which `import verl` alone
+#: does not wait.
 REGISTRY = "verl.trainer.ppo.core_algos"
 
 
@@ -30,9 +32,13 @@ def register() -> list[str]:
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Finds verl's registry where all others would, once, and registers our losses as soon as it is loaded."""
+    """Finds verl's registry where all others would, once, and registers our losses as soon as it is
+    loaded.
+    """
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name != REGISTRY:
             return None
         sys.meta_path.remove(self)

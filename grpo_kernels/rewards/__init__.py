@@ -1,1 +1,4 @@
-"""Per-token inputs of the loss: advantages, returns, corrections of the sampler mismatch, entropy control."""
+"""Per-token inputs of the loss:
+
+advantages, returns, corrections of the sampler mismatch, entropy control.
+"""

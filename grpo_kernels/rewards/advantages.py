@@ -1,6 +1,8 @@
-"""Advantages from rewards: normalisation within groups of completions of the same prompt, and estimators built on it.
+"""Advantages from rewards: normalisation within groups of completions of the same prompt, and
+estimators built on it.
 
-Everything is computed in fp64, in a fixed order, and returned as fp32. Per-token estimators are in `returns`.
+Everything is computed in fp64, in a fixed order, and returned as fp32. Per-token estimators are in
+`returns`.
 """
 
 from __future__ import annotations
@@ -29,9 +31,10 @@ BASELINES = ("mean", "leave-one-out", "length", "none")
 SCALES = ("group", "batch", "none", "mean", "others")
 COMBINATIONS = ("sum", "gdpo")
 
-#: `group_advantages(rewards, group_size=8, **NUMERICS["verl"])` has the numbers of that trainer's group normalisation;
-#: {**NUMERICS["verl"], "baseline": "leave-one-out", "scale": "none"} is its RLOO. One difference remains: equal rewards give
-#: exactly 0 here. In the trainers they give the rounding error of their mean divided by eps (an advantage of up to 1 at eps=1e-9).
+#: `group_advantages(rewards, group_size=8, **NUMERICS["verl"])` has the numbers of that trainer's
+#: group normalisation; {**NUMERICS["verl"], "baseline": "leave-one-out", "scale": "none"} is its
+#: RLOO. One difference remains: equal rewards give exactly 0 here. In the trainers they give the
+#: rounding error of their mean divided by eps (an advantage of up to 1 at eps=1e-9).
 NUMERICS: dict[str, dict[str, Any]] = {
     "trl": {"eps": 1e-4, "missing_rewards": "skip"},
     "verl": {"eps": 1e-6, "singleton": "raw"},
@@ -63,43 +66,68 @@ def group_advantages(
 ) -> Tensor:
     """A = (reward - baseline) / (scale + eps), computed in fp64, returned as `dtype` [B].
 
-    rewards      numbers, a tensor of any dtype or a list: [B], or [B, K] for K reward functions with their `reward_weights`.
+    rewards      numbers, a tensor of any dtype or a list: [B], or [B, K] for K reward functions
+                 with their `reward_weights`.
     group_size   G: consecutive runs of G rewards share a prompt; must divide B. Or
     groups       integer [B]: rewards with equal ids share a prompt (any sizes, any order).
-    baseline     "mean" of the group. "leave-one-out": mean of the others (RLOO, arXiv 2402.14740, with scale="none").
-                 "length": mean weighted by `lengths` (OPO, arXiv 2505.23585). "none": 0, with scale="none".
-    scale        "group": std of the group (GRPO, arXiv 2402.03300). "batch": std of all rewards (arXiv 2508.08221).
-                 "none": no division (Dr. GRPO, arXiv 2503.20783). "mean": the group's mean, A = 0 where it is not above 0
-                 (MaxRL, arXiv 2602.02710, which has eps=0). "others": std of the group's other rewards, no division where
-                 those are equal (NeMo-RL).
-    unbiased     True: std divides by n - 1 (TRL, verl, slime); False: by n. A group of one has std 0.
-    eps          added to the scale: 1e-4 in TRL, 1e-6 in verl. See NUMERICS for those of nine trainers.
-    lengths      number [B] >= 0 for baseline="length": tokens of each completion. A group without tokens gets 0.
+    baseline     "mean" of the group. "leave-one-out": mean of the others (RLOO, arXiv 2402.14740,
+                 with scale="none"). "length": mean weighted by `lengths` (OPO, arXiv 2505.23585).
+                 "none": 0, with scale="none".
+    scale        "group": std of the group (GRPO, arXiv 2402.03300). "batch": std of all rewards
+                 (arXiv 2508.08221). "none": no division (Dr. GRPO, arXiv 2503.20783). "mean": the
+                 group's mean, A = 0 where it is not above 0 (MaxRL, arXiv 2602.02710, which has
+                 eps=0). "others": std of the group's other rewards, no division where those are
+                 equal (NeMo-RL).
+    unbiased     True: std divides by n - 1 (TRL, verl, slime); False: by n. A group of one has std
+                 0.
+    eps          added to the scale: 1e-4 in TRL, 1e-6 in verl. See NUMERICS for those of nine
+                 trainers.
+    lengths      number [B] >= 0 for baseline="length": tokens of each completion. A group without
+                 tokens gets 0.
     reward_weights   K numbers, of the reward functions of rewards [B, K].
-    combine      "sum": of the weighted rewards, then as above. "gdpo": as above for each function, then the weighted sum,
-                 then (A - its mean) / (its std + eps) over the batch (arXiv 2601.05242).
-    missing_rewards  "raise" on a NaN. "skip": a completion without any reward counts in no mean or std and gets 0 (TRL);
+    combine      "sum": of the weighted rewards, then as above. "gdpo": as above for each function,
+                 then the weighted sum, then (A - its mean) / (its std + eps) over the batch (arXiv
+                 2601.05242).
+    missing_rewards  "raise" on a NaN. "skip": a completion without any reward counts in no mean or
+                     std and gets 0 (TRL);
                  of several rewards, those that are NaN are left out.
-    singleton    what a group with one reward gets: "zero", or "raw": baseline 0 and a group scale of 1 (verl, SkyRL). If a quarter
-                 of the groups or more have one member and get zeros, a warning says so once; see `group_metrics`.
+    singleton    what a group with one reward gets: "zero", or "raw": baseline 0 and a group scale
+                 of 1 (verl, SkyRL). If a quarter of the groups or more have one member and get
+                 zeros, a warning says so once; see `group_metrics`.
 
-    Equal rewards in a group (max == min) give exactly 0, except with baseline="none" or singleton="raw". In fp32 the mean of equal
-    rewards may differ from them by rounding; divided by eps this would be a meaningless advantage of up to 1e-3 (0.1 at eps=1e-6).
-    Kernels can skip rows whose advantage is exactly 0.
+    Equal rewards in a group (max == min) give exactly 0, except with baseline="none" or
+    singleton="raw". In fp32 the mean of equal rewards may differ from them by rounding; divided by
+    eps this would be a meaningless advantage of up to 1e-3 (0.1 at eps=1e-6). Kernels can skip rows
+    whose advantage is exactly 0.
 
-    Raises ValueError, naming the index, for NaN or infinite rewards (where `values_are_checked`), for group sizes that do not
-    divide B, and for arguments that exclude each other.
+    Raises ValueError, naming the index, for NaN or infinite rewards (where `values_are_checked`),
+    for group sizes that do not divide B, and for arguments that exclude each other.
     """
     require_one_of("baseline", baseline, BASELINES)
     require_one_of("scale", scale, SCALES)
     require_one_of("combine", combine, COMBINATIONS)
     require_one_of("singleton", singleton, ("zero", "raw"))
-    require(baseline != "none" or scale == "none", "scale", scale, "without a baseline it must be 'none'; see returns.whiten.")
-    require(combine == "sum" or reward_weights is not None, "combine", combine, "it takes rewards [B, K] and reward_weights.")
+    require(
+        baseline != "none" or scale == "none",
+        "scale",
+        scale,
+        "without a baseline it must be 'none'; see returns.whiten.",
+    )
+    require(
+        combine == "sum" or reward_weights is not None,
+        "combine",
+        combine,
+        "it takes rewards [B, K] and reward_weights.",
+    )
     _check_eps(eps)
     r, scored = read_rewards(rewards, missing_rewards, several=reward_weights is not None)
     given = "None" if lengths is None else "given"
-    require((lengths is None) == (baseline != "length"), "lengths", given, "baseline='length' takes it, no other does.")
+    require(
+        (lengths is None) == (baseline != "length"),
+        "lengths",
+        given,
+        "baseline='length' takes it, no other does.",
+    )
     tokens = None if lengths is None else read_lengths(lengths, len(r), r.device)
     factors = [] if reward_weights is None else read_weights(reward_weights, r)
     within = Groups(group_ids(len(r), r.device, group_size, groups))
@@ -116,7 +144,9 @@ def group_advantages(
             alone = scored & (g.size == 1)
             above = torch.where(alone, r, above)
             zero = zero & ~alone
-            divisor = divisor if scale in ("none", "batch") else torch.where(alone, 1.0 + eps, divisor)
+            divisor = (
+                divisor if scale in ("none", "batch") else torch.where(alone, 1.0 + eps, divisor)
+            )
         return torch.where(zero, 0.0, above / divisor), zero
 
     if r.dim() == 1:
@@ -125,7 +155,9 @@ def group_advantages(
         return normalised(weighted_sum(r.unbind(1), factors), scored.any(1))[0].to(dtype)
     parts, zeros = zip(*map(normalised, r.unbind(1), scored.unbind(1)), strict=True)
     total = Grouped(Groups(), weighted_sum(parts, factors), scored.any(1))
-    return torch.where(torch.stack(zeros).all(0), 0.0, (total.values - total.mean) / (total.std(unbiased) + eps)).to(dtype)
+    return torch.where(
+        torch.stack(zeros).all(0), 0.0, (total.values - total.mean) / (total.std(unbiased) + eps)
+    ).to(dtype)
 
 
 def _above_baseline(g: Grouped, baseline: str, tokens: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -158,14 +190,17 @@ def _divisor(g: Grouped, scale: str, unbiased: bool, eps: float) -> Tensor | flo
 def _std_of_others(g: Grouped, unbiased: bool) -> tuple[Tensor, Tensor]:
     """([B] std of the group's other scored rewards, where those are exactly equal or fewer than 2).
 
-    Leaving out r subtracts n/(n-1) (r - mean)^2 from the sum of squares. For the r furthest from the mean this subtraction cancels,
-    so the sum over the other rewards is computed directly. The second result is needed because rounding may give equal rewards a
-    std other than 0."""
+    Leaving out r subtracts n/(n-1) (r - mean)^2 from the sum of squares. For the r furthest from
+    the mean this subtraction cancels, so the sum over the other rewards is computed directly. The
+    second result is needed because rounding may give equal rewards a std other than 0.
+    """
     within = g.within
     others = (g.size - 1.0).clamp(min=1.0)
     highest = within.max_of_others(torch.where(g.counted, g.values, -math.inf))
     lowest = -within.max_of_others(torch.where(g.counted, -g.values, -math.inf))
-    squares = (within.sum(g.centred * g.centred) - g.centred * g.centred * g.size / others).clamp(min=0.0)
+    squares = (within.sum(g.centred * g.centred) - g.centred * g.centred * g.size / others).clamp(
+        min=0.0
+    )
     furthest = g.centred.abs() == within.max(g.centred.abs())
     furthest &= within.sum(furthest.double()) == 1
     rest = g.counted & ~furthest
@@ -176,7 +211,9 @@ def _std_of_others(g: Grouped, unbiased: bool) -> tuple[Tensor, Tensor]:
 
 
 def _check_eps(eps: float) -> None:
-    require_number("eps", eps, "it is added to a standard deviation and must be finite and >= 0.", 0, LARGEST)
+    require_number(
+        "eps", eps, "it is added to a standard deviation and must be finite and >= 0.", 0, LARGEST
+    )
 
 
 def pass_at_k_advantages(
@@ -188,10 +225,12 @@ def pass_at_k_advantages(
     unbiased: bool = True,
     eps: float = 1e-6,
 ) -> Tensor:
-    """The best of a group gets (its reward - the second best) / (std + eps), all others 0: fp32 [B] (arXiv 2503.19595).
+    """The best of a group gets (its reward - the second best) / (std + eps), all others 0: fp32 [B]
+    (arXiv 2503.19595).
 
-    Arguments as in `group_advantages`, scale "group" or "none". Two that share the best reward get 0, and so does a group
-    of one (verl raises). Raises ValueError as `group_advantages` does."""
+    Arguments as in `group_advantages`, scale "group" or "none". Two that share the best reward get
+    0, and so does a group of one (verl raises). Raises ValueError as `group_advantages` does.
+    """
     require_one_of("scale", scale, ("group", "none"))
     _check_eps(eps)
     g = grouped(rewards, group_size, groups)
@@ -205,20 +244,25 @@ def pass_at_k_advantages(
 def greedy_baseline_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
     """reward - reward of the same prompt's greedy completion: fp32 [B] (ReMax, arXiv 2310.10505).
 
-    rewards and greedy_rewards [B], finite; for G completions a prompt pass `greedy.repeat_interleave(G)`. With per-token
-    rewards the same baseline is taken from `discounted_returns`. Raises ValueError for other shapes and values."""
+    rewards and greedy_rewards [B], finite; for G completions a prompt pass
+    `greedy.repeat_interleave(G)`. With per-token rewards the same baseline is taken from
+    `discounted_returns`. Raises ValueError for other shapes and values.
+    """
     r, _ = read_rewards(rewards)
     greedy, _ = read_rewards(greedy_rewards, name="greedy_rewards")
     require_shape("greedy_rewards", greedy, r.shape, "rewards")
     return (r - greedy.to(r.device)).float()
 
 
-def gpg_scale(rewards: Tensor, *, group_size: int | None = None, groups: Tensor | None = None) -> Tensor:
+def gpg_scale(
+    rewards: Tensor, *, group_size: int | None = None, groups: Tensor | None = None
+) -> Tensor:
     """GPG's factor, a 0-d fp32 tensor: B / max(number of samples that count, 1) (arXiv 2504.02546).
 
-    Without group_size and groups (as in `zero_variance`), samples with a reward other than 0 count (verl). With one of them,
-    samples of groups whose rewards differ count: those that have a gradient. verl's GPG is gpg_scale(r) * group_advantages(r,
-    ..., scale="none", singleton="raw")."""
+    Without group_size and groups (as in `zero_variance`), samples with a reward other than 0 count
+    (verl). With one of them, samples of groups whose rewards differ count: those that have a
+    gradient. verl's GPG is gpg_scale(r) * group_advantages(r, ..., scale="none", singleton="raw").
+    """
     if group_size is None and groups is None:
         r, _ = read_rewards(rewards)
         counts = r != 0
@@ -227,21 +271,40 @@ def gpg_scale(rewards: Tensor, *, group_size: int | None = None, groups: Tensor 
     return (counts.numel() / counts.sum().clamp(min=1).double()).float()
 
 
-def a2po_values(rewards: Tensor, *, group_size: int | None = None, groups: Tensor | None = None, beta: float = 0.5) -> Tensor:
-    """V* = beta log mean exp(reward / beta) over the group, for each of its members: fp32 [B] (A*-PO, arXiv 2505.20686).
+def a2po_values(
+    rewards: Tensor,
+    *,
+    group_size: int | None = None,
+    groups: Tensor | None = None,
+    beta: float = 0.5,
+) -> Tensor:
+    """V* = beta log mean exp(reward / beta) over the group, for each of its members: fp32 [B]
+    (A*-PO, arXiv 2505.20686).
 
-    beta > 0 (TRL's beta1). A small one approaches the best reward, a large one the mean. Raises ValueError as
-    `group_advantages` does."""
-    require_number("beta", beta, "it divides the rewards and must be a finite number above 0.", SMALLEST, LARGEST)
+    beta > 0 (TRL's beta1). A small one approaches the best reward, a large one the mean. Raises
+    ValueError as `group_advantages` does.
+    """
+    require_number(
+        "beta",
+        beta,
+        "it divides the rewards and must be a finite number above 0.",
+        SMALLEST,
+        LARGEST,
+    )
     g = grouped(rewards, group_size, groups)
     mean = g.within.sum(torch.exp((g.values - g.highest) / beta)) / g.size
     return (g.highest + beta * mean.log()).float()
 
 
-def zero_variance(rewards: Tensor, *, group_size: int | None = None, groups: Tensor | None = None) -> Tensor:
-    """bool [B]: True where all rewards of the group are exactly equal (max == min), so that the group gives no gradient.
+def zero_variance(
+    rewards: Tensor, *, group_size: int | None = None, groups: Tensor | None = None
+) -> Tensor:
+    """bool [B]: True where all rewards of the group are exactly equal (max == min), so that the
+    group gives no gradient.
 
-    NaN counts as not scored; a group with no reward at all is True. Raises ValueError as `group_advantages` does."""
+    NaN counts as not scored; a group with no reward at all is True. Raises ValueError as
+    `group_advantages` does.
+    """
     return grouped(rewards, group_size, groups, missing_rewards="skip").equal
 
 
@@ -252,16 +315,19 @@ def group_metrics(
     groups: Tensor | None = None,
     extremes: tuple[float, float] = (0.0, 1.0),
 ) -> dict[str, Tensor]:
-    """Statistics of the groups of a batch from its rewards [B]: 0-d fp32 tensors, left on the device.
+    """Statistics of the groups of a batch from its rewards [B]: 0-d fp32 tensors, left on the
+    device.
 
     zero_variance   share of the groups whose rewards are all equal, exactly
-    all_wrong       share of the groups with no reward above extremes[0]; all_correct: with none below extremes[1]
+    all_wrong       share of the groups with no reward above extremes[0]; all_correct: with none
+                    below extremes[1]
     reward_mean, reward_std   over the batch, the std with n - 1
     group_std       mean of the groups' std, with n - 1 (a group of one has 0)
     single          share of the groups with one reward, whose advantages are 0
     missing         share of the completions without a reward (NaN), which count nowhere else
 
-    A group without any reward is left out. Raises ValueError as `group_advantages` does."""
+    A group without any reward is left out. Raises ValueError as `group_advantages` does.
+    """
     low, high = extremes
     g = grouped(rewards, group_size, groups, missing_rewards="skip")
     batch = Grouped(Groups(), g.values, g.counted)
@@ -274,7 +340,10 @@ def group_metrics(
         "all_correct": g.lowest >= high,
         "group_std": g.std(True),
     }
-    metrics = {name: (share * values).sum() / share.sum().clamp(min=1.0) for name, values in of_groups.items()}
+    metrics = {
+        name: (share * values).sum() / share.sum().clamp(min=1.0)
+        for name, values in of_groups.items()
+    }
     metrics |= {"reward_mean": batch.mean, "reward_std": batch.std(True)}
     metrics["missing"] = (~g.counted).double().sum() / max(len(g.values), 1)
     return {name: value.float() for name, value in metrics.items()}

@@ -1,10 +1,12 @@
-"""Corrections of the sampler mismatch: weights and masks for tokens that another engine, or an older policy, has sampled.
+"""Corrections of the sampler mismatch: weights and masks for tokens that another engine, or an
+older policy, has sampled.
 
-Let w_t = pi_old(token t) / pi_sampler(token t), W the product of a sequence's w_t and G their geometric mean. Every correction here
-is one number per token that multiplies the policy term. It is known before the policy is evaluated:
+Let w_t = pi_old(token t) / pi_sampler(token t), W the product of a sequence's w_t and G their
+geometric mean. Every correction here is one number per token that multiplies the policy term. It is
+known before the policy is evaluated:
 
-    batch = TokenBatch(..., old_logps=old, sampler_logps=sampler)
-    weights = importance_weights(batch, high=2.0) * rejection_mask(batch, over="mean", low=0.99, high=1.01)
+    batch = TokenBatch(..., old_logps=old, sampler_logps=sampler) weights =
+    importance_weights(batch, high=2.0) * rejection_mask(batch, over="mean", low=0.99, high=1.01)
     batch = dataclasses.replace(batch, weights=weights)
 
 What the trainers call it, and how to write it (iw = importance_weights, rm = rejection_mask):
@@ -13,30 +15,39 @@ What the trainers call it, and how to write it (iw = importance_weights, rm = re
     TIS, per token (OpenRLHF)                          iw(batch, low=0.5, high=5.0)
     IcePop, MIS, TRL token_mask, verl "0.5_5.0"        iw(batch, mode="mask", low=0.5, high=5.0)
     TIS, sequence product (verl's default)             iw(batch, level="sequence", high=2.0)
-    TRL's default, sequence_mask                       iw(batch, level="sequence", mode="mask", high=3.0)
+    TRL's default, sequence_mask                       iw(batch, level="sequence", mode="mask",
+                                                       high=3.0)
     AReaL, level sequence, metric ratio                iw(batch, level="geometric", ...)
     verl's batch normalisation                         iw(batch, ..., normalize=True)
     geometric filter (SkyRL; verl's Geo-RS)            rm(batch, over="mean", low=0.99, high=1.01)
     product mask (SkyRL)                               rm(batch, over="sum", low=0.5, high=2.0)
     token mask (SkyRL, AReaL)                          rm(batch, over="token", low=0.5, high=5.0)
-    seq-mask-TIS (OpenRLHF, NeMo)                      rm(batch, over="mean", low=0.99, high=1.01) * iw(batch, high=math.inf)
-    outlier veto (SkyRL)                               rm(batch, over="min", low=1e-4) * rm(batch, over="max", high=100.0)
+    seq-mask-TIS (OpenRLHF, NeMo)                      rm(batch, over="mean", low=0.99, high=1.01) *
+                                                       iw(batch, high=math.inf)
+    outlier veto (SkyRL)                               rm(batch, over="min", low=1e-4) * rm(batch,
+                                                       over="max", high=100.0)
     outlier veto (slime: a ratio below 1e-4)           rm(batch, over="min", low=1e-4)
-    verl token_k1 "lo_hi" (or u, for lo = 1/u, hi = u) rm(batch, metric="k1", low=log(lo), high=log(hi))
-    verl token_k2, seq_sum_k3, seq_max_k2              rm(batch, metric="k2", high=u), rm(batch, metric="k3", over="sum", high=u)
+    verl token_k1 "lo_hi" (or u, for lo = 1/u, hi = u) rm(batch, metric="k1", low=log(lo),
+                                                       high=log(hi))
+    verl token_k2, seq_sum_k3, seq_max_k2              rm(batch, metric="k2", high=u),
+                                                       rm(batch, metric="k3", over="sum", high=u)
     AReaL kl_k1 in [lo, hi], which is +log w           rm(batch, metric="k1", low=-hi, high=-lo)
     AReaL kl_k3, which is 1/w - 1 + log w              rm with old_logps and sampler_logps exchanged
-    off-policy sequence mask                           off_policy_sequence_mask(batch, logps, delta=0.5)
+    off-policy sequence mask                           off_policy_sequence_mask(batch, logps,
+                                                       delta=0.5)
     M2PO                                               second_moment_mask(batch, threshold=0.04)
-    the ratio against the sampler itself (prime-rl,    dataclasses.replace(batch, old_logps=batch.sampler_logps), unscored
-    torchtitan, verl's bypass mode)                    tokens (NaN) taken out of the mask
+    the ratio against the sampler itself (prime-rl,    dataclasses.replace(batch,
+    torchtitan, verl's bypass mode)                    old_logps=batch.sampler_logps), unscored
+                                                       tokens (NaN) taken out of the mask
 
-A rejected token keeps its place in the denominator, as in TRL, AReaL, slime, NeMo and SkyRL. To take it out as verl's
-decoupled mode does, put the result into the mask instead: mask & (rm(...) != 0).
+A rejected token keeps its place in the denominator, as in TRL, AReaL, slime, NeMo and SkyRL. To
+take it out as verl's decoupled mode does, put the result into the mask instead: mask & (rm(...) !=
+0).
 
-A token whose sampler log-prob is NaN was not scored: its w is 1, and it adds 0 to sums and counts in means (as in TRL).
-Log-ratios are bounded at 60 in size and exponents at 60 from above, so that every result is finite. Every result is fp32,
-detached and exactly 0 where the mask is False, even if the inputs are NaN or infinite there. Sums are fp64, in a fixed order.
+A token whose sampler log-prob is NaN was not scored: its w is 1, and it adds 0 to sums and counts
+in means (as in TRL). Log-ratios are bounded at 60 in size and exponents at 60 from above, so that
+every result is finite. Every result is fp32, detached and exactly 0 where the mask is False, even
+if the inputs are NaN or infinite there. Sums are fp64, in a fixed order.
 """
 
 from __future__ import annotations
@@ -85,27 +96,35 @@ def importance_weights(
     normalize: bool = False,
     process_group: Any = None,
 ) -> Tensor:
-    """The weight pi_old / pi_sampler, fp32, the shape of targets, 0 where masked: for `TokenBatch.weights`.
+    """The weight pi_old / pi_sampler, fp32, the shape of targets, 0 where masked: for
+    `TokenBatch.weights`.
 
-    level       "token": w_t. "sequence": the product of the sequence's w_t. "geometric": their geometric mean.
-    mode        "truncate": clamped to [low, high] (TIS). "mask": 0 outside [low, high] (MIS, IcePop).
+    level       "token": w_t. "sequence": the product of the sequence's w_t. "geometric": their
+                geometric mean.
+    mode        "truncate": clamped to [low, high] (TIS). "mask": 0 outside [low, high] (MIS,
+                IcePop).
     low, high   0 <= low <= high; math.inf for no upper bound.
-    normalize   divide by the mean weight: over trained tokens, or at the other levels over the sequences that have any (as
-                in verl). Normalise the whole batch, before it is split.
-    process_group  the mean is over all ranks of this group (torch.distributed.group.WORLD: all ranks), and all of them must call.
+    normalize   divide by the mean weight: over trained tokens, or at the other levels over the
+                sequences that have any (as in verl). Normalise the whole batch, before it is split.
+    process_group  the mean is over all ranks of this group (torch.distributed.group.WORLD: all
+                   ranks), and all of them must call.
                 None: over this process.
 
-    Raises ValueError on options outside these, on a batch without old_logps or sampler_logps, and on a level other than
-    "token" for packed rows without cu_seqlens.
+    Raises ValueError on options outside these, on a batch without old_logps or sampler_logps, and
+    on a level other than "token" for packed rows without cu_seqlens.
     """
     require_one_of("level", level, LEVELS)
     require_one_of("mode", mode, MODES)
     require_number("low", low, "the lower bound is a ratio >= 0.", 0, LARGEST)
-    require_number("high", high, f"the upper bound is a ratio above 0 and >= low={low!r}.", max(low, SMALLEST))
+    require_number(
+        "high", high, f"the upper bound is a ratio above 0 and >= low={low!r}.", max(low, SMALLEST)
+    )
     x = _log_weights(batch)
     counted = batch.trained
     if level != "token":
-        x = _of_sequences(batch, x, "mean" if level == "geometric" else "sum", f'level="{level}" needs')
+        x = _of_sequences(
+            batch, x, "mean" if level == "geometric" else "sum", f'level="{level}" needs'
+        )
         counted = batch.lengths > 0
     w = x.clamp(max=BOUND).exp()
     w = w.clamp(low, high) if mode == "truncate" else torch.where((w >= low) & (w <= high), w, 0.0)
@@ -114,21 +133,31 @@ def importance_weights(
         if process_group is not None:
             torch.distributed.all_reduce(total, group=process_group)
         mean = total[0] / total[1]
-        w = torch.where(mean > 0, w / mean, w)  # no trained token, or all weights 0: no mean to divide by
+        w = torch.where(
+            mean > 0, w / mean, w
+        )  # no trained token, or all weights 0: no mean to divide by
     return _per_token(batch, w if level == "token" else batch.spread(w))
 
 
 def rejection_mask(
-    batch: TokenBatch, *, metric: str = "ratio", over: str = "token", low: float = -math.inf, high: float = math.inf
+    batch: TokenBatch,
+    *,
+    metric: str = "ratio",
+    over: str = "token",
+    low: float = -math.inf,
+    high: float = math.inf,
 ) -> Tensor:
-    """1 where low <= metric <= high, else 0: fp32, the shape of targets, 0 where masked. To AND several, multiply them.
+    """1 where low <= metric <= high, else 0: fp32, the shape of targets, 0 where masked. To AND
+    several, multiply them.
 
-    metric      "ratio": w. "k1", "k2", "k3": estimates of KL(sampler || old) (Schulman 2020), -log w, (log w)^2 / 2 and
-                w - 1 - log w.
-    over        "token": each token by itself. "sum", "mean", "max", "min": of the sequence's trained tokens, which stay or
-                go together. Sum and mean of "ratio" are taken of log w: the product W and the geometric mean G.
-    low, high   at least one of them. They bound the metric as defined here: verl gives the bounds of its k1 options as
-                ratios of 1/w, so they become log(lo) and log(hi); AReaL's kl_k1 is +log w.
+    metric      "ratio": w. "k1", "k2", "k3": estimates of KL(sampler || old) (Schulman 2020), -log
+                w, (log w)^2 / 2 and w - 1 - log w.
+    over        "token": each token by itself. "sum", "mean", "max", "min": of the sequence's
+                trained tokens, which stay or go together. Sum and mean of "ratio" are taken of log
+                w: the product W and the geometric mean G.
+    low, high   at least one of them. They bound the metric as defined here: verl gives the bounds
+                of its k1 options as ratios of 1/w, so they become log(lo) and log(hi); AReaL's
+                kl_k1 is +log w.
 
     Raises ValueError like `importance_weights`, and where neither bound is given.
     """
@@ -156,38 +185,51 @@ def rejection_mask(
 def off_policy_sequence_mask(
     batch: TokenBatch, logps: Tensor, *, delta: float, advantage_of: str = "sequence"
 ) -> Tensor:  # fmt: skip
-    """1 where A >= 0 or the sequence's mean of (sampler_logp - logp) <= delta, else 0: fp32, the shape of targets, 0 where
-    masked. It drops sequences that the policy has already moved away from, so that it is not pushed away from them further.
+    """1 where A >= 0 or the sequence's mean of (sampler_logp - logp) <= delta, else 0: fp32, the
+    shape of targets, 0 where masked. It drops sequences that the policy has already moved away
+    from, so that it is not pushed away from them further.
 
     logps   the policy's log-probs now, or old_logps: the shape of targets, or flat [N].
     delta   finite: TRL suggests 0.5, slime has 1e-4.
-    advantage_of   "sequence": A is the sum of the advantages of the sequence's trained tokens, so that a sequence is kept or
-                   dropped as a whole. "token": A is each token's own advantage (TRL).
+    advantage_of   "sequence": A is the sum of the advantages of the sequence's trained tokens, so
+                   that a sequence is kept or dropped as a whole. "token": A is each token's own
+                   advantage (TRL).
 
-    Without sampler_logps old_logps stand in, and without those the batch is on-policy and nothing is dropped. Raises
-    ValueError for logps of another size and for packed rows without cu_seqlens.
+    Without sampler_logps old_logps stand in, and without those the batch is on-policy and nothing
+    is dropped. Raises ValueError for logps of another size and for packed rows without cu_seqlens.
     Sources: DeepSeek-V3.2 arXiv 2512.02556, section 3.1; TRL's `off_policy_mask_threshold`.
     """
     require_number("delta", delta, *DELTA)
     require_one_of("advantage_of", advantage_of, ADVANTAGES_OF)
     batch.check_sequences("off_policy_sequence_mask needs")
-    return _per_token(batch, near_sampler(batch, _like_targets(batch, "logps", logps).float(), delta, advantage_of))
+    return _per_token(
+        batch,
+        near_sampler(batch, _like_targets(batch, "logps", logps).float(), delta, advantage_of),
+    )
 
 
 def second_moment_mask(batch: TokenBatch, *, threshold: float) -> Tensor:
-    """1 for the tokens with the smallest (log w)^2: as many as keep the mean below `threshold`, at least one. fp32, the shape
-    of targets, 0 where masked. The tokens with the largest are dropped; of equal ones the later first.
+    """1 for the tokens with the smallest (log w)^2: as many as keep the mean below `threshold`, at
+    least one. fp32, the shape of targets, 0 where masked. The tokens with the largest are dropped;
+    of equal ones the later first.
 
     threshold is above 0 (0.04 in the paper). Raises ValueError like `importance_weights`.
     Source: M2PO arXiv 2510.01161; AReaL's `m2_threshold`.
     """
-    require_number("threshold", threshold, "the bound of the mean (log w)^2 is a number above 0.", SMALLEST, LARGEST)
+    require_number(
+        "threshold",
+        threshold,
+        "the bound of the mean (log w)^2 is a number above 0.",
+        SMALLEST,
+        LARGEST,
+    )
     x = _log_weights(batch)
     trained = batch.trained
     ordered, order = torch.sort(torch.where(trained, x * x, torch.inf), stable=True)
     rank = torch.arange(batch.tokens, device=x.device)
-    # The mean of the k smallest rises with k, so bisection finds the last k below the threshold. Each step is a plain sum,
-    # whose order is fixed on a GPU, unlike that of a cumulative sum, and there is no host sync.
+    # The mean of the k smallest rises with k, so bisection finds the last k below the threshold.
+    # Each step is a plain sum, whose order is fixed on a GPU, unlike that of a cumulative sum, and
+    # there is no host sync.
     kept = torch.ones((), dtype=torch.int64, device=x.device)
     most = trained.sum()
     for _ in range(batch.tokens.bit_length()):
@@ -199,46 +241,66 @@ def second_moment_mask(batch: TokenBatch, *, threshold: float) -> Tensor:
     return _per_token(batch, keep)
 
 
-def without_truncated(mask: Tensor, finished: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+def without_truncated(
+    mask: Tensor, finished: Tensor, *, cu_seqlens: Tensor | None = None
+) -> Tensor:
     """`mask` without the completions that the token budget cut off: bool, the shape of mask.
 
     mask        bool (or 0/1 integer) [B, T], or packed [N] with cu_seqlens.
     finished    bool (or 0/1 integer) [B]: True where the completion ended by itself.
 
-    Tokens that are taken out of the mask leave the denominators, too (TRL's `mask_truncated_completions`; overlong filtering in
-    DAPO, arXiv 2503.14476). Raises ValueError on shapes or dtypes that do not fit.
+    Tokens that are taken out of the mask leave the denominators, too (TRL's
+    `mask_truncated_completions`; overlong filtering in DAPO, arXiv 2503.14476). Raises ValueError
+    on shapes or dtypes that do not fit.
     """
     require_tensor("mask", mask, DTYPES, "a bool tensor [B, T], or packed [N] with cu_seqlens")
     dims = 2 if cu_seqlens is None else 1
-    require(mask.dim() == dims, "mask.shape", list(mask.shape), "pass [B, T], or packed [N] with cu_seqlens.")
+    require(
+        mask.dim() == dims,
+        "mask.shape",
+        list(mask.shape),
+        "pass [B, T], or packed [N] with cu_seqlens.",
+    )
     sequences = len(mask) if cu_seqlens is None else cu_seqlens.numel() - 1
     require_tensor("finished", finished, INTEGRAL, f"one bool per sequence, [{sequences}]")
-    require_shape("finished", finished, torch.Size([sequences]), "a tensor of one number a sequence")
-    return as_mask("mask", mask, mask.shape) & (as_wide(finished[:, None], mask.shape, cu_seqlens) != 0)
+    require_shape(
+        "finished", finished, torch.Size([sequences]), "a tensor of one number a sequence"
+    )
+    return as_mask("mask", mask, mask.shape) & (
+        as_wide(finished[:, None], mask.shape, cu_seqlens) != 0
+    )
 
 
 def correction_metrics(
-    batch: TokenBatch, weights: Tensor | None = None, *, low: float | None = None, high: float | None = None
+    batch: TokenBatch,
+    weights: Tensor | None = None,
+    *,
+    low: float | None = None,
+    high: float | None = None,
 ) -> dict[str, Tensor]:
-    """How far the sampler is from the policy: 0-d fp32 tensors, means over the trained tokens of this batch.
+    """How far the sampler is from the policy: 0-d fp32 tensors, means over the trained tokens of
+    this batch.
 
     ratio_mean, ratio_min, ratio_max, ratio_std     of w_t
-    share_below, share_above                        of tokens with w_t < low, w_t > high; where the bound is given
-    ess                                             effective sample size (sum v)^2 / (n sum v^2) in [0, 1], of the weights
-                                                    where given, else of w_t
+    share_below, share_above                        of tokens with w_t < low, w_t > high; where the
+                                                    bound is given
+    ess                                             effective sample size (sum v)^2 / (n sum v^2) in
+                                                    [0, 1], of the weights where given, else of w_t
     share_rejected                                  of tokens with weight 0; where weights are given
-    kl_k1, kl_k3                                    estimates of KL(sampler || old): mean of -log w, of w - 1 - log w
+    kl_k1, kl_k3                                    estimates of KL(sampler || old): mean of -log w,
+                                                    of w - 1 - log w
     chi2_token                                      mean of w^2, less 1
     abs_log_ratio_mean, abs_log_ratio_max           of |log w_t|
     share_unscored                                  of tokens without a sampler's log-prob
 
     and, where the sequences are known, over those with trained tokens:
 
-    log_ppl_difference                              mean of log-perplexity under old, less that under the sampler
+    log_ppl_difference                              mean of log-perplexity under old, less that
+                                                    under the sampler
     chi2_sequence                                   mean of W^2, less 1
 
-    weights are given per token (the shape of targets). A batch without trained tokens gives 0 throughout. There is no
-    host sync. Raises ValueError like `importance_weights`.
+    weights are given per token (the shape of targets). A batch without trained tokens gives 0
+    throughout. There is no host sync. Raises ValueError like `importance_weights`.
     """
     for name, bound in (("low", low), ("high", high)):
         if bound is not None:
@@ -277,7 +339,9 @@ def correction_metrics(
         total = batch.sequence_sum(x)
         metrics["log_ppl_difference"] = mean(-total / tokens.clamp(min=1.0), tokens > 0)
         metrics["chi2_sequence"] = mean((2.0 * total).clamp(max=BOUND).exp() - 1.0, tokens > 0)
-    return {name: torch.where(ratio.size > 0, value, 0.0).float() for name, value in metrics.items()}
+    return {
+        name: torch.where(ratio.size > 0, value, 0.0).float() for name, value in metrics.items()
+    }
 
 
 # ---- the parts
@@ -287,19 +351,25 @@ def _log_weights(batch: TokenBatch) -> Tensor:
     """log w, flat fp64 [N], 0 where masked."""
     for name in ("old_logps", "sampler_logps"):
         if getattr(batch, name) is None:
-            raise ValueError(f"{name} is None: the mismatch is pi_old / pi_sampler, so the TokenBatch needs {name}= too.")
+            raise ValueError(
+                f"{name} is None: the mismatch is pi_old / pi_sampler, so the TokenBatch needs"
+                f" {name}= too."
+            )
     return log_ratio(*batch.table("old_logps", "sampler_logps").values())
 
 
 def _of_sequences(batch: TokenBatch, x: Tensor, over: str, needs: str) -> Tensor:
-    """Sum, mean, largest or smallest of flat x among each sequence's trained tokens, fp64 [B]; x is 0 where masked. Of a sequence
-    without any 0, -inf and inf. `needs`: what the sequences are for."""
+    """Sum, mean, largest or smallest of flat x among each sequence's trained tokens, fp64 [B]; x is
+    0 where masked. Of a sequence without any 0, -inf and inf. `needs`: what the sequences are for.
+    """
     tokens = batch.check_sequences(needs).lengths
     if over in ("sum", "mean"):
         return batch.sequence_sum(x) / (tokens.clamp(min=1.0) if over == "mean" else 1.0)
     nothing = -torch.inf if over == "max" else torch.inf
     owner = batch.spread(torch.arange(len(tokens), device=tokens.device))
-    extremes = torch.full_like(tokens, nothing).scatter_reduce(0, owner, torch.where(batch.trained, x, nothing), f"a{over}")
+    extremes = torch.full_like(tokens, nothing).scatter_reduce(
+        0, owner, torch.where(batch.trained, x, nothing), f"a{over}"
+    )
     return batch.over_context(extremes, over.upper())
 
 
@@ -307,7 +377,10 @@ def _like_targets(batch: TokenBatch, name: str, x: object) -> Tensor:
     """Flat [N], of a tensor with a number for each token."""
     if not isinstance(x, Tensor) or x.numel() != batch.tokens:
         got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"{name} is {got}, but targets has shape {list(batch.targets.shape)}: they must be the same.")
+        raise ValueError(
+            f"{name} is {got}, but targets has shape {list(batch.targets.shape)}: they must be the"
+            " same."
+        )
     return x.detach().flatten()
 
 
@@ -321,34 +394,49 @@ def _per_token(batch: TokenBatch, values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Correction:
-    """Corrects a TokenBatch for the mismatch to its sampler, under a `name`: calls `function` with `options`, which a call may
-    override. The result multiplies the batch's weights, or becomes its mask."""
+    """Corrects a TokenBatch for the mismatch to its sampler, under a `name`: calls `function` with
+    `options`, which a call may override. The result multiplies the batch's weights, or becomes its
+    mask.
+    """
 
     name: str
     function: Callable[..., Tensor]
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(
-        self, batch: TokenBatch, *, finished: Tensor | None = None, process_group: Any = None, **options: Any
+        self,
+        batch: TokenBatch,
+        *,
+        finished: Tensor | None = None,
+        process_group: Any = None,
+        **options: Any,
     ) -> TokenBatch:
-        """The corrected batch. finished, bool [B]: which completions ended by themselves. process_group: the ranks over which a
-        correction normalises. Raises TypeError for an option that it does not have, ValueError as the function does."""
+        """The corrected batch. finished, bool [B]: which completions ended by themselves.
+        process_group: the ranks over which a correction normalises. Raises TypeError for an option
+        that it does not have, ValueError as the function does.
+        """
         parameters = inspect.signature(self.function).parameters
         refuse_unknown(f"the correction {self.name!r}", options, parameters)
         chosen = {**self.options, **options}
         if self.function is without_truncated:
             require(
-                finished is not None, "finished", None, f"the correction {self.name!r} needs to know which completions ended."
+                finished is not None,
+                "finished",
+                None,
+                f"the correction {self.name!r} needs to know which completions ended.",
             )
             mask = batch.trained.view(batch.targets.shape)
-            return dataclasses.replace(batch, mask=without_truncated(mask, finished, cu_seqlens=batch.cu_seqlens))  # type: ignore[arg-type]
+            kept = without_truncated(mask, finished, cu_seqlens=batch.cu_seqlens)  # type: ignore[arg-type]
+            return dataclasses.replace(batch, mask=kept)
         if self.function is off_policy_sequence_mask:
             chosen["logps"] = batch.old_logps
         if "process_group" in parameters:
             chosen["process_group"] = process_group
         weights = self.function(batch, **chosen)
         before = batch.flat("weights")
-        return dataclasses.replace(batch, weights=weights if before is None else weights * before.view(weights.shape))
+        return dataclasses.replace(
+            batch, weights=weights if before is None else weights * before.view(weights.shape)
+        )
 
 
 #: By name; the table at the top of this file lists which trainer uses which.
@@ -359,7 +447,9 @@ CORRECTIONS: dict[str, Correction] = {
         Correction("tis", importance_weights, {"high": 2.0}),
         Correction("sequence_tis", importance_weights, {"level": "sequence", "high": 2.0}),
         Correction("icepop", importance_weights, {"mode": "mask", "low": 0.5, "high": 5.0}),
-        Correction("sequence_mask", importance_weights, {"level": "sequence", "mode": "mask", "high": 3.0}),
+        Correction(
+            "sequence_mask", importance_weights, {"level": "sequence", "mode": "mask", "high": 3.0}
+        ),
         Correction("rejection_mask", rejection_mask),
         Correction("geometric_mask", rejection_mask, {"over": "mean", "low": 0.99, "high": 1.01}),
         Correction("veto", rejection_mask, {"over": "min", "low": 1e-4}),

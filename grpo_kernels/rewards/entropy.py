@@ -1,5 +1,6 @@
-"""Entropy control: a threshold that selects the tokens of high entropy, and a coefficient of the bonus that keeps entropy from
-falling."""
+"""Entropy control: a threshold that selects the tokens of high entropy, and a coefficient of the
+bonus that keeps entropy from falling.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +17,24 @@ from ..checks import LARGEST, Checked, require, require_number, require_shape
 SHARE = ("the share of tokens to keep is in (0, 1].", math.nextafter(0.0, 1.0), 1)
 
 
-def entropy_threshold(entropy: Tensor, mask: Tensor, share: float, process_group: Any = None) -> Tensor:
-    """The entropy that the `share` of tokens with the highest entropy reach: their quantile 1 - share, 0-d fp32.
+def entropy_threshold(
+    entropy: Tensor, mask: Tensor, share: float, process_group: Any = None
+) -> Tensor:
+    """The entropy that the `share` of tokens with the highest entropy reach: their quantile 1 -
+    share, 0-d fp32.
 
-    entropy         float, any shape. Values where the mask is False have no effect; nor have NaN and inf.
+    entropy         float, any shape. Values where the mask is False have no effect; nor have NaN
+                    and inf.
     mask            bool (or 0/1 integer), the shape of entropy: trained tokens.
     share           in (0, 1]: 0.2 in arXiv 2506.01939 (TRL's `top_entropy_quantile`), 1 keeps all.
-    process_group   the quantile is over the tokens of all ranks of this group (torch.distributed.group.WORLD: all ranks), and all
-                    of them must call. A rank may have any number of tokens, also none. The ranks exchange these numbers, and the
-                    host waits for that. None: this process only.
+    process_group   the quantile is over the tokens of all ranks of this group
+                    (torch.distributed.group.WORLD: all ranks), and all of them must call. A rank
+                    may have any number of tokens, also none. The ranks exchange these numbers, and
+                    the host waits for that. None: this process only.
 
-    Interpolates linearly between two tokens, as torch.quantile does, but without its limit of 16 million. Keep entropies
-    >= the result. Where no rank has a token it is the lowest number of fp32, which keeps all.
+    Interpolates linearly between two tokens, as torch.quantile does, but without its limit of 16
+    million. Keep entropies >= the result. Where no rank has a token it is the lowest number of
+    fp32, which keeps all.
 
     Raises ValueError on a share outside (0, 1] and on shapes that differ.
     """
@@ -48,8 +55,9 @@ def entropy_threshold(entropy: Tensor, mask: Tensor, share: float, process_group
 
 
 def _gather(values: Tensor, process_group: Any) -> Tensor:
-    """The flat `values` of all ranks, concatenated. Ranks may have different numbers of them: shorter ones are padded with
-    infinity."""
+    """The flat `values` of all ranks, concatenated. Ranks may have different numbers of them:
+    shorter ones are padded with infinity.
+    """
     longest = torch.tensor(values.numel(), device=values.device)
     dist.all_reduce(longest, dist.ReduceOp.MAX, group=process_group)
     padded = torch.nn.functional.pad(values, (0, int(longest) - values.numel()), value=torch.inf)
@@ -60,24 +68,27 @@ def _gather(values: Tensor, process_group: Any) -> Tensor:
 
 @dataclass(kw_only=True, eq=False)
 class AdaptiveEntropyCoef(Checked):
-    """A coefficient of the entropy bonus that rises by `step` while the entropy is at or below `target`, and falls while it is
-    above.
+    """A coefficient of the entropy bonus that rises by `step` while the entropy is at or below
+    `target`, and falls while it is above.
 
     target      the entropy, in nats per token, that must not be undercut.
     step        change per optimiser step.
     low, high   the range that changes stay in.
     initial     the coefficient at the start.
 
-    The coefficient is applied only if the last entropy seen was at or below the target, so not before the first `update`.
+    The coefficient is applied only if the last entropy seen was at or below the target, so not
+    before the first `update`.
 
         coef = AdaptiveEntropyCoef(target=0.2)
         for window in windows:                                        # one optimiser step each
             objective = dataclasses.replace(objective, entropy_coef=coef.coef)
-            ...                                                       # forward, backward, optimizer.step()
-            coef.update(mean_entropy)                                 # of all micro-batches and ranks of the window
+            ...                                                       # forward, backward,
+                                                                      optimizer.step()
+            coef.update(mean_entropy)                                 # of all micro-batches and
+                                                                      ranks of the window
 
-    Sources: Skywork-OR1 arXiv 2505.22312, section 4; rule and defaults are those of TRL's `use_adaptive_entropy`.
-    Raises ValueError naming the argument that is wrong.
+    Sources: Skywork-OR1 arXiv 2505.22312, section 4; rule and defaults are those of TRL's
+    `use_adaptive_entropy`. Raises ValueError naming the argument that is wrong.
     """
 
     target: float = 0.2
@@ -94,12 +105,22 @@ class AdaptiveEntropyCoef(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_number(
-            "high", self.high, f"the upper end of the range is a finite number >= low={self.low!r}.", self.low, LARGEST
+            "high",
+            self.high,
+            f"the upper end of the range is a finite number >= low={self.low!r}.",
+            self.low,
+            LARGEST,
         )
         self._move("initial", self.initial, math.inf)
 
     def _move(self, name: str, coef: float, entropy: float) -> None:
-        require_number(name, coef, f"the coefficient is in the range [{self.low!r}, {self.high!r}].", self.low, self.high)
+        require_number(
+            name,
+            coef,
+            f"the coefficient is in the range [{self.low!r}, {self.high!r}].",
+            self.low,
+            self.high,
+        )
         self._coef = float(coef)
         self._entropy = float(entropy)
 
@@ -109,19 +130,48 @@ class AdaptiveEntropyCoef(Checked):
         return self._coef if self._entropy <= self.target else 0.0
 
     def update(self, entropy: float | Tensor) -> None:
-        """Move the coefficient after an optimiser step. `entropy`: the mean over its trained tokens, of all micro-batches
-        and ranks; a number or a 0-d tensor, for which the host waits."""
-        value: Any = float(entropy) if isinstance(entropy, Tensor) and entropy.numel() == 1 else entropy
-        require_number("entropy", value, "pass the mean entropy of the window's tokens, a finite number.", -LARGEST, LARGEST)
+        """Move the coefficient after an optimiser step. `entropy`: the mean over its trained
+        tokens, of all micro-batches and ranks; a number or a 0-d tensor, for which the host waits.
+        """
+        value: Any = (
+            float(entropy) if isinstance(entropy, Tensor) and entropy.numel() == 1 else entropy
+        )
+        require_number(
+            "entropy",
+            value,
+            "pass the mean entropy of the window's tokens, a finite number.",
+            -LARGEST,
+            LARGEST,
+        )
         rises = value <= self.target
-        self._move("coef", min(self._coef + self.step, self.high) if rises else max(self._coef - self.step, self.low), value)
+        self._move(
+            "coef",
+            (
+                min(self._coef + self.step, self.high)
+                if rises
+                else max(self._coef - self.step, self.low)
+            ),
+            value,
+        )
 
     def state_dict(self) -> dict[str, float]:
         """The state for a checkpoint: the coefficient and the last entropy."""
         return {"coef": self._coef, "entropy": self._entropy}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue from `state`, which `state_dict` returned. Raises ValueError if it is something else."""
-        require(set(state) == {"coef", "entropy"}, "state", state, "pass what state_dict() returned: coef and entropy.")
-        require_number("entropy", state["entropy"], "the last entropy is a number, infinite before the first update.")
+        """Continue from `state`, which `state_dict` returned.
+
+        Raises ValueError if it is something else.
+        """
+        require(
+            set(state) == {"coef", "entropy"},
+            "state",
+            state,
+            "pass what state_dict() returned: coef and entropy.",
+        )
+        require_number(
+            "entropy",
+            state["entropy"],
+            "the last entropy is a number, infinite before the first update.",
+        )
         self._move("coef", **state)

@@ -1,4 +1,5 @@
-"""Estimators of advantages by name. `TokenBatch.from_rewards` and the options of the reference trainer read this table.
+"""Estimators of advantages by name. `TokenBatch.from_rewards` and the options of the reference
+trainer read this table.
 
 advantages = ADVANTAGES["rloo"](Evidence(rewards, group_size=8))
 """
@@ -13,15 +14,29 @@ from typing import Any
 from torch import Tensor
 
 from ..checks import refuse_unknown, require, require_one_of
-from .advantages import gpg_scale, greedy_baseline_advantages, group_advantages, pass_at_k_advantages
-from .returns import at_last_token, discounted_returns, gae, optimal_token_advantages, process_advantages, whiten
+from .advantages import (
+    gpg_scale,
+    greedy_baseline_advantages,
+    group_advantages,
+    pass_at_k_advantages,
+)
+from .returns import (
+    at_last_token,
+    discounted_returns,
+    gae,
+    optimal_token_advantages,
+    process_advantages,
+    whiten,
+)
 
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """The data from which advantages of B completions are estimated. Per token means [B, T], or [N] with cu_seqlens.
+    """The data from which advantages of B completions are estimated. Per token means [B, T], or [N]
+    with cu_seqlens.
 
-    rewards      numbers [B]: the reward of each completion; with several reward functions, their sum.
+    rewards      numbers [B]: the reward of each completion; with several reward functions, their
+                 sum.
     group_size, groups   which completions answer one prompt, as in `group_advantages`.
     columns, reward_weights   [B, K] rewards of K functions, and their weights.
     lengths      [B]: trained tokens; None: counted in the mask.
@@ -29,7 +44,9 @@ class Evidence:
     mask, cu_seqlens   trained tokens, as in a TokenBatch.
     steps        per token: the reward of the step that ends at this token, NaN where none does.
     values       per token: a critic's value before the token.
-    old_logps, sum_squares   per token: log-probs under the policy that sampled, and the sum of its squared probabilities."""
+    old_logps, sum_squares   per token: log-probs under the policy that sampled, and the sum of its
+                             squared probabilities.
+    """
 
     rewards: Tensor
     _: KW_ONLY
@@ -57,10 +74,12 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Estimator:
-    """Computes advantages from an Evidence: calls `function` with it and with `options`, which a call may override.
+    """Computes advantages from an Evidence: calls `function` with it and with `options`, which a
+    call may override.
 
     passes_to   functions whose options it takes too.
-    needs       fields that must be given.   per_token   whether the advantages are those of tokens."""
+    needs       fields that must be given.   per_token   whether the advantages are those of tokens.
+    """
 
     name: str
     function: Callable[..., Tensor]
@@ -71,13 +90,27 @@ class Estimator:
 
     @property
     def option_names(self) -> set[str]:
-        known = (p for function in (self.function, *self.passes_to) for p in inspect.signature(function).parameters.values())
-        return {p.name for p in known if p.kind is p.KEYWORD_ONLY} - {f.name for f in fields(Evidence)}
+        known = (
+            p
+            for function in (self.function, *self.passes_to)
+            for p in inspect.signature(function).parameters.values()
+        )
+        return {p.name for p in known if p.kind is p.KEYWORD_ONLY} - {
+            f.name for f in fields(Evidence)
+        }
 
     def __call__(self, evidence: Evidence, **options: Any) -> Tensor:
-        """fp32 [B], or per token. Raises ValueError where evidence is missing, TypeError for an option that it does not have."""
+        """fp32 [B], or per token.
+
+        Raises ValueError where evidence is missing, TypeError for an option that it does not have.
+        """
         for name in self.needs:
-            require(getattr(evidence, name) is not None, name, None, f"the advantages {self.name!r} are estimated from it.")
+            require(
+                getattr(evidence, name) is not None,
+                name,
+                None,
+                f"the advantages {self.name!r} are estimated from it.",
+            )
         refuse_unknown(f"the advantages {self.name!r}", options, sorted(self.option_names))
         return self.function(evidence, **{**self.options, **options})
 
@@ -86,10 +119,16 @@ class Estimator:
 
 
 def _group(e: Evidence, **options: Any) -> Tensor:
-    if isinstance(e.rewards, Tensor) and e.rewards.dim() == 2:  # of several functions, before they are added up
+    if (
+        isinstance(e.rewards, Tensor) and e.rewards.dim() == 2
+    ):  # of several functions, before they are added up
         options["reward_weights"] = e.reward_weights
     if options.get("baseline") == "length":
-        options["lengths"] = e.lengths if e.lengths is not None or e.mask is None else e.mask.reshape(len(e.rewards), -1).sum(1)
+        options["lengths"] = (
+            e.lengths
+            if e.lengths is not None or e.mask is None
+            else e.mask.reshape(len(e.rewards), -1).sum(1)
+        )
     return group_advantages(e.rewards, **e.prompts, **options)
 
 
@@ -99,18 +138,29 @@ def _gdpo(e: Evidence, **options: Any) -> Tensor:
 
 
 def _gpg(e: Evidence, **options: Any) -> Tensor:
-    """Centred rewards times B / (completions in groups whose rewards differ) (GPG, arXiv 2504.02546)."""
+    """Centred rewards times B / (completions in groups whose rewards differ) (GPG, arXiv
+    2504.02546).
+    """
     return gpg_scale(e.rewards, **e.prompts) * group_advantages(e.rewards, **e.prompts, **options)
 
 
-def _reinforce_pp(e: Evidence, *, baseline: str = "none", gamma: float = 1.0, **whitening: Any) -> Tensor:
-    """Discounted returns of the completion's reward, minus the baseline of its group if given, whitened over all tokens
-    (REINFORCE++, arXiv 2501.03262)."""
+def _reinforce_pp(
+    e: Evidence, *, baseline: str = "none", gamma: float = 1.0, **whitening: Any
+) -> Tensor:
+    """Discounted returns of the completion's reward, minus the baseline of its group if given,
+    whitened over all tokens (REINFORCE++, arXiv 2501.03262).
+    """
     centred = group_advantages(e.rewards, **e.prompts, baseline=baseline, scale="none")
-    return whiten(discounted_returns(at_last_token(centred, **e.tokens), gamma=gamma, **e.tokens), e.mask, **whitening)
+    return whiten(
+        discounted_returns(at_last_token(centred, **e.tokens), gamma=gamma, **e.tokens),
+        e.mask,
+        **whitening,
+    )
 
 
-def _gae(e: Evidence, *, gamma: float = 1.0, lam: float | Tensor = 0.95, **whitening: Any) -> Tensor:
+def _gae(
+    e: Evidence, *, gamma: float = 1.0, lam: float | Tensor = 0.95, **whitening: Any
+) -> Tensor:
     """Generalised advantages of the completion's reward and a critic, whitened over all tokens."""
     known: dict[str, Any] = {"values": e.values, "gamma": gamma, "lam": lam, **e.tokens}
     return whiten(gae(at_last_token(e.rewards, **e.tokens), **known)[0], e.mask, **whitening)
@@ -121,7 +171,12 @@ def _process(e: Evidence, **options: Any) -> Tensor:
 
 
 def _optimal_token(e: Evidence) -> Tensor:
-    known: dict[str, Any] = {"old_logps": e.old_logps, "sum_squares": e.sum_squares, **e.prompts, **e.tokens}
+    known: dict[str, Any] = {
+        "old_logps": e.old_logps,
+        "sum_squares": e.sum_squares,
+        **e.prompts,
+        **e.tokens,
+    }
     return optimal_token_advantages(at_last_token(e.rewards, **e.tokens), **known)
 
 
@@ -135,7 +190,8 @@ def _remax(e: Evidence) -> Tensor:
 
 _OF_GROUP = (group_advantages,)
 _OF_TOKENS: dict[str, Any] = {"passes_to": (whiten,), "per_token": True}
-#: The names are those of the papers. Options are arguments of the functions: Dr. GRPO is "group" with scale="none".
+#: The names are those of the papers. Options are arguments of the functions: Dr. GRPO is "group"
+#: with scale="none".
 ADVANTAGES: dict[str, Estimator] = {
     entry.name: entry
     for entry in (
@@ -149,8 +205,19 @@ ADVANTAGES: dict[str, Estimator] = {
         Estimator("remax", _remax, needs=("rewards", "greedy_rewards")),
         Estimator("reinforce_pp", _reinforce_pp, needs=("rewards", "mask"), **_OF_TOKENS),
         Estimator("gae", _gae, needs=("rewards", "values", "mask"), **_OF_TOKENS),
-        Estimator("process", _process, (process_advantages, group_advantages), needs=("steps",), per_token=True),
-        Estimator("optimal_token", _optimal_token, needs=("rewards", "old_logps", "sum_squares", "mask"), per_token=True),
+        Estimator(
+            "process",
+            _process,
+            (process_advantages, group_advantages),
+            needs=("steps",),
+            per_token=True,
+        ),
+        Estimator(
+            "optimal_token",
+            _optimal_token,
+            needs=("rewards", "old_logps", "sum_squares", "mask"),
+            per_token=True,
+        ),
     )
 }
 

@@ -1,5 +1,6 @@
-"""Rewards of completions as fp64 tensors, without wrong types, shapes and values, and the groups of those that share a prompt:
-sums, extremes, means and deviations of each."""
+"""Rewards of completions as fp64 tensors, without wrong types, shapes and values, and the groups of
+those that share a prompt: sums, extremes, means and deviations of each.
+"""
 
 from __future__ import annotations
 
@@ -27,34 +28,50 @@ MANY_SINGLE = 0.25
 
 
 def as_rewards(name: str, rewards: Any) -> Tensor:
-    """Rewards as a tensor, of a list or an array those of its numbers. Raises ValueError where they are no real numbers."""
+    """Rewards as a tensor, of a list or an array those of its numbers.
+
+    Raises ValueError where they are no real numbers.
+    """
     try:
-        tensor = rewards if isinstance(rewards, Tensor) else torch.as_tensor(rewards, dtype=torch.float64)
+        tensor = (
+            rewards
+            if isinstance(rewards, Tensor)
+            else torch.as_tensor(rewards, dtype=torch.float64)
+        )
     except (TypeError, ValueError, RuntimeError):
         tensor = None
     if tensor is None or tensor.is_complex():
         got = type(rewards).__name__ if tensor is None else tensor.dtype
-        raise ValueError(f"{name} is {got}: pass numbers, a tensor or a list, one per completion, [B].")
+        raise ValueError(
+            f"{name} is {got}: pass numbers, a tensor or a list, one per completion, [B]."
+        )
     return tensor
 
 
 def read_rewards(
     rewards: Any, missing_rewards: str = "raise", *, several: bool = False, name: str = "rewards"
 ) -> tuple[Tensor, Tensor]:
-    """(rewards in fp64 with missing ones set to 0, a mask of those not missing); [B], or [B, K] of `several` functions."""
+    """(rewards in fp64 with missing ones set to 0, a mask of those not missing); [B], or [B, K] of
+    `several` functions.
+    """
     rewards = as_rewards(name, rewards)
     if rewards.dim() != 1 + several:
         shape_needed = (
-            "with reward_weights, one per completion and function, [B, K]" if several else "one number per completion, [B]"
+            "with reward_weights, one per completion and function, [B, K]"
+            if several
+            else "one number per completion, [B]"
         )
         hint = ""
         if rewards.dim() == 2 and not several:
             rows, columns = rewards.shape
-            hint = f" If these are {rows} prompts with {columns} completions each, pass {name}.flatten()"
+            hint = (
+                f" If these are {rows} prompts with {columns} completions each, pass"
+                f" {name}.flatten()"
+            )
             if name == "rewards":
                 hint += (
-                    f" with group_size={columns}. If these are {rows} completions with {columns} reward functions, also pass "
-                    "reward_weights"
+                    f" with group_size={columns}. If these are {rows} completions with {columns}"
+                    " reward functions, also pass reward_weights"
                 )
             hint += "."
         raise ValueError(f"{name} has shape {list(rewards.shape)}: pass {shape_needed}.{hint}")
@@ -66,7 +83,9 @@ def read_rewards(
 
 
 def finite(name: str, x: Tensor, remedy: str, low: float = -math.inf) -> Tensor:
-    """x, whose first value that is NaN, infinite or below `low` is refused where `values_are_checked`."""
+    """x, whose first value that is NaN, infinite or below `low` is refused where
+    `values_are_checked`.
+    """
     if values_are_checked(x):
         refuse_where(~(torch.isfinite(x) & (x >= low)), name, x, f": {remedy}")
     return x
@@ -79,26 +98,36 @@ def float_tensor(name: str, x: Any) -> Tensor:
 
 def read_lengths(lengths: Tensor, n: int, device: torch.device) -> Tensor:
     """Tokens of each of n completions, fp64 [n]."""
-    require_tensor("lengths", lengths, FLOATING | INTEGRAL, f"the number of tokens of each completion, a tensor [{n}]")
+    require_tensor(
+        "lengths",
+        lengths,
+        FLOATING | INTEGRAL,
+        f"the number of tokens of each completion, a tensor [{n}]",
+    )
     require_shape("lengths", lengths, torch.Size([n]), "a tensor of one number a completion")
     tokens = lengths.detach().to(device=device, dtype=torch.float64)
     return finite("lengths", tokens, "a number of tokens is finite and >= 0.", low=0.0)
 
 
 def read_weights(weights: Sequence[float] | Tensor, r: Tensor) -> Sequence[Tensor]:
-    """K factors, 0-d fp64, for rewards [B, K]. Numbers stay on the CPU: sending them to a device would wait for it."""
+    """K factors, 0-d fp64, for rewards [B, K].
+
+    Numbers stay on the CPU: sending them to a device would wait for it.
+    """
     device = r.device if isinstance(weights, Tensor) else "cpu"
     factors = torch.as_tensor(weights, dtype=torch.float64, device=device).detach()
     if factors.shape != r.shape[1:] or not len(factors):
         raise ValueError(
-            f"reward_weights has shape {list(factors.shape)}, but rewards has {list(r.shape)}: one for each function."
+            f"reward_weights has shape {list(factors.shape)}, but rewards has {list(r.shape)}: one"
+            " for each function."
         )
     return factors.unbind()
 
 
 def weighted_sum(columns: Sequence[Tensor], factors: Sequence[Any]) -> Tensor:
-    """Adds the terms one by one, so that equal rows have exactly equal sums. A matrix product may add different rows in
-    different orders."""
+    """Adds the terms one by one, so that equal rows have exactly equal sums. A matrix product may
+    add different rows in different orders.
+    """
     return sum(factor * column for column, factor in zip(columns, factors, strict=True))
 
 
@@ -106,11 +135,12 @@ def weighted_sum(columns: Sequence[Tensor], factors: Sequence[Any]) -> Tensor:
 
 
 class Groups:
-    """Reductions over members with equal ids, each member receiving its group's value: [n] -> [n]. Without ids all are one group,
-    of any shape, and its value is 0-d.
+    """Reductions over members with equal ids, each member receiving its group's value: [n] -> [n].
+    Without ids all are one group, of any shape, and its value is 0-d.
 
-    Sums have a fixed order and use no atomics. Memory is allocated for n groups, so that the host need not wait for their
-    number."""
+    Sums have a fixed order and use no atomics. Memory is allocated for n groups, so that the host
+    need not wait for their number.
+    """
 
     def __init__(self, ids: Tensor | None = None) -> None:
         self.order = None
@@ -122,7 +152,9 @@ class Groups:
             self.offsets = torch.searchsorted(group, torch.arange(len(ids) + 1, device=ids.device))
 
     def _reduce(self, how: str, values: Tensor) -> Tensor:
-        return torch.segment_reduce(values[self.order], how, offsets=self.offsets, unsafe=True)[self.group]
+        return torch.segment_reduce(values[self.order], how, offsets=self.offsets, unsafe=True)[
+            self.group
+        ]
 
     def sum(self, values: Tensor) -> Tensor:
         return values.sum() if self.order is None else self._reduce("sum", values)
@@ -141,8 +173,10 @@ class Groups:
 
 
 class Grouped:
-    """Values in groups, of which those that are `counted` have a part in means and deviations; the others are 0. Attributes are
-    those of each member's group; of a group without any, lowest and highest are inf and -inf."""
+    """Values in groups, of which those that are `counted` have a part in means and deviations; the
+    others are 0. Attributes are those of each member's group; of a group without any, lowest and
+    highest are inf and -inf.
+    """
 
     def __init__(self, within: Groups, values: Tensor, counted: Tensor) -> None:
         self.within = within
@@ -158,7 +192,9 @@ class Grouped:
 
     def variance(self, unbiased: bool) -> Tensor:
         """`unbiased`: divided by n - 1, not by n."""
-        return self.within.sum(self.centred * self.centred) / (self.size - int(unbiased)).clamp(min=1.0)
+        return self.within.sum(self.centred * self.centred) / (self.size - int(unbiased)).clamp(
+            min=1.0
+        )
 
     def std(self, unbiased: bool) -> Tensor:
         return self.variance(unbiased).sqrt()
@@ -172,27 +208,40 @@ def grouped(
     return Grouped(Groups(group_ids(len(r), r.device, group_size, groups)), r, scored)
 
 
-def group_ids(n: int, device: torch.device, group_size: int | None, groups: Tensor | None) -> Tensor:
+def group_ids(
+    n: int, device: torch.device, group_size: int | None, groups: Tensor | None
+) -> Tensor:
     """int64 [n]: equal where two of n rewards share a prompt."""
     if (group_size is None) == (groups is None):
         raise ValueError(
-            f"group_size={group_size} and groups={'None' if groups is None else 'given'}: pass exactly one of them."
+            f"group_size={group_size} and groups={'None' if groups is None else 'given'}: pass"
+            " exactly one of them."
         )
     if groups is not None:
-        require_tensor("groups", groups, INTEGRAL - {torch.bool}, f"an integer tensor, one integer id per reward, [{n}]")
+        require_tensor(
+            "groups",
+            groups,
+            INTEGRAL - {torch.bool},
+            f"an integer tensor, one integer id per reward, [{n}]",
+        )
         require_shape("groups", groups, torch.Size([n]), "a tensor of one number a completion")
         return groups.to(device=device, dtype=torch.int64)
     require_whole("group_size", group_size, "it must be a whole number of at least 1.")
     assert group_size is not None
     if n % group_size:
-        raise ValueError(f"group_size={group_size} does not divide the {n} rewards: every prompt needs group_size completions.")
+        raise ValueError(
+            f"group_size={group_size} does not divide the {n} rewards: every prompt needs"
+            " group_size completions."
+        )
     return torch.arange(n, device=device) // group_size
 
 
 def warn_of_single_completions(within: Groups, group_size: int | None) -> None:
-    """Warn once per process if at least MANY_SINGLE of the groups have one member, whose advantage over its group's mean is 0.
+    """Warn once per process if at least MANY_SINGLE of the groups have one member, whose advantage
+    over its group's mean is 0.
 
-    Group ids are read only if `values_are_checked`, because reading them on a GPU waits for it."""
+    Group ids are read only if `values_are_checked`, because reading them on a GPU waits for it.
+    """
     ids = within.group
     if group_size is not None:
         num_groups = ids.numel() // group_size
@@ -206,17 +255,21 @@ def warn_of_single_completions(within: Groups, group_size: int | None) -> None:
     if num_single == 0 or num_single < MANY_SINGLE * num_groups:
         return
     remedy = (
-        "Sample several completions for each prompt (group_size=8); or take a baseline from elsewhere (the estimators remax and "
-        "gae), or none (singleton='raw', or baseline='none' with scale='none')."
+        "Sample several completions for each prompt (group_size=8); or take a baseline from"
+        " elsewhere (the estimators remax and gae), or none (singleton='raw', or baseline='none'"
+        " with scale='none')."
     )
     if num_single == num_groups:
         warn_once(
-            f"all advantages are 0, and nothing is learned from them: each of the {num_groups} groups has one completion. {remedy}",
+            f"all advantages are 0, and nothing is learned from them: each of the {num_groups}"
+            f" groups has one completion. {remedy}",
             key="all groups have one completion",
         )
     else:
         warn_once(
-            f"{num_single} of the {num_groups} groups have one completion: their advantages are 0, and nothing is learned from "
-            f'them. This is said once per process; group_metrics reports the share as "single". {remedy}',
+            f"{num_single} of the {num_groups} groups have one completion: their advantages are 0,"
+            " and nothing is learned from "
+            'them. This is said once per process; group_metrics reports the share as "single".'
+            f" {remedy}",
             key="many groups have one completion",
         )

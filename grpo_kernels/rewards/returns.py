@@ -1,8 +1,10 @@
-"""Per-token advantages from per-token rewards: returns, GAE, process supervision, KL in the reward, whitening.
+"""Per-token advantages from per-token rewards: returns, GAE, process supervision, KL in the reward,
+whitening.
 
-Inputs are padded [B, T] or packed [N] with cu_seqlens (one sequence without it), as in a TokenBatch. A token outside the mask
-(padding, or written by a tool) is skipped: its values (NaN, inf) have no effect, no discount is applied for it, and its result
-is 0. Everything is computed in fp64, in a fixed order, and returned as fp32 in the shape of the rewards. Nothing waits for the
+Inputs are padded [B, T] or packed [N] with cu_seqlens (one sequence without it), as in a
+TokenBatch. A token outside the mask (padding, or written by a tool) is skipped: its values (NaN,
+inf) have no effect, no discount is applied for it, and its result is 0. Everything is computed in
+fp64, in a fixed order, and returned as fp32 in the shape of the rewards. Nothing waits for the
 device.
 """
 
@@ -33,7 +35,8 @@ SHARE = "it must be a number in [0, 1]."
 FINITE = "it must be finite wherever the mask is True."
 GUARDS = ("add", "floor", "std")
 
-#: `whiten(advantages, mask, **WHITENING["verl"])` whitens as that trainer does (TRL: as its RLOO does, over sequences).
+#: `whiten(advantages, mask, **WHITENING["verl"])` whitens as that trainer does (TRL: as its RLOO
+#: does, over sequences).
 WHITENING: dict[str, dict[str, Any]] = {
     "trl": {"eps": 1e-4, "guard": "std"},
     "verl": {},
@@ -44,14 +47,21 @@ WHITENING: dict[str, dict[str, Any]] = {
 
 
 def discounted_returns(
-    rewards: Tensor, *, gamma: float = 1.0, mask: Tensor | None = None, cu_seqlens: Tensor | None = None
+    rewards: Tensor,
+    *,
+    gamma: float = 1.0,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """G_t = r_t + gamma G_{t+1} over the trained tokens of each sequence: fp32, 0 where the mask is False.
+    """G_t = r_t + gamma G_{t+1} over the trained tokens of each sequence: fp32, 0 where the mask is
+    False.
 
     rewards   float [B, T] or [N], finite at trained tokens.   gamma   in [0, 1].
     mask, cu_seqlens   as in a TokenBatch.
 
-    With gamma = 1 and whitening this is REINFORCE++ (arXiv 2501.03262). Raises ValueError naming the argument."""
+    With gamma = 1 and whitening this is REINFORCE++ (arXiv 2501.03262). Raises ValueError naming
+    the argument.
+    """
     tokens = _Tokens("rewards", rewards, mask, cu_seqlens)
     require_number("gamma", gamma, SHARE, 0, 1)
     return tokens.shaped(tokens.to_go(gamma, tokens.values("rewards", rewards)))
@@ -66,15 +76,20 @@ def gae(
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (arXiv 1506.02438): (advantages, returns), fp32, 0 where the mask is False.
+    """Generalised advantage estimation (arXiv 1506.02438): (advantages, returns), fp32, 0 where the
+    mask is False.
 
-    delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lam A_{t+1},  return_t = A_t + V_t, where t + 1 is the next
+    delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lam A_{t+1},  return_t = A_t + V_t,
+                                          where t + 1 is the next
     trained token of the sequence and V = A = 0 after the last.
 
-    rewards, values   float [B, T] or [N], finite at trained tokens: the critic's value before the token is chosen.
-    gamma, lam        in [0, 1]; lam may also be a float tensor [B] or per token (length-adaptive, VAPO, arXiv 2504.05118).
+    rewards, values   float [B, T] or [N], finite at trained tokens: the critic's value before the
+                      token is chosen.
+    gamma, lam        in [0, 1]; lam may also be a float tensor [B] or per token (length-adaptive,
+                      VAPO, arXiv 2504.05118).
 
-    Not whitened (verl and NeMo-RL do it next, see `whiten`). Raises ValueError naming the argument."""
+    Not whitened (verl and NeMo-RL do it next, see `whiten`). Raises ValueError naming the argument.
+    """
     tokens = _Tokens("rewards", rewards, mask, cu_seqlens)
     require_number("gamma", gamma, SHARE, 0, 1)
     r = tokens.values("rewards", rewards)
@@ -85,7 +100,8 @@ def gae(
     else:
         require_number("lam", lam, SHARE, 0, 1)
         decay = gamma * lam
-    # The value at t if t is trained, else at the next trained token. Shifted by one this is V_{t+1}.
+    # The value at t if t is trained, else at the next trained token. Shifted by one this is
+    # V_{t+1}.
     at_or_after = tokens.backwards(torch.where(tokens.trained, 0.0, 1.0), v)
     delta = r + gamma * tokens.next(at_or_after) - v
     advantages = tokens.to_go(decay, torch.where(tokens.trained, delta, 0.0))
@@ -102,28 +118,36 @@ def process_advantages(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """Process supervision of GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.3): fp32, 0 where the mask is False.
+    """Process supervision of GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.3): fp32, 0 where
+    the mask is False.
 
-    The rewards of all steps of all completions of a prompt are normalised together. A token's advantage is the sum, discounted by
-    gamma, of the normalised rewards of the steps that end at this token or later.
+    The rewards of all steps of all completions of a prompt are normalised together. A token's
+    advantage is the sum, discounted by gamma, of the normalised rewards of the steps that end at
+    this token or later.
 
-    rewards              float [B, T] or [N]: the reward of the step that ends at this token, NaN where none does.
-    group_size, groups   of the B sequences, as in `group_advantages`, which takes `options` (scale, unbiased, eps, ...).
+    rewards              float [B, T] or [N]: the reward of the step that ends at this token, NaN
+                         where none does.
+    group_size, groups   of the B sequences, as in `group_advantages`, which takes `options` (scale,
+                         unbiased, eps, ...).
 
-    Raises ValueError naming the argument."""
+    Raises ValueError naming the argument.
+    """
     tokens = _Tokens("rewards", rewards, mask, cu_seqlens)
     require_number("gamma", gamma, SHARE, 0, 1)
     ids = group_ids(tokens.sequences, rewards.device, group_size, groups)[tokens.sequence]
     steps = torch.where(tokens.trained, rewards.detach().flatten(), math.nan)
-    normalised = group_advantages(steps, groups=ids, **{"missing_rewards": "skip", **options}, dtype=torch.float64)
+    normalised = group_advantages(
+        steps, groups=ids, **{"missing_rewards": "skip", **options}, dtype=torch.float64
+    )
     return tokens.shaped(tokens.to_go(gamma, normalised))
 
 
 def at_last_token(rewards: Tensor, *, mask: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Rewards per token, fp32 in the shape of the mask: `rewards` [B] at the last trained token of each sequence, 0 elsewhere. The
-    reward of a sequence without a trained token is lost.
+    """Rewards per token, fp32 in the shape of the mask: `rewards` [B] at the last trained token of
+    each sequence, 0 elsewhere. The reward of a sequence without a trained token is lost.
 
-    mask, cu_seqlens   as in a TokenBatch. Raises ValueError naming the argument."""
+    mask, cu_seqlens   as in a TokenBatch. Raises ValueError naming the argument.
+    """
     tokens = _Tokens("mask", mask.float(), mask, cu_seqlens)
     r, _ = read_rewards(rewards)
     require_shape("rewards", r, torch.Size([tokens.sequences]), "a tensor of one number a sequence")
@@ -143,27 +167,42 @@ def kl_in_reward(
 ) -> Tensor:
     """Rewards with the KL to the reference taken off: r_t - beta KL_t, fp32.
 
-    rewards            float [B], of whole completions: each goes to the last trained token, as in `at_last_token`. Or per token,
-                       the shape of logps.
-    logps, ref_logps   float [B, T] or [N]: log-probs under the policy that sampled and under the reference.
-    beta, kl           weight and estimator: "k1", "k2", "k3", "abs", or a Kl for clamps (verl, AReaL and OpenRLHF have
-                       Kl("k3", clamp=10.0)). Of an estimator only the value counts here.
-    per                "token": the shape of logps, 0 where the mask is False, for `discounted_returns` or `gae`.
-                       "sequence": the sum over each sequence, [B], for `group_advantages` (TRL's RLOO).
+    rewards            float [B], of whole completions: each goes to the last trained token, as in
+                       `at_last_token`. Or per token, the shape of logps.
+    logps, ref_logps   float [B, T] or [N]: log-probs under the policy that sampled and under the
+                       reference.
+    beta, kl           weight and estimator: "k1", "k2", "k3", "abs", or a Kl for clamps (verl,
+                       AReaL and OpenRLHF have Kl("k3", clamp=10.0)). Of an estimator only the value
+                       counts here.
+    per                "token": the shape of logps, 0 where the mask is False, for
+                       `discounted_returns` or `gae`. "sequence": the sum over each sequence, [B],
+                       for `group_advantages` (TRL's RLOO).
 
-    Raises ValueError naming the argument."""
+    Raises ValueError naming the argument.
+    """
     tokens = _Tokens("logps", logps, mask, cu_seqlens)
     require_number("beta", beta, "the weight of the KL is a finite number >= 0.", 0, LARGEST)
     require_one_of("per", per, ("token", "sequence"))
     float_tensor("rewards", rewards)
     how = as_kl(kl)
     plain = how.weighting == "none" and not how.straight_through and how.estimator != "distillation"
-    require(plain, "kl", kl, "in a reward only the value of an estimator is used: leave out options of its gradient.")
+    require(
+        plain,
+        "kl",
+        kl,
+        "in a reward only the value of an estimator is used: leave out options of its gradient.",
+    )
     logp = tokens.values("logps", logps)
     ref_logp = tokens.values("ref_logps", ref_logps)
-    penalty = beta * kl_terms(logp, logp, ref_logp, torch.zeros_like(logp), how.clamps, **how.formula)[0]
+    penalty = (
+        beta * kl_terms(logp, logp, ref_logp, torch.zeros_like(logp), how.clamps, **how.formula)[0]
+    )
     whole = rewards.shape == (tokens.sequences,) and rewards.shape != tokens.shape
-    r = finite("rewards", rewards.detach().double(), FINITE) if whole else tokens.values("rewards", rewards)
+    r = (
+        finite("rewards", rewards.detach().double(), FINITE)
+        if whole
+        else tokens.values("rewards", rewards)
+    )
     if per == "sequence":
         return ((r if whole else tokens.total(r)) - tokens.total(penalty)).float()
     return tokens.shaped((tokens.at_last(r) if whole else r) - penalty)
@@ -182,16 +221,21 @@ def optimal_token_advantages(
 ) -> Tensor:
     """G_t - B_t with the optimal token baseline of verl: fp32, 0 where the mask is False.
 
-    B_t = sum G_t W_t / (sum W_t + 1e-8) over the group's completions at their t-th trained token, where G_t is the return
-    and W_t = sum_{j <= t} (1 - 2 pi_j + sum pi^2) w_j^2 estimates the variance of the path so far. A token has no baseline if no
-    other completion of the group is as long.
+    B_t = sum G_t W_t / (sum W_t + 1e-8) over the group's completions at their t-th trained token,
+    where G_t is the return and W_t = sum_{j <= t} (1 - 2 pi_j + sum pi^2) w_j^2 estimates the
+    variance of the path so far. A token has no baseline if no other completion of the group is as
+    long.
 
-    rewards       float [B, T] or [N].   old_logps   the same shape: log pi of the tokens under the policy that sampled.
-    sum_squares   the same shape: sum of pi^2 over the vocabulary, which `token_logprobs(..., also=("sum_squares",))` gives.
+    rewards       float [B, T] or [N].   old_logps   the same shape: log pi of the tokens under the
+                  policy that sampled.
+    sum_squares   the same shape: sum of pi^2 over the vocabulary, which `token_logprobs(...,
+                  also=("sum_squares",))` gives.
     weights       the same shape, or None: truncated importance weights of the sampler mismatch.
     group_size, groups   of the B sequences, as in `group_advantages`.
 
-    Where all returns that share a baseline are equal the result is exactly 0. Raises ValueError naming the argument."""
+    Where all returns that share a baseline are equal the result is exactly 0. Raises ValueError
+    naming the argument.
+    """
     tokens = _Tokens("rewards", rewards, mask, cu_seqlens)
     returns = tokens.to_go(1.0, tokens.values("rewards", rewards))
     pi = tokens.values("old_logps", old_logps).exp()
@@ -205,7 +249,9 @@ def optimal_token_advantages(
     group = Groups(ids).group * (len(ids) + 1)
     peers = Grouped(Groups(group + torch.where(tokens.trained, step, 0)), returns, tokens.trained)
     baseline = peers.within.sum(returns * path) / (peers.within.sum(path) + 1e-8)
-    return tokens.shaped(torch.where(peers.size == 1, returns, torch.where(peers.equal, 0.0, returns - baseline)))
+    return tokens.shaped(
+        torch.where(peers.size == 1, returns, torch.where(peers.equal, 0.0, returns - baseline))
+    )
 
 
 def whiten(
@@ -217,21 +263,33 @@ def whiten(
     guard: str = "add",
     shift_mean: bool = True,
 ) -> Tensor:
-    """(x - mean) / std over all trained tokens (or sequences) of the batch: fp32, 0 where the mask is False.
+    """(x - mean) / std over all trained tokens (or sequences) of the batch: fp32, 0 where the mask
+    is False.
 
-    values      float, any shape: advantages per token (REINFORCE++, arXiv 2501.03262) or per sequence.
+    values      float, any shape: advantages per token (REINFORCE++, arXiv 2501.03262) or per
+                sequence.
     mask        bool, the shape of values; None = all.
     unbiased    True: the variance divides by n - 1 (verl); False: by n (OpenRLHF, NeMo-RL).
-    eps, guard  the divisor. "add": sqrt(variance + eps); "floor": sqrt(max(variance, eps)); "std": std + eps. WHITENING has the
-                trainers' choices.
+    eps, guard  the divisor. "add": sqrt(variance + eps); "floor": sqrt(max(variance, eps)); "std":
+                std + eps. WHITENING has the trainers' choices.
     shift_mean  False adds the mean again afterwards.
 
-    Equal values give exactly 0 (their value with shift_mean=False). Raises ValueError naming the argument."""
+    Equal values give exactly 0 (their value with shift_mean=False). Raises ValueError naming the
+    argument.
+    """
     require_one_of("guard", guard, GUARDS)
-    require_number("eps", eps, "it keeps the divisor from 0 and must be finite and >= 0.", 0, LARGEST)
+    require_number(
+        "eps", eps, "it keeps the divisor from 0 and must be finite and >= 0.", 0, LARGEST
+    )
     shape = float_tensor("values", values).shape
-    trained = torch.ones_like(values, dtype=torch.bool) if mask is None else as_mask("mask", mask, shape)
-    x = Grouped(Groups(), finite("values", torch.where(trained, values.detach().double(), 0.0), FINITE), trained)
+    trained = (
+        torch.ones_like(values, dtype=torch.bool) if mask is None else as_mask("mask", mask, shape)
+    )
+    x = Grouped(
+        Groups(),
+        finite("values", torch.where(trained, values.detach().double(), 0.0), FINITE),
+        trained,
+    )
     variance = x.variance(unbiased)
     if guard == "std":
         divisor = variance.sqrt() + eps
@@ -246,15 +304,23 @@ def whiten(
 
 
 class _Tokens:
-    """Flat tokens [N]: the sequence of each, whether it is trained, and recurrences along the sequences."""
+    """Flat tokens [N]:
 
-    def __init__(self, name: str, like: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    the sequence of each, whether it is trained, and recurrences along the sequences.
+    """
+
+    def __init__(
+        self, name: str, like: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
+    ) -> None:
         self.name = name
         self.shape = float_tensor(name, like).shape
         n = like.numel()
         if cu_seqlens is None:
             if like.dim() not in (1, 2):
-                raise ValueError(f"{name} has shape {list(self.shape)}: pass [B, T], or packed [N] with cu_seqlens.")
+                raise ValueError(
+                    f"{name} has shape {list(self.shape)}: pass [B, T], or packed [N] with"
+                    " cu_seqlens."
+                )
             self.longest = self.shape[-1]
             cu_seqlens = torch.arange(like[..., :1].numel() + 1, device=like.device) * self.longest
         else:
@@ -291,7 +357,10 @@ class _Tokens:
         return x
 
     def to_go(self, decay: float | Tensor, x: Tensor) -> Tensor:
-        """y_t = x_t + decay y_{t+1} over the trained tokens. An untrained token takes over the value of the next token."""
+        """y_t = x_t + decay y_{t+1} over the trained tokens.
+
+        An untrained token takes over the value of the next token.
+        """
         return self.backwards(torch.where(self.trained, decay * torch.ones_like(x), 1.0), x)
 
     def so_far(self, x: Tensor) -> Tensor:
@@ -300,7 +369,9 @@ class _Tokens:
 
     def at_last(self, x: Tensor) -> Tensor:
         """x [B] at the last trained token of each sequence, 0 at the others."""
-        return torch.where(self.trained & (self.to_go(1.0, self.trained.double()) == 1), x[self.sequence], 0.0)
+        return torch.where(
+            self.trained & (self.to_go(1.0, self.trained.double()) == 1), x[self.sequence], 0.0
+        )
 
     def total(self, x: Tensor) -> Tensor:
         """Sum over each sequence, [B]."""

@@ -1,5 +1,7 @@
-"""The parts of the reference trainer, one concern per file; `grpo_kernels/training/trainer.py` puts them together. Here is what
-all of them share: packages that may not be installed, and the processes of a run."""
+"""The parts of the reference trainer, one concern per file; `grpo_kernels/training/trainer.py` puts
+them together. Here is what all of them share: packages that may not be installed, and the processes
+of a run.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,18 @@ def require(module: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"the trainer needs {module}, which is not installed: pip install '.[train]' in a checkout of grpo_kernels"
+            f"the trainer needs {module}, which is not installed: pip install '.[train]' in a"
+            " checkout of grpo_kernels"
         ) from error
 
 
 class Ranks:
-    """This process among those of the run; one process alone is a world of 1, where nothing here communicates.
+    """This process among those of the run; one process alone is a world of 1, where nothing here
+    communicates.
 
-    Where WORLD_SIZE is above 1 and no process group exists, one is made: NCCL on CUDA devices, gloo on the CPU."""
+    Where WORLD_SIZE is above 1 and no process group exists, one is made: NCCL on CUDA devices, gloo
+    on the CPU.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -41,13 +47,18 @@ class Ranks:
             # Objects travel over gloo, so that they need not wait for the device.
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
             self.made = True
-        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.rank, self.world = (
+            (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        )
         self.main = self.rank == 0
         #: The exception that `together` raised, which all ranks have then raised.
         self.shared_error: BaseException | None = None
 
     def share(self, count: int) -> slice:
-        """This rank's part of `count` things: consecutive, the parts in the order of the ranks, at most one longer."""
+        """This rank's part of `count` things:
+
+        consecutive, the parts in the order of the ranks, at most one longer.
+        """
         return slice(*(-(-count * rank // self.world) for rank in (self.rank, self.rank + 1)))
 
     def gather(self, value: T) -> list[T]:
@@ -62,8 +73,9 @@ class Ranks:
         return any(self.gather(flag))
 
     def together(self, function: Callable[[], T]) -> list[T]:
-        """The function's results on each rank. If it raises on one, all ranks raise, so that none waits for a rank that has
-        failed."""
+        """The function's results on each rank. If it raises on one, all ranks raise, so that none
+        waits for a rank that has failed.
+        """
         if self.world == 1:
             return [function()]
         result: Any = None
@@ -89,7 +101,10 @@ class Ranks:
 
     @torch.no_grad()
     def make_same(self, model: nn.Module) -> None:
-        """Broadcast rank 0's parameters and buffers: training would never remove an initial difference between ranks."""
+        """Broadcast rank 0's parameters and buffers:
+
+        training would never remove an initial difference between ranks.
+        """
         for x in model.state_dict().values() if self.world > 1 else ():
             there = x.to(self.device)
             dist.broadcast(there, 0)
@@ -103,9 +118,12 @@ class Ranks:
             self.made = False
 
     def leave(self, status: int) -> int:
-        """The exit status of the program; of several processes each ends here with it, once all are done."""
+        """The exit status of the program; of several processes each ends here with it, once all are
+        done.
+        """
         if self.world > 1:
-            # DDP still holds the process group, whose destructor may wait for ever for a thread of gloo that waits for Python.
+            # DDP still holds the process group, whose destructor may wait for ever for a thread of
+            # gloo that waits for Python.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status)

@@ -1,5 +1,6 @@
-"""The options of a run, a dataclass for each group of `--help`, and `TrainConfig`, which has all of them and checks them. They are
-read from the command line and from YAML, and written as YAML."""
+"""The options of a run, a dataclass for each group of `--help`, and `TrainConfig`, which has all of
+them and checks them. They are read from the command line and from YAML, and written as YAML.
+"""
 
 # ruff: noqa: RUF009
 # `option` returns a new dataclasses.field.
@@ -28,13 +29,26 @@ from ..rewards.estimators import ADVANTAGES, Evidence, lookup
 from . import require as package
 
 #: What the trainer knows beside the rewards, for estimators of advantages; it has no critic.
-KNOWN = ("rewards", "columns", "reward_weights", "mask", "greedy_rewards", "old_logps", "sum_squares")
+KNOWN = (
+    "rewards",
+    "columns",
+    "reward_weights",
+    "mask",
+    "greedy_rewards",
+    "old_logps",
+    "sum_squares",
+)
 #: a2po regresses on the reference's log-probs and values of its own: other inputs than here.
 TRAINABLE = tuple(name for name in PRESETS if name != "a2po")
 #: prime-rl's KL is to the sampler, which here is the policy itself.
 TRAINERS = tuple(name for name in NUMERICS if name != "prime-rl")
 #: Values of `kl` that are no estimators.
-EXACT = {"exact": Exact("reverse"), "exact-forward": Exact("forward"), "exact-jsd": Exact("jsd"), "exact-tv": Exact("tv")}
+EXACT = {
+    "exact": Exact("reverse"),
+    "exact-forward": Exact("forward"),
+    "exact-jsd": Exact("jsd"),
+    "exact-tv": Exact("tv"),
+}
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
@@ -55,25 +69,43 @@ class ModelAndData:
     _argument_group_name = "model and data"
 
     model: str = option(
-        "", "path or Hub name of a causal language model (its tokenizer beside it); its dropout stays off", "NAME"
-    )
-    dataset: str = option(
-        "", "Hub name (openai/gsm8k), a folder laid out like a Hub data set, or a .jsonl / .json / .parquet / .csv file", "NAME"
-    )
-    dataset_config: str | None = option(
-        None, "configuration of the data set; default: main, where there is one (gsm8k has main and socratic)", "NAME"
-    )
-    train_split: str = option("train", "split to train on", "NAME")
-    eval_split: str = option("test", "split to evaluate on; a lone file gives up its last rows instead", "NAME")
-    prompt_column: str | None = option(
-        None,
-        "column of the prompt, a text or a list of messages, which goes through the tokenizer's chat template; "
-        "default: the first of prompt, question, problem",
+        "",
+        "path or Hub name of a causal language model (its tokenizer beside it); its dropout"
+        " stays off",
         "NAME",
     )
-    answer_column: str | None = option(None, "column of the reference answer; default: the first of answer, solution", "NAME")
-    prompt_template: str = option("{prompt}", "text around a prompt that is a text; {prompt} stands for it", "TEXT")
-    chat: bool = option(False, "send a prompt that is a text as a user message through the tokenizer's chat template")
+    dataset: str = option(
+        "",
+        "Hub name (openai/gsm8k), a folder laid out like a Hub data set, or a .jsonl / .json /"
+        " .parquet / .csv file",
+        "NAME",
+    )
+    dataset_config: str | None = option(
+        None,
+        "configuration of the data set; default: main, where there is one (gsm8k has main and"
+        " socratic)",
+        "NAME",
+    )
+    train_split: str = option("train", "split to train on", "NAME")
+    eval_split: str = option(
+        "test", "split to evaluate on; a lone file gives up its last rows instead", "NAME"
+    )
+    prompt_column: str | None = option(
+        None,
+        "column of the prompt, a text or a list of messages, which goes through the tokenizer's"
+        " chat template; default: the first of prompt, question, problem",
+        "NAME",
+    )
+    answer_column: str | None = option(
+        None, "column of the reference answer; default: the first of answer, solution", "NAME"
+    )
+    prompt_template: str = option(
+        "{prompt}", "text around a prompt that is a text; {prompt} stands for it", "TEXT"
+    )
+    chat: bool = option(
+        False,
+        "send a prompt that is a text as a user message through the tokenizer's chat template",
+    )
     max_prompt_tokens: int = option(1024, "longer prompts are left out, with a count", "TOKENS")
 
 
@@ -81,12 +113,17 @@ class ModelAndData:
 class RewardsAndAdvantages:
     _argument_group_name = "rewards and advantages"
 
-    rewards: list[str] = option(["exact"], "reward functions: exact, number, or module:function", "NAME")
+    rewards: list[str] = option(
+        ["exact"], "reward functions: exact, number, or module:function", "NAME"
+    )
     reward_weights: list[float] | None = option(
         None, "one weight per reward function (then the reward model's); default: all 1", "WEIGHT"
     )
     reward_model: str | None = option(
-        None, "path or Hub name of a sequence classifier with one output, added to the rewards; default: none", "NAME"
+        None,
+        "path or Hub name of a sequence classifier with one output, added to the rewards; default:"
+        " none",
+        "NAME",
     )
     advantages: str = option(
         "group",
@@ -95,13 +132,20 @@ class RewardsAndAdvantages:
         "NAME",
     )
     advantage_baseline: str | None = option(
-        None, "what of the group to subtract from rewards; default: mean, or what `numerics` says", choices=BASELINES
+        None,
+        "what of the group to subtract from rewards; default: mean, or what `numerics` says",
+        choices=BASELINES,
     )
     advantage_scale: str | None = option(
-        None, "what to divide centred rewards by, see group_advantages; default: group, or what `numerics` says", choices=SCALES
+        None,
+        "what to divide centred rewards by, see group_advantages; default: group, or what"
+        " `numerics` says",
+        choices=SCALES,
     )
     drop_zero_variance: bool = option(
-        False, "leave out completions whose advantages are all 0, the model's passes included; the denominator keeps them"
+        False,
+        "leave out completions whose advantages are all 0, the model's passes included; the"
+        " denominator keeps them",
     )
 
 
@@ -110,43 +154,56 @@ class ObjectiveOptions:
     _argument_group_name = "objective"
 
     preset: str = option("grpo", "objective", choices=TRAINABLE)
-    numerics: str | None = option(None, "compute the preset as this trainer does; default: the paper", choices=TRAINERS)
+    numerics: str | None = option(
+        None, "compute the preset as this trainer does; default: the paper", choices=TRAINERS
+    )
     beta: float | None = option(
         None,
-        "weight of the KL to the reference model, which 0 does not load; default: the preset's, 0 in the papers'",
+        "weight of the KL to the reference model, which 0 does not load; default: the preset's, 0"
+        " in the papers'",
         "WEIGHT",
     )
     kl: str | None = option(
         None,
-        f"KL estimator: k1, k2, k3, abs, or with + its straight-through form; or {', '.join(EXACT)}: of all probabilities of policy and "
-        "reference, at the cost of a product with the reference's head; default: the preset's",
+        "KL estimator: k1, k2, k3, abs, or with + its straight-through form; or"
+        f" {', '.join(EXACT)}: of all probabilities of policy and reference, at the cost of a"
+        " product with the reference's head; default: the preset's",
         "NAME",
     )
     teacher: str | None = option(
         None,
-        "path or Hub name of a model of the same tokenizer that takes the place of the reference, to distil from; default: none",
+        "path or Hub name of a model of the same tokenizer that takes the place of the reference,"
+        " to distil from; default: none",
         "NAME",
     )
     ref_refresh_steps: int = option(
-        0, "copy the policy into the reference every so many steps (iterative GRPO); 0 = never", "STEPS"
+        0,
+        "copy the policy into the reference every so many steps (iterative GRPO); 0 = never",
+        "STEPS",
     )
     entropy_coef: float = option(0.0, "weight of the entropy bonus", "WEIGHT")
     entropy_target: float = option(
-        0.0, "hold the entropy per token above this by moving the bonus's weight, which starts at entropy_coef; 0 = off", "NATS"
+        0.0,
+        "hold the entropy per token above this by moving the bonus's weight, which starts at"
+        " entropy_coef; 0 = off",
+        "NATS",
     )
     entropy_share: float = option(
-        1.0, "train on this share of the tokens, those of the highest entropy (0.2: the 80/20 rule)", "SHARE"
+        1.0,
+        "train on this share of the tokens, those of the highest entropy (0.2: the 80/20 rule)",
+        "SHARE",
     )
     ratio_to: str = option(
         "policy",
-        "what the ratio is to: policy, the log-probs of the trainer before the first step on a batch; sampler, those that tokens "
-        "were sampled with",
+        "what the ratio is to: policy, the log-probs of the trainer before the first step on a"
+        " batch; sampler, those that tokens were sampled with",
         choices=("policy", "sampler"),
     )
     corrections: list[str] = option(
         [],
-        "weights and masks for what the sampler does otherwise than the policy that is trained (rounding; without replay "
-        "also top-p, top-k, min-p), in this order, with options if any (tis:high=3): " + ", ".join(CORRECTIONS),
+        "weights and masks for what the sampler does otherwise than the policy that is trained"
+        " (rounding; without replay also top-p, top-k, min-p), in this order, with options if any"
+        " (tis:high=3): " + ", ".join(CORRECTIONS),
         "NAME",
     )
 
@@ -159,13 +216,19 @@ class Sampling:
     group_size: int = option(8, "completions per prompt, G", "COMPLETIONS")
     max_new_tokens: int = option(256, "budget of a completion", "TOKENS")
     temperature: float = option(1.0, "sampling temperature; the loss uses the same", "X")
-    top_p: float = option(1.0, "sample from the smallest set of tokens with this probability; 1 = all", "SHARE")
+    top_p: float = option(
+        1.0, "sample from the smallest set of tokens with this probability; 1 = all", "SHARE"
+    )
     top_k: int = option(0, "sample from the k most likely tokens; 0 = all", "TOKENS")
-    min_p: float = option(0.0, "sample from tokens with at least this share of the largest probability; 0 = all", "SHARE")
+    min_p: float = option(
+        0.0,
+        "sample from tokens with at least this share of the largest probability; 0 = all",
+        "SHARE",
+    )
     replay: bool | None = option(
         None,
-        "train over the sets of tokens that top_p, top_k and min_p left, as they were sampled from, and not over the whole "
-        "vocabulary; default: where one of them cuts tokens off",
+        "train over the sets of tokens that top_p, top_k and min_p left, as they were sampled from,"
+        " and not over the whole vocabulary; default: where one of them cuts tokens off",
         nargs="?",
         const=True,
     )
@@ -179,11 +242,16 @@ class Optimisation:
     num_updates: int = option(1, "optimizer steps on each batch; see ratio_to", "UPDATES")
     micro_batch: int = option(
         0,
-        "completions per forward and backward pass of a process; 0 = all of its batch. Does not change the gradient",
+        "completions per forward and backward pass of a process; 0 = all of its batch. Does not"
+        " change the gradient",
         "COMPLETIONS",
     )
     lr: float = option(1e-6, "learning rate of AdamW", "RATE")
-    lr_schedule: str = option("constant", "after the warm-up; the last two end at 0", choices=("constant", "linear", "cosine"))
+    lr_schedule: str = option(
+        "constant",
+        "after the warm-up; the last two end at 0",
+        choices=("constant", "linear", "cosine"),
+    )
     warmup_steps: int = option(0, "optimizer steps of linear warm-up", "UPDATES")
     weight_decay: float = option(0.0, "decoupled weight decay", "RATE")
     betas: list[float] = option([0.9, 0.999], "AdamW's two betas", "BETA")
@@ -196,12 +264,15 @@ class Evaluation:
 
     eval_steps: int = option(
         50,
-        "evaluate every so many steps, before the first and after the last; 0 = never. accuracy is the share of held-out prompts "
-        "whose completion gets at least 1 from the first reward, eval_reward the mean of all rewards",
+        "evaluate every so many steps, before the first and after the last; 0 = never. accuracy is"
+        " the share of held-out prompts whose completion gets at least 1 from the first reward,"
+        " eval_reward the mean of all rewards",
         "STEPS",
     )
     eval_prompts: int | None = option(
-        None, "held-out prompts per evaluation; default: at most 256, and of a lone file at most a tenth", "PROMPTS"
+        None,
+        "held-out prompts per evaluation; default: at most 256, and of a lone file at most a tenth",
+        "PROMPTS",
     )
     eval_temperature: float = option(0.0, "0 = greedy", "X")
 
@@ -213,16 +284,19 @@ class Logging:
     progress: bool = option(True, "show a line for each step, samples and what the run came to")
     log_to: list[str] = option(
         ["jsonl"],
-        "where metrics go: out/metrics.jsonl, which is always written, for a resumed run reads it; the others have to be installed, "
-        "and accelerate with them",
+        "where metrics go: out/metrics.jsonl, which is always written, for a resumed run reads it;"
+        " the others have to be installed, and accelerate with them",
         choices=("jsonl", *TRACKERS),
     )
     sample_every: int = option(
         10,
-        "show some completions with reward and advantage every so many steps, and add them to out/samples.jsonl; 0 = never",
+        "show some completions with reward and advantage every so many steps, and add them to"
+        " out/samples.jsonl; 0 = never",
         "STEPS",
     )
-    sample_count: int = option(2, "how many completions that shows, the first of the batch", "COMPLETIONS")
+    sample_count: int = option(
+        2, "how many completions that shows, the first of the batch", "COMPLETIONS"
+    )
 
 
 @dataclass(frozen=True)
@@ -231,14 +305,21 @@ class OutputAndCheckpoints:
 
     out: str = option(
         "runs/grpo",
-        "folder of the run: config.yaml, metrics.jsonl, samples.jsonl, summary.txt, checkpoints and the final model",
+        "folder of the run: config.yaml, metrics.jsonl, samples.jsonl, summary.txt, checkpoints and"
+        " the final model",
         "FOLDER",
     )
     checkpoint_steps: int = option(
-        50, "write a checkpoint every so many steps and after the last; 0 = only after the last", "STEPS"
+        50,
+        "write a checkpoint every so many steps and after the last; 0 = only after the last",
+        "STEPS",
     )
-    keep_checkpoints: int = option(2, "checkpoints to keep, at least 2, so that a damaged one has a predecessor", "CHECKPOINTS")
-    resume: bool = option(False, "continue from the newest intact checkpoint in out; start afresh if there is none")
+    keep_checkpoints: int = option(
+        2, "checkpoints to keep, at least 2, so that a damaged one has a predecessor", "CHECKPOINTS"
+    )
+    resume: bool = option(
+        False, "continue from the newest intact checkpoint in out; start afresh if there is none"
+    )
 
 
 @dataclass(frozen=True)
@@ -247,24 +328,36 @@ class Computation:
 
     loss: str = option(
         "linear",
-        "linear: fused from hidden states, logits never exist; logits: fused on the model's logits; eager: plain PyTorch",
+        "linear: fused from hidden states, logits never exist; logits: fused on the model's logits;"
+        " eager: plain PyTorch",
         choices=("linear", "logits", "eager"),
     )
-    backend: str = option("auto", "backend of the fused kernels, see `python -m grpo_kernels doctor`", "NAME")
-    attn_implementation: str = option(
-        "auto", "auto, sdpa, eager, flash_attention_2, ...; auto: flash-attn where installed, else sdpa", "NAME"
+    backend: str = option(
+        "auto", "backend of the fused kernels, see `python -m grpo_kernels doctor`", "NAME"
     )
-    liger: bool = option(False, "replace the model's norms, rotary embedding and MLP by liger-kernel's (GPU)")
+    attn_implementation: str = option(
+        "auto",
+        "auto, sdpa, eager, flash_attention_2, ...; auto: flash-attn where installed, else sdpa",
+        "NAME",
+    )
+    liger: bool = option(
+        False, "replace the model's norms, rotary embedding and MLP by liger-kernel's (GPU)"
+    )
     parallel: str = option(
         "ddp",
-        "model on several processes: ddp, a copy on each; fsdp2, parameters, gradients and optimizer in shards",
+        "model on several processes: ddp, a copy on each; fsdp2, parameters, gradients and"
+        " optimizer in shards",
         choices=("ddp", "fsdp2"),
     )
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass")
     dtype: str = option(  # float16 would need a loss scaler
-        "float32", "arithmetic of the model; parameters stay float32 (autocast)", choices=("float32", "bfloat16")
+        "float32",
+        "arithmetic of the model; parameters stay float32 (autocast)",
+        choices=("float32", "bfloat16"),
     )
-    device: str = option("auto", "auto, cpu, cuda, cuda:1, ...; of several processes each takes its own", "NAME")
+    device: str = option(
+        "auto", "auto, cpu, cuda, cuda:1, ...; of several processes each takes its own", "NAME"
+    )
     seed: int = option(0, "seed of the data order and of sampling", "N")
 
 
@@ -318,33 +411,57 @@ class TrainConfig(
 
     def _relations(self) -> Iterator[tuple[str, bool, str]]:
         """A field, whether it is right beside the others, and the remedy."""
-        yield "betas", len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "give two numbers in [0, 1)."
+        yield (
+            "betas",
+            len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
+            "give two numbers in [0, 1).",
+        )
         yield "prompt_template", "{prompt}" in self.prompt_template, "it must contain {prompt}."
         scorers = len(self.rewards) + (self.reward_model is not None)
         yield "rewards", scorers > 0, "name a reward function, or set reward_model."
         weighted = self.reward_weights is None or len(self.reward_weights) == scorers
         yield "reward_weights", weighted, f"give one weight for each of the {scorers} rewards."
         adaptive = self.entropy_target == 0 or 0 <= self.entropy_coef <= 1
-        yield "entropy_coef", adaptive, "with entropy_target it is where the weight starts, in [0, 1]."
-        remedy = "nothing is cut off at top_p=1, top_k=0, min_p=0: there are no sets to train over. Set one of them, or leave it out."
+        yield (
+            "entropy_coef",
+            adaptive,
+            "with entropy_target it is where the weight starts, in [0, 1].",
+        )
+        remedy = (
+            "nothing is cut off at top_p=1, top_k=0, min_p=0: there are no sets to train over. Set"
+            " one of them, or leave it out."
+        )
         yield "replay", not self.replay or self.truncates, remedy
         for name in ("top_k", "min_p"):
             several = getattr(self, name) != 1 or not self.replays
             remedy = (
-                "it leaves one token to sample from, whose probability cannot change: there is nothing to train over the sets. "
+                "it leaves one token to sample from, whose probability cannot change: there is"
+                " nothing to train over the sets. "
             )
             yield name, several, remedy + "Sample from more, or set replay=False."
         remedy = (
-            f"the ratio to the sampler holds what corrections={self.corrections} weigh a second time: leave one of them out."
+            f"the ratio to the sampler holds what corrections={self.corrections} weigh a second"
+            " time: leave one of them out."
         )
         yield "ratio_to", self.ratio_to == "policy" or not self.corrections, remedy
         objective = self.objective  # which refuses more
         remedy = f"its weight is 0 in preset={self.preset!r}: set beta as well, or leave kl out."
         yield "kl", self.kl is None or self.beta is not None or objective.beta > 0, remedy
         bonus = self.entropy_coef != 0 or self.entropy_target != 0
-        alone = objective.surrogate.zero_at_zero_advantage and not objective.surrogate.selects and self.entropy_share == 1
-        remedy = "this objective wants those completions too, for a KL, an entropy bonus or quantile, or its surrogate."
-        yield "drop_zero_variance", not self.drop_zero_variance or (alone and objective.beta == 0 and not bonus), remedy
+        alone = (
+            objective.surrogate.zero_at_zero_advantage
+            and not objective.surrogate.selects
+            and self.entropy_share == 1
+        )
+        remedy = (
+            "this objective wants those completions too, for a KL, an entropy bonus or quantile, or"
+            " its surrogate."
+        )
+        yield (
+            "drop_zero_variance",
+            not self.drop_zero_variance or (alone and objective.beta == 0 and not bonus),
+            remedy,
+        )
         remedy = "there is no reference to refresh at beta=0: set beta above 0."
         yield "ref_refresh_steps", self.ref_refresh_steps == 0 or objective.beta > 0, remedy
 
@@ -360,7 +477,12 @@ class TrainConfig(
         batch = TokenBatch(mask.long(), two, mask=mask, old_logps=tokens, sampler_logps=tokens)
         estimate = self.estimator(self.advantages)
         lacking = ", ".join(name for name in estimate.func.needs if name not in KNOWN)
-        require(not lacking, "advantages", self.advantages, f"it takes {lacking}, of which this trainer has none.")
+        require(
+            not lacking,
+            "advantages",
+            self.advantages,
+            f"it takes {lacking}, of which this trainer has none.",
+        )
         try:
             estimate(evidence)
             self.corrected(batch, finished=mask[:, 0])
@@ -386,7 +508,11 @@ class TrainConfig(
 
     @property
     def objective(self) -> Objective:
-        changes = {"entropy_coef": self.entropy_coef, "beta": self.beta, "kl": EXACT.get(self.kl or "", self.kl)}
+        changes = {
+            "entropy_coef": self.entropy_coef,
+            "beta": self.beta,
+            "kl": EXACT.get(self.kl or "", self.kl),
+        }
         if PRESETS[self.preset].aggregate == "constant":
             changes["max_tokens"] = self.max_new_tokens
         given = {name: value for name, value in changes.items() if value is not None}
@@ -395,19 +521,31 @@ class TrainConfig(
             # Over the tokens of all ranks, as that of one process is over its whole batch.
             group = torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
             objective = replace(
-                objective, filters=(*objective.filters, EntropyQuantile(self.entropy_share, process_group=group))
+                objective,
+                filters=(
+                    *objective.filters,
+                    EntropyQuantile(self.entropy_share, process_group=group),
+                ),
             )
         return objective
 
     def estimator(self, text: str) -> Any:
-        """The estimator of advantages that a text names, with its options, else baseline and scale as chosen, else the constants
-        of `numerics`."""
+        """The estimator of advantages that a text names, with its options, else baseline and scale
+        as chosen, else the constants of `numerics`.
+        """
         name, options = with_options(text)
         function = lookup(ADVANTAGES, name, "advantages")
         constants = CONSTANTS.get(self.numerics or "", {})
-        own = {n: value for n, value in constants.items() if n in function.option_names - function.options.keys()}
+        own = {
+            n: value
+            for n, value in constants.items()
+            if n in function.option_names - function.options.keys()
+        }
         chosen = {"baseline": self.advantage_baseline, "scale": self.advantage_scale}
-        return partial(function, **own | {n: value for n, value in chosen.items() if value is not None} | options)
+        return partial(
+            function,
+            **own | {n: value for n, value in chosen.items() if value is not None} | options,
+        )
 
     def corrected(self, batch: TokenBatch, **known: Any) -> TokenBatch:
         """A batch with the weights and masks of `corrections`, one after the other."""
@@ -417,11 +555,19 @@ class TrainConfig(
         return batch
 
     def lr_at(self, update: int) -> float:
-        """The learning rate of an optimizer step; a plain function of its number, so there is nothing to save."""
+        """The learning rate of an optimizer step; a plain function of its number, so there is
+        nothing to save.
+        """
         if update < self.warmup_steps:
             return self.lr * (update + 1) / self.warmup_steps
-        done = (update - self.warmup_steps) / max(self.steps * self.num_updates - self.warmup_steps, 1)
-        left = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * min(done, 1.0)))}
+        done = (update - self.warmup_steps) / max(
+            self.steps * self.num_updates - self.warmup_steps, 1
+        )
+        left = {
+            "constant": 1.0,
+            "linear": 1.0 - done,
+            "cosine": 0.5 * (1.0 + math.cos(math.pi * min(done, 1.0))),
+        }
         return self.lr * max(left[self.lr_schedule], 0.0)
 
 
@@ -458,24 +604,33 @@ ELSEWHERE = {
 
 
 def parse(argv: list[str]) -> TrainConfig:
-    """The config of a command line and of the YAML file that its --config names, over which the command line wins. Raises
-    ValueError for what is wrong."""
+    """The config of a command line and of the YAML file that its --config names, over which the
+    command line wins. Raises ValueError for what is wrong.
+    """
     parser = package("transformers").HfArgumentParser(
         GROUPS,
         formatter_class=argparse.HelpFormatter,
         prog="python -m grpo_kernels train",
-        usage="%(prog)s --model NAME --dataset NAME [option ...]\n       %(prog)s --config FILE [option ...]",
+        usage=(
+            "%(prog)s --model NAME --dataset NAME [option ...]\n       %(prog)s --config FILE"
+            " [option ...]"
+        ),
         description="Train a causal language model with GRPO.",
-        epilog="Exit status: 0 done; 128 + the signal's number (130, 143) stopped by it after a step, with a checkpoint that --resume "
-        "goes on from; 2 an argument is wrong.",
+        epilog=(
+            "Exit status: 0 done; 128 + the signal's number (130, 143) stopped by it after a step,"
+            " with a checkpoint that --resume goes on from; 2 an argument is wrong."
+        ),
         allow_abbrev=False,
         exit_on_error=False,
     )
     text = (
-        "YAML file of options by their names here; what the command line says wins. A run writes its own into out/config.yaml"
+        "YAML file of options by their names here; what the command line says wins. A run writes"
+        " its own into out/config.yaml"
     )
     parser.add_argument("--config", metavar="FILE", help=text)
-    parser.add_argument("--no-replay", dest="replay", action="store_false", help="the same as --replay false")
+    parser.add_argument(
+        "--no-replay", dest="replay", action="store_false", help="the same as --replay false"
+    )
     for action in parser._actions:
         action.nargs = "*" if action.nargs == "+" else action.nargs  # a list may be empty
     found = argparse.Namespace()
@@ -486,7 +641,9 @@ def parse(argv: list[str]) -> TrainConfig:
     return TrainConfig(**{f.name: getattr(found, f.name) for f in fields(TrainConfig)})
 
 
-def _read(parser: argparse.ArgumentParser, argv: list[str], into: argparse.Namespace, where: str = "") -> argparse.Namespace:
+def _read(
+    parser: argparse.ArgumentParser, argv: list[str], into: argparse.Namespace, where: str = ""
+) -> argparse.Namespace:
     try:
         _, unknown = parser.parse_known_args(argv, into)
     except argparse.ArgumentError as error:
@@ -494,7 +651,11 @@ def _read(parser: argparse.ArgumentParser, argv: list[str], into: argparse.Names
     if unknown:
         name = unknown[0].partition("=")[0].lstrip("-").replace("-", "_")
         meant = ELSEWHERE.get(name) or near_name(name, [f.name for f in fields(TrainConfig)])
-        remedy = f"did you mean {meant}?" if meant else "`python -m grpo_kernels train --help` lists all."
+        remedy = (
+            f"did you mean {meant}?"
+            if meant
+            else "`python -m grpo_kernels train --help` lists all."
+        )
         raise ValueError(f"{where}there is no option {name!r}: {remedy}")
     return into
 
@@ -511,13 +672,22 @@ def _of_file(path: str) -> list[str]:
     argv = []
     for name, value in options.items():
         if value is not None:
-            argv += [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]
+            argv += (
+                [f"--{name}", *map(str, value)]
+                if isinstance(value, list)
+                else [f"--{name}={value}"]
+            )
     return argv
 
 
 def write(config: TrainConfig, path: Path) -> None:
     """All options of a run, group by group."""
-    text = "# All options of this run. Another one like it: python -m grpo_kernels train --config THIS_FILE --out FOLDER\n"
+    text = (
+        "# All options of this run. Another one like it: python -m grpo_kernels train --config"
+        " THIS_FILE --out FOLDER\n"
+    )
     values = {f.name: getattr(config, f.name) for group in GROUPS for f in fields(group)}
-    text += package("yaml").safe_dump(values, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120)
+    text += package("yaml").safe_dump(
+        values, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120
+    )
     path.write_text(text, encoding="utf-8")

@@ -1,5 +1,6 @@
-"""What a run starts from: what is known to be wrong with it is found first; then models, prompts and rewards are loaded: where the
-rows come from, which text the model sees, and in which order."""
+"""What a run starts from: what is known to be wrong with it is found first; then models, prompts
+and rewards are loaded: where the rows come from, which text the model sees, and in which order.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from . import require as package
 from .config import TRACKERS, TrainConfig
 from .rewards import RewardModel, resolve
 
-#: A row is the data set's own columns plus "prompt" (the text given to the model) and, where known, "answer".
+#: A row is the data set's own columns plus "prompt" (the text given to the model) and, where known,
+#: "answer".
 Row = dict[str, Any]
 
 FILE_LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -38,7 +40,10 @@ class Start:
 
 
 def check(config: TrainConfig, given: Start) -> torch.device:
-    """Refuse what is known to be wrong before anything is made or loaded. Returns the device of this process."""
+    """Refuse what is known to be wrong before anything is made or loaded.
+
+    Returns the device of this process.
+    """
     device = pick_device(config.device)
     model = given.model
     teacher = given.reference
@@ -47,30 +52,57 @@ def check(config: TrainConfig, given: Start) -> torch.device:
     except RuntimeError as error:
         raise ValueError(str(error)) from error
     if (model is None) != (given.tokenizer is None):
-        raise ValueError("model and tokenizer go together: pass both, or neither and name them in the config.")
-    for name, passed in (("model", model), ("dataset", given.rows), ("reward_model", None), ("teacher", None)):
+        raise ValueError(
+            "model and tokenizer go together: pass both, or neither and name them in the config."
+        )
+    for name, passed in (
+        ("model", model),
+        ("dataset", given.rows),
+        ("reward_model", None),
+        ("teacher", None),
+    ):
         if passed is None:
             check_name(name, getattr(config, name))
     own = set() if model is None else set(map(id, model.parameters()))
     if teacher is not None and any(id(p) in own for p in teacher.parameters()):
-        raise ValueError("teacher shares parameters with model, and is frozen: pass a copy of it, copy.deepcopy(model).")
+        raise ValueError(
+            "teacher shares parameters with model, and is frozen: pass a copy of it,"
+            " copy.deepcopy(model)."
+        )
     objective = config.objective
     on_gpu = device.type == "cuda"
     attention = config.attn_implementation
     remedy = "a model is passed as well: leave one of them out."
     require(config.teacher is None or teacher is None, "teacher", config.teacher, remedy)
     taught = config.teacher is not None or teacher is not None
-    remedy = "set it above 0, and ref_refresh_steps to 0: at 0 nothing looks at the teacher, and a refresh copies the policy over it."
-    require(not taught or (objective.beta > 0 and config.ref_refresh_steps == 0), "beta", config.beta, remedy)
+    remedy = (
+        "set it above 0, and ref_refresh_steps to 0: at 0 nothing looks at the teacher, and a"
+        " refresh copies the policy over it."
+    )
+    require(
+        not taught or (objective.beta > 0 and config.ref_refresh_steps == 0),
+        "beta",
+        config.beta,
+        remedy,
+    )
     remedy = "it learns from a teacher: name one, or pass it to Trainer."
     require(taught or "distillation" not in config.preset, "preset", config.preset, remedy)
     remedy = (
-        "the head of a reference in shards is gathered in its own forward only: use parallel='ddp', or an estimator such as k3."
+        "the head of a reference in shards is gathered in its own forward only: use parallel='ddp',"
+        " or an estimator such as k3."
     )
     require(objective.exact is None or config.parallel != "fsdp2", "kl", config.kl, remedy)
-    remedy = f"it runs on a GPU with dtype='bfloat16', but device is {device} and dtype={config.dtype!r}: use 'sdpa'."
+    remedy = (
+        f"it runs on a GPU with dtype='bfloat16', but device is {device} and"
+        f" dtype={config.dtype!r}: use 'sdpa'."
+    )
     flash = attention.startswith("flash_attention")
-    require(not flash or (on_gpu and config.dtype != "float32"), "attn_implementation", attention, remedy)
+    require(
+        not flash or (on_gpu and config.dtype != "float32"),
+        "attn_implementation",
+        attention,
+        remedy,
+    )
     remedy = f"liger-kernel's model kernels run on a GPU, but device is {device}; leave liger off."
     require(on_gpu or not config.liger, "liger", config.liger, remedy)
     for name in filter(TRACKERS.__contains__, config.log_to):
@@ -84,43 +116,77 @@ def check(config: TrainConfig, given: Start) -> torch.device:
 def pick_device(name: str) -> torch.device:
     """The device of this process; of several on a machine, each has its own."""
     try:
-        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+        device = torch.device(
+            ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+        )
     except RuntimeError:
         device = torch.device("meta")
     if device.type == "cpu":
         return device
-    require(device.type == "cuda", "device", name, "it must be auto, cpu, cuda or one of several as in cuda:1.")
-    require(torch.cuda.is_available(), "device", name, "torch sees no CUDA device here; use device='cpu' or 'auto'.")
+    require(
+        device.type == "cuda",
+        "device",
+        name,
+        "it must be auto, cpu, cuda or one of several as in cuda:1.",
+    )
+    require(
+        torch.cuda.is_available(),
+        "device",
+        name,
+        "torch sees no CUDA device here; use device='cpu' or 'auto'.",
+    )
     count = torch.cuda.device_count()
     local = os.environ.get("LOCAL_RANK")
     if device.index is None:
         # A launcher may show each process all devices of the machine, or its own alone.
-        return torch.device("cuda", torch.cuda.current_device() if local is None else int(local) % count)
+        return torch.device(
+            "cuda", torch.cuda.current_device() if local is None else int(local) % count
+        )
     remedy = "of several processes each has a device of its own; use device='cuda' or 'auto'."
     require(int(os.environ.get("WORLD_SIZE", "1")) == 1, "device", name, remedy)
     return device
 
 
 def check_name(field: str, name: str | None) -> None:
-    """Raise ValueError for a path that is not there. What looks like a path is never asked of the Hub, which without a network
-    would take minutes to say no."""
-    require(name != "", field, name, f"name one with --{field}, in the config or its file, or pass it to Trainer.")
+    """Raise ValueError for a path that is not there. What looks like a path is never asked of the
+    Hub, which without a network would take minutes to say no.
+    """
+    require(
+        name != "",
+        field,
+        name,
+        f"name one with --{field}, in the config or its file, or pass it to Trainer.",
+    )
     if name is None or os.path.exists(name):
         return
-    hub = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) and os.path.splitext(name)[1] not in FILE_LOADERS
-    require(bool(hub), field, name, "there is no such file or folder, and the Hub has no such names.")
+    hub = (
+        re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
+        and os.path.splitext(name)[1] not in FILE_LOADERS
+    )
+    require(
+        bool(hub), field, name, "there is no such file or folder, and the Hub has no such names."
+    )
 
 
 def load(config: TrainConfig, given: Start, ranks: Ranks) -> None:
-    """Fill in what the caller did not pass: models with float32 parameters; a reference where the objective looks at one."""
+    """Fill in what the caller did not pass:
+
+    models with float32 parameters; a reference where the objective looks at one.
+    """
     transformers = package("transformers")
     attention = config.attn_implementation
     if attention == "auto":
-        flash = importlib.util.find_spec("flash_attn") and ranks.device.type == "cuda" and config.dtype != "float32"
+        flash = (
+            importlib.util.find_spec("flash_attn")
+            and ranks.device.type == "cuda"
+            and config.dtype != "float32"
+        )
         attention = "flash_attention_2" if flash else "sdpa"
 
     def loaded(name: str) -> Any:
-        return transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation=attention)
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            name, dtype=torch.float32, attn_implementation=attention
+        )
 
     given.rewards = list(given.rewards or map(resolve, config.rewards))
     if given.model is None:
@@ -131,7 +197,10 @@ def load(config: TrainConfig, given: Start, ranks: Ranks) -> None:
     train, held_out = given.rows or load_rows(config)
     held_out = held_out[: config.most_held_out] if config.eval_steps else None
     both = ((train, "training"), (held_out, "held-out"))
-    given.rows = [[] if rows is None else encode(rows, given.tokenizer, config, which, ranks.main) for rows, which in both]
+    given.rows = [
+        [] if rows is None else encode(rows, given.tokenizer, config, which, ranks.main)
+        for rows, which in both
+    ]
     if config.teacher is not None:
         given.reference = loaded(config.teacher)
     model = given.model
@@ -141,7 +210,9 @@ def load(config: TrainConfig, given: Start, ranks: Ranks) -> None:
         own = {"cross_entropy": False, "fused_linear_cross_entropy": False}
         package("transformers.integrations.liger").apply_liger_kernel(model, own)
     if config.gradient_checkpointing:
-        enable = getattr(model, "activation_checkpointing_enable", None)  # its name since transformers 5
+        enable = getattr(
+            model, "activation_checkpointing_enable", None
+        )  # its name since transformers 5
         (enable or model.gradient_checkpointing_enable)()
     model.eval()
     for each in (model, teacher):
@@ -150,7 +221,9 @@ def load(config: TrainConfig, given: Start, ranks: Ranks) -> None:
             each.to(ranks.device)
     ranks.make_same(model)
     if teacher is not None:
-        of_teacher, own_size = (each.config.get_text_config().vocab_size for each in (teacher, model))
+        of_teacher, own_size = (
+            each.config.get_text_config().vocab_size for each in (teacher, model)
+        )
         if of_teacher != own_size:
             sizes = f"the teacher has a vocabulary of {of_teacher}, the model of {own_size}"
             raise ValueError(f"teacher: {sizes}: they must have the same tokenizer.")
@@ -161,24 +234,42 @@ def load(config: TrainConfig, given: Start, ranks: Ranks) -> None:
 
 
 def load_rows(config: TrainConfig) -> tuple[list[Row], list[Row]]:
-    """(training rows, held-out rows) with "prompt" and "answer"; without evaluations no rows are held out. Raises ValueError
-    where the data set cannot be read or lacks a split or a column."""
+    """(training rows, held-out rows) with "prompt" and "answer"; without evaluations no rows are
+    held out. Raises ValueError where the data set cannot be read or lacks a split or a column.
+    """
     datasets = package("datasets")
     path = Path(config.dataset)
     if path.is_file():
         if path.suffix not in FILE_LOADERS:
-            raise ValueError(f"dataset={config.dataset!r}: a file must end in one of {', '.join(FILE_LOADERS)}.")
-        rows = list(_load(datasets.load_dataset, config, FILE_LOADERS[path.suffix], data_files=str(path), split="train"))
+            raise ValueError(
+                f"dataset={config.dataset!r}: a file must end in one of {', '.join(FILE_LOADERS)}."
+            )
+        rows = list(
+            _load(
+                datasets.load_dataset,
+                config,
+                FILE_LOADERS[path.suffix],
+                data_files=str(path),
+                split="train",
+            )
+        )
         train, held_out = _cut(rows, config)
     else:
         configuration = config.dataset_config
-        if configuration is None and "main" in _load(datasets.get_dataset_config_names, config, config.dataset):
+        if configuration is None and "main" in _load(
+            datasets.get_dataset_config_names, config, config.dataset
+        ):
             configuration = "main"
         splits = _load(datasets.load_dataset, config, config.dataset, configuration)
-        wanted = (config.train_split, config.eval_split) if config.eval_steps else (config.train_split,)
+        wanted = (
+            (config.train_split, config.eval_split) if config.eval_steps else (config.train_split,)
+        )
         for name in wanted:
             if name not in splits:
-                raise ValueError(f"split {name!r} is not in dataset={config.dataset!r}: it has {', '.join(splits)}.")
+                raise ValueError(
+                    f"split {name!r} is not in dataset={config.dataset!r}: it has"
+                    f" {', '.join(splits)}."
+                )
         train, *rest = (list(splits[name]) for name in wanted)
         held_out = rest[0] if rest else []
     return [prepare(row, config) for row in train], [prepare(row, config) for row in held_out]
@@ -189,7 +280,9 @@ def _load(function: Any, config: TrainConfig, *arguments: Any, **options: Any) -
         return function(*arguments, **options)
     except Exception as error:  # datasets has exceptions of many kinds, and the reason in a cause
         reason = error.__cause__ or error
-        raise ValueError(f"dataset={config.dataset!r} cannot be loaded: {type(reason).__name__}: {reason}") from error
+        raise ValueError(
+            f"dataset={config.dataset!r} cannot be loaded: {type(reason).__name__}: {reason}"
+        ) from error
 
 
 def _cut(rows: list[Row], config: TrainConfig) -> tuple[list[Row], list[Row]]:
@@ -199,15 +292,23 @@ def _cut(rows: list[Row], config: TrainConfig) -> tuple[list[Row], list[Row]]:
     count = config.eval_prompts or min(config.most_held_out, max(len(rows) // 10, 1))
     if len(rows) <= count:
         raise ValueError(
-            f"dataset={config.dataset!r} has {len(rows)} rows, and eval_prompts={count} holds out all: lower it, or switch "
-            "evaluation off with eval_steps=0."
+            f"dataset={config.dataset!r} has {len(rows)} rows, and eval_prompts={count} holds out"
+            " all: lower it, or switch evaluation off with eval_steps=0."
         )
     return rows[:-count], rows[-count:]
 
 
 def prepare(row: Row, config: TrainConfig) -> Row:
-    """Name the columns of a raw row "prompt" and "answer". Of a worked solution "... #### 42" (gsm8k) the answer is "42"."""
-    prepared = {**row, "prompt": row[_column(row, config.prompt_column, ("prompt", "question", "problem"), "prompt_column")]}
+    """Name the columns of a raw row "prompt" and "answer".
+
+    Of a worked solution "... #### 42" (gsm8k) the answer is "42".
+    """
+    prepared = {
+        **row,
+        "prompt": row[
+            _column(row, config.prompt_column, ("prompt", "question", "problem"), "prompt_column")
+        ],
+    }
     if config.answer_column is not None or "answer" in row or "solution" in row:
         answer = row[_column(row, config.answer_column, ("answer", "solution"), "answer_column")]
         prepared["answer"] = None if answer is None else str(answer).rsplit("####", 1)[-1].strip()
@@ -218,15 +319,23 @@ def _column(row: Row, wanted: str | None, usual: tuple[str, ...], argument: str)
     for name in (wanted,) if wanted else usual:
         if name in row:
             return name
-    raise ValueError(f"{argument}={wanted!r}: the data set has the columns {', '.join(row)}; name one of them.")
+    raise ValueError(
+        f"{argument}={wanted!r}: the data set has the columns {', '.join(row)}; name one of them."
+    )
 
 
-def encode(rows: list[Row], tokenizer: Any, config: TrainConfig, which: str, tell: bool) -> list[Row]:
-    """Rows with "prompt" as the text that the model sees and its "prompt_ids", without those longer than max_prompt_tokens, whose
-    number is told. Raises ValueError, which names the row, for a prompt that is neither text nor a conversation, and where no row
-    is left."""
+def encode(
+    rows: list[Row], tokenizer: Any, config: TrainConfig, which: str, tell: bool
+) -> list[Row]:
+    """Rows with "prompt" as the text that the model sees and its "prompt_ids", without those longer
+    than max_prompt_tokens, whose number is told. Raises ValueError, which names the row, for a
+    prompt that is neither text nor a conversation, and where no row is left.
+    """
     if not rows:
-        remedy = "name a data set and a split that have some, or, of held-out rows, switch evaluation off with eval_steps=0"
+        remedy = (
+            "name a data set and a split that have some, or, of held-out rows, switch evaluation"
+            " off with eval_steps=0"
+        )
         raise ValueError(f"dataset={config.dataset!r}: there are no {which} rows: {remedy}.")
     kept = []
     for i, row in enumerate(rows):
@@ -237,27 +346,35 @@ def encode(rows: list[Row], tokenizer: Any, config: TrainConfig, which: str, tel
         if len(ids) <= config.max_prompt_tokens:
             kept.append({**row, "prompt": text, "prompt_ids": ids})
     if not kept:
-        raise ValueError(f"max_prompt_tokens={config.max_prompt_tokens}: all {len(rows)} {which} prompts are longer; raise it.")
+        raise ValueError(
+            f"max_prompt_tokens={config.max_prompt_tokens}: all {len(rows)} {which} prompts are"
+            " longer; raise it."
+        )
     if len(kept) < len(rows) and tell:
         limit = config.max_prompt_tokens
-        print(f"left out {len(rows) - len(kept)} of {len(rows)} {which} prompts: longer than max_prompt_tokens={limit}")
+        print(
+            f"left out {len(rows) - len(kept)} of {len(rows)} {which} prompts: longer than"
+            f" max_prompt_tokens={limit}"
+        )
     return kept
 
 
 def render(prompt: Any, tokenizer: Any, config: TrainConfig) -> tuple[str, list[int]]:
-    """(text, ids) of a prompt that is a text, or a conversation: messages {"role": ..., "content": ...}, of which an assistant's
-    last one is continued."""
+    """(text, ids) of a prompt that is a text, or a conversation: messages {"role": ..., "content":
+    ...}, of which an assistant's last one is continued.
+    """
     plain = isinstance(prompt, str) and bool(prompt.strip())
     text = ""
     special = False  # tokens, which a template writes itself
     if plain:
         text = config.prompt_template.replace("{prompt}", prompt)
-        # A text may come with its special tokens, and a beginning-of-text token must not come twice.
+        # A text may come with its special tokens, and a beginning-of-text token must not come
+        # twice.
         special = not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
     elif config.prompt_template != "{prompt}":
         raise ValueError(
-            f"prompt_template={config.prompt_template!r} goes around a text, but this prompt is {prompt!r:.80}: write it into the "
-            "messages."
+            f"prompt_template={config.prompt_template!r} goes around a text, but this prompt is"
+            f" {prompt!r:.80}: write it into the messages."
         )
     if not plain or config.chat:
         text = conversation([{"role": "user", "content": text}] if plain else prompt, tokenizer)
@@ -271,28 +388,38 @@ def render(prompt: Any, tokenizer: Any, config: TrainConfig) -> tuple[str, list[
 def conversation(prompt: Any, tokenizer: Any) -> str:
     if not tokenizer.chat_template:
         raise ValueError(
-            f"prompt={prompt!r:.80} goes through the tokenizer's chat template, and it has none: use a chat model, or texts without chat."
+            f"prompt={prompt!r:.80} goes through the tokenizer's chat template, and it has none:"
+            " use a chat model, or texts without chat."
         )
     try:
         # A data set fills the keys that other messages have with None.
-        messages = [{"role": m["role"]} | {key: value for key, value in m.items() if value is not None} for m in prompt]
+        messages = [
+            {"role": m["role"]} | {key: value for key, value in m.items() if value is not None}
+            for m in prompt
+        ]
         goes_on = messages[-1]["role"] == "assistant"
         return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=not goes_on, continue_final_message=goes_on
+            messages,
+            tokenize=False,
+            add_generation_prompt=not goes_on,
+            continue_final_message=goes_on,
         )
     except Exception as error:  # of the template's own language, too
         raise ValueError(
-            f"prompt={prompt!r:.80}: it must be a text that is not empty, or a list of messages with their roles that the chat template "
-            f"takes ({type(error).__name__}: {error})."
+            f"prompt={prompt!r:.80}: it must be a text that is not empty, or a list of messages"
+            f" with their roles that the chat template takes ({type(error).__name__}: {error})."
         ) from error
 
 
 def prompts_of_step(rows: list[Row], step: int, count: int, seed: int) -> list[Row]:
-    """The prompts of a step: consecutive pieces of a new permutation each epoch. A pure function of the step, so that a
-    resumed run sees the same data."""
+    """The prompts of a step: consecutive pieces of a new permutation each epoch. A pure function of
+    the step, so that a resumed run sees the same data.
+    """
     epoch, start = divmod(step * count, len(rows))
     order: list[int] = []
     while len(order) < start + count:
-        order += torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+        order += torch.randperm(
+            len(rows), generator=torch.Generator().manual_seed(seed + epoch)
+        ).tolist()
         epoch += 1
     return [rows[i] for i in order[start : start + count]]

@@ -32,8 +32,12 @@ Line = dict[str, Any]
 # ---- metrics
 
 
-def of_update(parts: list[dict[str, Tensor]], objective: Objective, ranks: Ranks, *, weighted: bool) -> dict[str, float]:
-    """The metrics of an update from those of its parts on all ranks, their "loss" among them, without what parts do not tell."""
+def of_update(
+    parts: list[dict[str, Tensor]], objective: Objective, ranks: Ranks, *, weighted: bool
+) -> dict[str, float]:
+    """The metrics of an update from those of its parts on all ranks, their "loss" among them,
+    without what parts do not tell.
+    """
     # As numbers in one table: the host waits once.
     table = torch.stack([torch.stack([*part.values()]) for part in parts]).tolist()
     lines = [dict(zip(parts[0], values, strict=True)) for values in table]
@@ -48,25 +52,43 @@ def of_update(parts: list[dict[str, Tensor]], objective: Objective, ranks: Ranks
 
 
 def combine(parts: list[dict[str, float]]) -> dict[str, float]:
-    """Metrics of micro-batches as those of the batch: the loss adds up, extremes stay extremes, means weigh by tokens."""
+    """Metrics of micro-batches as those of the batch:
+
+    the loss adds up, extremes stay extremes, means weigh by tokens.
+    """
     loss = math.fsum(p["loss"] for p in parts)
-    parts = [p for p in parts if p["tokens"] > 0] or parts[:1]  # the extremes of nothing are not the batch's
+    parts = [p for p in parts if p["tokens"] > 0] or parts[
+        :1
+    ]  # the extremes of nothing are not the batch's
     of = {name: torch.tensor([p[name] for p in parts], dtype=torch.float64) for name in parts[0]}
     weights = of["tokens"]
     total = of["tokens"].sum()
     metrics = {
-        name: x.max() if name.endswith("_max") else x.min() if name.endswith("_min") else weights @ x / total.clamp(min=1.0)
+        name: (
+            x.max()
+            if name.endswith("_max")
+            else x.min()
+            if name.endswith("_min")
+            else weights @ x / total.clamp(min=1.0)
+        )
         for name, x in of.items()
     }
     # (sum of ratios)^2 / (tokens * sum of their squares), of which each part has its own.
     sums = of["ratio_mean"] * weights
     squares = (sums.square() / (weights * of["ess"]).clamp(min=1e-30)).sum()
     ess = sums.sum().square() / (total * squares).clamp(min=1e-30)
-    return {name: x.item() for name, x in metrics.items()} | {"loss": loss, "tokens": total.item(), "ess": ess.item()}
+    return {name: x.item() for name, x in metrics.items()} | {
+        "loss": loss,
+        "tokens": total.item(),
+        "ess": ess.item(),
+    }
 
 
 class Stopwatch:
-    """Seconds of the parts of a step. Read where the host has just waited for the device, it adds no wait."""
+    """Seconds of the parts of a step.
+
+    Read where the host has just waited for the device, it adds no wait.
+    """
 
     def __init__(self) -> None:
         self.began = self.last = time.perf_counter()
@@ -79,27 +101,42 @@ class Stopwatch:
         self.last = now
 
     def metrics(self, tokens: int, device: torch.device) -> dict[str, float]:
-        """Of a step that ends now and sampled so many tokens, with the most memory that the device had, or on the CPU the
-        process."""
+        """Of a step that ends now and sampled so many tokens, with the most memory that the device
+        had, or on the CPU the process.
+        """
         seconds = time.perf_counter() - self.began
         process = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else process
-        return {"seconds": seconds, **self.seconds, "tokens_per_second": tokens / seconds, "peak_memory_gb": peak / 1e9}
+        return {
+            "seconds": seconds,
+            **self.seconds,
+            "tokens_per_second": tokens / seconds,
+            "peak_memory_gb": peak / 1e9,
+        }
 
 
-# ---- files of one JSON object per line, where a crash at any moment costs nothing that was complete
+# ---- files of one JSON object per line, where a crash at any moment costs nothing that was
+# complete
 
 
 def append(file: IO[str], line: Line) -> None:
-    """A line is whole on the disk when this returns. NaN and infinity, which JSON lacks, become null."""
-    known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+    """A line is whole on the disk when this returns.
+
+    NaN and infinity, which JSON lacks, become null.
+    """
+    known = {
+        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()
+    }
     file.write(json.dumps(known, allow_nan=False) + "\n")
     file.flush()
     os.fsync(file.fileno())
 
 
 def read_metrics(path: Path) -> list[Line]:
-    """All complete lines, without what a crash while writing leaves: a partial last line, or NUL bytes."""
+    """All complete lines, without what a crash while writing leaves:
+
+    a partial last line, or NUL bytes.
+    """
     found = []
     for text in path.read_text(errors="replace").splitlines():
         with suppress(ValueError):
@@ -111,7 +148,10 @@ def read_metrics(path: Path) -> list[Line]:
 
 
 class Tracker(Protocol):
-    """What the trainer asks of a tracker. It is called on rank 0 alone, once per step, with numbers of the host."""
+    """What the trainer asks of a tracker.
+
+    It is called on rank 0 alone, once per step, with numbers of the host.
+    """
 
     def log(self, step: int, metrics: Line) -> None:
         """The metrics of a step, by the names of metrics.jsonl."""
@@ -120,20 +160,32 @@ class Tracker(Protocol):
 
 
 class Dashboard:
-    """A tracker of accelerate's by its name: a run of its own for each process, with the name of the folder; TensorBoard's in
-    out/tensorboard, where steps that a resumed run takes again are hidden."""
+    """A tracker of accelerate's by its name: a run of its own for each process, with the name of
+    the folder; TensorBoard's in out/tensorboard, where steps that a resumed run takes again are
+    hidden.
+    """
 
     def __init__(self, name: str, config: TrainConfig, out: Path, resume_at: int) -> None:
-        own: Line = {"mlflow": {"run_name": out.name}, "tensorboard": {"logging_dir": out, "purge_step": resume_at or None}}
+        own: Line = {
+            "mlflow": {"run_name": out.name},
+            "tensorboard": {"logging_dir": out, "purge_step": resume_at or None},
+        }
         project = name if name == "tensorboard" else "grpo_kernels"
-        self.tracker = require("accelerate.tracking").LOGGER_TYPE_TO_CLASS[name](project, **own.get(name, {"name": out.name}))
+        self.tracker = require("accelerate.tracking").LOGGER_TYPE_TO_CLASS[name](
+            project, **own.get(name, {"name": out.name})
+        )
         self.tracker.start()
-        settings = {k: v if isinstance(v, (bool, int, float)) else str(v) for k, v in asdict(config).items()}
+        settings = {
+            k: v if isinstance(v, (bool, int, float)) else str(v) for k, v in asdict(config).items()
+        }
         self.tracker.store_init_configuration(settings)
 
     def log(self, step: int, metrics: Line) -> None:
         """The numbers among metrics, by the names of metrics.jsonl."""
-        self.tracker.log({name: float(x) for name, x in metrics.items() if isinstance(x, (int, float))}, step=step)
+        self.tracker.log(
+            {name: float(x) for name, x in metrics.items() if isinstance(x, (int, float))},
+            step=step,
+        )
 
     def close(self) -> None:
         self.tracker.finish()
@@ -141,21 +193,27 @@ class Dashboard:
 
 @dataclass
 class RunLog:
-    """What rank 0, which alone has the files, keeps of a run: options, metrics and samples. With `config.progress` it shows how
-    the run goes, a line for each step."""
+    """What rank 0, which alone has the files, keeps of a run: options, metrics and samples. With
+    `config.progress` it shows how the run goes, a line for each step.
+    """
 
     config: TrainConfig
     out: Path
     ranks: Ranks
     given: Sequence[Tracker]
     files: dict[str, IO[str]] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)  # of the files when the last step was written
+    sizes: dict[str, int] = field(
+        default_factory=dict
+    )  # of the files when the last step was written
     trackers: list[Tracker] = field(default_factory=list)
     samples: list[Line] = field(default_factory=list)  # of the step at hand
 
     @contextmanager
     def opened(self, step: int) -> Iterator[None]:
-        """Around the steps of a run from `step` on. What files hold beyond `sizes` is of steps that come again, and is cut off."""
+        """Around the steps of a run from `step` on.
+
+        What files hold beyond `sizes` is of steps that come again, and is cut off.
+        """
         self.ranks.on_main(lambda: self._open(step))
         try:
             yield
@@ -166,11 +224,19 @@ class RunLog:
             self.ask_trackers("is not closed", lambda tracker: tracker.close())
 
     def _open(self, step: int) -> None:
-        write(replace(self.config, resume=False), self.out / "config.yaml")  # another run like it begins anew
-        self.files = {name: open(self.out / f"{name}.jsonl", "a") for name in ("metrics", "samples")}
+        write(
+            replace(self.config, resume=False), self.out / "config.yaml"
+        )  # another run like it begins anew
+        self.files = {
+            name: open(self.out / f"{name}.jsonl", "a") for name in ("metrics", "samples")
+        }
         for name, file in self.files.items():
             file.truncate(min(self.sizes.get(name, 0), file.tell()))
-        named = [Dashboard(name, self.config, self.out, step) for name in self.config.log_to if name in TRACKERS]
+        named = [
+            Dashboard(name, self.config, self.out, step)
+            for name in self.config.log_to
+            if name in TRACKERS
+        ]
         self.trackers = [*named, *self.given]
 
     def ask_trackers(self, failed: str, act: Callable[[Tracker], None]) -> None:
@@ -180,11 +246,16 @@ class RunLog:
                 act(tracker)
             except Exception as error:  # of anybody's code
                 self.trackers.remove(tracker)
-                print(f"{type(tracker).__name__} {failed}: {type(error).__name__}: {error}", file=sys.stderr)
+                print(
+                    f"{type(tracker).__name__} {failed}: {type(error).__name__}: {error}",
+                    file=sys.stderr,
+                )
 
     def keep_samples(self, step: int, rows: list[Row], scores: Scores, advantages: Tensor) -> None:
-        """The first completions of a batch every so many steps, to look at, from what has come to rank 0 anyway, which
-        has the first ones of all; `write` writes them. Of advantages [B, T] a completion's is the mean."""
+        """The first completions of a batch every so many steps, to look at, from what has come to
+        rank 0 anyway, which has the first ones of all; `write` writes them. Of advantages [B, T] a
+        completion's is the mean.
+        """
         config = self.config
         totals = scores.totals
         self.samples = []
@@ -193,9 +264,20 @@ class RunLog:
         for i, text in enumerate(scores.texts[: config.sample_count]):
             length = scores.lengths[i]
             rewards = dict(zip(scores.names, scores.each[:, i].tolist(), strict=True))
-            advantage = advantages[i, ..., :length].mean().item() if advantages.dim() > 1 else advantages[i].item()
-            numbers = {"tokens": length, "reward": totals[i].item(), "rewards": rewards, "advantage": advantage}
-            self.samples.append({"prompt": rows[i // config.group_size]["prompt"], "completion": text, **numbers})
+            advantage = (
+                advantages[i, ..., :length].mean().item()
+                if advantages.dim() > 1
+                else advantages[i].item()
+            )
+            numbers = {
+                "tokens": length,
+                "reward": totals[i].item(),
+                "rewards": rewards,
+                "advantage": advantage,
+            }
+            self.samples.append(
+                {"prompt": rows[i // config.group_size]["prompt"], "completion": text, **numbers}
+            )
 
     def write(self, line: Line) -> None:
         """The metrics of a step, and its samples."""
@@ -209,12 +291,20 @@ class RunLog:
         append(self.files["metrics"], {"step": step, **metrics})
         self.ask_trackers("gets no more metrics", lambda tracker: tracker.log(step, metrics))
         if "accuracy" in metrics:
-            self.show(f"step {step}: held-out accuracy {metrics['accuracy']:.3f} ({metrics['accuracy_counts']})")
-        if "loss" in metrics:  # and not the last evaluation alone, which comes again when the run is resumed
+            self.show(
+                f"step {step}: held-out accuracy {metrics['accuracy']:.3f}"
+                f" ({metrics['accuracy_counts']})"
+            )
+        if (
+            "loss" in metrics
+        ):  # and not the last evaluation alone, which comes again when the run is resumed
             self.sizes = {name: os.path.getsize(file.fileno()) for name, file in self.files.items()}
             names = ("reward", "kl", "entropy", "completion_length")
             told = _told({name: metrics[name] for name in names if name in metrics})
-            self.show(f"step {step}: {told}, {metrics['seconds']:.1f} s, {step + 1} of {self.config.steps} done")
+            self.show(
+                f"step {step}: {told}, {metrics['seconds']:.1f} s, {step + 1} of"
+                f" {self.config.steps} done"
+            )
 
     def show(self, text: str) -> None:
         if self.config.progress:
@@ -237,11 +327,16 @@ def write_summary(out: Path) -> None:
     if evaluations:
         first = evaluations[0]
         last = evaluations[-1]
-        told.append(f"held-out accuracy {first['accuracy']:.3f} -> {last['accuracy']:.3f} ({last['accuracy_counts']})")
+        told.append(
+            f"held-out accuracy {first['accuracy']:.3f} -> {last['accuracy']:.3f}"
+            f" ({last['accuracy_counts']})"
+        )
     if steps:
         tenth = max(1, len(steps) // 10)
         seconds = math.fsum(line["seconds"] for line in steps)
-        begin, end = (fmean(line["reward"] for line in some) for some in (steps[:tenth], steps[-tenth:]))
+        begin, end = (
+            fmean(line["reward"] for line in some) for some in (steps[:tenth], steps[-tenth:])
+        )
         tokens = math.fsum(line["tokens_per_second"] * line["seconds"] for line in steps)
         told.append(f"reward {begin:.4g} -> {end:.4g} (means of {tenth})")
         told.append(f"{seconds:.1f} s, {tokens / seconds:.0f} sampled tokens a second")

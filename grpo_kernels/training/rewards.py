@@ -1,16 +1,19 @@
-"""Rewards: functions, reward models, per-token process rewards, what may not come of them, and the advantages made of them.
+"""Rewards: functions, reward models, per-token process rewards, what may not come of them, and the
+advantages made of them.
 
 A reward function is any callable
     reward(prompts, completions, *, completion_ids, **columns) -> list
-over the B completions of a step: texts, sampled ids (the end token included) and the data set's columns, each repeated
-per completion. It takes what it needs by name and swallows the rest with **_. It returns, per completion, either
+over the B completions of a step: texts, sampled ids (the end token included) and the data set's
+columns, each repeated per completion. It takes what it needs by name and swallows the rest with
+**_. It returns, per completion, either
 
     a number              the outcome reward, or
-    a list                process rewards, one entry per sampled token: a number where a step of the reasoning ends,
-                          None elsewhere.
+    a list                process rewards, one entry per sampled token: a number where a step of the
+                          reasoning ends, None elsewhere.
 
-Numbers are finite; what is none of this raises ValueError. Prompts are texts, as the model sees them. Of random numbers those of
-torch, Python and NumPy that everybody shares come back when a run is resumed; a generator of one's own does not.
+Numbers are finite; what is none of this raises ValueError. Prompts are texts, as the model sees
+them. Of random numbers those of torch, Python and NumPy that everybody shares come back when a run
+is resumed; a generator of one's own does not.
 """
 
 from __future__ import annotations
@@ -37,21 +40,32 @@ RewardFunction = Callable[..., list[Any]]
 # ---- functions by name
 
 
-def exact(prompts: list[str], completions: list[str], *, answer: list[str], **_: Any) -> list[float]:
+def exact(
+    prompts: list[str], completions: list[str], *, answer: list[str], **_: Any
+) -> list[float]:
     """1 if the completion is the answer, apart from white space around it, else 0."""
     return [float(c.strip() == a.strip()) for c, a in zip(completions, _known(answer), strict=True)]
 
 
-def number(prompts: list[str], completions: list[str], *, answer: list[str], **_: Any) -> list[float]:
-    r"""1 if the final number of the completion equals the answer, else 0: after "####", or in \boxed{}, or the last."""
-    pairs = [(_final_number(c), _final_number(a)) for c, a in zip(completions, _known(answer), strict=True)]
+def number(
+    prompts: list[str], completions: list[str], *, answer: list[str], **_: Any
+) -> list[float]:
+    r"""1 if the final number of the completion equals the answer, else 0:
+
+    after "####", or in \boxed{}, or the last.
+    """
+    pairs = [
+        (_final_number(c), _final_number(a))
+        for c, a in zip(completions, _known(answer), strict=True)
+    ]
     return [float(found is not None and found == right) for found, right in pairs]
 
 
 def _known(answers: list[Any]) -> list[str]:
     if None in answers:
         raise ValueError(
-            f"the answer of completion {answers.index(None)} is None: leave rows without an answer out of the data set."
+            f"the answer of completion {answers.index(None)} is None: leave rows without an answer"
+            " out of the data set."
         )
     return answers
 
@@ -71,12 +85,15 @@ def resolve(name: str) -> RewardFunction:
     if name in REWARDS:
         return REWARDS[name]
     if ":" not in name:
-        raise ValueError(f"rewards={name!r}: it must be one of {', '.join(REWARDS)}, or module:function.")
+        raise ValueError(
+            f"rewards={name!r}: it must be one of {', '.join(REWARDS)}, or module:function."
+        )
     try:
         function = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"rewards={name!r} cannot be imported ({error}): check the module path and the function's name."
+            f"rewards={name!r} cannot be imported ({error}): check the module path and the"
+            " function's name."
         ) from error
     return function
 
@@ -86,15 +103,24 @@ class RewardModel:
 
     def __init__(self, path: str, device: torch.device) -> None:
         self.pipeline = require("transformers").pipeline(
-            "text-classification", model=path, device=device, batch_size=32, function_to_apply="none"
+            "text-classification",
+            model=path,
+            device=device,
+            batch_size=32,
+            function_to_apply="none",
         )
         config = self.pipeline.model.config
         tokenizer = self.pipeline.tokenizer
         if config.num_labels != 1:
-            raise ValueError(f"reward_model={path!r} has {config.num_labels} outputs: use a classifier with num_labels=1.")
+            raise ValueError(
+                f"reward_model={path!r} has {config.num_labels} outputs: use a classifier with"
+                " num_labels=1."
+            )
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
-        config.pad_token_id = tokenizer.pad_token_id  # by which the classifier finds the last real token
+        config.pad_token_id = (
+            tokenizer.pad_token_id
+        )  # by which the classifier finds the last real token
 
     def __call__(self, prompts: list[str], completions: list[str], **_: Any) -> list[float]:
         texts = [p + c for p, c in zip(prompts, completions, strict=True)]
@@ -117,8 +143,10 @@ class Asked(NamedTuple):
 
 
 def pair(prompt: str, completion: str) -> str:
-    """A prompt and its completion, as lines that follow what is said of them: what is no printable character, such as the end of a
-    line or a terminal's commands, as its escape, and the beginning of a long text."""
+    """A prompt and its completion, as lines that follow what is said of them: what is no printable
+    character, such as the end of a line or a terminal's commands, as its escape, and the beginning
+    of a long text.
+    """
     return f"\n  prompt     {prompt[:SHOWN]!r}\n  completion {completion[:SHOWN]!r}"
 
 
@@ -127,34 +155,47 @@ def name_of(function: RewardFunction) -> str:
 
 
 def call(function: RewardFunction, asked: Asked) -> list[float | list[float]]:
-    """A function's rewards, one for each completion; without completions it is not called. Raises RuntimeError where it raises,
-    ValueError for what it must not return; both name the function, the second shows the completion with its prompt."""
+    """A function's rewards, one for each completion; without completions it is not called. Raises
+    RuntimeError where it raises, ValueError for what it must not return; both name the function,
+    the second shows the completion with its prompt.
+    """
     name = name_of(function)
     count = len(asked.completions)
     if not count:
         return []
     try:
-        values = function(asked.prompts, asked.completions, completion_ids=asked.tokens, **asked.columns)
+        values = function(
+            asked.prompts, asked.completions, completion_ids=asked.tokens, **asked.columns
+        )
         values = list(values) if isinstance(values, Iterable) else values
     except Exception as error:
         raise RuntimeError(f"reward {name} raised {type(error).__name__}: {error}") from error
     if not isinstance(values, list):
-        raise ValueError(f"reward {name} returned {_told(values)}: return a list, with an entry for each completion.")
+        raise ValueError(
+            f"reward {name} returned {_told(values)}: return a list, with an entry for each"
+            " completion."
+        )
     if len(values) != count:
-        raise ValueError(f"reward {name} returned {len(values)} values for {count} completions: return one for each.")
+        raise ValueError(
+            f"reward {name} returned {len(values)} values for {count} completions: return one for"
+            " each."
+        )
     rewards = []
     for i, value in enumerate(values):
         try:
             rewards.append(_checked(value, len(asked.tokens[i])))
         except ValueError as error:
             raise ValueError(
-                f"reward {name} returned for completion {i} {error}{pair(asked.prompts[i], asked.completions[i])}"
+                f"reward {name} returned for completion {i}"
+                f" {error}{pair(asked.prompts[i], asked.completions[i])}"
             ) from None
     return rewards
 
 
 def _checked(value: Any, length: int) -> float | list[float]:
-    """What a function returned for a completion of `length` tokens, as a number or a list of numbers, NaN where no step ends."""
+    """What a function returned for a completion of `length` tokens, as a number or a list of
+    numbers, NaN where no step ends.
+    """
     if not isinstance(value, (list, tuple)):
         return _number(value, "return a finite number, or a list of process rewards.")
     if len(value) != length:
@@ -184,13 +225,20 @@ def _told(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Scores:
-    """The rewards of the completions of all ranks, by K functions: B completions, T tokens in the longest."""
+    """The rewards of the completions of all ranks, by K functions:
+
+    B completions, T tokens in the longest.
+    """
 
     names: list[str]  # [K], each once
     weights: list[float]  # [K]
     lengths: list[int]  # [B]: tokens
-    each: Tensor  # [K, B]; of process rewards, the sum over steps. The first decides whether a prompt counts as solved
-    steps: list[Tensor | None]  # [K]: process rewards [B, T], NaN where no step ends; None of those that give outcomes
+    # [K, B]; of process rewards, the sum over steps. The first decides whether a prompt counts as
+    # solved
+    each: Tensor
+    steps: list[
+        Tensor | None
+    ]  # [K]: process rewards [B, T], NaN where no step ends; None of those that give outcomes
     texts: list[str]  # of the completions of this rank alone, as reward functions see them
 
     @property
@@ -200,50 +248,81 @@ class Scores:
 
     def summary(self, group_size: int) -> dict[str, float]:
         totals = self.totals
-        told = {f"reward/{name}": x.mean().item() for name, x in zip(self.names, self.each, strict=True)}
+        told = {
+            f"reward/{name}": x.mean().item() for name, x in zip(self.names, self.each, strict=True)
+        }
         return (told if len(told) > 1 else {}) | {
             "reward": totals.mean().item(),
             "reward_std": totals.std(unbiased=False).item(),
-            "zero_variance_groups": zero_variance(totals, group_size=group_size).float().mean().item(),
+            "zero_variance_groups": (
+                zero_variance(totals, group_size=group_size).float().mean().item()
+            ),
             "completion_length": sum(self.lengths) / len(self.lengths),
         }
 
-    def advantages(self, estimate: Any, of_steps: Any, *, group_size: int, **known: Tensor) -> Tensor:
-        """[B], or [B, T] where the estimator is one of tokens or there are process rewards. `estimate` and `of_steps` are
-        entries of `estimators.ADVANTAGES`, `known` what they need beside the rewards.
+    def advantages(
+        self, estimate: Any, of_steps: Any, *, group_size: int, **known: Tensor
+    ) -> Tensor:
+        """[B], or [B, T] where the estimator is one of tokens or there are process rewards.
+        `estimate` and `of_steps` are entries of `estimators.ADVANTAGES`, `known` what they need
+        beside the rewards.
 
-        Outcome rewards are added with their weights. Process rewards follow DeepSeekMath (arXiv 2402.03300, section 4.1.3): all
-        step rewards of a group are normalised together, and the advantage of a token is the sum of the normalised rewards of the
-        steps that end at it or later; times the weight, it is added to the outcome's advantage."""
+        Outcome rewards are added with their weights. Process rewards follow DeepSeekMath (arXiv
+        2402.03300, section 4.1.3): all step rewards of a group are normalised together, and the
+        advantage of a token is the sum of the normalised rewards of the steps that end at it or
+        later; times the weight, it is added to the outcome's advantage.
+        """
         outcomes = [k for k, steps in enumerate(self.steps) if steps is None]
         weights = [self.weights[k] for k in outcomes]
         columns = self.each[outcomes]
-        rewards = weighted_sum(columns.unbind(), weights) if outcomes else torch.zeros_like(self.each[0])
+        rewards = (
+            weighted_sum(columns.unbind(), weights) if outcomes else torch.zeros_like(self.each[0])
+        )
         known["mask"] = torch.arange(max(self.lengths)) < torch.tensor(self.lengths)[:, None]
-        total = estimate(Evidence(rewards, group_size=group_size, columns=columns.T, reward_weights=weights, **known))
+        total = estimate(
+            Evidence(
+                rewards, group_size=group_size, columns=columns.T, reward_weights=weights, **known
+            )
+        )
         for weight, steps in zip(self.weights, self.steps, strict=True):
             if steps is not None:
                 total = total[:, None] if total.dim() == 1 else total
-                total = total + weight * of_steps(Evidence(rewards, group_size=group_size, steps=steps))
+                total = total + weight * of_steps(
+                    Evidence(rewards, group_size=group_size, steps=steps)
+                )
         return total
 
 
-def score(functions: list[RewardFunction], weights: list[float], asked: Asked, ranks: Ranks) -> Scores:
+def score(
+    functions: list[RewardFunction], weights: list[float], asked: Asked, ranks: Ranks
+) -> Scores:
     """The scores of a whole batch, of which each rank asks about its completions."""
-    of_ranks = ranks.together(lambda: [[len(ids) for ids in asked.tokens], *(call(f, asked) for f in functions)])
-    lengths, *values = ([x for part in parts for x in part] for parts in zip(*of_ranks, strict=True))
+    of_ranks = ranks.together(
+        lambda: [[len(ids) for ids in asked.tokens], *(call(f, asked) for f in functions)]
+    )
+    lengths, *values = (
+        [x for part in parts for x in part] for parts in zip(*of_ranks, strict=True)
+    )
     names = [name_of(f) for f in functions]
-    names = [name if name not in names[:k] else f"{name}#{names[:k].count(name) + 1}" for k, name in enumerate(names)]
+    names = [
+        name if name not in names[:k] else f"{name}#{names[:k].count(name) + 1}"
+        for k, name in enumerate(names)
+    ]
     each = list[Tensor]()
     steps = list[Tensor | None]()
     for name, rewards in zip(names, values, strict=True):
         lists = sum(isinstance(r, list) for r in rewards)
         if lists not in (0, len(rewards)):
             raise ValueError(
-                f"reward {name} returned numbers for some completions and lists for others: return one kind for all."
+                f"reward {name} returned numbers for some completions and lists for others: return"
+                " one kind for all."
             )
         rows = [torch.tensor(r, dtype=torch.float64) for r in rewards]
-        table = pad_sequence(rows, batch_first=True, padding_value=math.nan) if lists else torch.stack(rows)
+        table = (
+            pad_sequence(rows, batch_first=True, padding_value=math.nan)
+            if lists
+            else torch.stack(rows)
+        )
         each.append(table.nansum(1) if lists else table)
         steps.append(table if lists else None)
     return Scores(names, weights, lengths, torch.stack(each), steps, asked.completions)

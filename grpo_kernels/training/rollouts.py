@@ -1,6 +1,8 @@
-"""Completions of the policy, sampled, scored and cut into micro-batches: each process does so with its share of the prompts.
+"""Completions of the policy, sampled, scored and cut into micro-batches: each process does so with
+its share of the prompts.
 
-Shape suffixes: B completions, P prompt width, T completion width, V vocabulary."""
+Shape suffixes: B completions, P prompt width, T completion width, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def left_pad(prompts: list[list[int]], pad_id: int, device: torch.device) -> tup
     """(ids [B, P], attention [B, P] bool)"""
     ids = [torch.tensor(prompt, device=device) for prompt in prompts]
     padded = partial(pad_sequence, batch_first=True, padding_side="left")
-    return padded(ids, padding_value=pad_id), padded([torch.ones_like(x, dtype=torch.bool) for x in ids])
+    return padded(ids, padding_value=pad_id), padded(
+        [torch.ones_like(x, dtype=torch.bool) for x in ids]
+    )
 
 
 @torch.no_grad()
@@ -44,14 +48,16 @@ def sample(
     wanted: Callable[[bool], bool] = bool,
     **how: Any,
 ) -> Completions:
-    """`group_size` completions of each prompt, those of one prompt side by side, with the temperature and cuts of `draw`, and
-    its sets.
+    """`group_size` completions of each prompt, those of one prompt side by side, with the
+    temperature and cuts of `draw`, and its sets.
 
-    uniform   [max_new_tokens, B]: numbers in [0, 1) that choose the tokens. None: torch's own generator.
-    wanted    called after each token with whether a completion goes on: whether to make another forward. Ranks that have
-              to make the same number of forwards ask each other here.
+    uniform   [max_new_tokens, B]: numbers in [0, 1) that choose the tokens. None: torch's own
+              generator.
+    wanted    called after each token with whether a completion goes on: whether to make another
+              forward. Ranks that have to make the same number of forwards ask each other here.
 
-    Each prompt runs through the model once; its cache is then repeated for the group."""
+    Each prompt runs through the model once; its cache is then repeated for the group.
+    """
     device = next(model.parameters()).device
     training = model.training
     model.eval()
@@ -93,15 +99,21 @@ def sample(
 def draw(
     logits: Tensor, uniform: Tensor, copies: int, temperature: float = 1.0, **cuts: Any
 ) -> tuple[Tensor, Tensor, TokenSets | None]:
-    """`copies` ids per row of logits [R, V], side by side: B = R * copies ids, each where the cumulative probability passes its
-    number of `uniform`, temperature 0 is greedy; their log-probs; and the sets of ids that top_p, top_k and min_p among `cuts`
-    left, in the order of vLLM, None if nothing is cut off."""
+    """`copies` ids per row of logits [R, V], side by side: B = R * copies ids, each where the
+    cumulative probability passes its number of `uniform`, temperature 0 is greedy; their log-probs;
+    and the sets of ids that top_p, top_k and min_p among `cuts` left, in the order of vLLM, None if
+    nothing is cut off.
+    """
     if temperature == 0:
         greedy = logits.argmax(-1).repeat_interleave(copies)
         return greedy, torch.zeros(len(greedy), device=logits.device), None
     sets = TokenSets.from_logits(logits, temperature=temperature, **cuts)
     cut = sets.empty_rows == 0
-    ids = sets.padded().long() if cut else torch.arange(logits.shape[-1], device=logits.device).expand_as(logits)
+    ids = (
+        sets.padded().long()
+        if cut
+        else torch.arange(logits.shape[-1], device=logits.device).expand_as(logits)
+    )
     if cut:
         logits = logits.gather(-1, ids.clamp(min=0)).masked_fill(ids < 0, -torch.inf)
     probs = (logits.float() / temperature).softmax(-1)
@@ -117,8 +129,10 @@ def draw(
 
 
 def by_completion(steps: list[TokenSets], mask: Tensor, padding: int) -> TokenSets | None:
-    """Sets of B rows for each of T steps, as those of the B * T tokens of a batch. Behind its end a completion has nothing but
-    padding, which is then the only id of its set: no row stands for the whole vocabulary. None if there are no sets."""
+    """Sets of B rows for each of T steps, as those of the B * T tokens of a batch. Behind its end a
+    completion has nothing but padding, which is then the only id of its set: no row stands for the
+    whole vocabulary. None if there are no sets.
+    """
     if not steps:
         return None
     count, width = mask.shape
@@ -142,28 +156,50 @@ class Rollouts:
 
     def __post_init__(self) -> None:
         self.weights = self.config.reward_weights or [1.0] * len(self.rewards)
-        # Every id that ends a completion: the tokenizer's, and those of the generation config (a chat model has several).
-        configured = getattr(getattr(self.policy.model, "generation_config", None), "eos_token_id", None)
-        ids = {*(configured if isinstance(configured, list) else [configured]), self.tokenizer.eos_token_id} - {None}
+        # Every id that ends a completion: the tokenizer's, and those of the generation config (a
+        # chat model has several).
+        configured = getattr(
+            getattr(self.policy.model, "generation_config", None), "eos_token_id", None
+        )
+        ids = {
+            *(configured if isinstance(configured, list) else [configured]),
+            self.tokenizer.eos_token_id,
+        } - {None}
         if not ids:
             raise ValueError(
-                "eos_token_id is None in the tokenizer and the generation config: set one, or completions never end."
+                "eos_token_id is None in the tokenizer and the generation config: set one, or"
+                " completions never end."
             )
         self.ends = sorted(ids)
 
-    def sample(self, rows: list[Row], group_size: int, generator: torch.Generator | None = None, **options: Any) -> Completions:
-        """Completions of this rank's share of the rows, sampled with `options` of `sample`. The generator, the same on all ranks,
-        draws for all rows, so that what is sampled does not depend on how many processes sample. Without replay the sets are not
-        recorded."""
+    def sample(
+        self,
+        rows: list[Row],
+        group_size: int,
+        generator: torch.Generator | None = None,
+        **options: Any,
+    ) -> Completions:
+        """Completions of this rank's share of the rows, sampled with `options` of `sample`. The
+        generator, the same on all ranks, draws for all rows, so that what is sampled does not
+        depend on how many processes sample. Without replay the sets are not recorded.
+        """
         share = self.ranks.share(len(rows))
         size = (self.config.max_new_tokens, len(rows), group_size)
         draws = torch.rand(size, dtype=torch.float64, device=self.ranks.device, generator=generator)
         # A rank without prompts makes the forwards of the others all the same.
         some, count = (share, len(rows[share])) if rows[share] else (slice(1), 0)
-        how = dict(options, group_size=group_size, max_new_tokens=size[0], ends=self.ends, uniform=draws[:, some].flatten(1))
+        how = dict(
+            options,
+            group_size=group_size,
+            max_new_tokens=size[0],
+            ends=self.ends,
+            uniform=draws[:, some].flatten(1),
+        )
         how["wanted"] = self.ranks.any if self.policy.sharded else bool
         with self.policy.autocast(self.config.dtype):
-            drawn = self.policy.without_gradients(partial(sample, **how), [row["prompt_ids"] for row in rows[some]])
+            drawn = self.policy.without_gradients(
+                partial(sample, **how), [row["prompt_ids"] for row in rows[some]]
+            )
             drawn = drawn[: count * group_size]
         return drawn if self.config.replays else replace(drawn, kept=None)
 
@@ -171,7 +207,11 @@ class Rollouts:
         """The scores of the completions of all rows, those of other ranks too."""
         repeated = [row for row in rows[self.ranks.share(len(rows))] for _ in range(group_size)]
         tokens = completions.tokens
-        columns = {name: [row[name] for row in repeated] for name in rows[0] if name not in ("prompt", "prompt_ids")}
+        columns = {
+            name: [row[name] for row in repeated]
+            for name in rows[0]
+            if name not in ("prompt", "prompt_ids")
+        }
         texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in tokens]
         asked = Asked([row["prompt"] for row in repeated], texts, tokens, columns)
         return score(self.rewards, self.weights, asked, self.ranks)
@@ -182,13 +222,22 @@ class Rollouts:
         return totals.repeat_interleave(self.config.group_size)
 
     def evaluate(self, rows: list[Row]) -> dict[str, Any]:
-        """Held-out prompts, one completion each. "accuracy": the share to which the first reward function gives at least 1, and
-        in words what that counts; "eval_reward": the mean of all rewards."""
-        began, size, config, found = time.perf_counter(), self.config.prompts_per_step * self.config.group_size, self.config, []
+        """Held-out prompts, one completion each. "accuracy": the share to which the first reward
+        function gives at least 1, and in words what that counts; "eval_reward": the mean of all
+        rewards.
+        """
+        began, size, config, found = (
+            time.perf_counter(),
+            self.config.prompts_per_step * self.config.group_size,
+            self.config,
+            [],
+        )
         for at in range(0, len(rows), size):
             some = rows[at : at + size]
             generator = torch.Generator(self.ranks.device).manual_seed(config.seed + at)
-            scores = self.score(some, self.sample(some, 1, generator, temperature=config.eval_temperature), 1)
+            scores = self.score(
+                some, self.sample(some, 1, generator, temperature=config.eval_temperature), 1
+            )
             found.append(torch.stack([(scores.each[0] >= 1).double(), scores.totals]))
         accuracy, reward = torch.cat(found, 1).mean(1).tolist()
         counts = f"{name_of(self.rewards[0])} >= 1, {len(rows)} prompts"
@@ -200,7 +249,10 @@ class Rollouts:
 
 
 def pieces(rows: Tensor, size: int, ranks: Ranks) -> list[Tensor]:
-    """`rows` cut into pieces of `size` (0: all), as many on every rank as on the one that has the most; those beyond are empty."""
+    """`rows` cut into pieces of `size` (0:
+
+    all), as many on every rank as on the one that has the most; those beyond are empty.
+    """
     counts = ranks.gather(len(rows))
     size = size or max(counts)
     return [rows[at : at + size] for at in range(0, max(counts), size)]
@@ -210,16 +262,21 @@ def pieces(rows: Tensor, size: int, ranks: Ranks) -> list[Tensor]:
 Part = tuple[Completions, TokenBatch]
 
 
-def micro_batches(completions: Completions, batch: TokenBatch, config: TrainConfig, ranks: Ranks) -> tuple[list[Part], float]:
-    """Parts of `config.micro_batch` completions, as many on every rank; and the share of completions that was left out because
-    nothing pulls at them."""
+def micro_batches(
+    completions: Completions, batch: TokenBatch, config: TrainConfig, ranks: Ranks
+) -> tuple[list[Part], float]:
+    """Parts of `config.micro_batch` completions, as many on every rank; and the share of
+    completions that was left out because nothing pulls at them.
+    """
     assert batch.mask is not None and batch.advantages is not None
     total = len(completions.ids)
     kept = torch.arange(total, device=completions.ids.device)
     if config.drop_zero_variance:
         has_gradient = (batch.advantages.reshape(total, -1) != 0).any(1)
         if not ranks.any(bool(has_gradient.any())):
-            has_gradient[0] = ranks.main  # an update of nothing is still one: the optimizer's averages decay
+            has_gradient[0] = (
+                ranks.main
+            )  # an update of nothing is still one: the optimizer's averages decay
         kept = kept[has_gradient]
     parts = []
     for rows in pieces(kept, config.micro_batch, ranks):
@@ -229,7 +286,9 @@ def micro_batches(completions: Completions, batch: TokenBatch, config: TrainConf
             mask = torch.zeros_like(batch.mask[:1])
         weights = None if batch.weights is None else batch.weights[rows]
         some = completions[rows]
-        of_loss = TokenBatch(some.targets, batch.advantages[rows], mask=mask, weights=weights, kept=some.kept)
+        of_loss = TokenBatch(
+            some.targets, batch.advantages[rows], mask=mask, weights=weights, kept=some.kept
+        )
         parts.append((some, of_loss))
     counts, totals = zip(*ranks.gather((len(kept), total)), strict=True)
     return parts, 1 - sum(counts) / sum(totals)

@@ -1,9 +1,12 @@
-"""What a run keeps on disk, and how it stops: the folder that belongs to it, its checkpoints, the state in them, and signals.
+"""What a run keeps on disk, and how it stops: the folder that belongs to it, its checkpoints, the
+state in them, and signals.
 
-A checkpoint is a file `step-00000120.pt`, a zip archive with a checksum of each record, as torch writes it. It is written under
-another name and renamed, so a file with the right name was complete when it appeared. It is on the disk, with its name, before an
-older one is removed: a crash at any moment costs nothing that was complete. It knows how long the files of metrics and samples
-were; a resumed run cuts them there."""
+A checkpoint is a file `step-00000120.pt`, a zip archive with a checksum of each record, as torch
+writes it. It is written under another name and renamed, so a file with the right name was complete
+when it appeared. It is on the disk, with its name, before an older one is removed: a crash at any
+moment costs nothing that was complete. It knows how long the files of metrics and samples were; a
+resumed run cuts them there.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,9 @@ WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class OutputFolder:
-    """`config.out`, which belongs to this run from `take` to `release`, or until its process ends, even by a crash."""
+    """`config.out`, which belongs to this run from `take` to `release`, or until its process ends,
+    even by a crash.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -50,16 +55,23 @@ class OutputFolder:
         self.lock = filelock.FileLock(path / ".lock", blocking=False, thread_local=False)
 
     def take(self, resume: bool) -> None:
-        """Make the folder, and find out now rather than at the first checkpoint that it cannot be written, that another run
-        writes there, or that it holds a run which this one does not continue."""
+        """Make the folder, and find out now rather than at the first checkpoint that it cannot be
+        written, that another run writes there, or that it holds a run which this one does not
+        continue.
+        """
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self.hold()
         except OSError as error:
-            raise ValueError(f"out={str(self.path)!r} cannot be written ({error}): choose another folder.") from error
+            raise ValueError(
+                f"out={str(self.path)!r} cannot be written ({error}): choose another folder."
+            ) from error
         if not resume and (listed(self.checkpoints) or (self.path / "metrics.jsonl").exists()):
             self.release()
-            raise ValueError(f"out={str(self.path)!r} holds a run: continue it with resume, or choose another folder.")
+            raise ValueError(
+                f"out={str(self.path)!r} holds a run: continue it with resume, or choose another"
+                " folder."
+            )
 
     def hold(self) -> None:
         """Lock the folder against other runs."""
@@ -68,12 +80,20 @@ class OutputFolder:
                 self.lock.acquire()
         except filelock.Timeout as error:
             raise ValueError(
-                f"out={str(self.path)!r} is in use by another run: wait for that run to end, or choose another folder."
+                f"out={str(self.path)!r} is in use by another run: wait for that run to end, or"
+                " choose another folder."
             ) from error
-        except (NotImplementedError, OSError) as error:  # a file system without locks, unless it says something else
+        except (
+            NotImplementedError,
+            OSError,
+        ) as error:  # a file system without locks, unless it says something else
             if getattr(error, "errno", errno.ENOSYS) not in WITHOUT_LOCKS:
                 raise
-            print(f"out={str(self.path)!r} is not safe from a second run: it cannot be locked ({error})", file=sys.stderr)
+            print(
+                f"out={str(self.path)!r} is not safe from a second run: it cannot be locked"
+                f" ({error})",
+                file=sys.stderr,
+            )
 
     def release(self) -> None:
         self.lock.release()
@@ -92,7 +112,9 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> None:
     final = draft.rename(folder / f"step-{step:08d}.pt")
     descriptor = os.open(folder, os.O_RDONLY)
     with contextlib.suppress(OSError):  # a file system that does not do that for folders
-        os.fsync(descriptor)  # before the older ones go: a crash of the machine must not leave neither
+        os.fsync(
+            descriptor
+        )  # before the older ones go: a crash of the machine must not leave neither
     os.close(descriptor)
     # Newer ones than this were passed over by the run that writes it: they are damaged.
     good = [path for path in listed(folder) if path <= final]
@@ -104,8 +126,10 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> None:
 
 
 def load_newest(folder: Path) -> dict[str, Any]:
-    """The newest intact checkpoint, {} if there is none at all. Those passed over are told; where there is nothing else, and where
-    checkpoints have another form, ValueError: a fresh start would drop them."""
+    """The newest intact checkpoint, {} if there is none at all. Those passed over are told; where
+    there is nothing else, and where checkpoints have another form, ValueError: a fresh start would
+    drop them.
+    """
     for path in reversed(listed(folder)):
         try:
             return read(path)
@@ -113,17 +137,22 @@ def load_newest(folder: Path) -> dict[str, Any]:
             print(f"checkpoint passed over: {path}: {error}", file=sys.stderr)
     if any(folder.glob("step-*")):
         raise ValueError(
-            f"{str(folder)!r} holds damaged checkpoints only, or those of another version: mend or remove them, or choose another folder."
+            f"{str(folder)!r} holds damaged checkpoints only, or those of another version: mend or"
+            " remove them, or choose another folder."
         )
     return {}
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The state in a checkpoint. Raises whatever error the file leads to where it is not what `save` wrote."""
+    """The state in a checkpoint.
+
+    Raises whatever error the file leads to where it is not what `save` wrote.
+    """
     with zipfile.ZipFile(path) as archive:
         if archive.testzip() is not None:
             raise ValueError("a record of the file does not match its checksum")
-    # The checksums say that the file is the one written; weights_only keeps it from being a program.
+    # The checksums say that the file is the one written; weights_only keeps it from being a
+    # program.
     state = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(state, dict) or f"step-{state.get('step'):08d}" != path.stem:
         raise ValueError("the file does not hold a run of that step")
@@ -140,7 +169,10 @@ def listed(folder: Path) -> list[Path]:
 
 @dataclass
 class Saved:
-    """The parts of a run that have a state. Its checkpoints are read by runs of any number of processes and either layout."""
+    """The parts of a run that have a state.
+
+    Its checkpoints are read by runs of any number of processes and either layout.
+    """
 
     config: TrainConfig
     folder: OutputFolder
@@ -152,8 +184,9 @@ class Saved:
     newest: int = 0  # step of which there is a checkpoint
 
     def save(self, step: int, rng: dict[str, Any], sizes: dict[str, int]) -> None:
-        """A checkpoint of the run after `step` steps, where the shared random generators were at `rng` and the files of its log had
-        these sizes."""
+        """A checkpoint of the run after `step` steps, where the shared random generators were at
+        `rng` and the files of its log had these sizes.
+        """
         state = {
             "step": step,
             "policy": self.policy.state(self.optimizer),
@@ -163,12 +196,16 @@ class Saved:
             "sizes": sizes,
             "config": asdict(self.config),
         }
-        self.ranks.on_main(lambda: save(self.folder.checkpoints, step, state, self.config.keep_checkpoints))
+        self.ranks.on_main(
+            lambda: save(self.folder.checkpoints, step, state, self.config.keep_checkpoints)
+        )
         self.newest = step
 
     def restore(self) -> tuple[int, dict[str, Any], dict[str, int]]:
-        """Continue from the newest intact checkpoint: model, optimizer, reference, random states. Returns what `save` was given, or
-        where there is no checkpoint 0, the random states of now and no sizes."""
+        """Continue from the newest intact checkpoint: model, optimizer, reference, random states.
+        Returns what `save` was given, or where there is no checkpoint 0, the random states of now
+        and no sizes.
+        """
         whole = {}  # on rank 0, which alone reads
 
         def read() -> dict[str, Any]:
@@ -193,7 +230,9 @@ class Saved:
         return self.newest, rng, small["sizes"]
 
     def tell_changes(self, before: dict[str, Any]) -> None:
-        """Say which options are others than those of the run that goes on, unless they change no step."""
+        """Say which options are others than those of the run that goes on, unless they change no
+        step.
+        """
         free = set(FREE_TO_CHANGE)
         if self.config.lr_schedule != "constant":
             free -= {"steps"}
@@ -202,19 +241,28 @@ class Saved:
         now = asdict(self.config)
         changed = [name for name in before if name not in free and before[name] != now.get(name)]
         if changed:
-            print(f"resuming with other values of {', '.join(changed)}: not the run that was interrupted", file=sys.stderr)
+            print(
+                f"resuming with other values of {', '.join(changed)}: not the run that was"
+                " interrupted",
+                file=sys.stderr,
+            )
 
     def check_space(self) -> None:
-        """Room for one checkpoint more than are kept (a new one is whole before an old one goes) and for the model."""
+        """Room for one checkpoint more than are kept (a new one is whole before an old one goes)
+        and for the model.
+        """
         models = [each.model for each in (self.policy, self.reference) if each is not None]
-        model, *frozen = (sum(p.nbytes for p in each.parameters()) for each in models)  # of shards: the whole
+        model, *frozen = (
+            sum(p.nbytes for p in each.parameters()) for each in models
+        )  # of shards: the whole
         more = max(self.config.keep_checkpoints + 1 - len(listed(self.folder.checkpoints)), 1)
         needed = model + more * (3 * model + sum(frozen))  # AdamW has two moments
         free = shutil.disk_usage(self.folder.path).free
         if free < needed:
             raise ValueError(
-                f"out={str(self.folder.path)!r} has {free / 1e6:.0f} MB free, and the run writes up to {needed / 1e6:.0f} MB: "
-                "make room, lower keep_checkpoints, or choose another folder."
+                f"out={str(self.folder.path)!r} has {free / 1e6:.0f} MB free, and the run writes up"
+                f" to {needed / 1e6:.0f} MB: make room, lower keep_checkpoints, or choose another"
+                " folder."
             )
 
     def save_model(self, tokenizer: Any) -> None:
@@ -228,14 +276,20 @@ class Saved:
         self.ranks.on_main(write)
 
 
-# ---- random numbers that everybody in a process shares: a model may use them, and reward functions do
+# ---- random numbers that everybody in a process shares: a model may use them, and reward functions
+# do
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
     """Of torch, Python and NumPy, as plain numbers and tensors, which a checkpoint can hold."""
     kind, keys, *rest = require("numpy").random.get_state()
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": (kind, keys.tolist(), *rest), "cuda": cuda}
+    return {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (kind, keys.tolist(), *rest),
+        "cuda": cuda,
+    }
 
 
 def set_random_state(states: dict[str, Any], device: torch.device) -> None:
@@ -251,7 +305,9 @@ def set_random_state(states: dict[str, Any], device: torch.device) -> None:
 
 @contextlib.contextmanager
 def stop_after_step() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM, so that the step at hand ends whole; a second signal, `ECHO` seconds later, acts at once."""
+    """Collects SIGINT and SIGTERM, so that the step at hand ends whole; a second signal, `ECHO`
+    seconds later, acts at once.
+    """
     received = list[int]()
     first = math.inf  # when the first one came
     before: dict[signal.Signals, Any] = {}
@@ -265,7 +321,10 @@ def stop_after_step() -> Iterator[list[int]]:
         received.append(number)
         if len(received) == 1:
             first = time.monotonic()  # another signal may arrive before this line
-            print(f"stopping after this step; once more after {ECHO:.0f} s to stop now", file=sys.stderr)
+            print(
+                f"stopping after this step; once more after {ECHO:.0f} s to stop now",
+                file=sys.stderr,
+            )
         elif time.monotonic() - first > ECHO:
             restore()
             signal.raise_signal(number)

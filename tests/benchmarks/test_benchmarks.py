@@ -1,6 +1,8 @@
-"""What would make a figure of the benchmarks wrong: a contender that computes something else, one that is missing without a
-reason, times that are not those of a run, limits that are none, inputs that hide an error; figures of other code or of another
-machine, and tables and pictures that show something else. Shapes are tiny, and torch.compile runs in eager mode."""
+"""What would make a figure of the benchmarks wrong: a contender that computes something else, one
+that is missing without a reason, times that are not those of a run, limits that are none, inputs
+that hide an error; figures of other code or of another machine, and tables and pictures that show
+something else. Shapes are tiny, and torch.compile runs in eager mode.
+"""
 
 from __future__ import annotations
 
@@ -49,12 +51,18 @@ def tiny(contract="logits", dtype=FP32, **changes):
     """32 rows, 512 columns, and a width of 128 where there are hidden states."""
     own = {"step": {"layers": 1}, "trees": {"shared": 0.5}}.get(contract, {})
     hidden = None if contract.startswith("logits") else 128
-    return Cell(**{"contract": contract, "rows": 32, "vocab": 512, "dtype": dtype, "hidden": hidden} | own | changes)
+    return Cell(
+        **{"contract": contract, "rows": 32, "vocab": 512, "dtype": dtype, "hidden": hidden}
+        | own
+        | changes
+    )
 
 
 def quickly(cell, candidates=None, **how):
     """{provider: its row}, and the whole cell under ""."""
-    cell = measure(cell, "cpu", candidates=candidates, **{"seconds": 0.0, "least": 1, "memory": False} | how)
+    cell = measure(
+        cell, "cpu", candidates=candidates, **{"seconds": 0.0, "least": 1, "memory": False} | how
+    )
     return {row["name"]: row for row in cell["providers"]} | {"": cell}
 
 
@@ -76,7 +84,10 @@ def fail(failure=None):
 
 
 def one_row(factor):
-    """A row of usual size scaled. In 8192 rows of 16 bits, four lost rows would change the norm by half of the limit only."""
+    """A row of usual size scaled.
+
+    In 8192 rows of 16 bits, four lost rows would change the norm by half of the limit only.
+    """
 
     def change(found):
         gradient = found["d_logits"]
@@ -90,7 +101,10 @@ WRONG = {
     "a row of zeros": {"change": one_row(0.0)},
     "a row of NaN": {"change": one_row(math.nan)},
     "k1 for k3": {
-        "loss": lambda p, b, cell: policy_loss(p, b, replace(cell, contract="hidden")) + cell.beta * (p - b.ref_logps).mean()
+        "loss": lambda p, b, cell: (
+            policy_loss(p, b, replace(cell, contract="hidden"))
+            + cell.beta * (p - b.ref_logps).mean()
+        )
     },
     "a gradient by 1 %": {"change": lambda found: found | {"d_logits": 1.01 * found["d_logits"]}},
     "a loss by 0.001": {"change": lambda found: found | {"loss": found["loss"] + 0.001}},
@@ -101,15 +115,20 @@ WRONG = {
 def test_a_contender_that_computes_something_else_shows_its_error_and_is_not_timed(dtype):
     """In 16 bits a small error is rounding."""
     every = [name for name in WRONG if dtype == FP32 or " by " not in name]
-    rows = quickly(tiny(dtype=dtype, rows=1024), [contender("right"), *(contender(x, **WRONG[x]) for x in every)])
+    rows = quickly(
+        tiny(dtype=dtype, rows=1024),
+        [contender("right"), *(contender(x, **WRONG[x]) for x in every)],
+    )
     assert rows["right"]["status"] == "ok" and rows["right"]["ms"] > 0
     for row in (rows[name] for name in every):
         assert row["status"] == "wrong" and "off by" in row["reason"] and "ms" not in row, row
 
 
 def test_errors_by_hand():
-    """Log-probs: the largest difference. The loss: by the scale. A gradient: relative, of all rows and of the worst, whose norm
-    counts as a fifth of the usual one at least. Where logits nearly agree, a row may be off by more."""
+    """Log-probs: the largest difference. The loss: by the scale. A gradient: relative, of all rows
+    and of the worst, whose norm counts as a fifth of the usual one at least. Where logits nearly
+    agree, a row may be off by more.
+    """
     d_x, norm = torch.tensor([[3.0, 4.0], [0.0, 5.0], [0.0, 0.1]]), 50.01**0.5
     want = {"loss": torch.ones(()), "logps": torch.zeros(3), "d_x": d_x}
     found = {
@@ -118,10 +137,15 @@ def test_errors_by_hand():
         "d_x": d_x * torch.tensor([[1.0], [1.0], [0.0]]),
     }
     off = errors(found, want, scale=2.0)
-    assert (off["loss"], off["logps"]) == (0.25, 0.25) and off["d_x"] == pytest.approx(0.1 / norm, rel=1e-5)
+    assert (off["loss"], off["logps"]) == (0.25, 0.25) and off["d_x"] == pytest.approx(
+        0.1 / norm, rel=1e-5
+    )
     assert off["d_x, worst row"] == pytest.approx(0.1 / (0.2 * norm / 3**0.5), rel=1e-5)
     for contract, most in (("logits", 0.3), ("logits-divergence", 0.6)):
-        gate = [outside_gate(tiny(contract, BF16), {"d_logits, worst row": x * most}) for x in (0.9, 1.1, math.nan)]
+        gate = [
+            outside_gate(tiny(contract, BF16), {"d_logits, worst row": x * most})
+            for x in (0.9, 1.1, math.nan)
+        ]
         assert [why is None for why in gate] == [True, False, False]
 
 
@@ -131,49 +155,83 @@ def test_errors_by_hand():
 def test_who_is_not_timed_has_a_reason():
     """A provider of another contract, as its name says, is timed and not checked."""
     expected = {
-        "raises": ("KeyError: 'no such thing'", {"change": lambda _: fail(KeyError("no such thing"))}),
+        "raises": (
+            "KeyError: 'no such thing'",
+            {"change": lambda _: fail(KeyError("no such thing"))},
+        ),
         "absent": ("pip install it", {"change": lambda _: fail(Unavailable("pip install it"))}),
         "elsewhere": ("runs on cuda only", {"devices": ("cuda",)}),
         "narrow": ("does not take float32", {"dtypes": (BF16,)}),
         "huge": ("would need 1000000 GB", {"memory": lambda cell: 1e15}),
         "known": ("broke CUDA", {}),
-        "other": ("", {"change": lambda found: found | {"loss": found["loss"] + 1}, "beside": True}),
+        "other": (
+            "",
+            {"change": lambda found: found | {"loss": found["loss"] + 1}, "beside": True},
+        ),
     }
-    rows = quickly(tiny(), [contender(name, **how) for name, (_, how) in expected.items()], known={"known": "broke CUDA"})
+    rows = quickly(
+        tiny(),
+        [contender(name, **how) for name, (_, how) in expected.items()],
+        known={"known": "broke CUDA"},
+    )
     text = details(rows.pop(""), markdown=False)
     for name, row in rows.items():
-        assert expected[name][0] in row.get("reason", "") and ("ms" in row) is (name == "other"), row
+        assert expected[name][0] in row.get("reason", "") and ("ms" in row) is (name == "other"), (
+            row
+        )
         assert name in text and row.get("reason", "") in text
 
 
 def test_eager_is_not_measured_in_place_of_missing_kernels(monkeypatch):
-    monkeypatch.setattr(machine.backends, "unavailable", lambda name: None if name == "eager" else "no compiler here")
+    monkeypatch.setattr(
+        machine.backends,
+        "unavailable",
+        lambda name: None if name == "eager" else "no compiler here",
+    )
     for contract in ("logits", "hidden", "kept", "divergence"):
-        rows = quickly(tiny(contract), [p for p in providers(contract) if p.name.startswith("grpo_kernels")])
+        rows = quickly(
+            tiny(contract), [p for p in providers(contract) if p.name.startswith("grpo_kernels")]
+        )
         for row in rows.pop("")["providers"]:
             eager = "eager backend" in row["name"]
-            assert row["status"] == ("ok" if eager else "skipped") and (eager or "no compiler here" in row["reason"]), row
+            assert row["status"] == ("ok" if eager else "skipped") and (
+                eager or "no compiler here" in row["reason"]
+            ), row
     with pytest.raises(SystemExit, match="cuda tensors do not run: no compiler here"):
         machine.require_kernels("cuda")
 
 
-@pytest.mark.parametrize("contract", [pytest.param(c, marks=pytest.mark.slow) if c == "step" else c for c in CONTRACTS])
+@pytest.mark.parametrize(
+    "contract", [pytest.param(c, marks=pytest.mark.slow) if c == "step" else c for c in CONTRACTS]
+)
 def test_every_provider_that_runs_here_is_right(contract, monkeypatch):
-    """And so are the reference results, which are computed some rows at a time. Providers are found by their file, and plans
-    name those that there are."""
+    """And so are the reference results, which are computed some rows at a time. Providers are found
+    by their file, and plans name those that there are.
+    """
     dtype = BF16 if contract in ("logits-forward", "hidden-frozen") else FP32
-    monkeypatch.setattr("benchmarks.cases.row_blocks", lambda cell, size, device: (slice(lo, lo + 8) for lo in range(0, 32, 8)))
+    monkeypatch.setattr(
+        "benchmarks.cases.row_blocks",
+        lambda cell, size, device: (slice(lo, lo + 8) for lo in range(0, 32, 8)),
+    )
     cell = quickly(tiny(contract, dtype, active=0.5)).pop("")
     for row in cell["providers"]:
         skipped = row["status"] == "skipped" and row["reason"]
-        own = row["name"].startswith(("grpo_kernels", "eager PyTorch", "torch.compile")) and "16-bit" not in row["name"]
+        own = (
+            row["name"].startswith(("grpo_kernels", "eager PyTorch", "torch.compile"))
+            and "16-bit" not in row["name"]
+        )
         assert row["status"] == "ok" or (skipped and not own), row
     assert contract == "step" or cell["limit"]["ms"] == min(
         row["ms"] for row in cell["providers"] if row.get("limit") and "ms" in row
     )
     known = [p.name for p in providers(contract)]
     assert len({*known}) == len(known) and known[0].startswith("grpo_kernels")
-    plans = [suite.plan(device, q) for suite in suites.SUITES.values() for device in ("cpu", "cuda") for q in (False, True)]
+    plans = [
+        suite.plan(device, q)
+        for suite in suites.SUITES.values()
+        for device in ("cpu", "cuda")
+        for q in (False, True)
+    ]
     for one in (one for plan in plans for one in plan if one.cell.contract == contract):
         assert any(x.startswith("grpo_kernels") for x in {*(one.only or known)} & {*known})
 
@@ -190,24 +248,50 @@ def test_broken_cuda_is_told_from_a_failure(monkeypatch):
 
 def test_a_limit_of_parts_is_the_sum_of_the_fastest_ways(monkeypatch):
     """And the ratio to the limit is that to the fastest of them."""
-    times = {"right": 66.0, "a, slow": 30.0, "a, fast": 10.0, "b, only": 20.0, "copy": 33.0, "b, broken": 1.0}
+    times = {
+        "right": 66.0,
+        "a, slow": 30.0,
+        "a, fast": 10.0,
+        "b, only": 20.0,
+        "copy": 33.0,
+        "b, broken": 1.0,
+    }
     found = {name: {"ms": ms, "p20": 1.0, "p80": 9.0, "runs": 5} for name, ms in times.items()}
-    monkeypatch.setattr(measuring, "interleaved", lambda runs, *_, **__: {name: found[name] for name in runs})
+    monkeypatch.setattr(
+        measuring, "interleaved", lambda runs, *_, **__: {name: found[name] for name in runs}
+    )
 
     def way(name):
         made = lambda case: fail() if "broken" in name else Run(lambda: None)  # noqa: E731
-        return Provider(name, ("logits",), made, limit=True, part=name.partition(",")[0] if "," in name else None)
+        return Provider(
+            name,
+            ("logits",),
+            made,
+            limit=True,
+            part=name.partition(",")[0] if "," in name else None,
+        )
 
     rows = quickly(tiny(), [contender("right"), *map(way, [*times][1:])])
-    assert rows[""]["limit"] == {"name": "products", "ms": 30.0} and rows["products"]["of"] == ["a, fast", "b, only"]
-    assert (ratio(rows[""], rows["right"]), rows["right"]["x_copy"], ratio(rows[""], rows["copy"])) == (2.2, 2.0, 1.1)
+    assert rows[""]["limit"] == {"name": "products", "ms": 30.0} and rows["products"]["of"] == [
+        "a, fast",
+        "b, only",
+    ]
+    assert (
+        ratio(rows[""], rows["right"]),
+        rows["right"]["x_copy"],
+        ratio(rows[""], rows["copy"]),
+    ) == (2.2, 2.0, 1.1)
 
 
 def test_a_limit_is_the_product_that_it_is_named_by():
     """Of the operand that was made for it, untimed."""
     case, seen = make_case(tiny("hidden"), "cpu"), set()
     h, w = case.hidden.detach(), case.weight.detach()
-    expected = {"logits": lambda _: h @ w.t(), "d_hidden": lambda d: d @ w, "d_weight": lambda d: d.t() @ h}
+    expected = {
+        "logits": lambda _: h @ w.t(),
+        "d_hidden": lambda d: d @ w,
+        "d_weight": lambda d: d.t() @ h,
+    }
     for limit in (p for p in providers("hidden") if p.part and "chunks" not in p.name):
         run = limit.make(case)
         (run.restore or (lambda: None))()
@@ -222,12 +306,20 @@ def test_a_limit_is_the_product_that_it_is_named_by():
 
 
 def test_old_log_probs_keep_away_from_the_clip_bounds():
-    """In 16 bits too, so that rounding cannot look like a wrong formula. As many sequences as asked for have an advantage."""
+    """In 16 bits too, so that rounding cannot look like a wrong formula.
+
+    As many sequences as asked for have an advantage.
+    """
     case = make_case(tiny("logits", BF16, rows=1024, active=0.125), "cpu")
-    off = case.logits.detach().double().log_softmax(-1).gather(1, case.batch.targets[:, None])[:, 0] - case.batch.old_logps
+    off = (
+        case.logits.detach().double().log_softmax(-1).gather(1, case.batch.targets[:, None])[:, 0]
+        - case.batch.old_logps
+    )
     assert all((off - math.log(1 + bound)).abs().min() > 0.05 for bound in (-CLIP[0], CLIP[1]))
     assert all(x.float().mean() > 0.15 for x in (off.abs() < 0.15, off > 0.15, off < -0.15))
-    assert (case.batch.advantages.view(16, 64) != 0).sum(1).sort().values.tolist() == [0] * 14 + [64] * 2
+    assert (case.batch.advantages.view(16, 64) != 0).sum(1).sort().values.tolist() == [0] * 14 + [
+        64
+    ] * 2
 
 
 # ---- clocks, memory and counters
@@ -242,19 +334,30 @@ def clock(monkeypatch):
 
 
 def test_rounds_are_interleaved_rotated_and_timed_alone(clock):
-    """A warm-up, then three rounds. What is restored before a run is not timed; a time is the median, with quantiles."""
+    """A warm-up, then three rounds.
+
+    What is restored before a run is not timed; a time is the median, with quantiles.
+    """
     order = []
-    lengths = {"a": [99.0, 10.0, 40.0, 20.0], "b": [99.0, 5.0, 5.0, 5.0], "c": [99.0, 7.0, 8.0, 9.0]}
+    lengths = {
+        "a": [99.0, 10.0, 40.0, 20.0],
+        "b": [99.0, 5.0, 5.0, 5.0],
+        "c": [99.0, 7.0, 8.0, 9.0],
+    }
 
     def spend(name, ms):
         order.append(name)
         clock[0] += ms / 1e3
 
     runs = {name: lambda name=name: spend(name, lengths[name].pop(0)) for name in lengths}
-    found = harness.interleaved(runs, "cpu", lambda name: spend(name.upper(), 1e5), seconds=0.0, least=3)
+    found = harness.interleaved(
+        runs, "cpu", lambda name: spend(name.upper(), 1e5), seconds=0.0, least=3
+    )
     assert "".join(order) == "AaBbCc" + "BbCcAa" + "CcAaBb" + "AaBbCc"
     assert [one["ms"] for one in found.values()] == pytest.approx([20.0, 5.0, 8.0])
-    assert (found["a"]["p20"], found["a"]["p80"], found["a"]["runs"]) == pytest.approx((14.0, 32.0, 3))
+    assert (found["a"]["p20"], found["a"]["p80"], found["a"]["runs"]) == pytest.approx(
+        (14.0, 32.0, 3)
+    )
 
 
 def test_on_cuda_the_cache_is_flushed_first_and_only_the_run_is_timed(clock, monkeypatch):
@@ -270,14 +373,28 @@ def test_on_cuda_the_cache_is_flushed_first_and_only_the_run_is_timed(clock, mon
 
     found = harness.interleaved({"one": run}, "cuda", seconds=0.0, least=1)["one"]
     calls = [name.removeprefix("cuda.").removeprefix("Event().") for name, *_ in log.mock_calls]
-    assert calls == 2 * ["zero_", "_sleep", "Event", "Event", "record", "run", "record", "synchronize", "elapsed_time"]
+    assert calls == 2 * [
+        "zero_",
+        "_sleep",
+        "Event",
+        "Event",
+        "record",
+        "run",
+        "record",
+        "synchronize",
+        "elapsed_time",
+    ]
     assert (found["ms"], found["host_ms"]) == (0.5, 250.0)
 
 
 def test_memory_is_that_of_the_run():
     size = 64 << 20
     for _ in range(2):  # memory freed before does not lower the second measurement
-        assert 0.9 * size < harness.peak_memory(lambda: torch.ones(size, dtype=torch.uint8), "cpu") < 1.5 * size
+        assert (
+            0.9 * size
+            < harness.peak_memory(lambda: torch.ones(size, dtype=torch.uint8), "cpu")
+            < 1.5 * size
+        )
     pieces = [bytearray(20000) for _ in range(2000)]
     last = bytearray(20000)  # above them on the heap: what is freed below stays with malloc
     del pieces
@@ -293,7 +410,9 @@ def test_new_graphs_and_kernels_are_counted_and_torch_compile_has_not_seen_the_s
     with torch.compiler.set_stance("default"):
         for rows in (32, 48, 64):
             with harness.compilations() as count:
-                knobs.compilation.listener(src=None, metadata={}, metadata_group={}, times=None, cache_hit=False)
+                knobs.compilation.listener(
+                    src=None, metadata={}, metadata_group={}, times=None, cache_hit=False
+                )
                 quickly(tiny(rows=rows), [compiled])
             assert count() == 2, rows
     assert knobs.compilation.listener is former
@@ -303,13 +422,18 @@ def test_new_graphs_and_kernels_are_counted_and_torch_compile_has_not_seen_the_s
 
 
 class Planned:
-    """A suite of two cells whose measurement is replaced: `log` records the cells that were requested."""
+    """A suite of two cells whose measurement is replaced:
+
+    `log` records the cells that were requested.
+    """
 
     def __init__(self, monkeypatch, out):
         self.out, self.cells = out, [Cell("logits", 32, 512, dtype) for dtype in (FP32, BF16)]
         self.log = []
         self.failure = None  # raised at the second cell
-        monkeypatch.setattr(suites.Suite, "plan", lambda *_: [suites.Planned(cell) for cell in self.cells])
+        monkeypatch.setattr(
+            suites.Suite, "plan", lambda *_: [suites.Planned(cell) for cell in self.cells]
+        )
         monkeypatch.setattr(suites, "measure", self.measure)
 
     def measure(self, cell, device, known=None, only=None, **how):
@@ -338,13 +462,17 @@ def test_a_cell_is_measured_again_when_what_it_depends_on_has_changed(planned, m
     assert planned() == [6, 7] and planned(quick=True) == [8, 9]
     here = machine.machine("cpu") | {"threads": "other"}
     monkeypatch.setattr(suites, "machine", lambda device: here)
-    assert planned() == [10, 11] and all(one["machine"] == here for one in (planned.record, *planned.record["cells"]))
+    assert planned() == [10, 11] and all(
+        one["machine"] == here for one in (planned.record, *planned.record["cells"])
+    )
 
 
 def test_files_and_cells_have_the_commit(planned, monkeypatch):
     monkeypatch.setattr(results, "commit", lambda: "abc-dirty")
     assert planned() == [1, 2]
-    assert [one["commit"] for one in (planned.record, *planned.record["cells"])] == ["abc-dirty"] * 3
+    assert [one["commit"] for one in (planned.record, *planned.record["cells"])] == [
+        "abc-dirty"
+    ] * 3
 
 
 def test_a_commit_says_whether_tracked_files_have_changed(tmp_path):
@@ -354,7 +482,12 @@ def test_a_commit_says_whether_tracked_files_have_changed(tmp_path):
 
     def git(*arguments):
         who = ("-c", "user.name=a", "-c", "user.email=a@b")
-        return subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], check=True, capture_output=True, text=True).stdout
+        return subprocess.run(
+            ["git", "-C", str(tmp_path), *who, *arguments],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
 
     result, code = tmp_path / "benchmarks" / "results" / "a.json", tmp_path / "code.py"
     result.parent.mkdir(parents=True)
@@ -386,8 +519,16 @@ def test_a_loaded_machine_is_warned_of(load, said, monkeypatch, capsys, tmp_path
 
 
 def test_the_code_is_every_file_that_a_figure_depends_on():
-    counted = {path.relative_to(results.ROOT).as_posix() for pattern in results.SOURCES for path in results.ROOT.glob(pattern)}
-    assert {"benchmarks/measure.py", "benchmarks/providers/ours.py", "grpo_kernels/batch.py"} <= counted
+    counted = {
+        path.relative_to(results.ROOT).as_posix()
+        for pattern in results.SOURCES
+        for path in results.ROOT.glob(pattern)
+    }
+    assert {
+        "benchmarks/measure.py",
+        "benchmarks/providers/ours.py",
+        "grpo_kernels/batch.py",
+    } <= counted
     assert "benchmarks/tables.py" not in counted and any(name.endswith(".cpp") for name in counted)
 
 
@@ -420,7 +561,9 @@ def test_a_provider_that_breaks_cuda_is_left_out_the_next_time(planned, monkeypa
     assert [known for _, known, _ in planned.log] == [{}, {}, lost, lost, {}, {}]
 
 
-def test_the_command_measures_with_current_kernels_only_and_ends_with_the_promise(monkeypatch, capsys):
+def test_the_command_measures_with_current_kernels_only_and_ends_with_the_promise(
+    monkeypatch, capsys
+):
     stale = []
     monkeypatch.setattr(machine, "advice", lambda facts: stale)
     for unmeasured, promise in (([], (False, "broken")), (["hidden: no room"], (True, "kept"))):
@@ -444,7 +587,11 @@ AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}
         ("AMD EPYC, family 26", AVX512, "amd-epyc-family-26-avx512bf16"),
         ("Intel(R) Xeon(R) Platinum 8488C", AVX512 | {"amx_tile", "amx_bf16"}, "intel-xeon-amx"),
         ("Intel(R) Xeon(R) Processor @ 2.70GHz", AVX512, "intel-xeon-avx512bf16"),
-        ("12th Gen Intel(R) Core(TM) i7-12700K, family 6", {"avx2", "fma"}, "intel-core-family-6-avx2"),
+        (
+            "12th Gen Intel(R) Core(TM) i7-12700K, family 6",
+            {"avx2", "fma"},
+            "intel-core-family-6-avx2",
+        ),
         ("aarch64", set(), "aarch64"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
@@ -466,14 +613,23 @@ EAGER, TRL, OURS = "eager PyTorch", "TRL fused head + loss", "grpo_kernels"
     ],
 )  # fmt: skip
 def test_a_promise_is_broken_by_what_pytorch_would_do_sooner(name, ms, rows, kept, tmp_path):
-    """Of a cell in which the others take 10 ms, and eager PyTorch 5 where our own eager backend is beside it."""
+    """Of a cell in which the others take 10 ms, and eager PyTorch 5 where our own eager backend is
+    beside it.
+    """
     record = results.load(next(RESULTS.glob("*/hidden.json")))
     right = {"status": "ok", "p20": 9.0, "p80": 11.0, "runs": 5, "errors": {"loss": 0.0}}
     times = {OURS: 10.0, EAGER: 5.0 if "backend" in name else 10.0, TRL: 10.0} | {name: ms}
-    cell = record["cells"][0] | {"rows": rows, "providers": [right | {"name": x, "ms": ms} for x, ms in times.items()]}
+    cell = record["cells"][0] | {
+        "rows": rows,
+        "providers": [right | {"name": x, "ms": ms} for x, ms in times.items()],
+    }
     results.save(tmp_path / "a" / "hidden.json", record | {"cells": [cell]})
     found, text = report.promise(tmp_path, "a")
-    assert found is kept and (rows == 64 or "none of 0 cells" in text) and ("2.00 times as long" in text) is not kept
+    assert (
+        found is kept
+        and (rows == 64 or "none of 0 cells" in text)
+        and ("2.00 times as long" in text) is not kept
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -482,13 +638,23 @@ def test_of_every_machine_that_was_measured_the_promise_is_kept_and_the_front_ha
     assert kept and "none of 0" not in text, text
     *asked, strongest, weakest = report.asked(RESULTS, kind).values()
     ratios = [x.ratio for x in report.standings(RESULTS, kind)]
-    answers = {"nvidia-h100-80gb-hbm3": 3, "amd-epyc-avx512bf16": 0}.get(kind, 4)  # the suites that were measured
-    assert sum(map(len, asked)) == answers and [strongest[0].ratio, weakest[0].ratio] == [max(ratios), min(ratios)]
-    assert {results.load(path)["machine"]["kind"] for path in MEASURED if path.parent.name == kind} == {kind}
+    answers = {"nvidia-h100-80gb-hbm3": 3, "amd-epyc-avx512bf16": 0}.get(
+        kind, 4
+    )  # the suites that were measured
+    assert sum(map(len, asked)) == answers and [strongest[0].ratio, weakest[0].ratio] == [
+        max(ratios),
+        min(ratios),
+    ]
+    assert {
+        results.load(path)["machine"]["kind"] for path in MEASURED if path.parent.name == kind
+    } == {kind}
 
 
 def test_pages_and_pictures_show_what_was_measured(monkeypatch):
-    """No figure was typed or forgotten: `python -m benchmarks.report --check`. The description of a picture holds its numbers."""
+    """No figure was typed or forgotten:
+
+    `python -m benchmarks.report --check`. The description of a picture holds its numbers.
+    """
     plots = pytest.importorskip("benchmarks.plots", reason="matplotlib is not installed")
     assert len(plots.pictures(RESULTS)) > 15 and report.stale() == []
     monkeypatch.setattr(report, "front", lambda folder: "")

@@ -1,10 +1,12 @@
-"""The C++ backend keeps its lead over plain PyTorch, and the eager backend takes at most 5 % longer: ratios within one process,
-never absolute times.
+"""The C++ backend keeps its lead over plain PyTorch, and the eager backend takes at most 5 %
+longer: ratios within one process, never absolute times.
 
-The contenders are those of `doctor`, in turns, and the best run of each counts: other work on the machine only adds to a time,
-and more to the longer one. The factors are below the smallest ratio seen with twice as many busy processes as cores. From logits
-they are above the ratio that remains if the eager backend runs instead or, in fp32, if the logits are copied once more (into
-fresh memory, as is every allocation of this size on Linux)."""
+The contenders are those of `doctor`, in turns, and the best run of each counts: other work on the
+machine only adds to a time, and more to the longer one. The factors are below the smallest ratio
+seen with twice as many busy processes as cores. From logits they are above the ratio that remains
+if the eager backend runs instead or, in fp32, if the logits are copied once more (into fresh
+memory, as is every allocation of this size on Linux).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from grpo_kernels.diagnosis.step import Step, contenders, timed
 ROUNDS = 10
 CPU, THREADS = torch.device("cpu"), torch.get_num_threads()  # before any test has set it
 
-pytestmark = pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="beside another process of tests nothing is timed")
+pytestmark = pytest.mark.skipif(
+    "PYTEST_XDIST_WORKER" in os.environ, reason="beside another process of tests nothing is timed"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +47,10 @@ def poisoned_memory():
     ],
 )  # fmt: skip
 def test_a_loss_and_its_gradient_is_faster_than_plain_pytorch(name, backend, dtype, factor):
-    """The eager backend takes at most 5 % longer than the code that it replaces, as the README says. A busy machine gets six times
-    as many rounds, because more rounds can only lower the best time."""
+    """The eager backend takes at most 5 % longer than the code that it replaces, as the README
+    says. A busy machine gets six times as many rounds, because more rounds can only lower the best
+    time.
+    """
     level, hidden = ("hidden", 64) if "linear" in name else ("logits", None)
     plain, *others = contenders(Step(level, 64, hidden, 151936, dtype), backend, CPU)
     (ours,) = (one for one in others if one.name == name)

@@ -1,5 +1,6 @@
-"""The functions under autograd: second backwards, memory handed over, written in place or shared with the caller, modes without
-gradients, loss scales."""
+"""The functions under autograd: second backwards, memory handed over, written in place or shared
+with the caller, modes without gradients, loss scales.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def same(found, expected):
 @each_dtype
 @each
 def test_a_second_backward_is_right_or_refused(name, dtype, backend):
-    """The gradient of a loss is handed over once, except in fp16, where it is made in the backward."""
+    """The gradient of a loss is handed over once, except in fp16, where it is made in the
+    backward.
+    """
     call = ready(name, backend, dtype)
     values = call.values()
     first = call.gradients(values, retain_graph=True)
@@ -73,7 +76,10 @@ def test_there_are_no_second_derivatives_and_no_forward_mode(name, backend):
         torch.autograd.grad(squares, call.leaves, create_graph=True)
     for enabled in (True, False):
         with torch.set_grad_enabled(enabled), torch.autograd.forward_ad.dual_level():
-            dual = [torch.autograd.forward_ad.make_dual(x.detach(), torch.ones_like(x)) for x in call.leaves]
+            dual = [
+                torch.autograd.forward_ad.make_dual(x.detach(), torch.ones_like(x))
+                for x in call.leaves
+            ]
             with pytest.raises((NotImplementedError, RuntimeError)):
                 call.values(*dual)
 
@@ -107,7 +113,14 @@ def test_without_gradients_the_values_are_the_same(name, backend):
 @each
 def test_inputs_are_not_modified(name, dtype, backend):
     call = ready(name, backend, dtype)
-    given = dict(enumerate(call.leaves)) | call.p.fields | {"targets": call.p.targets, "temperature": call.p.temperature}
+    given = (
+        dict(enumerate(call.leaves))
+        | call.p.fields
+        | {
+            "targets": call.p.targets,
+            "temperature": call.p.temperature,
+        }
+    )
     tensors = {str(key): x for key, x in given.items() if isinstance(x, Tensor)}
     unchanged, versions = snapshot(**tensors), [x._version for x in tensors.values()]
     call.gradients()
@@ -118,7 +131,10 @@ def test_inputs_are_not_modified(name, dtype, backend):
 @each_dtype
 @of_logits
 def test_a_gradient_in_place_lies_in_the_memory_of_the_logits(name, dtype, backend):
-    expected, call = ready(name, backend, dtype).gradients(), ready(name, backend, dtype, inplace=True)
+    expected, call = (
+        ready(name, backend, dtype).gradients(),
+        ready(name, backend, dtype, inplace=True),
+    )
     logits, seen = call.leaves[0] * 1.0, []
     address, version = logits.data_ptr(), logits._version
     logits.register_hook(lambda g: seen.append(g.data_ptr()))
@@ -128,7 +144,9 @@ def test_a_gradient_in_place_lies_in_the_memory_of_the_logits(name, dtype, backe
 
 @of_logits
 def test_logits_that_were_overwritten_cannot_be_trained_on(name, backend):
-    """Another use of the same logits is right beside a call out of place, and raises after one in place."""
+    """Another use of the same logits is right beside a call out of place, and raises after one in
+    place.
+    """
     for inplace in (False, True):
         call = ready(name, backend, inplace=inplace)
         logits = call.leaves[0] * 1.0
@@ -166,16 +184,30 @@ def test_a_leaf_is_not_overwritten_by_its_gradient(name, backend):
 
 @pytest.mark.parametrize("objective", ["dapo", "gspo"])
 @each
-def test_fp16_keeps_gradients_that_only_a_loss_scale_brings_into_its_range(name, objective, backend):
+def test_fp16_keeps_gradients_that_only_a_loss_scale_brings_into_its_range(
+    name, objective, backend
+):
     """What GradScaler does: without the scale the gradient of the logits would underflow."""
     loss = name.startswith("loss")
     small, scale = 1.0 if loss else 1e-6, 2.0**16
-    changes = {"objective": objective, "normalizer": 3e6 if "logits" in name else 3e4, "given": "column"} if loss else {}
-    call, wide = ready(name, backend, "float16", **changes), ready(name, "eager", "float16", **changes)
-    found, wide.leaves = call.gradients(scale=small * scale), [x.detach().float().requires_grad_() for x in call.leaves]
+    changes = (
+        {"objective": objective, "normalizer": 3e6 if "logits" in name else 3e4, "given": "column"}
+        if loss
+        else {}
+    )
+    call, wide = (
+        ready(name, backend, "float16", **changes),
+        ready(name, "eager", "float16", **changes),
+    )
+    found, wide.leaves = (
+        call.gradients(scale=small * scale),
+        [x.detach().float().requires_grad_() for x in call.leaves],
+    )
     for x, y in zip(found, wide.gradients(), strict=True):
         large = y.abs() > 1e-2 * y.abs().max()
-        torch.testing.assert_close(x[large].double(), y[large].double() * (small * scale), rtol=1e-2, atol=0)
+        torch.testing.assert_close(
+            x[large].double(), y[large].double() * (small * scale), rtol=1e-2, atol=0
+        )
         assert "hidden" in name or (y[large].abs() * small).min() < 2.0**-14
 
 
@@ -212,7 +244,9 @@ IN_PLACE = [
 def test_in_place_over_what_is_read_is_refused(name, make):
     memory = torch.rand(B, T, V + 8) + 0.5
     before = memory.clone()
-    with pytest.raises(ValueError, match=f"inplace=True, but logits shares memory with {re.escape(name)}: "):
+    with pytest.raises(
+        ValueError, match=f"inplace=True, but logits shares memory with {re.escape(name)}: "
+    ):
         make(memory)
     assert same_bits(memory, before)
 
@@ -222,7 +256,11 @@ def test_in_place_over_what_is_read_is_refused(name, make):
 
 def with_memory(kept, backend, objective="dapo", into=None):
     """A loss from hidden states with memory for the weight's gradient, or without."""
-    return Call(Recipe(source="hidden", objective=objective, kept=kept, seed=4), backend=backend, weight_grad=into)
+    return Call(
+        Recipe(source="hidden", objective=objective, kept=kept, seed=4),
+        backend=backend,
+        weight_grad=into,
+    )
 
 
 def memory():
@@ -232,9 +270,14 @@ def memory():
 @pytest.mark.parametrize("into", [True, False], ids=["weight_grad", "autograd"])
 @pytest.mark.parametrize("kept", ["all", "none"])
 def test_hidden_states_that_change_before_the_backward(kept, into, backend):
-    """The backward over candidate sets reads them again, which autograd refuses; a fused loss has its gradient already."""
+    """The backward over candidate sets reads them again, which autograd refuses; a fused loss has
+    its gradient already.
+    """
     total = memory()
-    expected, call = with_memory(kept, backend).gradients()[1], with_memory(kept, backend, into=total if into else None)
+    expected, call = (
+        with_memory(kept, backend).gradients()[1],
+        with_memory(kept, backend, into=total if into else None),
+    )
     hidden, weight = call.leaves[0] * 1.0, call.leaves[1]
     loss = call.values(hidden, weight)["loss"]
     with torch.no_grad():
@@ -251,8 +294,9 @@ def test_hidden_states_that_change_before_the_backward(kept, into, backend):
 @pytest.mark.parametrize("name", ["dapo", "gspo"])
 @pytest.mark.parametrize("kept", ["some", "none"])
 def test_megatrons_main_grad(kept, name, backend):
-    """The flag is set, and autograd's gradient is a placeholder, of zeros where an embedding shares the weight. Other memory sets
-    no flag."""
+    """The flag is set, and autograd's gradient is a placeholder, of zeros where an embedding shares
+    the weight. Other memory sets no flag.
+    """
     expected = with_memory(kept, backend, name).gradients()[1]
     for shared, other in ((False, False), (True, False), (False, True)):
         total = memory()
@@ -270,12 +314,20 @@ def test_megatrons_main_grad(kept, name, backend):
 
 
 def test_a_large_gradient_over_many_ids_is_zero_elsewhere(backend):
-    """In memory that an earlier gradient has left, which is used again where many rows are to be written."""
+    """In memory that an earlier gradient has left, which is used again where many rows are to be
+    written.
+    """
     lists = [list(range(i, 140_000, 7 * 20)) for i in range(20)]
     batch = TokenBatch(torch.arange(20), torch.ones(20), kept=TokenSets.from_lists(lists))
     hidden, weight = torch.randn(20, 64), torch.zeros(140_000, 64, requires_grad=True)  # 36 MB
     for _ in range(2):
-        linear_grpo_loss(hidden, weight, batch, Objective.preset("dapo"), options=Options(backend=backend)).loss.backward()
-        assert weight.grad is not None and weight.grad[:20].any(1).all() and not weight.grad.view(-1, 140, 64)[:, 20:].any()
+        linear_grpo_loss(
+            hidden, weight, batch, Objective.preset("dapo"), options=Options(backend=backend)
+        ).loss.backward()
+        assert (
+            weight.grad is not None
+            and weight.grad[:20].any(1).all()
+            and not weight.grad.view(-1, 140, 64)[:, 20:].any()
+        )
         weight.grad.fill_(1.0)
         weight.grad = None

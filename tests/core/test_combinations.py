@@ -1,6 +1,9 @@
-"""Calls in which every two values of two axes meet (see support/recipes.py), against float64, on every executor.
+"""Calls in which every two values of two axes meet (see support/recipes.py), against float64, on
+every executor.
 
-Behind `slow`: every three values of three axes. Behind `nightly`: random calls, as many as GRPO_KERNELS_FUZZ says."""
+Behind `slow`: every three values of three axes. Behind `nightly`: random calls, as many as
+GRPO_KERNELS_FUZZ says.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,12 @@ MANY = int(os.environ.get("GRPO_KERNELS_FUZZ", "2000"))
 EXECUTORS = executors()
 LOGPS = Recipe(door="logprobs")
 ITSELF = Recipe(objective="dapo, exact", other="itself", inplace=True, seed=1)
-#: Recipes, each with all combinations of the values of some axes: rows with and without sets beside a second stream; sets, and a
-#: factor that the backward brings; real vocabularies, and more rows than a dimension of a grid has; sets of one to thousands of
-#: ids; a frozen head, whose log-probs have their gradient made in the forward; impossible logits, those at the ends of a dtype
-#: and, from hidden states, beyond fp16; a teacher that is the same logits, which are overwritten; no rows, and no trained row;
-#: temperatures that are none at tokens that missing="mask" takes out.
+#: Recipes, each with all combinations of the values of some axes: rows with and without sets beside
+#: a second stream; sets, and a factor that the backward brings; real vocabularies, and more rows
+#: than a dimension of a grid has; sets of one to thousands of ids; a frozen head, whose log-probs
+#: have their gradient made in the forward; impossible logits, those at the ends of a dtype and,
+#: from hidden states, beyond fp16; a teacher that is the same logits, which are overwritten; no
+#: rows, and no trained row; temperatures that are none at tokens that missing="mask" takes out.
 TABLE = [
     (Recipe(objective="dapo, exact", kept="some", missing="full", other="near"), {"seed": (0, 1)}),
     (Recipe(kept="some", upstream=0.5), {"source": AXES["source"], "frozen": ("nothing", "hidden"), "objective": ("dapo", "gspo")}),
@@ -33,7 +37,8 @@ TABLE = [
     (replace(LOGPS, lengths=(1,), vocab=1_000_003), {}),
     (Recipe(mask="none", rows="shuffled", objective="dapo, exact", other="near", transform="softcap", dtype="float16", seed=283756), {"exact": ("reverse", "tv"), "vocab": (1, 2, 300), "spread": (3.0, 30.0), "source": AXES["source"]}),
     (Recipe(lengths=(9,), vocab=4000, kept="long"), {"door": ("loss", "logprobs"), "source": AXES["source"]}),
-    (Recipe(lengths=(200,), vocab=65, kept="long"), {"source": AXES["source"]}),  # with sets of the width of a group, 64
+    # with sets of the width of a group, 64
+    (Recipe(lengths=(200,), vocab=65, kept="long"), {"source": AXES["source"]}),
     (replace(LOGPS, source="hidden", frozen="weight"), {"also": ("nothing", "detached"), "rows": AXES["rows"]}),
     (LOGPS, {"extreme": ("absent", "ends"), "dtype": AXES["dtype"], "vocab": (7, 300, 9000)}),
     (replace(LOGPS, source="hidden", dtype="float16", spread=5e4), {"transform": ("none", "everything")}),
@@ -44,7 +49,11 @@ TABLE = [
       for lengths, layout in (((0,), "packed"), ((), "padded"), ((0, 0), "padded"), ((3, 2), "padded"))),
 ]  # fmt: skip
 PAIRS = covering()
-PAIRS += [replace(r, **dict(zip(axes, x, strict=True))) for r, axes in TABLE for x in product(*axes.values())]
+PAIRS += [
+    replace(r, **dict(zip(axes, x, strict=True)))
+    for r, axes in TABLE
+    for x in product(*axes.values())
+]
 
 
 @pytest.mark.parametrize("recipe", PAIRS, ids=str)
@@ -60,10 +69,14 @@ def test_room_is_small_where_numbers_are_plain():
     plain = [
         r
         for r in covering()
-        if (r.spread, r.dtype, r.width, r.extreme, r.transform) == (3.0, "float32", 8, "none", "none") and r.vocab > 2
+        if (r.spread, r.dtype, r.width, r.extreme, r.transform)
+        == (3.0, "float32", 8, "none", "none")
+        and r.vocab > 2
     ]
     rooms = [[x.values["logps"] for x in exact_of(r)] for r in plain]
-    assert len(rooms) > 10 and all((room <= 2e-4 * (1 + exact.abs())).all() for exact, room in rooms)
+    assert len(rooms) > 10 and all(
+        (room <= 2e-4 * (1 + exact.abs())).all() for exact, room in rooms
+    )
 
 
 @pytest.mark.slow
@@ -78,7 +91,9 @@ def test_triples(axis):
 def test_random_calls(name):
     rng = random.Random(os.environ.get("GRPO_KERNELS_FUZZ_SEED", "0"))
     with executor(name) as backend:
-        each((random_recipe(rng) for _ in range(MANY)), lambda recipe: check(recipe, backend=backend))
+        each(
+            (random_recipe(rng) for _ in range(MANY)), lambda recipe: check(recipe, backend=backend)
+        )
 
 
 def each(recipes, run):

@@ -1,4 +1,7 @@
-"""The functions under torch.compile, torch.func and torch.library's own checks: one graph, the same numbers."""
+"""The functions under torch.compile, torch.func and torch.library's own checks:
+
+one graph, the same numbers.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,8 @@ from support.recipes import KINDS, VIEWS, Recipe, legal, problem
 @pytest.fixture(autouse=True)
 def fresh_compiler():
     torch.compiler.reset()
-    # Graphs that were kept on disk know neither how operators have changed since, nor for which vectors they were made.
+    # Graphs that were kept on disk know neither how operators have changed since, nor for which
+    # vectors they were made.
     with torch.compiler.set_stance("default"), inductor.patch(fx_graph_cache=False):
         with functorch.patch(enable_autograd_cache=False):
             yield
@@ -49,10 +53,16 @@ def plain(**changes):
 #: What puts another program, other operators or another layout into a graph.
 GRAPHS = [
     *(
-        plain(objective=kind, source=("logits", "hidden")[i % 2], layout=("padded", "packed")[i // 2 % 2])
+        plain(
+            objective=kind,
+            source=("logits", "hidden")[i % 2],
+            layout=("padded", "packed")[i // 2 % 2],
+        )
         for i, kind in enumerate(KINDS[:7:2])
     ),
-    plain(objective="gspo", source="hidden", dtype="bfloat16", bias="plain", transform="everything"),
+    plain(
+        objective="gspo", source="hidden", dtype="bfloat16", bias="plain", transform="everything"
+    ),
     plain(objective="distillation", transform="per token"),
     plain(objective="dapo, k3", source="hidden", frozen="weight", bias="column"),
     plain(door="logprobs", also="entropy", transform="temperature"),
@@ -94,7 +104,9 @@ def test_inductor(recipe):
 # ---- torch.func
 
 
-@pytest.mark.parametrize("recipe", [r for r in GRAPHS + OUTSIDE if r.also != "detached" and r.bias == "none"], ids=str)
+@pytest.mark.parametrize(
+    "recipe", [r for r in GRAPHS + OUTSIDE if r.also != "detached" and r.bias == "none"], ids=str
+)
 def test_torch_func(recipe, backend):
     compare(problem(recipe), run(problem(recipe), backend=backend, call=by_func))
 
@@ -103,12 +115,16 @@ def test_torch_func(recipe, backend):
 
 
 def test_lengths_and_new_tensors_compile_nothing():
-    """One graph for the first shape, and one more for each dimension that changes. A new but equal objective, also one
-    that is made in the graph, a schedule of the temperature or another normaliser cause none."""
+    """One graph for the first shape, and one more for each dimension that changes. A new but equal
+    objective, also one that is made in the graph, a schedule of the temperature or another
+    normaliser cause none.
+    """
 
     def loss(logits, batch, objective, temperature, tokens):
         objective = objective or Objective.preset("dapo", numerics="trl")
-        return grpo_loss(logits, batch, objective, transform=LogitTransform(temperature), normalizer=tokens).loss
+        return grpo_loss(
+            logits, batch, objective, transform=LogitTransform(temperature), normalizer=tokens
+        ).loss
 
     packed, padded = [(n,) for n in (5, 7, 12, 3)], [(4, 5), (4, 7), (5, 9), (6, 4)]
     for shapes, graphs in ((packed, 2), (padded, 3)):
@@ -117,7 +133,9 @@ def test_lengths_and_new_tensors_compile_nothing():
         compiled = torch.compile(loss, fullgraph=True, backend=counter)
         for shape in shapes:
             old, mask = -2 - torch.rand(shape), torch.ones(shape, dtype=torch.bool)
-            batch = TokenBatch(torch.randint(17, shape), torch.randn(shape), old_logps=old, mask=mask)
+            batch = TokenBatch(
+                torch.randint(17, shape), torch.randn(shape), old_logps=old, mask=mask
+            )
             given = (
                 batch,
                 None if shapes is padded else Objective.preset("dapo"),
@@ -150,16 +168,26 @@ class Calls(TorchDispatchMode):
         return result
 
 
-OPERATORS = {name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("grpo_kernels::")}
+OPERATORS = {
+    name.partition("::")[2]
+    for name in torch._C._dispatch_get_all_op_names()
+    if name.startswith("grpo_kernels::")
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("view", ["whole", "transposed", "columns apart"])
 def test_opcheck(view, dtype):
-    """Of log-probs in a graph, forward and backward, from both sources: also that what a fake call says of
-    results, by which a compiler plans, is so."""
-    x, hidden, weight = (VIEWS[view](torch.randn(shape).to(dtype)) for shape in ((2, 3, 61), (2, 3, 8), (61, 8)))
-    given, targets = (rows_of_logits(x), rows_of_head(hidden.reshape(-1, 8), weight, torch.randn(61))), torch.randint(61, (6,))
+    """Of log-probs in a graph, forward and backward, from both sources: also that what a fake call
+    says of results, by which a compiler plans, is so.
+    """
+    x, hidden, weight = (
+        VIEWS[view](torch.randn(shape).to(dtype)) for shape in ((2, 3, 61), (2, 3, 8), (61, 8))
+    )
+    given, targets = (
+        (rows_of_logits(x), rows_of_head(hidden.reshape(-1, 8), weight, torch.randn(61))),
+        torch.randint(61, (6,)),
+    )
     with Calls() as calls:
         for stage, of_hidden in traced_stages("auto", dtype):
             tensors = [x.detach().requires_grad_() for x in (given[1] if of_hidden else [given[0]])]
@@ -167,6 +195,8 @@ def test_opcheck(view, dtype):
             (results[0].sum() + results[1].sum()).backward()
     assert {name for name, _ in calls.seen} == OPERATORS
     for name, arguments in calls.seen:
-        plain = torch.utils._pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, arguments)
+        plain = torch.utils._pytree.tree_map(
+            lambda x: x.detach() if isinstance(x, Tensor) else x, arguments
+        )
         found = torch.library.opcheck(getattr(torch.ops.grpo_kernels, name).default, plain)
         assert set(found.values()) == {"SUCCESS"}, (name, found)

@@ -75,7 +75,9 @@ def test_a_detached_entropy_has_no_gradient(has_sets, backend):
     logits = torch.randn(B, T, V, requires_grad=True)
     sets = TokenSets.from_lists([[0, 1, 2]] * (B * T)) if has_sets else None
     for entropy in (True, "detached"):
-        found = token_logprobs(logits, TARGETS, entropy=entropy, kept=sets, options=Options(backend))
+        found = token_logprobs(
+            logits, TARGETS, entropy=entropy, kept=sets, options=Options(backend)
+        )
         assert found.logps.requires_grad and found.entropy is not None
         assert found.entropy.requires_grad == (entropy is True)
 

@@ -1,4 +1,6 @@
-"""What a call costs: the products and the memory of what is frozen, what is allocated, and the peak from hidden states."""
+"""What a call costs: the products and the memory of what is frozen, what is allocated, and the
+peak from hidden states.
+"""
 
 from __future__ import annotations
 
@@ -34,22 +36,34 @@ ADVANTAGES = torch.tensor([1.3, -0.8, 2.0, 0.7, -1.1, 0.6, 0.0, -1.7])
 
 
 def leaves(*frozen):
-    made = {"hidden": torch.randn(B, T, H), "weight": torch.randn(V, H) / 10, "bias": torch.randn(V)}
+    made = {
+        "hidden": torch.randn(B, T, H),
+        "weight": torch.randn(V, H) / 10,
+        "bias": torch.randn(V),
+    }
     return {name: x.requires_grad_(name not in frozen) for name, x in made.items()}
 
 
 def batch(**fields):
     targets = torch.randint(V, (B, T))
-    given = {"mask": MASK, "old_logps": -6 + 0.1 * torch.randn(B, T), "ref_logps": -6 + 0.1 * torch.randn(B, T)}
+    given = {
+        "mask": MASK,
+        "old_logps": -6 + 0.1 * torch.randn(B, T),
+        "ref_logps": -6 + 0.1 * torch.randn(B, T),
+    }
     return TokenBatch(targets, ADVANTAGES, **{**given, **fields})
 
 
 def loss(x, objective, of=None, **options):
-    return linear_grpo_loss(x["hidden"], Head(x["weight"], x["bias"]), of or batch(), objective, **in_options(**options)).loss
+    return linear_grpo_loss(
+        x["hidden"], Head(x["weight"], x["bias"]), of or batch(), objective, **in_options(**options)
+    ).loss
 
 
 @pytest.mark.parametrize("layer", [1, 2])
-@pytest.mark.parametrize("frozen", [("weight",), ("hidden",), ("bias",), ("weight", "bias"), ("hidden", "bias")], ids=str)
+@pytest.mark.parametrize(
+    "frozen", [("weight",), ("hidden",), ("bias",), ("weight", "bias"), ("hidden", "bias")], ids=str
+)
 def test_what_is_frozen_costs_no_product_and_no_memory(frozen, layer, backend, monkeypatch):
     x, of = leaves(*frozen), batch(mask=None)
     rows = count_products(monkeypatch)
@@ -57,19 +71,30 @@ def test_what_is_frozen_costs_no_product_and_no_memory(frozen, layer, backend, m
         if layer == 2:
             loss(x, Objective.preset("dapo"), of, backend=backend).backward()
         else:
-            linear_logprobs(x["hidden"], Head(x["weight"], x["bias"]), of.targets, options=Options(backend=backend))[
-                0
-            ].sum().backward()
+            linear_logprobs(
+                x["hidden"],
+                Head(x["weight"], x["bias"]),
+                of.targets,
+                options=Options(backend=backend),
+            )[0].sum().backward()
     assert {name for name, leaf in x.items() if leaf.grad is None} == set(frozen)
-    assert ("hidden" in frozen) == (not rows["d_hidden"]) and ("weight" in frozen) == (not rows["d_weight"])
+    assert ("hidden" in frozen) == (not rows["d_hidden"]) and ("weight" in frozen) == (
+        not rows["d_weight"]
+    )
     shapes = {tuple(sorted(shape)) for shape in seen.shapes}
-    assert ((H, V) in shapes) == ("weight" not in frozen) and ((V,) in shapes) == ("bias" not in frozen)
-    assert ((B * T, H) in seen.shapes) == ("hidden" not in frozen), "all rows take part: the hidden states are not copied"
+    assert ((H, V) in shapes) == ("weight" not in frozen) and ((V,) in shapes) == (
+        "bias" not in frozen
+    )
+    assert ((B * T, H) in seen.shapes) == ("hidden" not in frozen), (
+        "all rows take part: the hidden states are not copied"
+    )
 
 
 @pytest.mark.parametrize("layer", [1, 2])
 def test_sixteen_bit_gradients_are_summed_in_fp32(layer, backend, monkeypatch):
-    """Over many chunks the error of the weight's gradient does not grow, fp32 memory is not rounded, and that of 16 bits once."""
+    """Over many chunks the error of the weight's gradient does not grow, fp32 memory is not
+    rounded, and that of 16 bits once.
+    """
     x, of, found = {name: leaf.detach().bfloat16() for name, leaf in leaves().items()}, batch(), []
     for rows, dtype in ((64, torch.float32), (2, torch.float32), (2, torch.bfloat16)):
         in_chunks(monkeypatch, rows)
@@ -80,12 +105,18 @@ def test_sixteen_bit_gradients_are_summed_in_fp32(layer, backend, monkeypatch):
             loss(mine, Objective.preset("reinforce"), of, options=options).backward()
         else:
             linear_logprobs(
-                mine["hidden"], Head(mine["weight"], mine["bias"]), of.targets, mask=MASK, options=options
+                mine["hidden"],
+                Head(mine["weight"], mine["bias"]),
+                of.targets,
+                mask=MASK,
+                options=options,
             ).logps.sum().backward()
         found.append(total.float())
     whole, chunks, rounded = found
     once = chunks.bfloat16().float()
-    assert (chunks - whole).abs().max() <= 2.0**-8 * whole.abs().max() and (chunks != once).float().mean() > 0.9
+    assert (chunks - whole).abs().max() <= 2.0**-8 * whole.abs().max() and (
+        chunks != once
+    ).float().mean() > 0.9
     assert (rounded - chunks).norm() <= 1.2 * (once - chunks).norm()
 
 
@@ -103,7 +134,9 @@ def test_a_temperature_on_a_view_makes_no_copy(entropy, backend, monkeypatch):
         return result, sorted(shape for shape in made.shapes if math.prod(shape) > 8 * 601)
 
     given = {"transform": transform, "options": Options(backend)}
-    (logps, _), forward = large(lambda: token_logprobs(leaf[:, :-1], targets, entropy=entropy, **given))
+    (logps, _), forward = large(
+        lambda: token_logprobs(leaf[:, :-1], targets, entropy=entropy, **given)
+    )
     assert forward == [] and large(lambda: logps.sum().backward())[1] == [(4, 8, 601), (4, 9, 601)]
     batch, objective, source = (
         TokenBatch(targets, torch.randn(4)),
@@ -165,8 +198,15 @@ def peaks():
     calls += [call(layer, "float32", SMALL, frozen=True) for layer in (1, 2)]
     calls += [call(2, "float32", n, backend="eager") for n in (SMALL, LARGE)]
     # Freed memory goes back at once, so that a second run shows its peak again.
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2]), *sys.path])
-    env = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    paths = os.pathsep.join(
+        [str(Path(__file__).parents[1]), str(Path(__file__).parents[2]), *sys.path]
+    )
+    env = {
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "65536",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": paths,
+    }
     asked = f"[{','.join(calls)}]"
     found = said([sys.executable, "-c", MEASURE], input=asked, env=os.environ | env)
     return dict(zip(calls, json.loads(found), strict=True))
@@ -180,9 +220,13 @@ def call(layer, dtype, n, **more):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layer", [1, 2])
 def test_the_peak_is_flat_in_the_number_of_rows(layer, dtype):
-    """Beyond the gradients one chunk of logits; for a 16-bit head also the block of it that is in fp32, and the next."""
+    """Beyond the gradients one chunk of logits; for a 16-bit head also the block of it that is in
+    fp32, and the next.
+    """
     held = CHUNK_BYTES if dtype == "float32" else 3 * CHUNK_BYTES
-    of_hidden = {n: 2 * 4 * n * WIDTH for n in (SMALL, LARGE)}  # its sum in fp32, then in the dtype of hidden
+    of_hidden = {
+        n: 2 * 4 * n * WIDTH for n in (SMALL, LARGE)
+    }  # its sum in fp32, then in the dtype of hidden
     beyond = {n: peaks()[call(layer, dtype, n)] - of_hidden[n] for n in (SMALL, LARGE)}
     assert abs(beyond[LARGE] - beyond[SMALL]) < 4 * MIB < 4 * VOCAB * (LARGE - SMALL) / 10
     assert HEAD_BYTES < beyond[LARGE] < HEAD_BYTES + held + 4 * MIB

@@ -1,5 +1,6 @@
-"""FusedLMHead: the same layer as before, with log-probs and losses in its forward, also with hooks that remove the weight. Tests on
-several ranks are in test_head_ranks.py."""
+"""FusedLMHead: the same layer as before, with log-probs and losses in its forward, also with hooks
+that remove the weight. Tests on several ranks are in test_head_ranks.py.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ from support.heads import OBJECTIVE, Case, H, Model, V, fused, gradients, make_b
 def rows(seed):
     """(hidden states, their batch)"""
     batch = make_batch(seed, [5, 2, 4])
-    return torch.randn(*batch.targets.shape, H, generator=torch.Generator().manual_seed(seed)), batch
+    return (
+        torch.randn(*batch.targets.shape, H, generator=torch.Generator().manual_seed(seed)),
+        batch,
+    )
 
 
 def assert_same_gradients(model, plain):
@@ -38,21 +42,37 @@ def test_three_ways_to_call(bias):
     whole = LogitTransform(0.7, softcap=3.0, scale=1.5)
     assert torch.equal(head(hidden), linear(hidden))
     found = head(hidden, batch.targets, mask=batch.mask, entropy="detached", temperature=0.7)
-    logps, entropy = linear_logprobs(*given, batch.targets, mask=batch.mask, transform=whole, entropy=True)
+    logps, entropy = linear_logprobs(
+        *given, batch.targets, mask=batch.mask, transform=whole, entropy=True
+    )
     assert torch.equal(found.entropy, entropy) and not found.entropy.requires_grad
     loss = head(hidden, batch, OBJECTIVE, temperature=0.7, normalizer=9.0, metrics=True)
     out = linear_grpo_loss(*given, batch, OBJECTIVE, transform=whole, normalizer=9.0)
-    assert loss.metrics.keys() == out.metrics.keys() and torch.equal(loss.metrics["kl"], out.metrics["kl"])
-    assert torch.equal(loss.logps, out.logps) and head(hidden, batch, OBJECTIVE, normalizer=9.0).metrics is None
+    assert loss.metrics.keys() == out.metrics.keys() and torch.equal(
+        loss.metrics["kl"], out.metrics["kl"]
+    )
+    assert (
+        torch.equal(loss.logps, out.logps)
+        and head(hidden, batch, OBJECTIVE, normalizer=9.0).metrics is None
+    )
     for mine, theirs in ((found.logps.sum(), logps.sum()), (loss.loss, out.loss)):
         assert torch.equal(mine, theirs)
-        for a, b in zip(torch.autograd.grad(mine, wanted), torch.autograd.grad(theirs, wanted), strict=True):
+        for a, b in zip(
+            torch.autograd.grad(mine, wanted), torch.autograd.grad(theirs, wanted), strict=True
+        ):
             assert torch.equal(a, b) and float(b.norm()) > 0
 
 
 def test_tied_and_frozen():
-    model, plain, batch = fused(Case("log-probs", tied=True)), Model(Case("logits", tied=True)), make_batch(3, [5, 2, 4])
-    assert len(list(model.parameters())) == len(list(plain.parameters())) and model.lm_head.weight is model.embedding.weight
+    model, plain, batch = (
+        fused(Case("log-probs", tied=True)),
+        Model(Case("logits", tied=True)),
+        make_batch(3, [5, 2, 4]),
+    )
+    assert (
+        len(list(model.parameters())) == len(list(plain.parameters()))
+        and model.lm_head.weight is model.embedding.weight
+    )
     assert model.state_dict().keys() == plain.state_dict().keys()
     for each in (model, plain):
         value_of(each(batch), batch).backward()
@@ -60,7 +80,11 @@ def test_tied_and_frozen():
     model.zero_grad()
     model.lm_head.weight.requires_grad_(False)
     value_of(model(batch), batch).backward()
-    assert model.lm_head.weight.grad is None and model.lm_head.bias.grad is not None and model.norm.weight.grad is not None
+    assert (
+        model.lm_head.weight.grad is None
+        and model.lm_head.bias.grad is not None
+        and model.norm.weight.grad is not None
+    )
 
 
 class Quantised(nn.Linear):
@@ -90,14 +114,19 @@ def test_heads_that_are_refused():
             FusedLMHead(head)
 
 
-@pytest.mark.parametrize("targets", [r".*(q_proj|lm_head)", "lm_head", ["q_proj", "lm_head"]], ids=str)
+@pytest.mark.parametrize(
+    "targets", [r".*(q_proj|lm_head)", "lm_head", ["q_proj", "lm_head"]], ids=str
+)
 @pytest.mark.parametrize("kind", ["LoraConfig", "OFTConfig"])
 def test_an_adapter_on_the_head_is_refused_however_it_was_named(kind, targets):
     """By looking at the module, not at the names of a configuration."""
     peft = pytest.importorskip("peft")
     pytest.importorskip("transformers")
     options = {"r": 2} if kind == "LoraConfig" else {"oft_block_size": 0, "r": 2}
-    model = peft.get_peft_model(tiny_model(tie_word_embeddings=False), getattr(peft, kind)(target_modules=targets, **options))
+    model = peft.get_peft_model(
+        tiny_model(tie_word_embeddings=False),
+        getattr(peft, kind)(target_modules=targets, **options),
+    )
     with pytest.raises(ValueError, match="carries an adapter"):
         FusedLMHead.install(model)
 
@@ -115,7 +144,9 @@ def tiny_model(**options):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_hugging_face_model(tied):
-    """install and undo; the softcap comes from the config; the model's own forward, state and ties are as before."""
+    """install and undo; the softcap comes from the config; the model's own forward, state and ties
+    are as before.
+    """
     pytest.importorskip("transformers")
     model = tiny_model(tie_word_embeddings=tied)
     with torch.no_grad():
@@ -125,7 +156,9 @@ def test_a_hugging_face_model(tied):
         before = model(ids).logits
     keys = list(model.state_dict())
     head = FusedLMHead.install(model)
-    assert model.lm_head is head and head.transform.softcap == 2.0 and list(model.state_dict()) == keys
+    assert (
+        model.lm_head is head and head.transform.softcap == 2.0 and list(model.state_dict()) == keys
+    )
     model.tie_weights()
     assert (head.weight is model.get_input_embeddings().weight) == tied
     with torch.no_grad():
@@ -148,7 +181,10 @@ def test_a_hugging_face_model(tied):
 
 @dataclass
 class Offload:
-    """What ZeRO-3 does to a module's parameters: there around its forward, and around the backward of what came out."""
+    """What ZeRO-3 does to a module's parameters:
+
+    there around its forward, and around the backward of what came out.
+    """
 
     module: nn.Module
 

@@ -1,7 +1,9 @@
-"""FusedLMHead on several ranks with different data: DDP, FSDP2, similar wrappers and ZeRO-3, compared with one process in float64.
+"""FusedLMHead on several ranks with different data: DDP, FSDP2, similar wrappers and ZeRO-3,
+compared with one process in float64.
 
-Two accumulation steps, two optimiser steps, evaluation in between. Every rank has other lengths; rank 0 has a micro-batch of no
-rows, rank 1 one that is fully masked."""
+Two accumulation steps, two optimiser steps, evaluation in between. Every rank has other lengths;
+rank 0 has a micro-batch of no rows, rank 1 one that is fully masked.
+"""
 
 from __future__ import annotations
 
@@ -68,21 +70,29 @@ def expected(kind, tied, bias):
             logits = model(batch)
             assert batch.mask is not None
             mask = batch.mask.reshape(-1)
-            logps, entropy = (x.reshape(-1) for x in oracle.log_probs(logits, batch.targets, TEMPERATURE))
+            logps, entropy = (
+                x.reshape(-1) for x in oracle.log_probs(logits, batch.targets, TEMPERATURE)
+            )
             if kind == "loss":
                 result = oracle.objective(
                     SPEC, logps, entropy, oracle.sequences_of(batch.targets, None), advantages=batch.advantages, mask=mask,
                     old_logps=batch.old_logps, ref_logps=batch.ref_logps, normalizer=NORMALIZER,
                 )  # fmt: skip
-                assert result.margin > 1e-4, result.margin  # rounding must not move a ratio across a bound
+                assert result.margin > 1e-4, (
+                    result.margin
+                )  # rounding must not move a ratio across a bound
                 value = result.loss
             else:
                 weights = batch.advantages[:, None].expand(batch.targets.shape).reshape(-1)
                 value = (weights * logps - 0.1 * entropy)[mask].sum() / NORMALIZER
             (value / RANKS).backward()
             found.values[update, rank, step] = float(value.detach())
-            found.logps[update, rank, step] = torch.where(mask, logps.detach(), 0.0).view(batch.targets.shape)
-        found.gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+            found.logps[update, rank, step] = torch.where(mask, logps.detach(), 0.0).view(
+                batch.targets.shape
+            )
+        found.gradients.append(
+            {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        )
         with torch.no_grad():
             for p in model.parameters():
                 p -= RATE * p.grad
@@ -107,9 +117,14 @@ def assert_close(got, want, tolerance, what):
 def checked(out, batch, want, at, what, tolerance=2e-5):
     """Checks everything in an output and returns its value."""
     value = value_of(out, batch)
-    assert float(value.detach()) == pytest.approx(want.values[at], rel=tolerance, abs=tolerance), (what, at)
+    assert float(value.detach()) == pytest.approx(want.values[at], rel=tolerance, abs=tolerance), (
+        what,
+        at,
+    )
     if isinstance(out, HeadLoss | HeadLogprobs):
-        assert (out.logps.detach() - want.logps[at]).abs().sum() <= tolerance * want.logps[at].abs().sum(), (what, at)
+        assert (out.logps.detach() - want.logps[at]).abs().sum() <= tolerance * want.logps[
+            at
+        ].abs().sum(), (what, at)
     return value
 
 
@@ -143,7 +158,9 @@ def run(
             with sync(step == STEPS - 1):
                 scaler.scale(checked(forward(batch), batch, want, at, what, tolerance)).backward()
         scaler.unscale_(optimizer)
-        assert_close(collect(wrapped), want.gradients[update], tolerance, (what, f"update {update}"))
+        assert_close(
+            collect(wrapped), want.gradients[update], tolerance, (what, f"update {update}")
+        )
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -172,7 +189,9 @@ def ddp(every=False, **options):
 def check_ddp(rank, ranks):
     for case in calls():
         run(case, ddp(), rank, ("DDP", case))
-        if not case.reentrant:  # such a checkpoint hides its graph from the search for unused parameters
+        if (
+            not case.reentrant
+        ):  # such a checkpoint hides its graph from the search for unused parameters
             run(case, ddp(every=True, find_unused_parameters=True), rank, ("DDP, unused", case))
         if not case.recompute:
             run(case, ddp(True, static_graph=True), rank, ("DDP, static graph", case))
@@ -207,7 +226,9 @@ def fsdp2(layout, every=False, **options):
         elif layout in ("head alone", "replicas"):
             shard(model.lm_head)
         shard(model)
-        assert isinstance(model.lm_head, FusedLMHead) and hasattr(model.lm_head.weight, "placements")
+        assert isinstance(model.lm_head, FusedLMHead) and hasattr(
+            model.lm_head.weight, "placements"
+        )
 
         def sync(last):
             model.set_requires_gradient_sync(last or every)
@@ -228,36 +249,73 @@ def check_fsdp2(rank, ranks):
         for i, case in enumerate(calls() if layout != "replicas" else (Case(), Case("log-probs"))):
             if layout != "root" and case.recompute and (i + len(layout)) % 2:
                 continue  # each of the other layouts with half of what may run again
-            # A group whose last module runs again alone frees what the others still need: torch says so, of any head.
+            # A group whose last module runs again alone frees what the others still need: torch
+            # says so, of any head.
             if (layout, case.recompute, case.reentrant) != ("norm and head", "head", True):
                 run(case, fsdp2(layout), rank, ("FSDP2", layout, case))
         for reshard in (False, True):
             wrap = fsdp2(layout, every=True, reshard_after_forward=reshard)
-            run(Case("loss" if reshard else "log-probs"), wrap, rank, ("FSDP2, every step", layout, reshard))
+            run(
+                Case("loss" if reshard else "log-probs"),
+                wrap,
+                rank,
+                ("FSDP2, every step", layout, reshard),
+            )
     for kind in ("loss", "log-probs"):
         offload = fsdp2("head alone", offload_policy=CPUOffloadPolicy(pin_memory=False))
         run(Case(kind, bias=False), offload, rank, ("FSDP2, offloaded", kind))
-        run(Case(kind, tied=True), fsdp2("root", reshard_after_forward=True), rank, ("FSDP2, tied", kind))
-        run(Case(kind, outside=True), fsdp2("head alone"), rank, ("FSDP2, head after the forward", kind))
+        run(
+            Case(kind, tied=True),
+            fsdp2("root", reshard_after_forward=True),
+            rank,
+            ("FSDP2, tied", kind),
+        )
+        run(
+            Case(kind, outside=True),
+            fsdp2("head alone"),
+            rank,
+            ("FSDP2, head after the forward", kind),
+        )
 
 
 def check_mixed_precision(rank, ranks):
-    """In bf16 by FSDP2's policy, by autocast, and in fp16 with a loss scale; the errors are those of 16 bits."""
+    """In bf16 by FSDP2's policy, by autocast, and in fp16 with a loss scale; the errors are those
+    of 16 bits.
+    """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     for kind in ("loss", "log-probs"):
         for layout in LAYOUTS:
-            run(Case(kind), fsdp2(layout, mp_policy=policy), rank, ("FSDP2 in bf16", layout, kind), 0.05)
+            run(
+                Case(kind),
+                fsdp2(layout, mp_policy=policy),
+                rank,
+                ("FSDP2 in bf16", layout, kind),
+                0.05,
+            )
         for wrap in (ddp(), fsdp2("head alone")):
             run(Case(kind, autocast=torch.bfloat16), wrap, rank, ("autocast", kind), 0.05)
-            run(Case(kind, autocast=torch.float16, scaled=True), wrap, rank, ("fp16, loss scale", kind), 0.01)
+            run(
+                Case(kind, autocast=torch.float16, scaled=True),
+                wrap,
+                rank,
+                ("fp16, loss scale", kind),
+                0.01,
+            )
 
     # The policy that everyone writes casts arguments. Old log-probs must not be among them.
     casting = fsdp2("head alone", mp_policy=replace(policy, cast_forward_inputs=True))
-    with pytest.raises(ValueError, match=r"advantages is torch\.bfloat16.*cast_forward_inputs=False"):
+    with pytest.raises(
+        ValueError, match=r"advantages is torch\.bfloat16.*cast_forward_inputs=False"
+    ):
         casting(fused(Case()))[0](DATA[0, 0])
-    rounding, model = fsdp2("head alone", mp_policy=replace(policy, output_dtype=torch.bfloat16)), fused(Case())
+    rounding, model = (
+        fsdp2("head alone", mp_policy=replace(policy, output_dtype=torch.bfloat16)),
+        fused(Case()),
+    )
     rounding(model)
     with pytest.raises(ValueError, match="output_dtype=None"):
         call_head(model.lm_head, torch.randn(*DATA[0, 0].targets.shape, H), DATA[0, 0], "log-probs")
@@ -276,12 +334,16 @@ def check_kin_of_fsdp2(rank, ranks):
         return model, lambda last: nullcontext()
 
     def fsdp1(model):
-        wrapped = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+        wrapped = FullyShardedDataParallel(
+            model, use_orig_params=True, device_id=torch.device("cpu")
+        )
         return wrapped, lambda last: nullcontext() if last else wrapped.no_sync()
 
     def fsdp1_gradients(model):
         with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
-            return {name.split("_module.")[-1]: p.grad.clone() for name, p in model.named_parameters()}
+            return {
+                name.split("_module.")[-1]: p.grad.clone() for name, p in model.named_parameters()
+            }
 
     for kind in ("loss", "log-probs"):
         run(Case(kind), replicated, rank, ("replicate", kind))
@@ -297,7 +359,10 @@ def check_what_bypasses_the_hooks(rank, ranks):
         return fsdp2("head alone", **options)(fused(Case(outside=True)))[0]
 
     head = built().lm_head
-    for weight, bias, name in ((head.weight, None, "weight"), (head.weight.full_tensor().detach(), head.bias, "bias")):
+    for weight, bias, name in (
+        (head.weight, None, "weight"),
+        (head.weight.full_tensor().detach(), head.bias, "bias"),
+    ):
         with pytest.raises(ValueError, match=f"{name} is a DTensor"):
             linear_grpo_loss(hidden, Head(weight, bias), batch, OBJECTIVE)
         with pytest.raises(ValueError, match=f"{name} is a DTensor"):
@@ -324,17 +389,25 @@ def check_what_bypasses_the_hooks(rank, ranks):
 def micro_batch(rank):
     """With sets in every other row."""
     batch = DATA[rank, rank]
-    return replace(batch, kept=TokenSets.from_lists([sorted({i % V, 5, 9}) if i % 2 else [] for i in range(batch.tokens)]))
+    return replace(
+        batch,
+        kept=TokenSets.from_lists(
+            [sorted({i % V, 5, 9}) if i % 2 else [] for i in range(batch.tokens)]
+        ),
+    )
 
 
 def check_weight_grad(rank, ranks):
-    """With the head left to the caller, by DDP or FSDP2, its memory is reduced once, after two micro-batches. Refused where FSDP2
-    gathers the head, in its own group or in the root's."""
+    """With the head left to the caller, by DDP or FSDP2, its memory is reduced once, after two
+    micro-batches. Refused where FSDP2 gathers the head, in its own group or in the root's.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     def left_out(model):
-        torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["lm_head.weight"])
+        torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            model, ["lm_head.weight"]
+        )
         return ddp()(model)
 
     def whole_head(model):
@@ -356,7 +429,9 @@ def check_weight_grad(rank, ranks):
             with sync(last):
                 wrapped(micro_batch(rank)).loss.backward()
         torch.distributed.all_reduce(total)
-        assert_close(gradients(model) | {"lm_head.weight": total / RANKS}, gradients(alone), 2e-5, wrap)
+        assert_close(
+            gradients(model) | {"lm_head.weight": total / RANKS}, gradients(alone), 2e-5, wrap
+        )
 
 
 # ---- ZeRO-3
@@ -371,7 +446,11 @@ def zero3(rank, store):
     deepspeed.init_distributed("gloo")
 
     def engine_of(model):
-        zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
+        zero = {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_prefetch_bucket_size": 0,
+        }
         config = {
             "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": STEPS, "zero_optimization": zero,
             "zero_allow_untested_optimizer": True, "gradient_clipping": 0.0,
@@ -383,7 +462,13 @@ def zero3(rank, store):
         return engine
 
     cases = [case for case in calls() if case.recompute in ("", "head")]
-    for case in [*cases, Case(tied=True), Case("log-probs", tied=True), Case(outside=True), Case("log-probs", outside=True)]:
+    for case in [
+        *cases,
+        Case(tied=True),
+        Case("log-probs", tied=True),
+        Case(outside=True),
+        Case("log-probs", outside=True),
+    ]:
         model, want = fused(case), expected(case.kind, case.tied, case.bias)
         engine = engine_of(model)
         for update in range(UPDATES):
@@ -400,7 +485,10 @@ def zero3(rank, store):
                 engine.train()
                 engine.backward(checked(forward(), batch, want, at, case))
                 if step == STEPS - 1:
-                    got = {name: STEPS * deepspeed.utils.safe_get_full_grad(p) for name, p in model.named_parameters()}
+                    got = {
+                        name: STEPS * deepspeed.utils.safe_get_full_grad(p)
+                        for name, p in model.named_parameters()
+                    }
                     assert_close(got, want.gradients[update], 2e-5, ("ZeRO-3", case, update))
                 engine.step()
 
@@ -426,9 +514,19 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("name", checks_of("test_head_ranks"))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
+)
 def test_zero3(tmp_path):
     code = "import sys; from test_head_ranks import zero3; zero3(int(sys.argv[1]), sys.argv[2])"
-    environment = {"DS_ACCELERATOR": "cpu", "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    ranks = (start(code, str(r), str(tmp_path / "store"), RANK=str(r), LOCAL_RANK=str(r), **environment) for r in range(RANKS))
+    environment = {
+        "DS_ACCELERATOR": "cpu",
+        "WORLD_SIZE": str(RANKS),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
+    ranks = (
+        start(code, str(r), str(tmp_path / "store"), RANK=str(r), LOCAL_RANK=str(r), **environment)
+        for r in range(RANKS)
+    )
     finish(*ranks)

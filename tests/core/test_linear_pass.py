@@ -76,9 +76,13 @@ def test_rows_with_a_gradient_are_processed_first(name, has_mask, backend, monke
         ref_logits = ref_hidden @ weight.detach().t()
 
     options = Options(backend)
-    found = linear_grpo_loss(hidden, weight, batch, objective, transform=transform, reference=reference, options=options)
+    found = linear_grpo_loss(
+        hidden, weight, batch, objective, transform=transform, reference=reference, options=options
+    )
     logits = other_hidden @ other_weight.t()
-    expected = grpo_loss(logits, batch, objective, transform=transform, ref_logits=ref_logits, options=options)
+    expected = grpo_loss(
+        logits, batch, objective, transform=transform, ref_logits=ref_logits, options=options
+    )
     (found.loss + expected.loss).backward()
     torch.testing.assert_close(found.loss, expected.loss, rtol=1e-4, atol=1e-6)
     assert_close(found.logps, expected.logps)
@@ -174,7 +178,9 @@ def test_the_gradient_of_a_frozen_head_is_rounded_once(backend, monkeypatch):
     exact = hidden.double().requires_grad_()
     log_probs = (exact @ weight.double().t()).log_softmax(-1)
     log_probs.gather(-1, make_targets()[..., None])[..., 0].backward(upstream.double())
-    logps, _ = linear_logprobs(hidden.requires_grad_(), weight, make_targets(), options=Options(backend))
+    logps, _ = linear_logprobs(
+        hidden.requires_grad_(), weight, make_targets(), options=Options(backend)
+    )
     logps.backward(upstream)
     assert hidden.grad is not None and exact.grad is not None
     # bf16 has 8 significant bits. The absolute part is the fp32 rounding of sums of V terms.
@@ -234,7 +240,9 @@ def test_what_arrives_at_masked_rows_is_not_used(trained, backend):
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("objective", [None, "reinforce", "gspo"])
 def test_a_log_prob_of_nan_has_a_gradient_of_nan(objective, trained, backend):
-    """If a gradient arrives at it; at token level in this row alone, at sequence level in its sequence."""
+    """If a gradient arrives at it; at token level in this row alone, at sequence level in its
+    sequence.
+    """
     hidden, weight = make_head(trained=trained)
     with torch.no_grad():
         hidden[0, 1] = torch.nan
@@ -245,7 +253,9 @@ def test_a_log_prob_of_nan_has_a_gradient_of_nan(objective, trained, backend):
         logps.backward(ADVANTAGES[:, None].expand(B, T))
     else:
         batch = TokenBatch(make_targets(), ADVANTAGES)
-        linear_grpo_loss(hidden, weight, batch, Objective.preset(objective), options=options).loss.backward()
+        linear_grpo_loss(
+            hidden, weight, batch, Objective.preset(objective), options=options
+        ).loss.backward()
     assert hidden.grad is not None
     is_nan = hidden.grad.isnan()
     if objective == "gspo":
@@ -317,7 +327,9 @@ def test_a_reference_has_its_own_transform(backend):
     other = torch.randn(B, T, V)
     transform = LogitTransform(2.0)
     options = Options(backend)
-    found = token_divergence(logits, (other, LogitTransform(0.5)), transform=transform, options=options)
+    found = token_divergence(
+        logits, (other, LogitTransform(0.5)), transform=transform, options=options
+    )
     expected = token_divergence(logits / 2.0, other / 0.5, options=options)
     assert_close(found, expected)
     without = token_divergence(logits, (other, None), transform=transform, options=options)
@@ -364,7 +376,9 @@ def test_rows_of_a_reference_at_another_distance_are_another_head(backend):
     hidden, _ = make_head()
     options = Options(backend)
     found = linear_divergence(hidden, first, (hidden.detach(), second), options=options)
-    expected = linear_divergence(hidden, first, (hidden.detach(), Head(second.clone())), options=options)
+    expected = linear_divergence(
+        hidden, first, (hidden.detach(), Head(second.clone())), options=options
+    )
     assert first.data_ptr() == second.data_ptr() and first.shape == second.shape
     assert_close(found.detach(), expected.detach())
 

@@ -31,12 +31,20 @@ V = 61
 
 @pytest.mark.parametrize("level, slope", [("token", 1 / 6), ("sequence", 1 / 18)])
 def test_what_is_listed_at_a_token_of_weight_0_adds_nothing(level, slope, backend):
-    """Infinite values neither, in loss and gradient; whether the slopes are made with the losses or wait for a sequence. What
-    cancels at ids leaves the rest."""
+    """Infinite values neither, in loss and gradient; whether the slopes are made with the losses or
+    wait for a sequence. What cancels at ids leaves the rest.
+    """
     logits, found = torch.randn(1, 3, V), []
     for value in (math.inf, 0.5):
-        sets = TokenSets.from_lists([[1, 3], [], [3, 9, 11]], values=[[value, -value], [], [1e9, -1e9, 0.5]])
-        batch = TokenBatch(torch.tensor([[4, 5, 2]]), torch.ones(1), weights=torch.tensor([[0.0, 1.0, 1.0]]), logp_terms=sets)
+        sets = TokenSets.from_lists(
+            [[1, 3], [], [3, 9, 11]], values=[[value, -value], [], [1e9, -1e9, 0.5]]
+        )
+        batch = TokenBatch(
+            torch.tensor([[4, 5, 2]]),
+            torch.ones(1),
+            weights=torch.tensor([[0.0, 1.0, 1.0]]),
+            logp_terms=sets,
+        )
         leaf = logits.clone().requires_grad_()
         grpo_loss(leaf, batch, Objective(level=level), options=Options(backend)).loss.backward()
         torch.testing.assert_close(leaf.grad[0, 2, 5], slope * logits[0, 2].softmax(0)[5])
@@ -44,7 +52,8 @@ def test_what_is_listed_at_a_token_of_weight_0_adds_nothing(level, slope, backen
     assert torch.equal(*found)
 
 
-#: Functions of one's own that do something else than they should -> what each is refused with, by whatever runs it.
+#: Functions of one's own that do something else than they should -> what each is refused with, by
+#: whatever runs it.
 WRONG = {
     lambda logp, *_: [logp, logp]: "^listed=.* no pair of tensors", lambda logp, *_: (logp, 1.0): "^listed=.* no pair",
     lambda logp, values, advantage, sums: (sums(1.0) * logp, logp): "^sums is given a float",
@@ -53,15 +62,26 @@ WRONG = {
 
 
 def test_a_function_of_ones_own(backend):
-    """In place of c log p: KL to what is listed, over the ids alone, and half its square; and over given memory the same."""
+    """In place of c log p:
+
+    KL to what is listed, over the ids alone, and half its square; and over given memory the same.
+    """
 
     def kl(logp, values, advantage, sums):
         p, apart = logp.exp(), logp - values
         of_row = advantage * sums(p * apart)
-        return advantage * p * apart * (1.0 + 0.5 * of_row), advantage * p * (apart + 1.0) * (1.0 + of_row)
+        return advantage * p * apart * (1.0 + 0.5 * of_row), advantage * p * (apart + 1.0) * (
+            1.0 + of_row
+        )
 
-    sets = TokenSets.from_lists([[1, 3], [], range(2, 602)], values=[[-1.0, -2.0], [], [-3.0] * 600])
-    logits, targets, A = torch.randn(3, 701), torch.tensor([1, 4, 7]), torch.tensor([1.0, -0.7, 0.4])
+    sets = TokenSets.from_lists(
+        [[1, 3], [], range(2, 602)], values=[[-1.0, -2.0], [], [-3.0] * 600]
+    )
+    logits, targets, A = (
+        torch.randn(3, 701),
+        torch.tensor([1, 4, 7]),
+        torch.tensor([1.0, -0.7, 0.4]),
+    )
     z = logits.double().requires_grad_()
     log_p = z.log_softmax(1)
     at = log_p[sets.row_of, sets.ids.long()]
@@ -77,10 +97,16 @@ def test_a_function_of_ones_own(backend):
     for function, says in WRONG.items():
         for strict in (False, True):
             with pytest.raises(ValueError, match=says):
-                grpo_loss(logits, batch, replace(spec, listed=function), options=Options(backend, strict=strict))
+                grpo_loss(
+                    logits,
+                    batch,
+                    replace(spec, listed=function),
+                    options=Options(backend, strict=strict),
+                )
 
 
-#: A surrogate and a trust region of which either takes some ids of the sampler below and leaves others.
+#: A surrogate and a trust region of which either takes some ids of the sampler below and leaves
+#: others.
 CENTERED = {
     "reinforce": (PolicyGradient(),), "tis": (Cispo(1.1),), "both bounds": (Cispo(1.1, 0.9),),
     "icepop": (Cispo(math.inf), TrustRegion("ratio", 0.15, 0.1)), "ipo": (ImportanceSampling(), TrustRegion("symmetric-tv", 0.02, 0.02)),
@@ -92,8 +118,10 @@ CENTERED = {
 @pytest.mark.parametrize("what", CENTERED)
 @pytest.mark.parametrize("tail", [False, True], ids=["over all ids", "with a tail"])
 def test_score_centering_has_no_drift(tail, what, A, backend):
-    """The mean of the loss' gradient over the sampler's tokens is 0, though the sampler is not the policy: over all of its ids, or
-    over its head where p / q of the tail is one number. Of a token that the trust region drops the centering stays."""
+    """The mean of the loss' gradient over the sampler's tokens is 0, though the sampler is not the
+    policy: over all of its ids, or over its head where p / q of the tail is one number. Of a token
+    that the trust region drops the centering stays.
+    """
     head, (surrogate, *trust) = 4 if tail else V, CENTERED[what]
     g = torch.Generator().manual_seed(1)
     z = torch.randn(V, generator=g, dtype=torch.float64)
@@ -102,12 +130,19 @@ def test_score_centering_has_no_drift(tail, what, A, backend):
     if tail:
         q = torch.cat([q[:head], p[head:] * (1 - q[:head].sum()) / p[head:].sum()])
     sets = TokenSets.from_lists([list(range(head))] * V, values=[q[:head].log().tolist()] * V)
-    batch = TokenBatch(torch.arange(V), torch.full((V,), A), old_logps=q.log().float(), logp_terms=sets)
+    batch = TokenBatch(
+        torch.arange(V), torch.full((V,), A), old_logps=q.log().float(), logp_terms=sets
+    )
     drift = []
     for listed in (None, ScoreCentering(surrogate, *trust, tail=tail)):
         leaf = z.float().repeat(V, 1).requires_grad_()
         spec = Objective(surrogate, filters=tuple(trust), aggregate="token-sum", listed=listed)
-        grpo_loss(leaf, batch if listed else replace(batch, logp_terms=None), spec, options=Options(backend)).loss.backward()
+        grpo_loss(
+            leaf,
+            batch if listed else replace(batch, logp_terms=None),
+            spec,
+            options=Options(backend),
+        ).loss.backward()
         drift.append((q[:, None] * leaf.grad).sum(0).abs().max())
     assert drift[1] < 1e-6 < 1e-3 < drift[0]
 
@@ -116,7 +151,10 @@ def test_score_centering_has_no_drift(tail, what, A, backend):
 @pytest.mark.parametrize("outside", [3.7e-5, 1.6e-5, 2.7e-7])
 @pytest.mark.parametrize("sampled", ["listed", "other"])
 def test_score_centering_of_a_confident_policy(sampled, outside, source, backend):
-    """The list has nearly all of p and not of q. The gradient has as many digits as 1 - sum p, of which at least 1e-6 is taken."""
+    """The list has nearly all of p and not of q.
+
+    The gradient has as many digits as 1 - sum p, of which at least 1e-6 is taken.
+    """
     g = torch.Generator().manual_seed(6)
     n, k, vocab, eps = 6, 4, 23, torch.finfo(torch.float32).eps
     p = torch.cat(
@@ -139,12 +177,16 @@ def test_score_centering_of_a_confident_policy(sampled, outside, source, backend
         if source == "logits":
             out = grpo_loss(leaf, batch, objective, options=options)
         else:  # the identity is a head
-            out = linear_grpo_loss(leaf, torch.eye(vocab, requires_grad=True), batch, objective, options=options)
+            out = linear_grpo_loss(
+                leaf, torch.eye(vocab, requires_grad=True), batch, objective, options=options
+            )
         out.loss.backward()
         now, seen = logits.double().softmax(1), head.values.double().view(n, k).exp()
         rest = 1 - now[:, :k].sum(1, keepdim=True)
         ratio = (1 - seen.sum(1, keepdim=True)) / rest.clamp(min=1e-6)
-        exact = torch.cat([seen, ratio * now[:, k:]], 1) - now * (seen.sum(1, keepdim=True) + ratio * rest)
+        exact = torch.cat([seen, ratio * now[:, k:]], 1) - now * (
+            seen.sum(1, keepdim=True) + ratio * rest
+        )
         if policy == PolicyGradient():
             exact = exact + now - torch.nn.functional.one_hot(targets, vocab)
         found, exact = leaf.grad.double(), exact * advantages[:, None]
@@ -156,7 +198,9 @@ def test_score_centering_of_a_confident_policy(sampled, outside, source, backend
 def test_score_centering_where_logits_are_read_twice(backend):
     """The gradient of fp16 logits is that of the same logits in fp32, rounded."""
     logits = torch.randn(4, V).half()
-    head = TokenSets.from_padded(torch.arange(5).expand(4, 5), values=torch.rand(4, 5).softmax(1).log() - 0.5)
+    head = TokenSets.from_padded(
+        torch.arange(5).expand(4, 5), values=torch.rand(4, 5).softmax(1).log() - 0.5
+    )
     batch = TokenBatch(torch.arange(4) * 2, torch.tensor([1.0, -0.8, 0.5, -1.0]), logp_terms=head)
     objective = Objective(PolicyGradient(), aggregate="token-sum", listed=ScoreCentering())
     gradients = []
@@ -168,7 +212,10 @@ def test_score_centering_where_logits_are_read_twice(backend):
 
 
 def test_what_the_page_shows():
-    """docs/listed_ids.md as it stands, in float64: soft targets, a KL that is unbiased whatever the head, a total variation."""
+    """docs/listed_ids.md as it stands, in float64:
+
+    soft targets, a KL that is unbiased whatever the head, a total variation.
+    """
     names, out = pages.given(), {}
     for example in pages.examples(pages.ROOT / "docs" / "listed_ids.md"):
         exec(compile(example.code, example.name, "exec"), names)
@@ -181,10 +228,15 @@ def test_what_the_page_shows():
     p, q = of_teacher.exp(), log_q.exp()
     whole = [torch.cat([x, 1 - x.sum(1, keepdim=True)], 1)[mask.view(-1)] for x in (p, q)]
     of_page = [names[name].double()[mask.view(-1)] for name in ("apart", "kl")]
-    apart = 0.5 * (whole[0] - whole[1]).abs().sum(1), (whole[1] * (whole[1] / whole[0]).log()).sum(1)
+    apart = (
+        0.5 * (whole[0] - whole[1]).abs().sum(1),
+        (whole[1] * (whole[1] / whole[0]).log()).sum(1),
+    )
     torch.testing.assert_close(of_page, [*apart], rtol=1e-4, atol=1e-6)
 
-    z, q = torch.randn(2, 12, generator=torch.Generator().manual_seed(4), dtype=torch.float64).log_softmax(1)
+    z, q = torch.randn(
+        2, 12, generator=torch.Generator().manual_seed(4), dtype=torch.float64
+    ).log_softmax(1)
     exact = z.clone().requires_grad_()
     log_p = exact.log_softmax(0)
     (kl := (log_p.exp() * (log_p - q)).sum()).backward()
@@ -194,9 +246,14 @@ def test_what_the_page_shows():
         values = [[float(q[i]) if i in top else -float(q[i]) for i in row] for row in lists]
         leaf = z.float().repeat(12, 1).requires_grad_()
         batch = TokenBatch(
-            torch.arange(12), torch.zeros(12), logp_terms=TokenSets.from_lists(lists, values=values), weights=z.exp().float()
+            torch.arange(12),
+            torch.zeros(12),
+            logp_terms=TokenSets.from_lists(lists, values=values),
+            weights=z.exp().float(),
         )
-        found = grpo_loss(leaf, batch, Objective(NoPolicyTerm(), aggregate="token-sum", listed=names["top_k_kl"]))
+        found = grpo_loss(
+            leaf, batch, Objective(NoPolicyTerm(), aggregate="token-sum", listed=names["top_k_kl"])
+        )
         found.loss.backward()
         torch.testing.assert_close(found.loss.double(), 0.05 * kl.detach(), rtol=1e-5, atol=0)
         torch.testing.assert_close(leaf.grad.double().sum(0), 0.05 * exact.grad, rtol=0, atol=1e-7)

@@ -1,8 +1,10 @@
-"""A NaN that reaches a trained token of nonzero weight: the loss is NaN, and so is the gradient of its row.
+"""A NaN that reaches a trained token of nonzero weight: the loss is NaN, and so is the gradient of
+its row.
 
-Every preset, surrogate, level, filter and KL, every number of a token, from logits, hidden states and log-probs. At a sequence
-level a NaN that reaches the ratio reaches all trained tokens of the sequence, as in plain PyTorch. Masked tokens hold NaN in every
-call."""
+Every preset, surrogate, level, filter and KL, every number of a token, from logits, hidden states
+and log-probs. At a sequence level a NaN that reaches the ratio reaches all trained tokens of the
+sequence, as in plain PyTorch. Masked tokens hold NaN in every call.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,24 @@ import torch
 from torch import Tensor
 
 import grpo_kernels
-from grpo_kernels import Custom, Exact, Objective, Options, TokenBatch, TokenSets, grpo_loss, linear_grpo_loss
+from grpo_kernels import (
+    Custom,
+    Exact,
+    Objective,
+    Options,
+    TokenBatch,
+    TokenSets,
+    grpo_loss,
+    linear_grpo_loss,
+)
 from grpo_kernels.formulas.centering import ScoreCentering
-from grpo_kernels.formulas.filters import EntropyFloor, EntropyQuantile, Filter, OffPolicySequences, TrustRegion
+from grpo_kernels.formulas.filters import (
+    EntropyFloor,
+    EntropyQuantile,
+    Filter,
+    OffPolicySequences,
+    TrustRegion,
+)
 from grpo_kernels.formulas.kl import ESTIMATORS, WEIGHTINGS, Kl
 from grpo_kernels.formulas.ops import ops
 from grpo_kernels.formulas.surrogates import Cispo, Clip
@@ -75,7 +92,8 @@ def objectives(name: str) -> Iterator[Objective]:
 
 
 REGIONS = [TrustRegion(kind, 9.0, 9.0) for kind in ("tv", "symmetric-tv", "kl", "ratio")]
-#: Options beside the presets: filters that keep every token without a NaN, KL estimators, bounds, surrogates of a user.
+#: Options beside the presets: filters that keep every token without a NaN, KL estimators, bounds,
+#: surrogates of a user.
 OPTIONS: dict[str, Objective] = {
     **{f"{f}": Objective(filters=(f,)) for f in [*REGIONS, EntropyFloor(0.0), EntropyQuantile(1.0), NearOld()]},
     "a region without a ratio": replace(PRESETS["reinforce"], filters=(REGIONS[0],)),
@@ -121,9 +139,17 @@ class Problem:
             fields["ref_logps"] = logps + 0.1 * torch.randn(B, T, generator=g)
         return cls(hidden, weight, targets, fields)
 
-    def run(self, objective: Objective, door: str, backend: str, broken: str = "", value: float = math.nan) -> Found:
-        """The loss and its gradients, with `value` in `broken` at AT: a field of the batch, "row" (of hidden states or logits, or
-        a log-prob) or "logit"."""
+    def run(
+        self,
+        objective: Objective,
+        door: str,
+        backend: str,
+        broken: str = "",
+        value: float = math.nan,
+    ) -> Found:
+        """The loss and its gradients, with `value` in `broken` at AT: a field of the batch, "row"
+        (of hidden states or logits, or a log-prob) or "logit".
+        """
         poisoned = torch.where(MASK, 0.0, math.nan)
         fields = {name: x + poisoned for name, x in self.fields.items()}
         if broken in fields:
@@ -134,9 +160,14 @@ class Problem:
         if door in ("hidden", "frozen head"):
             if broken == "row":
                 hidden[AT] = value
-            leaf, weight = hidden.requires_grad_(), self.weight.clone().requires_grad_(door == "hidden")
+            leaf, weight = (
+                hidden.requires_grad_(),
+                self.weight.clone().requires_grad_(door == "hidden"),
+            )
             reference = (self.hidden + 0.1, self.weight) if objective.exact else None
-            out = linear_grpo_loss(leaf, weight, batch, objective, reference=reference, options=options)
+            out = linear_grpo_loss(
+                leaf, weight, batch, objective, reference=reference, options=options
+            )
         elif door == "logits":
             logits = hidden @ self.weight.T
             if broken == "row":
@@ -185,14 +216,21 @@ def reached(objective: Objective, source: str) -> Tensor:
     of_ratio = source in ("old_logps", "row", "logit")
     through = objective.through_sequence and source in ("advantages", "weights", "entropy")
     of_weights = source == "weights" and objective.surrogate.absorbs_weights
-    of_kl = source == "ref_logps" and objective.level == "sequence" and objective.kl_spec.weighting == "ratio"
+    of_kl = (
+        source == "ref_logps"
+        and objective.level == "sequence"
+        and objective.kl_spec.weighting == "ratio"
+    )
     whole = objective.level != "token" and (of_ratio or through or of_weights or of_kl)
     return SEQUENCE if whole else TOKEN
 
 
-def check(objective: Objective, door: str, backend: str, signs: tuple[float, ...] = (1.0, -1.0)) -> int:
-    """Raise unless each source of NaN makes the loss and the gradients of the rows that it reaches NaN, and no others. Returns the
-    number of calls."""
+def check(
+    objective: Objective, door: str, backend: str, signs: tuple[float, ...] = (1.0, -1.0)
+) -> int:
+    """Raise unless each source of NaN makes the loss and the gradients of the rows that it reaches
+    NaN, and no others. Returns the number of calls.
+    """
     calls = 0
     for sign in signs:
         problem = Problem.drawn(objective, sign)
@@ -207,7 +245,9 @@ def check(objective: Objective, door: str, backend: str, signs: tuple[float, ...
             assert found.rows[rows].isnan().all(), what
             assert found.rows[~rows].isfinite().all(), what
             if not objective.surrogate.selects:
-                torch.testing.assert_close(found.rows[~rows], clean.rows[~rows], rtol=1e-5, atol=1e-7)
+                torch.testing.assert_close(
+                    found.rows[~rows], clean.rows[~rows], rtol=1e-5, atol=1e-7
+                )
             assert found.weight is None or found.weight.isnan().any(), what
             calls += 1
     return calls
@@ -222,7 +262,10 @@ def test_presets(name, backend):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name, backend):
-    assert sum(check(OPTIONS[name], door, backend, (1.0,)) for door in ("logits", "hidden", "logps")) >= 15
+    assert (
+        sum(check(OPTIONS[name], door, backend, (1.0,)) for door in ("logits", "hidden", "logps"))
+        >= 15
+    )
 
 
 def test_presets_on_policy(backend):
@@ -245,7 +288,10 @@ def test_presets_on_policy(backend):
 @pytest.mark.parametrize("source", ["old_logps", "advantages", "ref_logps", "row"])
 @pytest.mark.parametrize("name", PAPERS)
 def test_nan_wherever_autograd_has_it(name, source):
-    """Of the papers' formulas in float64: the loss and each gradient that is NaN there is NaN here."""
+    """Of the papers' formulas in float64:
+
+    the loss and each gradient that is NaN there is NaN here.
+    """
     spec = replace(PAPERS[name], max_tokens=T)
     objective = replace(PRESETS[name], max_tokens=T)
     if source == "ref_logps" and not objective.beta:
@@ -253,7 +299,13 @@ def test_nan_wherever_autograd_has_it(name, source):
     for sign in (1.0, -1.0):
         problem = Problem.drawn(objective, sign)
         fields = {key: x.clone() for key, x in problem.fields.items()}
-        leaf = (problem.hidden @ problem.weight.T).log_softmax(-1).double().gather(-1, problem.targets[..., None]).flatten()
+        leaf = (
+            (problem.hidden @ problem.weight.T)
+            .log_softmax(-1)
+            .double()
+            .gather(-1, problem.targets[..., None])
+            .flatten()
+        )
         index = AT[0] * T + AT[1]
         if source == "row":
             leaf[index] = math.nan
@@ -262,8 +314,14 @@ def test_nan_wherever_autograd_has_it(name, source):
         fields = {key: x.flatten() for key, x in fields.items()}
         leaf.requires_grad_()
         sequences = oracle.sequences_of(problem.targets, None)
-        chosen = {"selected": torch.zeros(B * T, dtype=torch.bool)} if objective.surrogate.selects else {}
-        plain = oracle.objective(spec, leaf, torch.zeros(B * T).double(), sequences, mask=MASK, **fields, **chosen)
+        chosen = (
+            {"selected": torch.zeros(B * T, dtype=torch.bool)}
+            if objective.surrogate.selects
+            else {}
+        )
+        plain = oracle.objective(
+            spec, leaf, torch.zeros(B * T).double(), sequences, mask=MASK, **fields, **chosen
+        )
         (gradient,) = torch.autograd.grad(plain.loss, leaf)
         found = problem.run(objective, "logps", "eager", source)
         assert found.loss.isnan() or not plain.loss.isnan()
@@ -277,7 +335,11 @@ def test_nan_wherever_autograd_has_it(name, source):
 def test_a_token_of_weight_0_is_left_out(door, backend):
     """At the token level. At the others its log-ratio is a part of that of its sequence."""
     for name in PRESETS:
-        objective = replace(PRESETS[name], level="token", max_tokens=T) if "token" in PRESETS[name].surrogate.levels else None
+        objective = (
+            replace(PRESETS[name], level="token", max_tokens=T)
+            if "token" in PRESETS[name].surrogate.levels
+            else None
+        )
         if objective is None or objective.beta:
             continue
         problem = Problem.drawn(objective, 1.0)
@@ -292,7 +354,10 @@ def test_a_token_of_weight_0_is_left_out(door, backend):
 
 @pytest.mark.parametrize("kind", ["tv", "symmetric-tv", "kl", "ratio"])
 def test_a_token_without_a_sampler_is_dropped(kind, backend):
-    """NaN in sampler_logps says that the sampler did not score the token. A NaN of its own is not hidden by this."""
+    """NaN in sampler_logps says that the sampler did not score the token.
+
+    A NaN of its own is not hidden by this.
+    """
     objective = Objective(filters=(TrustRegion(kind, 9.0, 9.0, "sampler"),))
     for sign in (1.0, -1.0, 0.0):
         problem = Problem.drawn(objective, sign)
@@ -310,8 +375,9 @@ def test_a_token_without_a_sampler_is_dropped(kind, backend):
 
 
 def test_an_advantage_of_0(backend):
-    """The loss is NaN. The gradient of the row is NaN from logits and log-probs; from hidden states no gradient is computed for a
-    row without an advantage."""
+    """The loss is NaN. The gradient of the row is NaN from logits and log-probs; from hidden states
+    no gradient is computed for a row without an advantage.
+    """
     for name in ("dapo", "gmpo"):
         objective = PRESETS[name]
         problem = Problem.drawn(objective, 0.0)
@@ -321,7 +387,9 @@ def test_an_advantage_of_0(backend):
                 found = problem.run(objective, door, backend, source)
                 assert found.loss.isnan(), (name, door, source)
                 rows = found.rows[reached(objective, source)]
-                assert rows.isnan().all() or (name == "dapo" and door in ("hidden", "frozen head") and not rows.any()), (
+                assert rows.isnan().all() or (
+                    name == "dapo" and door in ("hidden", "frozen head") and not rows.any()
+                ), (
                     name,
                     door,
                     source,
@@ -373,10 +441,16 @@ def test_terms_at_listed_ids(backend):
         sets = TokenSets.from_padded(ids, values=values)
         batch = TokenBatch(problem.targets, mask=MASK, logp_terms=sets, **problem.fields)
         for door in ("logits", "hidden"):
-            leaf: Any = (problem.hidden if door == "hidden" else problem.hidden @ problem.weight.T).clone().requires_grad_()
+            leaf: Any = (
+                (problem.hidden if door == "hidden" else problem.hidden @ problem.weight.T)
+                .clone()
+                .requires_grad_()
+            )
             options = Options(backend=backend)
             if door == "hidden":
-                out = linear_grpo_loss(leaf, problem.weight.clone().requires_grad_(), batch, objective, options=options)
+                out = linear_grpo_loss(
+                    leaf, problem.weight.clone().requires_grad_(), batch, objective, options=options
+                )
             else:
                 out = grpo_loss(leaf, batch, objective, options=options)
             out.loss.backward()
@@ -395,7 +469,9 @@ def test_an_exact_divergence(direction, backend):
         reference = leaf.detach() + 0.1
         reference[AT][at] = math.nan
         batch = TokenBatch(problem.targets, mask=MASK, **problem.fields)
-        out = grpo_loss(leaf, batch, objective, ref_logits=reference, options=Options(backend=backend))
+        out = grpo_loss(
+            leaf, batch, objective, ref_logits=reference, options=Options(backend=backend)
+        )
         (gradient,) = torch.autograd.grad(out.loss, leaf)
         assert out.loss.isnan()
         assert gradient.isnan().all(-1).equal(TOKEN)
@@ -412,7 +488,11 @@ def test_strict_mode_refuses_minus_infinity_beside_a_kl(door, source, backend):
     problem = Problem.drawn(objective, 1.0)
     leaf = problem.hidden @ problem.weight.T
     at = AT[0] * T + AT[1]
-    fields = {name: x.clone() for name, x in problem.fields.items() if name in ("advantages", "old_logps", "ref_logps")}
+    fields = {
+        name: x.clone()
+        for name, x in problem.fields.items()
+        if name in ("advantages", "old_logps", "ref_logps")
+    }
     if source == "row":
         leaf.view(-1, V)[at, problem.targets[AT]] = -math.inf
     else:
@@ -428,7 +508,10 @@ def test_strict_mode_refuses_minus_infinity_beside_a_kl(door, source, backend):
 
     # k3 of a token is at most e^60 of a reference that is near, and 1e4 of a policy that is.
     assert run(batch, objective, False) > (1e20 if source == "row" else 90)
-    with pytest.raises(ValueError, match=rf"is -inf at 1 of 10 trained tokens, \[{AT[0]}, {AT[1]}\].*strict.*beta=0"):
+    with pytest.raises(
+        ValueError,
+        match=rf"is -inf at 1 of 10 trained tokens, \[{AT[0]}, {AT[1]}\].*strict.*beta=0",
+    ):
         run(batch, objective, True)
     masked = replace(batch, mask=MASK & ~TOKEN)
     assert run(masked, objective, True).isfinite()
@@ -440,19 +523,27 @@ def test_without_a_look_at_values_the_device_notices_minus_infinity(monkeypatch)
     problem = Problem.drawn(Objective(beta=0.1), 1.0)
     logits = problem.hidden @ problem.weight.T
     batch = TokenBatch(problem.targets, **problem.fields)
-    assert grpo_loss(logits, batch, Objective(beta=0.1), options=Options(strict=True)).loss.isfinite()
+    assert grpo_loss(
+        logits, batch, Objective(beta=0.1), options=Options(strict=True)
+    ).loss.isfinite()
     logits[AT][problem.targets[AT]] = -math.inf
     with pytest.raises(RuntimeError, match="log-prob of the target is -inf at a trained token"):
         grpo_loss(logits, batch, Objective(beta=0.1), options=Options(strict=True))
 
 
-def listing(values: Tensor, sets: str, kept: TokenSets | None = None, mask: Tensor = MASK) -> tuple[Tensor, TokenBatch]:
-    """(logits, a batch that lists the id after the target and the next one) with these values, [B * T, 2]."""
+def listing(
+    values: Tensor, sets: str, kept: TokenSets | None = None, mask: Tensor = MASK
+) -> tuple[Tensor, TokenBatch]:
+    """(logits, a batch that lists the id after the target and the next one) with these values, [B *
+    T, 2].
+    """
     problem = Problem.drawn(Objective(), 1.0)
     ids = (problem.targets.flatten()[:, None] + torch.arange(1, 3)) % V
     fields = {name: problem.fields[name] for name in ("advantages", "old_logps")}
     given = {sets: TokenSets.from_padded(ids, values=values)}
-    return problem.hidden @ problem.weight.T, TokenBatch(problem.targets, mask=mask, kept=kept, **fields, **given)
+    return problem.hidden @ problem.weight.T, TokenBatch(
+        problem.targets, mask=mask, kept=kept, **fields, **given
+    )
 
 
 @pytest.mark.parametrize("sets", ["logp_terms", "prob_terms"])
@@ -461,18 +552,28 @@ def test_strict_mode_refuses_infinite_values(sets, backend):
     values[AT[0] * T + AT[1], 1] = math.inf
     logits, batch = listing(values, sets)
     assert not grpo_loss(logits, batch, Objective(), options=Options(backend)).loss.isfinite()
-    with pytest.raises(ValueError, match=rf"{sets} has an infinite value at 1 of 10 trained tokens.*strict.*finite values"):
+    with pytest.raises(
+        ValueError,
+        match=rf"{sets} has an infinite value at 1 of 10 trained tokens.*strict.*finite values",
+    ):
         grpo_loss(logits, batch, Objective(), options=Options(backend, strict=True))
     masked = listing(values, sets, mask=MASK & ~TOKEN)[1]
-    assert grpo_loss(logits, masked, Objective(), options=Options(backend, strict=True)).loss.isfinite()
+    assert grpo_loss(
+        logits, masked, Objective(), options=Options(backend, strict=True)
+    ).loss.isfinite()
     if sets == "logp_terms":  # the log-prob of an id that the sampler never draws
         centered = Objective(Cispo(), listed=ScoreCentering(Cispo(), tail=False))
         unseen = listing(values.neg(), sets)[1]
-        assert grpo_loss(logits, unseen, centered, options=Options(backend, strict=True)).loss.isfinite()
+        assert grpo_loss(
+            logits, unseen, centered, options=Options(backend, strict=True)
+        ).loss.isfinite()
 
 
 def test_strict_mode_refuses_listed_ids_outside_of_the_set(backend):
-    """Their log-prob is -inf: the loss is infinite. A value of 0, a row without a set, and `prob_terms` have no such term."""
+    """Their log-prob is -inf:
+
+    the loss is infinite. A value of 0, a row without a set, and `prob_terms` have no such term.
+    """
     values = torch.full((B * T, 2), 0.2)
     targets = Problem.drawn(Objective(), 1.0).targets.flatten().tolist()
     sets = [[y, (y + 1) % V, (y + 2) % V] for y in targets]
@@ -480,12 +581,19 @@ def test_strict_mode_refuses_listed_ids_outside_of_the_set(backend):
     kept = TokenSets.from_lists([sorted(x) for x in sets])
     logits, batch = listing(values, "logp_terms", kept)
     assert grpo_loss(logits, batch, Objective(), options=Options(backend)).loss.isinf()
-    with pytest.raises(ValueError, match=rf"kept set lacks at 1 of 10 trained tokens, \[{AT[0]}, {AT[1]}\].*-inf.*value 0"):
+    with pytest.raises(
+        ValueError,
+        match=rf"kept set lacks at 1 of 10 trained tokens, \[{AT[0]}, {AT[1]}\].*-inf.*value 0",
+    ):
         grpo_loss(logits, batch, Objective(), options=Options(backend, strict=True))
     strict = Options(backend, strict=True)
-    assert grpo_loss(logits, listing(values, "prob_terms", kept)[1], Objective(), options=strict).loss.isfinite()
+    assert grpo_loss(
+        logits, listing(values, "prob_terms", kept)[1], Objective(), options=strict
+    ).loss.isfinite()
     values[AT[0] * T + AT[1], 1] = 0.0
-    assert grpo_loss(logits, listing(values, "logp_terms", kept)[1], Objective(), options=strict).loss.isfinite()
+    assert grpo_loss(
+        logits, listing(values, "logp_terms", kept)[1], Objective(), options=strict
+    ).loss.isfinite()
 
 
 def test_in_tritons_interpreter():

@@ -1,5 +1,6 @@
-"""Every objective once against float64, from logits and from hidden states: value, log-probs, entropy, gradient and metrics;
-formulas and weights of a user's own."""
+"""Every objective once against float64, from logits and from hidden states: value, log-probs,
+entropy, gradient and metrics; formulas and weights of a user's own.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +25,22 @@ LENGTHS = (7, 4, 2, 0, 6, 1, 5, 3)
 
 @cache
 def recipe(name, source):
-    """With the first seed for which no number lies at a bound. From hidden states on-policy, without weights, where that can be."""
-    own = {"layout": ("padded", "packed")[len(name) % 2], "other": "near" if "exact" in name else "none"}
-    given = ("everything",) if source == "logits" or "sampler" in name else ("on-policy", "everything")
-    seeds = (Recipe(source=source, objective=name, lengths=LENGTHS, given=x, seed=i, **own) for x in given for i in range(5))
+    """With the first seed for which no number lies at a bound.
+
+    From hidden states on-policy, without weights, where that can be.
+    """
+    own = {
+        "layout": ("padded", "packed")[len(name) % 2],
+        "other": "near" if "exact" in name else "none",
+    }
+    given = (
+        ("everything",) if source == "logits" or "sampler" in name else ("on-policy", "everything")
+    )
+    seeds = (
+        Recipe(source=source, objective=name, lengths=LENGTHS, given=x, seed=i, **own)
+        for x in given
+        for i in range(5)
+    )
     return next(r for r in seeds if exact_of(r)[0].clear)
 
 
@@ -43,12 +56,29 @@ def test_an_objective_is_what_its_paper_says(name, source):
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_metrics_of_every_objective(name, backend):
     p = problem(recipe(name, "logits"))
-    out, exact, spec, live = call_of(p, backend=backend)(p.given["logits"]), exact_of(p.recipe)[0].values, p.spec, p.trained
+    out, exact, spec, live = (
+        call_of(p, backend=backend)(p.given["logits"]),
+        exact_of(p.recipe)[0].values,
+        p.spec,
+        p.trained,
+    )
     fields = {name: x for name, x in p.seen.items() if name != "cu_seqlens"}
-    found = oracle.objective(spec, exact["logps"], exact["entropy"], p.sequences, divergences=exact.get("divergence"), **fields)
-    weights, advantages = (oracle.to_rows(p.seen[x], p.sequences, torch.float64)[live] for x in ("weights", "advantages"))
+    found = oracle.objective(
+        spec,
+        exact["logps"],
+        exact["entropy"],
+        p.sequences,
+        divergences=exact.get("divergence"),
+        **fields,
+    )
+    weights, advantages = (
+        oracle.to_rows(p.seen[x], p.sequences, torch.float64)[live]
+        for x in ("weights", "advantages")
+    )
     ratio = found.log_ratio.exp()
-    weighed = ratio if spec.surrogate == "vespo" else ratio * weights  # whose weights are in its ratio
+    weighed = (
+        ratio if spec.surrogate == "vespo" else ratio * weights
+    )  # whose weights are in its ratio
     direct = {
         "tokens": live.sum(), "ratio_mean": ratio.mean(), "ratio_min": ratio.min(), "ratio_max": ratio.max(),
         "clip_low": found.clipped_low.double().mean(), "clip_high": found.clipped_high.double().mean(),
@@ -84,7 +114,12 @@ def test_a_surrogate_and_a_kl_of_ones_own(backend):
     old, ref, a = -3 + torch.randn(3, 4), -3 + torch.randn(3, 4), torch.randn(3, 4)
     objective = Objective(Custom(pulled_back, (0.3,)), beta=0.1, kl=absolute)
     leaf, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
-    out = grpo_loss(leaf, TokenBatch(targets, a, old_logps=old, ref_logps=ref), objective, options=Options(backend=backend))
+    out = grpo_loss(
+        leaf,
+        TokenBatch(targets, a, old_logps=old, ref_logps=ref),
+        objective,
+        options=Options(backend=backend),
+    )
     out.loss.backward()
     logps = exact.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
     loss = (-a * logps + 0.15 * (logps - old) ** 2 + 0.1 * (logps - ref).abs()).mean()
@@ -97,7 +132,9 @@ def test_a_surrogate_and_a_kl_of_ones_own(backend):
 
 
 def test_token_weights_multiply_all_terms():
-    """A sum over tokens whose weights are 1 / (B * length) is the mean of means; one weight per sequence is enough."""
+    """A sum over tokens whose weights are 1 / (B * length) is the mean of means; one weight per
+    sequence is enough.
+    """
     p = problem(Recipe(objective="grpo, k3 and entropy"))
     batch, trained = replace(batch_of(p), nll_weights=None), p.trained.view(p.shape)
     mean = Objective(beta=0.3, entropy_coef=0.1, aggregate="seq-mean-token-mean")
@@ -108,5 +145,11 @@ def test_token_weights_multiply_all_terms():
         return loss, torch.autograd.grad(loss, leaf)[0]
 
     each = 1.0 / (len(trained) * trained.sum(1).clamp(min=1))
-    for given in (each, each[:, None].expand(p.shape), torch.where(trained, each[:, None], math.nan)):
-        torch.testing.assert_close(run(replace(mean, aggregate="token-sum"), token_weights=given), run(mean))
+    for given in (
+        each,
+        each[:, None].expand(p.shape),
+        torch.where(trained, each[:, None], math.nan),
+    ):
+        torch.testing.assert_close(
+            run(replace(mean, aggregate="token-sum"), token_weights=given), run(mean)
+        )

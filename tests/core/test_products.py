@@ -1,4 +1,6 @@
-"""How many rows take part in each product with the head, by what is asked for, level of the objective, kind of head, and KL."""
+"""How many rows take part in each product with the head, by what is asked for, level of the
+objective, kind of head, and KL.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ MASK = torch.arange(T) < torch.tensor([5, 3, 0, 4, 5, 1])[:, None]
 ADVANTAGES = torch.tensor([1.3, 0.0, 2.0, -0.7, 0.0, 0.6])
 N, ACTIVE = int(MASK.sum()), int(MASK[ADVANTAGES != 0].sum())
 
-#: The longest of a row's groups is the sequence, but where something is chosen from the whole batch.
+#: The longest of a row's groups is the sequence, but where something is chosen from the whole
+#: batch.
 LEVELS = {
     "token": Objective.preset("dapo"),
     "sequence": Objective.preset("gspo"),
@@ -47,7 +50,9 @@ LEVELS = {
 
 def leaves(frozen):
     g = torch.Generator().manual_seed(5)
-    return torch.randn(B, T, H, generator=g).requires_grad_(), torch.randn(V, H, generator=g).requires_grad_(not frozen)
+    return torch.randn(B, T, H, generator=g).requires_grad_(), torch.randn(
+        V, H, generator=g
+    ).requires_grad_(not frozen)
 
 
 def batch(**fields):
@@ -55,7 +60,11 @@ def batch(**fields):
     ref_logps = -4 + 0.1 * torch.randn(
         B, T, generator=g
     )  # on-policy: no ratio is clipped, which would leave a row without a slope
-    return TokenBatch(torch.randint(V, (B, T), generator=g), ADVANTAGES, **{"mask": MASK, "ref_logps": ref_logps, **fields})
+    return TokenBatch(
+        torch.randint(V, (B, T), generator=g),
+        ADVANTAGES,
+        **{"mask": MASK, "ref_logps": ref_logps, **fields},
+    )
 
 
 TARGETS = batch().targets
@@ -64,7 +73,10 @@ TARGETS = batch().targets
 
 
 class Case(NamedTuple):
-    """A function of hidden states, head and options, rows of a chunk (0: all are one), and how many rows it should take."""
+    """A function of hidden states, head and options, rows of a chunk (0:
+
+    all are one), and how many rows it should take.
+    """
 
     call: Callable[..., Tensor]
     chunk: int
@@ -75,30 +87,42 @@ class Case(NamedTuple):
 
 
 def of_loss(objective, of, **given):
-    return lambda hidden, weight, options: linear_grpo_loss(hidden, weight, of, objective, options=options, **given).loss
+    return lambda hidden, weight, options: (
+        linear_grpo_loss(hidden, weight, of, objective, options=options, **given).loss
+    )
 
 
 def of_logps(upstream=1.0, targets=TARGETS, mask=MASK, **given):
     def call(hidden, weight, options):
-        return (linear_logprobs(hidden, weight, targets, mask=mask, options=options, **given).logps * upstream).sum()
+        return (
+            linear_logprobs(hidden, weight, targets, mask=mask, options=options, **given).logps
+            * upstream
+        ).sum()
 
     return call
 
 
 def of_divergence(teacher):
-    return lambda hidden, weight, options: linear_divergence(hidden, weight, teacher, mask=MASK, options=options).sum()
+    return lambda hidden, weight, options: linear_divergence(
+        hidden, weight, teacher, mask=MASK, options=options
+    ).sum()
 
 
 FEW = torch.arange(B)[:, None] < 2
 SOME, FIRST = int(MASK[:2].sum()), torch.arange(B * T).view(B, T) == 0
-SECOND, EXACT = (torch.randn(B, T, 24), torch.randn(V, 24) / 5), Objective.preset("distillation", kl=Exact())
+SECOND, EXACT = (
+    (torch.randn(B, T, 24), torch.randn(V, 24) / 5),
+    Objective.preset("distillation", kl=Exact()),
+)
 SETS = TokenSets.from_lists([[1, 2]] + [[]] * (B * T - 1))
 TEACHER = TokenSets.from_lists([[3, 4]] * (B * T)).with_values(torch.full((2 * B * T,), -1.0))
 #: Ids at a row that has an advantage, at one of three that have none, and at one that is masked.
-LISTED = TokenSets.from_lists([[1, 2] if i in (0, 6, 9) else [] for i in range(B * T)]).with_values(torch.ones(6))
+LISTED = TokenSets.from_lists([[1, 2] if i in (0, 6, 9) else [] for i in range(B * T)]).with_values(
+    torch.ones(6)
+)
 TERMS = batch(logp_terms=LISTED, prob_terms=LISTED)
-#: Two prompts of two rollouts each: rows 0 to 2 and 6 to 8 are shared, nobody names row 5. The first two tokens of a prompt's
-#: rollouts are the same, the third differs.
+#: Two prompts of two rollouts each: rows 0 to 2 and 6 to 8 are shared, nobody names row 5. The
+#: first two tokens of a prompt's rollouts are the same, the third differs.
 ROWS = torch.tensor([[0, 1, 2, 3], [0, 1, 2, 4], [6, 7, 8, 9], [6, 7, 8, 10]])
 IDS = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 8], [1, 2, 3, 4], [1, 2, 4, 4]])
 TREES = TokenBatch(IDS, torch.tensor([1.0, -0.5, 0.3, 0.6]), rows=ROWS)
@@ -106,19 +130,24 @@ DAPO, GSPO = (Objective.preset(name) for name in ("dapo", "gspo"))
 
 
 def of_levels():
-    """The coefficient of a row is known with its sequence. If that is longer than a block, or the coefficient depends on the whole
-    batch, logits are computed again in the backward."""
+    """The coefficient of a row is known with its sequence. If that is longer than a block, or the
+    coefficient depends on the whole batch, logits are computed again in the backward.
+    """
     for name, chunk, beta in itertools.product(LEVELS, (0, 4), (0.0, 0.1)):
         live = N if beta else ACTIVE
         again = live if name == "choice of a batch" or (name != "token" and chunk) else 0
         call = of_loss(replace(LEVELS[name], beta=beta), batch())
-        yield f"{name}, chunk {chunk}, beta {beta}", Case(call, chunk, N, live, (N + again, live), (N, live))
+        yield (
+            f"{name}, chunk {chunk}, beta {beta}",
+            Case(call, chunk, N, live, (N + again, live), (N, live)),
+        )
 
 
 CASES = {
     **dict(of_levels()),
-    # Entropy costs no product. Rows without an upstream gradient are not projected back. A frozen head's are, ahead of it, but
-    # not what has a gradient beside log-probs, or is not what the loss reads.
+    # Entropy costs no product. Rows without an upstream gradient are not projected back. A frozen
+    # head's are, ahead of it, but not what has a gradient beside log-probs, or is not what the loss
+    # reads.
     "log-probs of some": Case(of_logps(FEW), 0, N, SOME, (N + SOME, SOME), (N, N)),
     "log-probs of some, and entropy": Case(of_logps(FEW, entropy=True), 0, N, SOME, (N + SOME, SOME)),
     "log-probs": Case(of_logps(), 4, N, N, (2 * N, N), (N, N)),
@@ -138,7 +167,8 @@ CASES = {
         )
         for chunk in (0, 4)
     },
-    # Rows without an advantage have a gradient if they list ids. Compositions compute logits again in the backward.
+    # Rows without an advantage have a gradient if they list ids. Compositions compute logits again
+    # in the backward.
     "listed": Case(of_loss(DAPO, TERMS), 4, N, ACTIVE + 1, (N + ACTIVE + 1, ACTIVE + 1), (N, ACTIVE + 1)),
     "listed, sequence": Case(of_loss(GSPO, TERMS), 5, N, ACTIVE + 1, (N + ACTIVE + 1, ACTIVE + 1), (N, ACTIVE + 3)),
     "listed beside a divergence": Case(of_loss(EXACT, replace(TERMS, ref_logps=None), reference=SECOND), 4, 2 * N, N, (4 * N, N)),
@@ -166,7 +196,9 @@ def test_rows_in_products(name, frozen, backend, monkeypatch):
     with Allocations() as seen:
         call(hidden, weight, Options(backend)).backward()
     projected, back = (frozen and of_frozen) or trained
-    assert +rows == +Counter({"logits": projected, "d_hidden": back, "d_weight": 0 if frozen else back})
+    assert +rows == +Counter(
+        {"logits": projected, "d_hidden": back, "d_weight": 0 if frozen else back}
+    )
     assert hidden.grad is not None and hidden.grad.any(-1).sum() == live
     assert not chunk or not any({N, V} <= {*shape} for shape in seen.shapes)
 
@@ -180,7 +212,12 @@ def test_a_row_without_a_slope_may_hold_anything(backend):
         hidden[1, 4] = torch.inf
     logps, _ = linear_logprobs(hidden, weight, b.targets, options=Options(backend))
     torch.where(MASK, logps, 0.0).sum().backward()
-    assert not MASK[1, 4] and hidden.grad is not None and (hidden.grad[1, 4] == 0).all() and hidden.grad[1, 0].any()
+    assert (
+        not MASK[1, 4]
+        and hidden.grad is not None
+        and (hidden.grad[1, 4] == 0).all()
+        and hidden.grad[1, 0].any()
+    )
 
 
 class AllButTheFirst(Filter):
@@ -204,11 +241,18 @@ def test_a_row_that_is_not_chosen_may_hold_anything(backend):
     with torch.no_grad():
         hidden[0, 1], hidden.grad = torch.inf, None  # one that is chosen
     call(hidden, weight, Options(backend)).backward()
-    assert hidden.grad is not None and hidden.grad[0, 1].isnan().all() and not hidden.grad[1:].isnan().any()
+    assert (
+        hidden.grad is not None
+        and hidden.grad[0, 1].isnan().all()
+        and not hidden.grad[1:].isnan().any()
+    )
 
 
 def test_without_products_the_weight_may_be_gone(backend):
-    """As ZeRO-3 and FSDP leave it after the forward of the module that owns it. An entropy needs it."""
+    """As ZeRO-3 and FSDP leave it after the forward of the module that owns it.
+
+    An entropy needs it.
+    """
 
     def gone(weight):
         weight.data = torch.empty(0)
@@ -219,7 +263,12 @@ def test_without_products_the_weight_may_be_gone(backend):
         logps, _ = linear_logprobs(hidden, weight, b.targets, mask=MASK, options=Options(backend))
         gathered, loss = trained * 1.0, torch.zeros(())
         for head in (weight, gathered):
-            loss = loss + linear_grpo_loss(hidden, head, b, Objective.preset("gspo"), options=Options(backend)).loss
+            loss = (
+                loss
+                + linear_grpo_loss(
+                    hidden, head, b, Objective.preset("gspo"), options=Options(backend)
+                ).loss
+            )
             take_away(head)
         (logps.sum() + loss).backward()
         results.append((hidden.grad, trained.grad))
@@ -235,8 +284,12 @@ def test_without_products_the_weight_may_be_gone(backend):
 
 @pytest.mark.parametrize("mask", [MASK, None], ids=["some rows", "all rows"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_slopes_of_a_kept_block_are_those_of_logits_that_are_made_again(dtype, mask, backend, monkeypatch):
-    """All rows in one block, and sequences of which some fit in one, two of them in the same, and some do not."""
+def test_slopes_of_a_kept_block_are_those_of_logits_that_are_made_again(
+    dtype, mask, backend, monkeypatch
+):
+    """All rows in one block, and sequences of which some fit in one, two of them in the same, and
+    some do not.
+    """
     found, options = [], Options(backend)
     for chunks in (False, True):
         if chunks:
@@ -252,7 +305,8 @@ def test_slopes_of_a_kept_block_are_those_of_logits_that_are_made_again(dtype, m
         out.loss.backward()
         assert torch.equal(out.logps, logps) and torch.equal(hidden.detach(), before)
         found.append((hidden.grad, weight.grad))
-    # Sums of H and of B * T terms in two orders, each with a rounding a term; bf16 rounds the result.
+    # Sums of H and of B * T terms in two orders, each with a rounding a term; bf16 rounds the
+    # result.
     tolerance = {torch.float32: 2 * (H + B * T) * 2.0**-24, torch.bfloat16: 2.0**-6}[dtype]
     for one, other in zip(*found, strict=True):
         assert one is not None and other is not None and other.any()
@@ -263,9 +317,12 @@ def test_a_reference_with_the_weight_of_the_policy_and_a_bias_of_its_own(backend
     (hidden, weight), options = leaves(True), Options(backend)
     biases = torch.randn(2, V)
     heads = [Head(weight, bias) for bias in biases]
-    found = linear_divergence(hidden, heads[0], (0.5 * hidden.detach(), heads[1]), mask=MASK, options=options)
+    found = linear_divergence(
+        hidden, heads[0], (0.5 * hidden.detach(), heads[1]), mask=MASK, options=options
+    )
     log_p, log_q = (
-        (scale * hidden @ weight.t() + bias).log_softmax(-1) for scale, bias in zip((1.0, 0.5), biases, strict=True)
+        (scale * hidden @ weight.t() + bias).log_softmax(-1)
+        for scale, bias in zip((1.0, 0.5), biases, strict=True)
     )
     expected = torch.where(MASK, (log_p.exp() * (log_p - log_q)).sum(-1), 0.0)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

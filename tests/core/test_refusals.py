@@ -1,4 +1,7 @@
-"""Everything that the core refuses: a ValueError before any work, which names the argument, its value and the remedy."""
+"""Everything that the core refuses:
+
+a ValueError before any work, which names the argument, its value and the remedy.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,10 @@ B, T, V, H = 3, 4, 11, 8
 INF, NAN, MEAN = math.inf, math.nan, "seq-mean-token-mean"
 IDS = torch.arange(B * T).view(B, T) % V
 ONES, PER_TOKEN = torch.ones(B), torch.ones(B, T)
-LOGITS, HIDDEN, WEIGHT = (torch.randn(s, generator=torch.Generator().manual_seed(0)) for s in ((B, T, V), (B, T, H), (V, H)))
+LOGITS, HIDDEN, WEIGHT = (
+    torch.randn(s, generator=torch.Generator().manual_seed(0))
+    for s in ((B, T, V), (B, T, H), (V, H))
+)
 BIAS, OTHER = torch.ones(V), torch.zeros(V, H)
 KEPT = TokenSets.from_lists([[i, 10] for i in range(9)] + [[]] * 3)
 FIELDS = {field.name for field in dataclasses.fields(TokenBatch)}
@@ -70,12 +76,18 @@ def batch(**changes):
 
 def packed(cu_seqlens=None, **changes):
     cuts = None if cu_seqlens is None else torch.as_tensor(cu_seqlens)
-    return batch(**{"targets": IDS.view(-1), "advantages": torch.ones(B * T), "cu_seqlens": cuts, **changes})
+    return batch(
+        **{"targets": IDS.view(-1), "advantages": torch.ones(B * T), "cu_seqlens": cuts, **changes}
+    )
 
 
 def of_given(given):
     """A batch, whose fields may stand among the keywords of a loss."""
-    return given.pop("of") if "of" in given else batch(**{k: given.pop(k) for k in FIELDS & given.keys()})
+    return (
+        given.pop("of")
+        if "of" in given
+        else batch(**{k: given.pop(k) for k in FIELDS & given.keys()})
+    )
 
 
 def loss(objective=PACKED, logits=LOGITS, **given):
@@ -86,7 +98,9 @@ def loss(objective=PACKED, logits=LOGITS, **given):
 def linear(objective=PACKED, hidden=HIDDEN, weight=WEIGHT, **given):
     of = of_given(given)
     weight = Head(weight, given.pop("bias")) if "bias" in given else weight
-    return linear_grpo_loss(hidden, weight, of, objective, **in_options(**{"backend": "eager", **given}))
+    return linear_grpo_loss(
+        hidden, weight, of, objective, **in_options(**{"backend": "eager", **given})
+    )
 
 
 def logps(logits=LOGITS, targets=IDS, **options):
@@ -121,15 +135,22 @@ def transform(temperature):
 
 
 def kl_where_old(logp, old_logp, ref_logp):
-    return ops.where(logp - old_logp > -2.5, logp - ref_logp, 0.0), ops.where(logp - old_logp > -2.5, 1.0, 0.0)
+    return ops.where(logp - old_logp > -2.5, logp - ref_logp, 0.0), ops.where(
+        logp - old_logp > -2.5, 1.0, 0.0
+    )
 
 
-#: What a message must say, its parts between bars -> what is wrong: keywords, or the value of the one that the message begins with.
+#: What a message must say, its parts between bars -> what is wrong: keywords, or the value of the
+#: one that the message begins with.
 Wrong = dict[str, Any]
 
 
 def wrong(says, value):
-    return value if isinstance(value, dict) else {says.split("|")[0].split(" ")[0].split("=")[0].split("[")[0]: value}
+    return (
+        value
+        if isinstance(value, dict)
+        else {says.split("|")[0].split(" ")[0].split("=")[0].split("[")[0]: value}
+    )
 
 
 #: Fields of a batch.
@@ -202,22 +223,35 @@ OF_HIDDEN = {
     "weight|[3, 4, 8]|hidden|[11, 8]|changed places": {"weight": HIDDEN, "hidden": WEIGHT},
     "hidden|[3, 4, 11]|[11, 8]|logits|grpo_loss": LOGITS,
     "hidden|[3, 5, 8]|[3, 4]|ids[:, 1:]": HIDDEN.repeat(1, 2, 1)[:, :5],
-    "hidden has shape [11, 8], but targets has [3, 4]": {"hidden": WEIGHT, "weight": HIDDEN.view(-1, H)},
+    "hidden has shape [11, 8], but targets has [3, 4]": {
+        "hidden": WEIGHT,
+        "weight": HIDDEN.view(-1, H),
+    },
     "bias|[10]|[11, 8]|must be [11]": BIAS[:-1],
     "it looks sharded|weight|[0]|ZeRO-3|GatheredParameters|full_tensor": {"weight": torch.empty(0)},
     "weight|[88]|sharded|FSDP|full_tensor": WEIGHT.view(-1),
     "weight|torch.int8|float32, bfloat16 or float16": WEIGHT.to(torch.int8),
-    "weight is the module Linear: pass its tensor, Head(lm_head.weight, lm_head.bias)": torch.nn.Linear(H, V),
+    "weight is the module Linear: pass its tensor, Head(lm_head.weight, lm_head.bias)": (
+        torch.nn.Linear(H, V)
+    ),
     "hidden|dict|tensor": {"hidden": {"last_hidden_state": HIDDEN}},
     **{
         f"{name}|torch.float64|float32, bfloat16 or float16": {name: x.double()}
         for name, x in (("hidden", HIDDEN), ("weight", WEIGHT))
     },
-    **{f"{name}|meta|cpu|move": {name: x.to("meta")} for name, x in (("hidden", HIDDEN), ("weight", WEIGHT), ("bias", BIAS))},
-    "weight_grad has shape [11, 7], but weight has [11, 8]: they must be the same": torch.zeros(V, 7),
+    **{
+        f"{name}|meta|cpu|move": {name: x.to("meta")}
+        for name, x in (("hidden", HIDDEN), ("weight", WEIGHT), ("bias", BIAS))
+    },
+    "weight_grad has shape [11, 7], but weight has [11, 8]: they must be the same": torch.zeros(
+        V, 7
+    ),
     "weight_grad is torch.bfloat16: pass float32": torch.zeros(V, H).bfloat16(),
     "must not require grad": {"weight_grad": torch.zeros(V, H, requires_grad=True)},
-    "does not require grad: leave it out for a frozen head": {"weight": WEIGHT.detach(), "weight_grad": torch.zeros(V, H)},
+    "does not require grad: leave it out for a frozen head": {
+        "weight": WEIGHT.detach(),
+        "weight_grad": torch.zeros(V, H),
+    },
     "weight_grad |no two rows in one memory": torch.zeros(1, H).expand(V, H),
 }
 
@@ -250,7 +284,10 @@ LACKING = [
     ("weights holds negative numbers", {"surrogate": Vespo(), "level": "sequence-sum"}, {**CUT, "weights": -torch.ones(B * T)}),
 ]  # fmt: skip
 
-FIVE, TWO = TokenSets.from_lists([[3, 1], [], [7], [2, 9, 4], []]), torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+FIVE, TWO = (
+    TokenSets.from_lists([[3, 1], [], [7], [2, 9, 4], []]),
+    torch.tensor([[0.0, 1.0], [1.0, 0.0]]),
+)
 TOO_HIGH = sets([[V]])
 #: What is called -> what the message must say -> what is wrong.
 CALLS = [
@@ -469,7 +506,12 @@ def collected():
     zero3 = torch.randn(V, H, requires_grad=True)
     zero3.ds_id = 3
     grows = {"weight": torch.randn(V, H, requires_grad=True)}
-    gathered = {"ZeRO-3 gathers this weight for a moment": {"weight": zero3, "weight_grad": torch.zeros(V, H)}}
+    gathered = {
+        "ZeRO-3 gathers this weight for a moment": {
+            "weight": zero3,
+            "weight_grad": torch.zeros(V, H),
+        }
+    }
     tables = [
         (batch, {}, BATCH), (packed, {}, OFFSETS), 
         *((f, {}, OF_LOGITS) for f in (loss, logps)), *((f, grows, OF_HIDDEN | gathered) for f in (linear, linear_logps)),
@@ -483,7 +525,10 @@ def collected():
         (getattr(f, "__name__", "a call"), says, functools.partial(f, **right | wrong(says, value)))
         for f, right, table in tables for says, value in table.items()
     ]  # fmt: skip
-    return [pytest.param(says, call, id=f"{i} {what}: {says}") for i, (what, says, call) in enumerate(found)]
+    return [
+        pytest.param(says, call, id=f"{i} {what}: {says}")
+        for i, (what, says, call) in enumerate(found)
+    ]
 
 
 class NoWork(TorchDispatchMode):
@@ -492,14 +537,28 @@ class NoWork(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.__name__.partition(".")[0]
         of_rows = args and isinstance(args[0], Tensor) and args[0].shape[-1:] in ((V,), (H,))
-        assert not of_rows or name not in ("exp", "exp_", "logsumexp", "_log_softmax", "mm", "addmm"), "work was done"
+        assert not of_rows or name not in (
+            "exp",
+            "exp_",
+            "logsumexp",
+            "_log_softmax",
+            "mm",
+            "addmm",
+        ), "work was done"
         return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("says, call", collected())
 def test_refused(says, call):
     unchanged = snapshot(
-        ids=IDS, ones=ONES, per_token=PER_TOKEN, logits=LOGITS, hidden=HIDDEN, weight=WEIGHT, bias=BIAS, other=OTHER
+        ids=IDS,
+        ones=ONES,
+        per_token=PER_TOKEN,
+        logits=LOGITS,
+        hidden=HIDDEN,
+        weight=WEIGHT,
+        bias=BIAS,
+        other=OTHER,
     )
     with NoWork(), pytest.raises(ValueError) as error:
         call()
@@ -512,7 +571,9 @@ def test_refused(says, call):
 
 @pytest.mark.parametrize("call", [loss, linear, logps, linear_logps])
 def test_what_is_right_is_computed(call):
-    """The calls above differ from these by what is wrong; and the work that they must not do is noticed."""
+    """The calls above differ from these by what is wrong; and the work that they must not do is
+    noticed.
+    """
     call()
     with NoWork(), pytest.raises(AssertionError, match="work was done"):
         call()
@@ -528,7 +589,11 @@ MADE = (
 #: A call with a keyword that it does not know, and what the message must say of it.
 UNKNOWN = [
     (batch, "old_logprobs", "Did you mean old_logps?"),
-    (functools.partial(TokenBatch.from_rewards, IDS, ONES, group_size=3), "masks", "Did you mean mask?"),
+    (
+        functools.partial(TokenBatch.from_rewards, IDS, ONES, group_size=3),
+        "masks",
+        "Did you mean mask?",
+    ),
     (Objective, "agregate", "Did you mean aggregate?"),
     (functools.partial(Objective.preset, "grpo"), "betta", "Did you mean beta? It has surrogate, "),
     (Clip, "epsilon", "Did you mean eps_low?"),
@@ -538,16 +603,25 @@ UNKNOWN = [
         for name in ("sparse", "missing", "entropy_over")
     ),
     (functools.partial(Head, WEIGHT), "biass", "Did you mean bias?"),
-    (functools.partial(ADVANTAGES["group"], Evidence(ONES, group_size=3)), "scales", "Did you mean scale?"),
+    (
+        functools.partial(ADVANTAGES["group"], Evidence(ONES, group_size=3)),
+        "scales",
+        "Did you mean scale?",
+    ),
     (functools.partial(CORRECTIONS["tis"], batch()), "hihg", "Did you mean high?"),
-    *((f, "temperature", "Pass transform=LogitTransform(temperature=...).") for f in (loss, logps, linear, linear_logps)),
+    *(
+        (f, "temperature", "Pass transform=LogitTransform(temperature=...).")
+        for f in (loss, logps, linear, linear_logps)
+    ),
     *((f, "normaliser", "Did you mean normalizer?") for f in (loss, linear)),
     *((f, "strict", "Pass options=Options(strict=...).") for f in MADE),
     *((f, "bias", "Pass Head(weight, bias) as weight.") for f in MADE[1::2]),
 ]
 
 
-@pytest.mark.parametrize("call, keyword, says", UNKNOWN, ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize(
+    "call, keyword, says", UNKNOWN, ids=lambda x: x if isinstance(x, str) else ""
+)
 def test_unknown_keywords(call, keyword, says):
     with pytest.raises(TypeError) as error:
         call(**{keyword: 0.2})
@@ -566,7 +640,9 @@ def test_what_is_masked_may_be_wrong():
         assert linear(targets=targets, mask=mask).loss.isfinite()
         assert logps(targets=targets, mask=mask)[0].isfinite().all()
     wild = transform(torch.where(mask, 1.0, NAN))
-    divergence = token_divergence(LOGITS, LOGITS + 1, Exact(temperature_squared=True), mask=mask, transform=wild)
+    divergence = token_divergence(
+        LOGITS, LOGITS + 1, Exact(temperature_squared=True), mask=mask, transform=wild
+    )
     assert divergence.isfinite().all()
     weights = torch.where(mask, 1.0, -1.0)  # beside a logarithm
     assert loss(Objective.preset("vespo"), mask=mask, weights=weights).loss.isfinite()
@@ -575,14 +651,18 @@ def test_what_is_masked_may_be_wrong():
 #: Every function that makes a loss of a batch and an objective.
 LOSSES = {
     "grpo_loss": lambda *given, **more: grpo_loss(LOGITS, *given, options=Options(**more)),
-    "linear_grpo_loss": lambda *given, **more: linear_grpo_loss(HIDDEN, WEIGHT, *given, options=Options(**more)),
+    "linear_grpo_loss": lambda *given, **more: linear_grpo_loss(
+        HIDDEN, WEIGHT, *given, options=Options(**more)
+    ),
     "head": lambda *given, **more: head(*given, options=Options(**more)),
     "objective_loss": lambda *given, backend="": objective_loss(-PER_TOKEN, *given),
 }
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("field", ["advantages", "old_logps", "ref_logps", "weights", "nll_weights"])
+@pytest.mark.parametrize(
+    "field", ["advantages", "old_logps", "ref_logps", "weights", "nll_weights"]
+)
 def test_strict_mode_refuses_nan_at_trained_tokens(field, name, backend):
     value, mask = -PER_TOKEN.clone(), PER_TOKEN > 0
     value[1, 2] = value[2, 0] = value[2, 3] = NAN
@@ -600,7 +680,10 @@ def test_strict_mode_refuses_nan_at_trained_tokens(field, name, backend):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_batch_and_an_objective_that_changed_places(name):
-    with pytest.raises(ValueError, match=r"(batch|targets) is an? Objective and objective a TokenBatch: .*batch, objective"):
+    with pytest.raises(
+        ValueError,
+        match=r"(batch|targets) is an? Objective and objective a TokenBatch: .*batch, objective",
+    ):
         LOSSES[name](Objective(), batch())
 
 
@@ -617,13 +700,19 @@ def test_these_are_all_metrics():
     objective = Objective(beta=0.1, kl="k1", filters=(EntropyFloor(0.1),))
     out = grpo_loss(LOGITS, batch(ref_logps=-PER_TOKEN, kept=KEPT), objective)
     assert {*out.metrics} == {*METRICS}
-    assert not {*ABSENT_UNLESS} & {*loss().metrics} and {*loss().metrics} | {*ABSENT_UNLESS} == {*METRICS}
+    assert not {*ABSENT_UNLESS} & {*loss().metrics} and {*loss().metrics} | {*ABSENT_UNLESS} == {
+        *METRICS
+    }
 
 
 @pytest.mark.parametrize(
     "call, kind, message",
     [
-        (lambda out: out.metrics["approx_kl"], KeyError, r"no metric 'approx_kl'. Did you mean kl\? .*tokens, .*entropy"),
+        (
+            lambda out: out.metrics["approx_kl"],
+            KeyError,
+            r"no metric 'approx_kl'. Did you mean kl\? .*tokens, .*entropy",
+        ),
         (lambda out: out.metrics["entropi"], KeyError, r"Did you mean entropy\?"),
         (lambda out: out.backward(), AttributeError, r"'backward'.*out\.loss\.backward"),
         (lambda out: out.item(), AttributeError, r"'item'.*out\.loss\.item"),
@@ -632,10 +721,26 @@ def test_these_are_all_metrics():
         (lambda out: out.kl, AttributeError, r"'kl'. Did you mean out.metrics\[\"kl\"\]\?"),
         (lambda out: out.approx_kl, AttributeError, r"Did you mean out.metrics\[\"kl\"\]\?"),
         (lambda out: out.ess, AttributeError, r"Did you mean out.metrics\[\"ess\"\]\?"),
-        (lambda out: out.metrics["clip_frac"], KeyError, r"no metric 'clip_frac'. Did you mean clip_low and clip_high\?"),
-        (lambda out: out.metrics["pg_clipfrac"], KeyError, r"Did you mean clip_low and clip_high\?"),
-        (lambda out: out.metrics["ratio"], KeyError, r"Did you mean ratio_mean and ratio_min and ratio_max\?"),
-        (lambda out: out.metrics["kept"], KeyError, r"no metric 'kept': it needs an objective with filters"),
+        (
+            lambda out: out.metrics["clip_frac"],
+            KeyError,
+            r"no metric 'clip_frac'. Did you mean clip_low and clip_high\?",
+        ),
+        (
+            lambda out: out.metrics["pg_clipfrac"],
+            KeyError,
+            r"Did you mean clip_low and clip_high\?",
+        ),
+        (
+            lambda out: out.metrics["ratio"],
+            KeyError,
+            r"Did you mean ratio_mean and ratio_min and ratio_max\?",
+        ),
+        (
+            lambda out: out.metrics["kept"],
+            KeyError,
+            r"no metric 'kept': it needs an objective with filters",
+        ),
         (lambda out: [*out], TypeError, r"no tuple.*out\.loss, out\.metrics"),
     ],
 )

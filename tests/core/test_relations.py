@@ -1,14 +1,19 @@
-"""What must not change a result: the same bits, or the same values, of calls that say the same in another way.
+"""What must not change a result: the same bits, or the same values, of calls that say the same in
+another way.
 
-From logits, on a CPU (eager, C++) and in the Triton kernels, the log-prob, entropy and gradient of a row depend on neither the rows
-beside it, nor their order and number, nor on the number of threads or multiprocessors; the loss not on the threads.
+From logits, on a CPU (eager, C++) and in the Triton kernels, the log-prob, entropy and gradient of
+a row depend on neither the rows beside it, nor their order and number, nor on the number of threads
+or multiprocessors; the loss not on the threads.
 
-From hidden states: the same call gives the same bits again. With the C++ products (AVX512_BF16, AMX; operands in bf16, or weight
-in fp32) neither the number of threads, nor other rows, nor how many are taken at a time change a bit of a row. All other products
-are a library's, which may choose another kernel for another number of rows or threads: these are compared as numbers.
+From hidden states: the same call gives the same bits again. With the C++ products (AVX512_BF16,
+AMX; operands in bf16, or weight in fp32) neither the number of threads, nor other rows, nor how
+many are taken at a time change a bit of a row. All other products are a library's, which may choose
+another kernel for another number of rows or threads: these are compared as numbers.
 
-Not promised: metrics, which are means; a sequence padded to another length, whose sum is divided differently; in Triton, rows at
-other strides, where 128-bit accesses become single ones (a slice of the vocabulary)."""
+Not promised: metrics, which are means; a sequence padded to another length, whose sum is divided
+differently; in Triton, rows at other strides, where 128-bit accesses become single ones (a slice of
+the vocabulary).
+"""
 
 from __future__ import annotations
 
@@ -40,7 +45,15 @@ from support.objectives import OBJECTIVES
 from support.oracle import Answer
 from support.recipes import DTYPES, KINDS, Recipe, legal, of_sequences, problem, random_recipe
 
-PLAIN = {"mask": "some", "spread": 3.0, "vocab": 61, "upstream": 1.0, "extreme": "none", "frozen": "nothing", "inplace": False}
+PLAIN = {
+    "mask": "some",
+    "spread": 3.0,
+    "vocab": 61,
+    "upstream": 1.0,
+    "extreme": "none",
+    "frozen": "nothing",
+    "inplace": False,
+}
 
 
 def drawn(seed, **fixed):
@@ -49,8 +62,16 @@ def drawn(seed, **fixed):
 
 #: Each kind of objective at both levels, and log-probs and divergences.
 RECIPES = [
-    *(drawn(i, door="loss", objective=kind, source=source) for source in ("logits", "hidden") for i, kind in enumerate(KINDS)),
-    *(drawn(i, door=door, source=x) for i, door in enumerate(("logprobs", "divergence")) for x in ("logits", "hidden")),
+    *(
+        drawn(i, door="loss", objective=kind, source=source)
+        for source in ("logits", "hidden")
+        for i, kind in enumerate(KINDS)
+    ),
+    *(
+        drawn(i, door=door, source=x)
+        for i, door in enumerate(("logprobs", "divergence"))
+        for x in ("logits", "hidden")
+    ),
 ]
 #: A loss of one pass, one of two, and log-probs.
 CALLS = (
@@ -80,39 +101,75 @@ def test_the_same_call_gives_the_same_bits(recipe, backend):
     first = run(p, backend=backend)
     assert_same_bits(run(p, backend=backend), first, "again")
     if not recipe.inplace and recipe.weight_grad == "none":
-        again = run(p, backend=backend, call=lambda f: lambda *x: checkpoint(f, *x, use_reentrant=False))
+        again = run(
+            p, backend=backend, call=lambda f: lambda *x: checkpoint(f, *x, use_reentrant=False)
+        )
         assert_same_bits(again, first, "checkpointed")
 
 
 #: Few long rows and many short ones, which torch divides differently.
-SHAPES = ((13, 5003, "bfloat16"), (3, 40_009, "float32"), (1, 40_009, "bfloat16"), (40_009, 3, "float32"))
-OF_THREADS = [legal(Recipe(lengths=(n,), vocab=vocab, dtype=dtype, **x)) for n, vocab, dtype in SHAPES for x in CALLS]
+SHAPES = (
+    (13, 5003, "bfloat16"),
+    (3, 40_009, "float32"),
+    (1, 40_009, "bfloat16"),
+    (40_009, 3, "float32"),
+)
+OF_THREADS = [
+    legal(Recipe(lengths=(n,), vocab=vocab, dtype=dtype, **x))
+    for n, vocab, dtype in SHAPES
+    for x in CALLS
+]
 
 
 @pytest.mark.parametrize("recipe", RECIPES + OF_THREADS, ids=str)
 def test_threads_change_no_bit(recipe, backend):
-    """From hidden states a library's products may change with them: then the values are compared."""
+    """From hidden states a library's products may change with them:
+
+    then the values are compared.
+    """
     p = problem(recipe)
     first = run(p, backend=backend)
     for threads in (2, 3, 7):
         torch.set_num_threads(threads)
         found = run(p, backend=backend)
-        compare(p, found) if recipe.source == "hidden" else assert_same_bits(found, first, f"{threads} threads")
+        (
+            compare(p, found)
+            if recipe.source == "hidden"
+            else assert_same_bits(found, first, f"{threads} threads")
+        )
 
 
-@pytest.mark.skipif(not our_products(torch.bfloat16), reason="this processor has no products of ours")
+@pytest.mark.skipif(
+    not our_products(torch.bfloat16), reason="this processor has no products of ours"
+)
 @pytest.mark.parametrize("dtype", [name for name, dtype in DTYPES.items() if our_products(dtype)])
 @pytest.mark.parametrize("n, width, vocab", [(45, 24, 61), (37, 96, 1031)])
 @pytest.mark.parametrize("kind", CALLS, ids=str)
-def test_with_our_products_a_row_depends_on_no_other(kind, n, width, vocab, dtype, backend, monkeypatch):
+def test_with_our_products_a_row_depends_on_no_other(
+    kind, n, width, vocab, dtype, backend, monkeypatch
+):
     """Nor on how many are taken at a time, and all of the result not on threads."""
-    p = problem(legal(Recipe(source="hidden", lengths=(1,) * n, width=width, vocab=vocab, dtype=dtype, normalizer=7.0, **kind)))
+    p = problem(
+        legal(
+            Recipe(
+                source="hidden",
+                lengths=(1,) * n,
+                width=width,
+                vocab=vocab,
+                dtype=dtype,
+                normalizer=7.0,
+                **kind,
+            )
+        )
+    )
     whole = run(p, backend=backend)
     for threads in (2, 7):
         torch.set_num_threads(threads)
         assert_same_bits(run(p, backend=backend), whole, f"{threads} threads")
     for rows in (torch.randperm(n).tolist(), [0], [n - 1], [*range(3, 20)]):
-        assert_same_bits(run(of_sequences(p, rows), backend=backend), whole, f"rows {rows}", PER_ROW, rows)
+        assert_same_bits(
+            run(of_sequences(p, rows), backend=backend), whole, f"rows {rows}", PER_ROW, rows
+        )
     for rows in (1, 7, 16):
         in_chunks(monkeypatch, rows)
         assert_same_bits(run(p, backend=backend), whole, f"{rows} at a time", PER_ROW)
@@ -120,29 +177,50 @@ def test_with_our_products_a_row_depends_on_no_other(kind, n, width, vocab, dtyp
 
 @pytest.mark.parametrize("recipe", [r for r in RECIPES if r.door == "loss"], ids=str)
 def test_rows_that_are_skipped_contribute_nothing(recipe, backend):
-    skipping, reading = (problem(legal(replace(recipe, skip_inactive=skip))) for skip in (True, False))
+    skipping, reading = (
+        problem(legal(replace(recipe, skip_inactive=skip))) for skip in (True, False)
+    )
     found, whole = run(skipping, backend=backend), run(reading, backend=backend)
     assert_same_bits(found, whole, "skipped", ("loss", "logits"))
     compare(skipping, found)
 
 
-ROWS = [(x, v, d) for v, d in ((61, "float32"), (5003, "bfloat16"), (40_009, "float32"), (40_009, "bfloat16")) for x in CALLS]
-OF_ROWS = [Recipe(lengths=(1,) * 7, vocab=v, dtype=d, transform="temperature", **x) for x, v, d in ROWS]
+ROWS = [
+    (x, v, d)
+    for v, d in ((61, "float32"), (5003, "bfloat16"), (40_009, "float32"), (40_009, "bfloat16"))
+    for x in CALLS
+]
+OF_ROWS = [
+    Recipe(lengths=(1,) * 7, vocab=v, dtype=d, transform="temperature", **x) for x, v, d in ROWS
+]
 BY_ROWS = [
-    legal(replace(r, layout="padded", lengths=(3, 1, 4, 2), mask="some", weight_grad="none", rows="own", listed="none"))
+    legal(
+        replace(
+            r,
+            layout="padded",
+            lengths=(3, 1, 4, 2),
+            mask="some",
+            weight_grad="none",
+            rows="own",
+            listed="none",
+        )
+    )
     for r in RECIPES
     if r.objective not in WHOLE_BATCH
 ]
 
 
 def in_parts(recipe, backend):
-    """Sequences in another order, fewer and more: from logits each row keeps its bits. With one denominator the losses and
-    gradients of parts add up to those of the whole."""
+    """Sequences in another order, fewer and more: from logits each row keeps its bits. With one
+    denominator the losses and gradients of parts add up to those of the whole.
+    """
     recipe = legal(replace(recipe, normalizer=None))
     p, n = problem(recipe), len(recipe.lengths)
     halves = [*range(n // 2)], [*range(n // 2, n)]
     if recipe.door == "loss":
-        found = global_normalizer(objective_of(recipe), [batch_of(of_sequences(p, half)) for half in halves])
+        found = global_normalizer(
+            objective_of(recipe), [batch_of(of_sequences(p, half)) for half in halves]
+        )
         numbers = tuple(map(float, found)) if isinstance(found, Denominators) else float(found)
         p = replace(p, recipe=replace(recipe, normalizer=numbers))
     whole = run(p, backend=backend)
@@ -168,7 +246,11 @@ def in_parts(recipe, backend):
                 assert (off <= 4 * getattr(room, kind)[name] + 1e-6).all(), name
 
 
-BY_ROWS += [Recipe(objective=x, lengths=(5, 3, 0, 4, 1, 6)) for x in OBJECTIVES if x not in WHOLE_BATCH and "exact" not in x]
+BY_ROWS += [
+    Recipe(objective=x, lengths=(5, 3, 0, 4, 1, 6))
+    for x in OBJECTIVES
+    if x not in WHOLE_BATCH and "exact" not in x
+]
 
 
 @pytest.mark.parametrize("recipe", BY_ROWS, ids=str)
@@ -192,23 +274,43 @@ def test_rows_are_projected_some_at_a_time(recipe, rows, backend, monkeypatch):
     compare(problem(recipe), run(problem(recipe), backend=backend))
 
 
-@pytest.mark.parametrize("recipe", [r for r in RECIPES if r.door == "loss" and r.source == "logits"], ids=str)
+@pytest.mark.parametrize(
+    "recipe", [r for r in RECIPES if r.door == "loss" and r.source == "logits"], ids=str
+)
 def test_a_loss_is_log_probs_and_the_loss_of_these(recipe, backend):
-    """Layer 2 equals layer 1 with autograd through the token stage, beside divergences of their own; log-probs bit by bit: before
-    the first update the ratio is 1."""
-    rows = recipe.rows if recipe.other == "none" else "own"  # a divergence alone has no rows of tokens
-    p = problem(legal(replace(recipe, kept="none", listed="none", skip_inactive=False, dtype="float32", rows=rows)))
+    """Layer 2 equals layer 1 with autograd through the token stage, beside divergences of their
+    own; log-probs bit by bit: before the first update the ratio is 1.
+    """
+    rows = (
+        recipe.rows if recipe.other == "none" else "own"
+    )  # a divergence alone has no rows of tokens
+    p = problem(
+        legal(
+            replace(
+                recipe, kept="none", listed="none", skip_inactive=False, dtype="float32", rows=rows
+            )
+        )
+    )
     leaves, given = leaves_of(p), {"normalizer": normalizer_of(p.recipe)}
 
     def alone(door):
         return named(
-            call_of(replace(p, recipe=replace(p.recipe, door=door, also="entropy")), backend=backend)(*leaves.values())
+            call_of(
+                replace(p, recipe=replace(p.recipe, door=door, also="entropy")), backend=backend
+            )(*leaves.values())
         )
 
     found = alone("logprobs")
     given |= {"entropy": found["entropy"], **({} if p.other is None else alone("divergence"))}
-    found["loss"] = objective_loss(found["logps"], batch_of(p), objective_of(p.recipe), **given).loss
+    found["loss"] = objective_loss(
+        found["logps"], batch_of(p), objective_of(p.recipe), **given
+    ).loss
     pull(p, found)
-    compare(p, Answer({name: x.detach() for name, x in found.items()}, {"logits": leaves["logits"].grad}))
+    compare(
+        p,
+        Answer({name: x.detach() for name, x in found.items()}, {"logits": leaves["logits"].grad}),
+    )
     if p.other is None:
-        assert same_bits(call_of(p, backend=backend)(p.given["logits"]).logps, found["logps"].detach())
+        assert same_bits(
+            call_of(p, backend=backend)(p.given["logits"]).logps, found["logps"].detach()
+        )

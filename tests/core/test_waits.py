@@ -1,7 +1,9 @@
-"""No public function waits for a device, forward and backward, but those that say so; and the host sends few operations to it.
+"""No public function waits for a device, forward and backward, but those that say so; and the host
+sends few operations to it.
 
-Tested with meta tensors, which have no values that the host could read; row counts, which a GPU sends to the host ahead, with a
-stand-in for the device."""
+Tested with meta tensors, which have no values that the host could read; row counts, which a GPU
+sends to the host ahead, with a stand-in for the device.
+"""
 
 from __future__ import annotations
 
@@ -44,15 +46,21 @@ class CopyError(Exception):
 
 
 def make_device(monkeypatch):
-    """Meta tensors are those of a device that computes eagerly, and that the host cannot copy to without a wait."""
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # which does not know this device
+    """Meta tensors are those of a device that computes eagerly, and that the host cannot copy to
+    without a wait.
+    """
+    monkeypatch.setattr(
+        torch, "is_autocast_enabled", lambda *_: False
+    )  # which does not know this device
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
     _refuse_copies(monkeypatch)
 
 
 def _refuse_copies(monkeypatch):
-    """Numbers of the host become tensors of a device by factories that fill them (torch.full) alone; indices are on the device.
-    No mode of torch does this, because it is off while a backward runs."""
+    """Numbers of the host become tensors of a device by factories that fill them (torch.full)
+    alone; indices are on the device. No mode of torch does this, because it is off while a backward
+    runs.
+    """
 
     def refuse(owner, name, copies):
         given = getattr(owner, name)
@@ -66,10 +74,22 @@ def _refuse_copies(monkeypatch):
         monkeypatch.setattr(owner, name, checked)
 
     for name in ("tensor", "as_tensor", "asarray"):
-        refuse(torch, name, lambda data, *_, device=None, **__: _is_meta(device) and not _on_device(data))
-    refuse(Tensor, "new_tensor", lambda x, data, *_, device=None, **__: _is_meta(device or x) and not _on_device(data))
+        refuse(
+            torch,
+            name,
+            lambda data, *_, device=None, **__: _is_meta(device) and not _on_device(data),
+        )
+    refuse(
+        Tensor,
+        "new_tensor",
+        lambda x, data, *_, device=None, **__: _is_meta(device or x) and not _on_device(data),
+    )
     refuse(Tensor, "type_as", lambda x, other: _from_host(x) and _is_meta(other))
-    refuse(Tensor, "to", lambda x, *args, **named: _from_host(x) and any(map(_is_meta, (*args, *named.values()))))
+    refuse(
+        Tensor,
+        "to",
+        lambda x, *args, **named: _from_host(x) and any(map(_is_meta, (*args, *named.values()))),
+    )
     for name in ("copy_", "set_"):
         refuse(Tensor, name, lambda x, *args: _on_device(x) and any(map(_from_host, args)))
     for name in ("__getitem__", "__setitem__"):
@@ -89,7 +109,10 @@ def _from_host(x):
 
 
 def _has_host_indices(index):
-    return any(isinstance(x, list) or _from_host(x) for x in (index if isinstance(index, tuple) else (index,)))
+    return any(
+        isinstance(x, list) or _from_host(x)
+        for x in (index if isinstance(index, tuple) else (index,))
+    )
 
 
 def on_meta(x):
@@ -108,7 +131,9 @@ def meta(monkeypatch):
 
 @pytest.mark.usefixtures("meta")
 def test_a_wait_of_the_device_is_noticed():
-    """A copy from the host; what is documented to wait, below, shows that reading a value is noticed."""
+    """A copy from the host; what is documented to wait, below, shows that reading a value is
+    noticed.
+    """
     x, index = on_meta(torch.ones(3)), torch.tensor([0, 2])
     for copy in (
         lambda: torch.tensor([1], device="meta"),
@@ -118,7 +143,15 @@ def test_a_wait_of_the_device_is_noticed():
     ):
         with pytest.raises(CopyError):
             copy()
-    assert all(y.is_meta for y in (torch.full((1,), 3, device="meta"), x.to(torch.float16), x + 1.0, x[on_meta(index)]))
+    assert all(
+        y.is_meta
+        for y in (
+            torch.full((1,), 3, device="meta"),
+            x.to(torch.float16),
+            x + 1.0,
+            x[on_meta(index)],
+        )
+    )
 
 
 # ---- every public function, forward and backward
@@ -127,7 +160,9 @@ def test_a_wait_of_the_device_is_noticed():
 def marked(batch):
     """On the device, its row counts with the host, which has those of a GPU by then."""
     fields = {name: on_meta(getattr(batch, name)) for name in TokenBatch.__dataclass_fields__}
-    if batch.logp_terms is not None and batch.prob_terms is not None:  # of one list of ids, which nobody need compare
+    if (
+        batch.logp_terms is not None and batch.prob_terms is not None
+    ):  # of one list of ids, which nobody need compare
         fields["prob_terms"] = fields["logp_terms"].with_values(on_meta(batch.prob_terms.values))
     made = TokenBatch(**fields)
     object.__setattr__(made, "_numbers", {kind: batch.counts(kind) for kind in batch._kinds})
@@ -135,8 +170,12 @@ def marked(batch):
 
 
 def known_counts(monkeypatch):
-    monkeypatch.setattr(TokenBatch, "counts", lambda batch, kind, marked=None: batch.__dict__["_numbers"][kind])
-    monkeypatch.setattr(TokenBatch, "count", lambda batch, kind, marked=None: sum(batch.counts(kind)))
+    monkeypatch.setattr(
+        TokenBatch, "counts", lambda batch, kind, marked=None: batch.__dict__["_numbers"][kind]
+    )
+    monkeypatch.setattr(
+        TokenBatch, "count", lambda batch, kind, marked=None: sum(batch.counts(kind))
+    )
 
 
 def moved(x):
@@ -165,33 +204,50 @@ def runs(recipe, monkeypatch, **options):
         values = named(out)
         sum(x.sum() for x in values.values() if x.requires_grad).backward()
         if recipe.door == "loss":
-            assert len(out.metrics) >= 9 and ("outside_set" in out.metrics) == (recipe.kept != "none")
+            assert len(out.metrics) >= 9 and ("outside_set" in out.metrics) == (
+                recipe.kept != "none"
+            )
     return [x.grad for x in front if x.grad is not None]
 
 
 def is_documented(r):
-    """Whether a call from hidden states may wait: for masked rows, for rows without a candidate set, for rows that tokens share,
-    or for those where a teacher lists no ids."""
+    """Whether a call from hidden states may wait: for masked rows, for rows without a candidate
+    set, for rows that tokens share, or for those where a teacher lists no ids.
+    """
     masks = problem(r).fields["mask"] is not None or r.missing != "include"
-    of_sets = r.kept in ("some", "empty") or r.missing == "full" or r.also in ("log_kept_mass", "all")
-    composed = r.rows != "own" or (r.kept != "none" and of_sets) or (r.door == "divergence" and r.other == "listed")
+    of_sets = (
+        r.kept in ("some", "empty") or r.missing == "full" or r.also in ("log_kept_mass", "all")
+    )
+    composed = (
+        r.rows != "own"
+        or (r.kept != "none" and of_sets)
+        or (r.door == "divergence" and r.other == "listed")
+    )
     return r.source == "hidden" and ((r.door != "loss" and masks) or composed)
 
 
 #: What meets each function.
 FEATURES = "kept missing other also transform mask skip_inactive weight_grad rows listed".split()
-#: Calls in which each feature meets each function; every objective; those that ask for different rows, over sets.
+#: Calls in which each feature meets each function; every objective; those that ask for different
+#: rows, over sets.
 CALLS = [
     r
     for r in each_value(
-        covering(vocab=61, width=8, frozen="nothing", inplace=False, lengths=(5, 2, 0, 4)), ("source", "door"), FEATURES
+        covering(vocab=61, width=8, frozen="nothing", inplace=False, lengths=(5, 2, 0, 4)),
+        ("source", "door"),
+        FEATURES,
     )
     if not is_documented(r)
 ]
 CALLS += [
-    Recipe(objective=name, source="hidden", normalizer=9.0) for name in ("gspo", "off-policy sequences", "clip-cov", "gmpo")
+    Recipe(objective=name, source="hidden", normalizer=9.0)
+    for name in ("gspo", "off-policy sequences", "clip-cov", "gmpo")
 ]
-CALLS += [Recipe(objective=name, skip_inactive=len(name) % 2 > 0) for name in OBJECTIVES if "exact" not in name]
+CALLS += [
+    Recipe(objective=name, skip_inactive=len(name) % 2 > 0)
+    for name in OBJECTIVES
+    if "exact" not in name
+]
 CALLS += [
     legal(Recipe(objective=name, kept="some", missing=missing, source=source, weight_grad=grad, skip_inactive=grad != "none"))
     for name in ("dapo", "grpo, k3 and entropy", "gspo", "vespo")
@@ -208,11 +264,19 @@ def test_no_call_waits(recipe, monkeypatch):
 
 @pytest.mark.usefixtures("meta")
 def test_what_goes_before_a_loss_waits_for_nothing(monkeypatch):
-    batch, rewards = marked(batch_of(problem(Recipe(objective="grpo, k3 and entropy", kept="some")))), on_meta(torch.ones(4))
+    batch, rewards = (
+        marked(batch_of(problem(Recipe(objective="grpo, k3 and entropy", kept="some")))),
+        on_meta(torch.ones(4)),
+    )
     known_counts(monkeypatch)
-    TokenBatch.from_rewards(batch.targets, rewards, group_size=2, mask=batch.mask, kept=batch.kept, missing="mask")
+    TokenBatch.from_rewards(
+        batch.targets, rewards, group_size=2, mask=batch.mask, kept=batch.kept, missing="mask"
+    )
     importance_weights(batch, level="sequence")
-    numbers, batch = batch.__dict__["_numbers"], replace(batch, groups=torch.empty(4, dtype=torch.int64, device="meta"))
+    numbers, batch = (
+        batch.__dict__["_numbers"],
+        replace(batch, groups=torch.empty(4, dtype=torch.int64, device="meta")),
+    )
     object.__setattr__(batch, "_numbers", numbers)
     for make, _ in OBJECTIVES.values():
         global_normalizer(make(), [batch, batch])
@@ -221,7 +285,9 @@ def test_what_goes_before_a_loss_waits_for_nothing(monkeypatch):
 #: Calls that are documented to wait, in the forward.
 DOCUMENTED = [
     Recipe(door="logprobs", source="hidden"),
-    Recipe(door="logprobs", source="hidden", mask="none", lengths=(4, 4), kept="some", missing="full"),
+    Recipe(
+        door="logprobs", source="hidden", mask="none", lengths=(4, 4), kept="some", missing="full"
+    ),
     Recipe(door="divergence", source="hidden", other="whole", also="nothing"),
     Recipe(source="hidden", rows="shared"),
 ]
@@ -234,11 +300,15 @@ def test_what_is_documented_to_wait(recipe, monkeypatch):
         runs(recipe, monkeypatch)
 
 
-# ---- operations that the host sends to a GPU, each of which takes it longer than a small batch takes the GPU
+# ---- operations that the host sends to a GPU, each of which takes it longer than a small batch
+# takes the GPU
 
 
 class Operations(TorchDispatchMode):
-    """`made`: the names of the operations of torch in this context but for views, of the backward too."""
+    """`made`:
+
+    the names of the operations of torch in this context but for views, of the backward too.
+    """
 
     def __init__(self):
         super().__init__()
@@ -249,8 +319,8 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-#: How many of them, launches of kernels included, a call and its backward may make, from hidden states in 16 chunks: as many as
-#: they made when this was written.
+#: How many of them, launches of kernels included, a call and its backward may make, from hidden
+#: states in 16 chunks: as many as they made when this was written.
 BUDGETS = {
     "grpo_loss": (Recipe(objective="dapo, k3"), 17),
     "grpo_loss, listed ids": (Recipe(objective="dapo, k3", listed="some"), 253),
@@ -268,7 +338,9 @@ def test_a_call_makes_few_operations(name, monkeypatch):
     f, after, given = map(moved, arguments_of(p))
     front = [torch.empty_like(x, device="meta").requires_grad_() for x in p.given.values()]
     monkeypatch.setattr("grpo_kernels.batch.AHEAD", ("meta",))
-    monkeypatch.setattr(TokenBatch, "_sent", lambda batch, kind: (batch.__dict__["_numbers"][kind], None))
+    monkeypatch.setattr(
+        TokenBatch, "_sent", lambda batch, kind: (batch.__dict__["_numbers"][kind], None)
+    )
     monkeypatch.setattr(backends, "pick", lambda *_: kernels.Kernels())
 
     def launch(kind, kernel, tensors, programs, arguments, **flags):
@@ -326,7 +398,9 @@ def device(monkeypatch):
     monkeypatch.setattr(torch, "_assert_async", check)
     monkeypatch.setattr(torch, "get_device_module", lambda _: found)
     monkeypatch.setattr("grpo_kernels.batch.AHEAD", ("cpu",))
-    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **kind: empty(*shape, **kind))
+    monkeypatch.setattr(
+        torch, "empty", lambda *shape, pin_memory=False, **kind: empty(*shape, **kind)
+    )
     return found
 
 
@@ -338,18 +412,25 @@ def batch(device):
 
 def loss(batch, **options):
     hidden = torch.randn(2, 3, 4, requires_grad=True)
-    return linear_grpo_loss(hidden, torch.randn(7, 4), batch, Objective.preset("dapo"), **options).loss
+    return linear_grpo_loss(
+        hidden, torch.randn(7, 4), batch, Objective.preset("dapo"), **options
+    ).loss
 
 
 FIRST = "call the loss once on this batch before capturing"
 
 
 def test_the_host_waits_for_the_counts_once(device, batch):
-    """Also beside other fields; a write sends them again. After a first call a loss can be captured."""
+    """Also beside other fields; a write sends them again.
+
+    After a first call a loss can be captured.
+    """
     assert (device.recorded, device.waits) == (1, 0)
     loss(batch).backward()
     loss(batch.with_ref_logps(torch.zeros(2, 3))).backward()
-    assert (device.recorded, device.waits) == (1, 1) and [batch.count(x) for x in ("trained", "contributing")] == [3, 2]
+    assert (device.recorded, device.waits) == (1, 1) and [
+        batch.count(x) for x in ("trained", "contributing")
+    ] == [3, 2]
     device.capturing = True
     loss(batch).backward()
     device.capturing = False
@@ -358,7 +439,9 @@ def test_the_host_waits_for_the_counts_once(device, batch):
 
 
 def test_shares_outside_of_sets_are_read_without_a_wait(device, monkeypatch):
-    """The copy that a first call makes is looked at once it has arrived; meanwhile no other is made, and none in a capture."""
+    """The copy that a first call makes is looked at once it has arrived; meanwhile no other is
+    made, and none in a capture.
+    """
     monkeypatch.setattr("grpo_kernels.set_alignment._earlier", None)
     share, tokens = torch.tensor(0.5), torch.tensor(200.0)
     device.capturing = True
@@ -381,7 +464,9 @@ def test_shares_outside_of_sets_are_read_without_a_wait(device, monkeypatch):
 def test_a_first_read_in_a_capture_is_refused(device, batch):
     """Also after a write, and of a batch that is made in the capture."""
     device.capturing = True
-    made = TokenBatch(batch.targets, batch.advantages)  # nothing is sent until the counts are asked for
+    made = TokenBatch(
+        batch.targets, batch.advantages
+    )  # nothing is sent until the counts are asked for
     for each in (batch, made):
         with pytest.raises(RuntimeError, match=FIRST):
             loss(each)

@@ -7,7 +7,8 @@ from test_nan import OPTIONS, check
 
 from grpo_kernels.objective import PRESETS
 
-#: One of each kind of formula, from logits or, where the gradient of a row depends on other rows, from hidden states.
+#: One of each kind of formula, from logits or, where the gradient of a row depends on other rows,
+#: from hidden states.
 CASES = {name: (PRESETS[name], "logits") for name in ("dapo", "dppo_kl", "reinforce")} | {
     "gspo": (PRESETS["gspo"], "hidden"),
     **{name: (OPTIONS[name], "logits") for name in ("a floor and a bonus", "abs, none, clamps")},

@@ -1,4 +1,7 @@
-"""python -m grpo_kernels doctor: its findings, its self-test, its step, its report and exit status."""
+"""python -m grpo_kernels doctor:
+
+its findings, its self-test, its step, its report and exit status.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +20,39 @@ from support.processes import WITHOUT, finish, start
 CPU, Tensor, ROOT = torch.device("cpu"), torch.Tensor, Path(__file__).parents[2]
 backends, cpu_matmuls = doctor.backends, doctor.cpu_matmuls
 FACTS = machine.facts(CPU)
-NOTHING = {"available": True, "passed": True, "value_error": 0.0, "gradient_error": {}, "seconds": 0.0, "warnings": [], "checks": []}  # fmt: skip
+NOTHING = {
+    "available": True,
+    "passed": True,
+    "value_error": 0.0,
+    "gradient_error": {},
+    "seconds": 0.0,
+    "warnings": [],
+    "checks": [],
+}
 
 
 class Sound:
-    """A machine without problems, but for what a test says: its facts, its self-test and its step."""
+    """A machine without problems, but for what a test says:
+
+    its facts, its self-test and its step.
+    """
 
     def __init__(self, monkeypatch, capsys):
-        self.monkeypatch, self.set, self.capsys = monkeypatch, functools.partial(monkeypatch.setattr, doctor), capsys
+        self.monkeypatch, self.set, self.capsys = (
+            monkeypatch,
+            functools.partial(monkeypatch.setattr, doctor),
+            capsys,
+        )
         self.know()
         self.set("self_test", lambda name, device: NOTHING)
         monkeypatch.setattr(backends, "unavailable", lambda name: None)
         monkeypatch.setattr(backends, "native_backend", lambda device: ("cpu", None))
 
     def know(self, *findings):
-        found = {"facts": FACTS | {"native": FACTS["native"] | {"path": "there"}}, "advice": list(findings)}
+        found = {
+            "facts": FACTS | {"native": FACTS["native"] | {"path": "there"}},
+            "advice": list(findings),
+        }
         found |= {"version_findings": [], "setting_findings": []}
         for name, known in found.items():
             self.monkeypatch.setattr(machine, name, lambda *_, known=known: known)
@@ -53,9 +74,13 @@ def sound(monkeypatch, capsys):
 
 
 def test_the_report_is_what_is_documented(sound, monkeypatch):
-    """With the self-test of the eager backend, and a backend that is gone though the module is there."""
+    """With the self-test of the eager backend, and a backend that is gone though the module is
+    there.
+    """
     sound.set("self_test", self_test.self_test)
-    monkeypatch.setattr(backends, "unavailable", lambda name: None if name == "eager" else f"{name} is gone")
+    monkeypatch.setattr(
+        backends, "unavailable", lambda name: None if name == "eager" else f"{name} is gone"
+    )
     monkeypatch.setattr(backends, "native_backend", lambda device: ("cpu", "it is gone"))
     report = sound.reports("--quick", healthy=False)
     assert {*re.findall(r"^    ([a-z]+) ", str(doctor.__doc__), re.MULTILINE)} == report.keys()
@@ -64,7 +89,13 @@ def test_the_report_is_what_is_documented(sound, monkeypatch):
     assert gone["problem"] == "the kernels for cpu tensors do not run: cpu is gone"
     eager = report["backends"]["eager"]
     assert eager["passed"] and len(eager["checks"]) == 24 and 0 < eager["value_error"] < 1e-5
-    assert 1e-7 < eager["gradient_error"]["float32"] < 1e-4 < eager["gradient_error"]["bfloat16"] < 1e-2
+    assert (
+        1e-7
+        < eager["gradient_error"]["float32"]
+        < 1e-4
+        < eager["gradient_error"]["bfloat16"]
+        < 1e-2
+    )
 
 
 def test_engines_that_cannot_run_are_named_with_their_purpose():
@@ -73,20 +104,34 @@ def test_engines_that_cannot_run_are_named_with_their_purpose():
     missing = dict.fromkeys(cpu_matmuls.ENGINES, "no AVX512_BF16") | {"torch": None}
     said = doctor._text_of_products({"engine": "torch", "engines": missing})
     assert said.startswith("engine torch (torch.mm, also for fp32 tensors); amx (bf16 matmuls")
-    assert "; fp32 (our own fp32 kernels for matmuls of bf16 and fp32 tensors) cannot run here: no AVX512_BF16" in said
+    assert (
+        "; fp32 (our own fp32 kernels for matmuls of bf16 and fp32 tensors) cannot run here: no"
+        " AVX512_BF16" in said
+    )
     assert said.count("cannot run here") == 3 and "cannot run here: None" not in said
     assert "the setting is wrong" in doctor._text_of_products({"engine": None, "engines": {}})
 
 
 def test_a_wrong_backend_is_named_and_not_timed(sound):
-    check = {"case": "a case", "level": "logits", "dtype": "float32", "vocab": 7, "errors": {"d_logits": float("nan")}}
+    check = {
+        "case": "a case",
+        "level": "logits",
+        "dtype": "float32",
+        "vocab": 7,
+        "errors": {"d_logits": float("nan")},
+    }
     wrong = NOTHING | {"passed": False, "checks": [check | {"failure": "d_logits is off by 1e+00"}]}
     sound.set("self_test", lambda name, device: wrong if name == "cpu" else NOTHING)
     report = sound.reports(healthy=False)
     (problem,) = report["problems"]
-    assert "fails 1 of 1 checks (a case, from logits, float32, vocabulary 7: d_logits" in problem["problem"]
+    assert (
+        "fails 1 of 1 checks (a case, from logits, float32, vocabulary 7: d_logits"
+        in problem["problem"]
+    )
     assert report["step"] is None and "cpu      WRONG" in sound.says(healthy=False)
-    assert report["backends"]["cpu"]["checks"][0]["errors"] == {"d_logits": "nan"}  # JSON has no NaN
+    assert report["backends"]["cpu"]["checks"][0]["errors"] == {
+        "d_logits": "nan"
+    }  # JSON has no NaN
 
 
 def test_without_compiled_module_triton_and_optional_packages_it_says_how_to_get_them(tmp_path):
@@ -102,7 +147,11 @@ open(sys.argv[1], "w").write(json.dumps(reports))
     stopped, went_on = json.loads((tmp_path / "reports").read_text())
     (lack,) = [p for p in stopped["problems"] if "compiled module" in p["problem"]]
     assert "fall back to eager" in lack["problem"] and "pip install" in lack["remedy"]
-    assert stopped["auto"] == "eager" and stopped["native"]["path"] is None and stopped["backends"] == {}
+    assert (
+        stopped["auto"] == "eager"
+        and stopped["native"]["path"] is None
+        and stopped["backends"] == {}
+    )
     assert went_on["backends"]["eager"]["passed"] and not went_on["backends"]["cpu"]["available"]
     assert "No module named 'triton'" in went_on["backends"]["triton"]["reason"]
 
@@ -125,17 +174,26 @@ def without_small_rows(name, x, dtype):
     return x.where(sizes > 0.029 * sizes.max(), 0.0) if dtype == "bfloat16" else x
 
 
-#: What results of these names have -> the vocabularies or dtypes whose checks find it, and no others.
+#: What results of these names have -> the vocabularies or dtypes whose checks find it, and no
+#: others.
 FAULTS = {
     "lost rows of small gradients": ("d_logits", without_small_rows, {"bfloat16"}),
     "a lost row of hidden states": ("d_hidden", scaled(0.0, 0), {1003, 128_257}),
     "a lost row of the weight": ("d_weight", scaled(0.0, slice(None, None, 2)), {1003, 128_257}),
     "the end of a long row": ("d_logits", scaled(0.0, ..., slice(65536, None)), {128_257}),
     "a scaled gradient": ("d_", scaled(1.01), {"float32"}),
-    "a scaled gradient in 16 bits": ("d_", lambda name, x, dtype: x * (1.1 if dtype == "bfloat16" else 1.0), {"bfloat16"}),
+    "a scaled gradient in 16 bits": (
+        "d_",
+        lambda name, x, dtype: x * (1.1 if dtype == "bfloat16" else 1.0),
+        {"bfloat16"},
+    ),
     "rounded log-probs": ("logps", lambda name, x, dtype: x.bfloat16().double(), {1003, 128_257}),
     "a wrong entropy": ("entropy", scaled(1.001), {1003, 128_257}),
-    "NaN where it is masked, or nothing pulls": ("", lambda name, x, dtype: torch.where(x == 0, torch.nan, x), {1003, 128_257}),
+    "NaN where it is masked, or nothing pulls": (
+        "",
+        lambda name, x, dtype: torch.where(x == 0, torch.nan, x),
+        {1003, 128_257},
+    ),
 }
 
 
@@ -145,20 +203,29 @@ def test_the_self_test_detects_a_fault(fault, monkeypatch):
 
     def results(q, name, device, dtype):
         found = ours(q, "eager", CPU, dtype)
-        return {n: change(n, x, dtype) if name != "eager" and n.startswith(prefix) else x for n, x in found.items()}
+        return {
+            n: change(n, x, dtype) if name != "eager" and n.startswith(prefix) else x
+            for n, x in found.items()
+        }
 
     monkeypatch.setattr(self_test, "results", results)
     failed = [check for check in self_test.self_test("wrong", CPU)["checks"] if check["failure"]]
     assert all(check["failure"].startswith(prefix) for check in failed)
-    assert {check["dtype" if where & {"float32", "bfloat16"} else "vocab"] for check in failed} == where
+    assert {
+        check["dtype" if where & {"float32", "bfloat16"} else "vocab"] for check in failed
+    } == where
 
 
 def test_a_wrong_eager_backend_is_found_by_itself_and_beside_the_kernels(backend, monkeypatch):
     kernels = backends.load("eager").Kernels
     gradient = kernels.kernel_gradient
-    monkeypatch.setattr(kernels, "kernel_gradient", lambda *given: (gradient(*given), given[-1].neg_()))
+    monkeypatch.setattr(
+        kernels, "kernel_gradient", lambda *given: (gradient(*given), given[-1].neg_())
+    )
     checks = self_test.self_test(backend, CPU)["checks"]
-    assert {check["case"] in self_test.BESIDE_EAGER for check in checks if check["failure"]} == {backend != "eager"}
+    assert {check["case"] in self_test.BESIDE_EAGER for check in checks if check["failure"]} == {
+        backend != "eager"
+    }
 
 
 def test_a_check_that_raises_costs_itself_only(monkeypatch):
@@ -168,7 +235,9 @@ def test_a_check_that_raises_costs_itself_only(monkeypatch):
     monkeypatch.setattr(self_test, "results", broken)
     report = self_test.self_test("eager", CPU)
     assert not report["passed"] and len(report["checks"]) == 24
-    assert {check["failure"] for check in report["checks"]} == {"RuntimeError: Failed to find C compiler"}
+    assert {check["failure"] for check in report["checks"]} == {
+        "RuntimeError: Failed to find C compiler"
+    }
 
 
 # ---- the step
@@ -176,12 +245,16 @@ def test_a_check_that_raises_costs_itself_only(monkeypatch):
 
 @pytest.mark.parametrize("level", ["logits", "hidden"])
 def test_contenders_compute_the_same(level, backend):
-    eager, *others = step.contenders(step.Step(level, 64, None if level == "logits" else 32, 5_021, "float32"), backend, CPU)
+    eager, *others = step.contenders(
+        step.Step(level, 64, None if level == "logits" else 32, 5_021, "float32"), backend, CPU
+    )
     wanted = eager.run()
     assert all(g.abs().max() > 1e-4 for g in wanted)
     for contender in others * 2:  # what is overwritten is restored
         contender.restore()
-        torch.testing.assert_close(contender.run(), wanted, rtol=1e-3, atol=1e-6, msg=contender.name)
+        torch.testing.assert_close(
+            contender.run(), wanted, rtol=1e-3, atol=1e-6, msg=contender.name
+        )
 
 
 def test_a_step_is_measured(monkeypatch):
@@ -221,16 +294,23 @@ def timed_as(**gains):
         ([Finding("old trl", "x", False)], "cpu", "nothing that doctor knows explains it"), ([], "eager", 'backend="auto" takes eager here'),
     ],
 )  # fmt: skip
-def test_slower_than_plain_pytorch_is_a_problem_with_reason_and_way_out(known, auto, why, sound, monkeypatch):
+def test_slower_than_plain_pytorch_is_a_problem_with_reason_and_way_out(
+    known, auto, why, sound, monkeypatch
+):
     sound.know(*known)
     sound.set("measure", timed_as(products=(1.0, 1.0, 1.0), logits=(0.69, 0.7, 0.71)))
-    monkeypatch.setattr(backends, "native_backend", lambda device: ("cpu", None if auto == "cpu" else "not built"))
+    monkeypatch.setattr(
+        backends, "native_backend", lambda device: ("cpu", None if auto == "cpu" else "not built")
+    )
     (slow,) = sound.reports(healthy=False)["problems"]
     assert (
-        "a step from logits: ours is slower than plain PyTorch: 14 ms where that takes 10 ms" in slow["problem"]
+        "a step from logits: ours is slower than plain PyTorch: 14 ms where that takes 10 ms"
+        in slow["problem"]
         and why in slow["problem"]
     )
-    assert "objective_loss" in slow["remedy"] and sound.says(healthy=False).endswith("there are problems, see above\n")
+    assert "objective_loss" in slow["remedy"] and sound.says(healthy=False).endswith(
+        "there are problems, see above\n"
+    )
 
 
 def test_times_that_spread_are_not_judged(sound):
@@ -256,7 +336,10 @@ SOUND = {
 
 def advice(environ=(), present=False, gpu=False, built=None, **changes):
     """About a machine that is sound but for these changes of its report."""
-    report = {name: value | changes.get(name, {}) if isinstance(value, dict) else value for name, value in SOUND.items()}
+    report = {
+        name: value | changes.get(name, {}) if isinstance(value, dict) else value
+        for name, value in SOUND.items()
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine, "built_from", lambda path: built or machine.sources())
         patch.setattr(machine, "processor", lambda: ("", BF16))
@@ -311,24 +394,42 @@ FINDINGS = [
 
 @pytest.mark.parametrize(("function", "given", "expected"), FINDINGS)
 def test_findings(function, given, expected):
-    found = [f"{'grave' if f.grave else 'slight'}: {f.problem} -> {f.remedy}" for f in function(**given)]
-    assert found == [] if expected is None else len(found) == 1 and re.search(expected, found[0]), found
+    found = [
+        f"{'grave' if f.grave else 'slight'}: {f.problem} -> {f.remedy}" for f in function(**given)
+    ]
+    assert found == [] if expected is None else len(found) == 1 and re.search(expected, found[0]), (
+        found
+    )
 
 
 def test_an_old_module_keeps_nothing_from_being_tested_beside_a_gpu():
-    assert [f.blocks for device in ("cpu", "cuda") for f in advice(built="other", device=device)] == [True, False]
+    assert [
+        f.blocks for device in ("cpu", "cuda") for f in advice(built="other", device=device)
+    ] == [True, False]
 
 
-@pytest.mark.skipif(cpu_matmuls._cpu is None, reason="without the compiled module nothing is compared")
+@pytest.mark.skipif(
+    cpu_matmuls._cpu is None, reason="without the compiled module nothing is compared"
+)
 @pytest.mark.filterwarnings("ignore:the AMX products are wrong")
 def test_amx_is_in_the_report_with_the_reason_why_it_is_not_used():
     with amx.processor(amx.INTEL, difference="3 elements differ"):
         facts = machine.facts(CPU)
-        assert facts["products"]["engine"] == "fp32" and "3 elements differ" in facts["products"]["engines"]["amx"]
+        assert (
+            facts["products"]["engine"] == "fp32"
+            and "3 elements differ" in facts["products"]["engines"]["amx"]
+        )
         text = doctor._text_of_facts(facts)
-        assert "engine fp32 (" in text and "amx (bf16 matmuls in AMX tiles) cannot run here: the AMX products are wrong" in text
+        assert (
+            "engine fp32 (" in text
+            and "amx (bf16 matmuls in AMX tiles) cannot run here: the AMX products are wrong"
+            in text
+        )
     with amx.processor(amx.INTEL, difference=None):
-        assert machine.facts(CPU)["products"] == {"engine": "amx", "engines": dict.fromkeys(cpu_matmuls.ENGINES)}
+        assert machine.facts(CPU)["products"] == {
+            "engine": "amx",
+            "engines": dict.fromkeys(cpu_matmuls.ENGINES),
+        }
 
 
 # ---- facts
@@ -336,5 +437,11 @@ def test_amx_is_in_the_report_with_the_reason_why_it_is_not_used():
 
 def test_every_setting_that_the_package_reads_is_described():
     package = machine.PACKAGE.rglob("*.py")
-    read = {name for path in package for name in re.findall(r"\bGRPO_KERNELS_[A-Z_]+[A-Z]\b", path.read_text())}
-    assert read - {"GRPO_KERNELS_TEST"} == {name for name in machine.SETTINGS if name.startswith("GRPO_KERNELS_")}
+    read = {
+        name
+        for path in package
+        for name in re.findall(r"\bGRPO_KERNELS_[A-Z_]+[A-Z]\b", path.read_text())
+    }
+    assert read - {"GRPO_KERNELS_TEST"} == {
+        name for name in machine.SETTINGS if name.startswith("GRPO_KERNELS_")
+    }

@@ -1,5 +1,7 @@
-"""Formulas as programs of the C++ kernel: the same numbers as torch, bitwise except for the last bits of exp and log. A formula
-that cannot be a program is refused, or computed in torch, with a reason."""
+"""Formulas as programs of the C++ kernel: the same numbers as torch, bitwise except for the last
+bits of exp and log. A formula that cannot be a program is refused, or computed in torch, with a
+reason.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ if cpu.available() is not None:
 
 
 def traced(function, names, inputs, parameters=()):
-    """Check the program of `function`, of these inputs and a tuple of parameters, against what torch makes of it."""
+    """Check the program of `function`, of these inputs and a tuple of parameters, against what
+    torch makes of it.
+    """
     tracer = Tracer()
     result = function(*map(tracer.input, names), tuple(tracer.parameter() for _ in parameters))
     program = tracer.program("it", result)
@@ -45,7 +49,11 @@ def same(found, expected):
     """No further apart than 2 of the numbers that fp32 has; zeros of both signs are equal."""
     for i, (x, y) in enumerate(zip(found, expected, strict=True)):
         y = torch.as_tensor(y, dtype=torch.float32).expand_as(x)
-        fine = (x == y) | (x.isnan() & y.isnan()) | (~x.isnan() & ~y.isnan() & ((ordered(x) - ordered(y)).abs() <= 2))
+        fine = (
+            (x == y)
+            | (x.isnan() & y.isnan())
+            | (~x.isnan() & ~y.isnan() & ((ordered(x) - ordered(y)).abs() <= 2))
+        )
         assert fine.all(), (i, x[~fine][:4], y[~fine][:4])
 
 
@@ -57,7 +65,10 @@ def arithmetic(a, b, c, params):
 
 
 def extremes(a, b, c, params):
-    """Numbers of the call stay Python numbers, as they are beside tensors: 1 - 0.2 in fp64, then rounded."""
+    """Numbers of the call stay Python numbers, as they are beside tensors:
+
+    1 - 0.2 in fp64, then rounded.
+    """
     (p,) = params
     return (
         ops.minimum(a, b), ops.maximum(a, b), ops.minimum(a, 0.1), ops.minimum(0.2, b), ops.maximum(a, 0.1), ops.maximum(0.2, b),
@@ -73,7 +84,9 @@ def conditions(a, b, c, params):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("function, parameters", [(arithmetic, ()), (extremes, (0.2,)), (conditions, ())])
+@pytest.mark.parametrize(
+    "function, parameters", [(arithmetic, ()), (extremes, (0.2,)), (conditions, ())]
+)
 def test_operations_are_those_of_torch(function, parameters):
     """On all triples of special numbers, and at random."""
     special = (0.0, -0.0, 1.0, -1.0, 1e-40, 3e38, -3e38, 88.9, -104.0, inf, -inf, nan)
@@ -112,7 +125,11 @@ def made(weight):
 def calls(function, run):
     """How often `function` is entered while `run` runs."""
     code, entered = getattr(function, "func", function).__code__, []
-    sys.setprofile(lambda frame, event, arg: entered.append(1) if event == "call" and frame.f_code is code else None)
+    sys.setprofile(
+        lambda frame, event, arg: (
+            entered.append(1) if event == "call" and frame.f_code is code else None
+        )
+    )
     try:
         run()
     finally:
@@ -131,14 +148,21 @@ def calls(function, run):
 )
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_formula_is_traced_again_only_where_it_differs(make, first, second, again, strict):
-    """Made anew at each step it is the same formula; numbers in `params` follow a schedule. So is its comparison with torch."""
+    """Made anew at each step it is the same formula; numbers in `params` follow a schedule.
+
+    So is its comparison with torch.
+    """
     one, other = (x if isinstance(x, Surrogate) else Custom(x) for x in (make(first), make(second)))
     loss_of(one, strict=strict)
     assert (calls(other.function, lambda: loss_of(other, strict=strict)) > 0) == again
     assert calls(other.function, lambda: loss_of(other, strict=strict)) == 0
     assert calls(one.function, lambda: loss_of(one, strict=strict)) == 0
-    for objective, on_policy in itertools.product((Objective(one), Objective(other)), (False, True)):
-        found, expected = (loss_of(objective, backend, strict, on_policy) for backend in ("cpu", "eager"))
+    for objective, on_policy in itertools.product(
+        (Objective(one), Objective(other)), (False, True)
+    ):
+        found, expected = (
+            loss_of(objective, backend, strict, on_policy) for backend in ("cpu", "eager")
+        )
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
@@ -147,12 +171,16 @@ helper = None
 
 
 HELPERS = {0.5: lambda x: 0.5 * x, 2.5: lambda x: 2.5 * x, -1.0: lambda x: -1.0 * x}
-#: What a formula uses: how it does, and what a cell of a notebook makes of the names C and helper, with a number c.
+#: What a formula uses: how it does, and what a cell of a notebook makes of the names C and helper,
+#: with a number c.
 REDEFINED = {
     "a constant": (lambda x: C * x, lambda c: {"C": c}),
     "a helper": (lambda x: helper(x), lambda c: {"helper": HELPERS[c]}),
     "a closure": (lambda x: helper(x), lambda c: {"helper": lambda x: c * x}),
-    "a helper in an inner function": (lambda x: (lambda: helper(x))(), lambda c: {"helper": HELPERS[c]}),
+    "a helper in an inner function": (
+        lambda x: (lambda: helper(x))(),
+        lambda c: {"helper": HELPERS[c]},
+    ),
     "an attribute of an object": (lambda x: C.c * x, lambda c: {"C": types.SimpleNamespace(c=c)}),
 }
 
@@ -164,7 +192,10 @@ def uses(logp, old_logp, advantage, params):
 @pytest.mark.parametrize("kind", REDEFINED)
 @pytest.mark.parametrize("strict", [False, True])
 def test_what_a_formula_uses_may_be_defined_again(kind, strict):
-    """A cell of a notebook is run again: the formula stays, what it uses is another. So it does while an objective is kept."""
+    """A cell of a notebook is run again:
+
+    the formula stays, what it uses is another. So it does while an objective is kept.
+    """
     used, cell = REDEFINED[kind]
     names = {**globals(), "__name__": "notebook", **cell(0.5)}
     names["used"] = types.FunctionType(used.__code__, names)
@@ -173,7 +204,9 @@ def test_what_a_formula_uses_may_be_defined_again(kind, strict):
         names.update(cell(c))
         expected = loss_of(Custom(linear, (c,)), "eager")
         for objective in (kept, Objective(kept.surrogate)):
-            torch.testing.assert_close(loss_of(objective, strict=strict), expected, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(
+                loss_of(objective, strict=strict), expected, rtol=1e-5, atol=1e-7
+            )
 
 
 # ---- refusals
@@ -197,7 +230,15 @@ def long(logp, old_logp, advantage, params):
 @pytest.mark.parametrize(
     "function, words",
     [
-        (hyperbolic, ("hyperbolic", "sinh", "names of `ops`", f"line {hyperbolic.__code__.co_firstlineno + 1} of hyperbolic")),
+        (
+            hyperbolic,
+            (
+                "hyperbolic",
+                "sinh",
+                "names of `ops`",
+                f"line {hyperbolic.__code__.co_firstlineno + 1} of hyperbolic",
+            ),
+        ),
         (branching, ("branching", "ops.where(condition, a, b)")),
         (long, ("long", "registers", "512")),
     ],

@@ -1,4 +1,7 @@
-"""Surrogates and KL estimators: values and slopes against autograd, those of a user, and the refusals."""
+"""Surrogates and KL estimators:
+
+values and slopes against autograd, those of a user, and the refusals.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,12 @@ import torch
 
 from grpo_kernels import Objective, Options, TokenBatch, TokenSets, grpo_loss
 from grpo_kernels.formulas import surrogates
-from grpo_kernels.formulas.filters import EntropyFloor, EntropyQuantile, OffPolicySequences, TrustRegion
+from grpo_kernels.formulas.filters import (
+    EntropyFloor,
+    EntropyQuantile,
+    OffPolicySequences,
+    TrustRegion,
+)
 from grpo_kernels.formulas.kl import Kl, check_kl
 from grpo_kernels.formulas.ops import bounded_exp, ops
 from grpo_kernels.formulas.surrogates import (
@@ -51,7 +59,10 @@ def test_slope_from_autograd_is_that_of_the_formula(level, backend):
     batch = TokenBatch(torch.randint(17, (3, 5)), torch.randn(3), old_logps=-3 + torch.randn(3, 5))
     logits, options = torch.randn(3, 5, 17).requires_grad_(), Options(backend, strict=True)
     pair = Cispo(2.0), Custom(cispo_alone, (2.0,), True, slope="autograd")
-    of_logp = Custom(squared, torch.tensor([0.25])), Custom(squared_alone, (0.25,), slope="autograd")
+    of_logp = (
+        Custom(squared, torch.tensor([0.25])),
+        Custom(squared_alone, (0.25,), slope="autograd"),
+    )
     for both in (pair, of_logp) if level == "token" else (pair,):
         found = []
         for surrogate in both:
@@ -78,7 +89,10 @@ def half_square(slope, **fields):
     [
         (half_square(lambda x, a: 1.01 * x), r"slope of .*formula.* autograd gives .* at logp="),
         (half_square(lambda x, a: ops.where(a == 0.0, 0.0, x)), "slope of .*formula.* advantage=0"),
-        (half_square(lambda x, a: x, zero_at_zero_advantage=True), "the loss of .* not 0 at advantage 0"),
+        (
+            half_square(lambda x, a: x, zero_at_zero_advantage=True),
+            "the loss of .* not 0 at advantage 0",
+        ),
     ],
     ids=["a percent", "without advantage", "declared 0"],
 )
@@ -97,7 +111,9 @@ def saturated(logp, old_logp, advantage, params):
 
 
 def test_tanh_has_its_derivative_in_every_backend(backend):
-    """Near 0, beyond 1, and where it is 1 to the last bit; the slope of autograd is that of the formula."""
+    """Near 0, beyond 1, and where it is 1 to the last bit; the slope of autograd is that of the
+    formula.
+    """
     for width in (1e-3, 1.0, 30.0):
         check_surrogate(Custom(saturated, (width,)))
         x = torch.linspace(-3.0, 3.0, 24).view(2, 12)
@@ -132,9 +148,16 @@ def steep(power, slope=None):
 
 #: A surrogate, and what is said of it.
 NOT_FINITE = {
-    # e^(20 x) times 20 is beyond fp32 from x = 4.3 on; with 50 from 1.7 on, and e^(50 x) beyond fp64 from 14.2 on.
-    "in fp64": (Custom(steep(50.0)), r"overflows at log-ratio 1\.[67]\d*: in float32 its value is .*bounded_exp"),
-    "in fp32": (Custom(steep(20.0)), r"overflows at log-ratio 4\.[34]\d*: in float32 its value is .* slope -?inf.*clamp"),
+    # e^(20 x) times 20 is beyond fp32 from x = 4.3 on; with 50 from 1.7 on, and e^(50 x) beyond
+    # fp64 from 14.2 on.
+    "in fp64": (
+        Custom(steep(50.0)),
+        r"overflows at log-ratio 1\.[67]\d*: in float32 its value is .*bounded_exp",
+    ),
+    "in fp32": (
+        Custom(steep(20.0)),
+        r"overflows at log-ratio 4\.[34]\d*: in float32 its value is .* slope -?inf.*clamp",
+    ),
     "by autograd": (
         Custom(lambda *given: steep(20.0)(*given)[0], slope="autograd"),
         r"overflows at log-ratio 4\.[34]\d*: in float32 its value is",
@@ -142,7 +165,10 @@ NOT_FINITE = {
     "declared 0": (Custom(steep(50.0), zero_at_zero_advantage=True), "overflows at log-ratio"),
     "below": (Custom(steep(-20.0)), r"overflows at log-ratio -4\.[234]\d*"),
     # The slope is wrong where nothing overflows: that is said, whatever happens further away.
-    "wrong as well": (Custom(steep(20.0, slope=21.0)), r"the slope of .* is .*, but autograd gives"),
+    "wrong as well": (
+        Custom(steep(20.0, slope=21.0)),
+        r"the slope of .* is .*, but autograd gives",
+    ),
 }
 
 
@@ -167,7 +193,9 @@ def test_a_slope_that_is_wrong_far_away_is_found():
         e = ops.exp(9.0 * (ref_logp - logp))
         return e, -9.0 * e
 
-    with pytest.raises(ValueError, match=r"KL estimator .*kl overflows at ref_logp - logp = 9\.[67]"):
+    with pytest.raises(
+        ValueError, match=r"KL estimator .*kl overflows at ref_logp - logp = 9\.[67]"
+    ):
         check_kl(kl)
 
 
@@ -182,17 +210,30 @@ PARAMETERS = {
     Vespo: {"k_pos": (-1.0,), "lambda_pos": (1e-5,), "k_neg": (inf,), "lambda_neg": ("2",)},
     Dro: {"beta": (-1.0,)},
     TrustRegion: {"kind": ("kl2",), "low": (-0.1,), "high": (nan,), "anchor": ("ref",)},
-    Kl: {"estimator": ("k4",), "weighting": ("mean",), "clamp_log": (0.0, nan), "clamp": (-1.0, "10")},
+    Kl: {
+        "estimator": ("k4",),
+        "weighting": ("mean",),
+        "clamp_log": (0.0, nan),
+        "clamp": (-1.0, "10"),
+    },
     EntropyFloor: {"threshold": (nan,)},
     EntropyQuantile: {"share": (0.0, 1.1)},
     OffPolicySequences: {"delta": (inf,), "advantage_of": ("batch", None)},
-    ClipCov: {"eps_low": (2.0,), "eps_high": (inf,), "share": (1.1,), "low": (nan,), "high": (0.5,)},
+    ClipCov: {
+        "eps_low": (2.0,),
+        "eps_high": (inf,),
+        "share": (1.1,),
+        "low": (nan,),
+        "high": (0.5,),
+    },
 }
 
 
 @pytest.mark.parametrize("kind", PARAMETERS, ids=lambda kind: kind.__name__)
 def test_bad_parameters_name_the_field(kind):
-    assert [*PARAMETERS[kind]] == [f.name for f in fields(kind) if f.name not in ("process_group", "straight_through")]
+    assert [*PARAMETERS[kind]] == [
+        f.name for f in fields(kind) if f.name not in ("process_group", "straight_through")
+    ]
     for name, values in PARAMETERS[kind].items():
         for value in values:
             with pytest.raises(ValueError, match=f"^{name}="):
@@ -203,9 +244,13 @@ def test_bad_parameters_name_the_field(kind):
 
 
 def terms(kl, logp, old, ref, level="token"):
-    """Value and slope of each token, fp32, of an objective that has nothing but the KL; two tokens are a sequence."""
+    """Value and slope of each token, fp32, of an objective that has nothing but the KL; two tokens
+    are a sequence.
+    """
     objective = Objective(NoPolicyTerm(), level=level, aggregate="token-sum", beta=1.0, kl=kl)
-    return stages.run(objective, stages.packed(len(logp), 2, old_logps=old, ref_logps=ref), logp.float())[:2]
+    return stages.run(
+        objective, stages.packed(len(logp), 2, old_logps=old, ref_logps=ref), logp.float()
+    )[:2]
 
 
 @pytest.mark.parametrize(
@@ -219,14 +264,20 @@ def terms(kl, logp, old, ref, level="token"):
     ids=lambda x: f"{x.estimator} {x.weighting}" if isinstance(x, Kl) else "",
 )
 def test_small_distances_keep_their_digits(kl, slope):
-    """e^d - d - 1 is no more negative than rounding, and value + slope is not 1 - e^d + e^d - d - 1, in which half of the digits
-    of a d of 1e-4 would be lost in fp32."""
+    """e^d - d - 1 is no more negative than rounding, and value + slope is not 1 - e^d + e^d - d -
+    1, in which half of the digits of a d of 1e-4 would be lost in fp32.
+    """
     logp = -torch.rand(1000) * 10
     ref = logp + torch.randn(1000) * 1e-4
     value, ours = terms(kl, logp, logp, ref)
     of_exp = 2 * 2.0**-23  # exp is within two spacings of fp32, here of 1
     assert kl.estimator != "k3" or value.min() >= -(of_exp + 2.0**-23)
-    assert_close(ours.double(), slope(ref.double() - logp.double()), rtol=1e-6, atol=0 if kl.weighting != "none" else of_exp)
+    assert_close(
+        ours.double(),
+        slope(ref.double() - logp.double()),
+        rtol=1e-6,
+        atol=0 if kl.weighting != "none" else of_exp,
+    )
 
 
 # ---- what is no formula
@@ -236,14 +287,26 @@ def test_small_distances_keep_their_digits(kl, slope):
     "call, message",
     [
         # Unpacked, a tensor of two tokens would look like a pair (loss, slope).
-        (lambda: Custom(squared_alone, (0.25,)), r'alone returned a Tensor \[3\].*return loss and slope.*slope="autograd"'),
+        (
+            lambda: Custom(squared_alone, (0.25,)),
+            r'alone returned a Tensor \[3\].*return loss and slope.*slope="autograd"',
+        ),
         (
             lambda: Custom(squared, (0.25,), slope="autograd"),
             r"squared returned a Tensor .3., a Tensor .3. .*return loss of each",
         ),
-        (lambda: Custom(lambda x, *_: (x.mean(), x)), r"returned a Tensor \[\], a Tensor \[3\] .*loss and slope of each"),
+        (
+            lambda: Custom(lambda x, *_: (x.mean(), x)),
+            r"returned a Tensor \[\], a Tensor \[3\] .*loss and slope of each",
+        ),
         *(
-            (call, rf"{name} has a branch on values of tokens \(line \d+ of {name}\).*ops.where\(condition, a, b\)")
+            (
+                call,
+                (
+                    rf"{name} has a branch on values of tokens \(line \d+ of"
+                    rf" {name}\).*ops.where\(condition, a, b\)"
+                ),
+            )
             for name, call in (
                 ("branching", lambda: Custom(branching)),
                 ("branching", lambda: Custom(branching, slope="autograd")),
@@ -260,13 +323,22 @@ def test_small_distances_keep_their_digits(kl, slope):
             (lambda own=own: Kl("distillation", **own), "^estimator=")
             for own in ({"weighting": "ratio"}, {"straight_through": True}, {"clamp": 10.0})
         ),
-        (lambda: Objective(kl=lambda a, b, c: c - a), r"returned a Tensor \[3\].*return value and slope of each token"),
-        (lambda: check_kl("distillation"), "slope of the KL estimator distillation is"),  # of a detached weight
+        (
+            lambda: Objective(kl=lambda a, b, c: c - a),
+            r"returned a Tensor \[3\].*return value and slope of each token",
+        ),
+        (
+            lambda: check_kl("distillation"),
+            "slope of the KL estimator distillation is",
+        ),  # of a detached weight
         (
             lambda: check_kl(Kl(other_sign, weighting="ratio")),
             "slope of the KL estimator other_sign is .* autograd gives .* ref_logp=",
         ),
-        (lambda: check_kl(flat_beyond), "slope of the KL estimator flat_beyond is .* autograd gives .* ref_logp="),
+        (
+            lambda: check_kl(flat_beyond),
+            "slope of the KL estimator flat_beyond is .* autograd gives .* ref_logp=",
+        ),
     ],
 )
 def test_what_formulas_refuse(call, message):
@@ -297,7 +369,9 @@ def branching_terms(logp, values, advantage, sums):
 def of_listed():
     listed = TokenSets.from_lists([[1, 2], [3]]).with_values(torch.ones(3))
     batch = TokenBatch(torch.tensor([1, 2]), torch.ones(2), logp_terms=listed)
-    return grpo_loss(torch.randn(2, 7), batch, Objective(listed=branching_terms), options=Options("eager"))
+    return grpo_loss(
+        torch.randn(2, 7), batch, Objective(listed=branching_terms), options=Options("eager")
+    )
 
 
 def flat_beyond(logp, old_logp, ref_logp):

@@ -1,4 +1,7 @@
-"""The token stage against the oracle: every objective, every pair of options, and which tokens filters keep."""
+"""The token stage against the oracle:
+
+every objective, every pair of options, and which tokens filters keep.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,18 @@ from grpo_kernels.formulas.kl import WEIGHTINGS, Kl
 from grpo_kernels.formulas.surrogates import Custom
 from support import objectives as stages
 from support.doors import batch_of, exact_of
-from support.objectives import AGGREGATES, BONUSES, BOUNDS, FILTERS, KLS, LEVELS, SURROGATES, Option, packed, run
+from support.objectives import (
+    AGGREGATES,
+    BONUSES,
+    BOUNDS,
+    FILTERS,
+    KLS,
+    LEVELS,
+    SURROGATES,
+    Option,
+    packed,
+    run,
+)
 from support.oracle import Spec
 from support.pairs import MANY, pairs
 from support.recipes import Recipe, problem
@@ -29,17 +43,30 @@ ONE = Custom(lambda logp, old_logp, advantage, params: (1.0 + 0.0 * logp, 1.0 + 
 
 @pytest.mark.parametrize("surrogate", [s for s, _ in SURROGATES], ids=str)
 def test_huge_log_ratios_are_finite(surrogate):
-    """+-1000 nats and more from old policy and reference, also one that is impossible, at every level: value and slopes stay finite
-    in fp32; without an advantage, where a surrogate says so, nothing is there, though 0 * -inf would be NaN."""
+    """+-1000 nats and more from old policy and reference, also one that is impossible, at every
+    level: value and slopes stay finite in fp32; without an advantage, where a surrogate says so,
+    nothing is there, though 0 * -inf would be NaN.
+    """
     far = torch.tensor([1000.0, -1000.0, 1e5, -1e5, 89.0, -104.0, 60.5, 1e-30, 0.0, -inf])
     logps, n = torch.full((10,), -1.5), len(far)
-    kls = [Kl(name, how, straight) for name, how, straight in product(("k1", "k2", "k3", "abs"), WEIGHTINGS, (False, True))]
-    for level, sign, kl in product(surrogate.levels, (1.0, -1.0, 0.0), [*kls, Kl("distillation"), None]):
-        given = {"old_logps": logps - far.clamp(-1e5), "ref_logps": logps + far.flip(0), "advantages": torch.full((n,), sign)}
+    kls = [
+        Kl(name, how, straight)
+        for name, how, straight in product(("k1", "k2", "k3", "abs"), WEIGHTINGS, (False, True))
+    ]
+    for level, sign, kl in product(
+        surrogate.levels, (1.0, -1.0, 0.0), [*kls, Kl("distillation"), None]
+    ):
+        given = {
+            "old_logps": logps - far.clamp(-1e5),
+            "ref_logps": logps + far.flip(0),
+            "advantages": torch.full((n,), sign),
+        }
         objective = Objective(surrogate, level=level, beta=0.1 if kl else 0.0, kl=kl or "k3")
         losses, slopes, _ = stages.run(objective, packed(n, 5, **given), logps)
         assert losses.isfinite().all() and slopes.isfinite().all(), (level, sign, kl)
-        assert sign or kl or not surrogate.zero_at_zero_advantage or not (losses.any() or slopes.any())
+        assert (
+            sign or kl or not surrogate.zero_at_zero_advantage or not (losses.any() or slopes.any())
+        )
 
 
 # ---- every pair of options
@@ -57,7 +84,9 @@ AXES = {
 
 @cache
 def batch_with(layout, mask, without):
-    """(batch, log-probs, entropies) of five sequences, one of them without rows; what is masked is rubbish."""
+    """(batch, log-probs, entropies) of five sequences, one of them without rows; what is masked is
+    rubbish.
+    """
     p = problem(
         Recipe(
             objective="dppo-kl to the sampler, k3",
@@ -71,13 +100,16 @@ def batch_with(layout, mask, without):
         )
     )
     fields = {"groups": torch.tensor([3, 1, 1, 3, 0]), **dict.fromkeys(without.split())}
-    logps, entropy = (exact_of(p.recipe)[0].values[name].float().reshape(-1) for name in ("logps", "entropy"))
+    logps, entropy = (
+        exact_of(p.recipe)[0].values[name].float().reshape(-1) for name in ("logps", "entropy")
+    )
     return replace(batch_of(p), **fields), logps, entropy
 
 
 def check_combination(case):
-    """Right, or refused with a ValueError, expected, by the objective or by token_rows, before there are any log-probs. Returns how
-    near a number lies to a bound."""
+    """Right, or refused with a ValueError, expected, by the objective or by token_rows, before
+    there are any log-probs. Returns how near a number lies to a bound.
+    """
     (surrogate, theirs), level, *options, (layout, mask, without, normalizer) = case.values()
     regions = [f for f in case["filter"].ours.get("filters", ()) if isinstance(f, TrustRegion)]
     level = level if level in surrogate.levels else surrogate.levels[0]
@@ -100,7 +132,10 @@ def check_combination(case):
 
 
 def words(case):
-    return ", ".join(x.name if isinstance(x, Option) else str(x[0] if isinstance(x, tuple) else x) for x in case.values())
+    return ", ".join(
+        x.name if isinstance(x, Option) else str(x[0] if isinstance(x, tuple) else x)
+        for x in case.values()
+    )
 
 
 @pytest.mark.parametrize("case", pairs(**AXES), ids=words)
@@ -119,14 +154,20 @@ def test_random_combinations_are_right_or_raise():
 
 
 def kept(f, logps, entropy=None, **fields):
-    """The tokens of two sequences that still have a policy term: those that the filter says it keeps."""
+    """The tokens of two sequences that still have a policy term:
+
+    those that the filter says it keeps.
+    """
     logps, n = torch.as_tensor(logps), len(logps)
     batch = packed(n, n // 2, **{k: torch.as_tensor(x) for k, x in fields.items()})
     objective = Objective(ONE, filters=(f,))
     found = (run(objective, batch, logps, entropy)[0] != 0).tolist()
     assert (
         found
-        == (f.keep(logps, entropy, objective.token_rows(batch), batch) & (True if batch.mask is None else batch.mask)).tolist()
+        == (
+            f.keep(logps, entropy, objective.token_rows(batch), batch)
+            & (True if batch.mask is None else batch.mask)
+        ).tolist()
     )
     return found
 

@@ -1,6 +1,8 @@
 """Adapters of trainers on logits and heads that are cut over two tensor-parallel ranks.
 
-Each adapter on two ranks is compared with itself on one rank, which other tests compare with the trainers."""
+Each adapter on two ranks is compared with itself on one rank, which other tests compare with the
+trainers.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,20 @@ from support.trainers import (
 )
 
 N, H, WIDTH = 11, 6, 13
-V = 2 * WIDTH  # the last ids are padding of the head: no target, but in the softmax, as they are for the trainers
+V = (
+    2 * WIDTH
+)  # the last ids are padding of the head: no target, but in the softmax, as they are for the trainers
 
 G = torch.Generator().manual_seed(7)
-LOGITS, HIDDEN, WEIGHT = 2 * torch.randn(N, V, generator=G), torch.randn(N, H, generator=G), torch.randn(V, H, generator=G)
-TOKENS, KEEP = torch.tensor([0, WIDTH - 1, WIDTH, V - 4, 5, 20, 3, 14, 9, 16, 2]), torch.rand(N, V, generator=G) < 0.3
+LOGITS, HIDDEN, WEIGHT = (
+    2 * torch.randn(N, V, generator=G),
+    torch.randn(N, H, generator=G),
+    torch.randn(V, H, generator=G),
+)
+TOKENS, KEEP = (
+    torch.tensor([0, WIDTH - 1, WIDTH, V - 4, 5, 20, 3, 14, 9, 16, 2]),
+    torch.rand(N, V, generator=G) < 0.3,
+)
 KEEP[2, :WIDTH], KEEP[3, WIDTH:] = False, False  # none on one rank
 #: In one rank's part alone, in both, without the target, empty.
 LISTS = [[0, 2], [WIDTH + 1], [1, WIDTH], [], [int(TOKENS[4])], *[[3, WIDTH + 2, 7]] * (N - 5)]
@@ -49,8 +60,14 @@ def same(got, want):
 
 
 def of_slime(x, group, mask=None, **options):
-    mask = mask if isinstance(mask, slime.Replay) or mask is None or x.shape[-1] == V else own(mask, dist.get_rank())
-    return slime.calculate_log_probs_and_entropy(x, TOKENS, group, log_prob_keep_mask=mask, **options)
+    mask = (
+        mask
+        if isinstance(mask, slime.Replay) or mask is None or x.shape[-1] == V
+        else own(mask, dist.get_rank())
+    )
+    return slime.calculate_log_probs_and_entropy(
+        x, TOKENS, group, log_prob_keep_mask=mask, **options
+    )
 
 
 ENTROPY = {"with_entropy": True}
@@ -70,13 +87,17 @@ OF_LOGITS = {
 
 def of_skyrl(h, w, group):
     start = dist.get_rank() * WIDTH if len(w) < V else 0
-    return skyrl.fused_lm_head_logprobs("torch", h[None], w, TOKENS[None], start, start + len(w), 4, group, False)
+    return skyrl.fused_lm_head_logprobs(
+        "torch", h[None], w, TOKENS[None], start, start + len(w), 4, group, False
+    )
 
 
 def of_skyrls_sets(h, w, group):
     start = dist.get_rank() * WIDTH if len(w) < V else 0
     bounds = {"vocab_start_index": start, "vocab_end_index": start + len(w)}
-    return skyrl.sample_support_logprobs(h, TOKENS, SETS, tp_group=group, lm_head_weight=w, **bounds)[0]
+    return skyrl.sample_support_logprobs(
+        h, TOKENS, SETS, tp_group=group, lm_head_weight=w, **bounds
+    )[0]
 
 
 #: Calls of hidden states, a head and a group; verl's are in Megatron's layout, [S, 1, H].
@@ -89,7 +110,9 @@ OF_HEADS = {
 def check_logits(rank, ranks):
     """Values on this rank, and its columns of the gradient."""
     for call in OF_LOGITS.values():
-        *values, gradient = values_and_slopes(lambda x, call=call: call(x, dist.group.WORLD), own(LOGITS, rank))
+        *values, gradient = values_and_slopes(
+            lambda x, call=call: call(x, dist.group.WORLD), own(LOGITS, rank)
+        )
         *expected, whole = values_and_slopes(lambda x, call=call: call(x, alone()), LOGITS)
         same([*values, gradient], [*expected, own(whole, rank)])
 
@@ -100,7 +123,9 @@ def check_heads(rank, ranks):
         *values, d_hidden, d_weight = values_and_slopes(
             lambda h, w, call=call: call(h, w, dist.group.WORLD), HIDDEN, own(WEIGHT, rank, 0)
         )
-        *expected, whole, whole_weight = values_and_slopes(lambda h, w, call=call: call(h, w, alone()), HIDDEN, WEIGHT)
+        *expected, whole, whole_weight = values_and_slopes(
+            lambda h, w, call=call: call(h, w, alone()), HIDDEN, WEIGHT
+        )
         assert (d_hidden - whole).abs().max() > 0.1
         dist.all_reduce(d_hidden)
         same([*values, d_weight, d_hidden], [*expected, own(whole_weight, rank, 0), whole])

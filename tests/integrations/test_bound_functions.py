@@ -1,5 +1,7 @@
-"""Log-probs and entropy of every trainer by its own functions, and by ours in their place: in float64 where a stand-in has their
-names and arguments, in fp32 where the trainer's file is on the path (see support/trainers.py)."""
+"""Log-probs and entropy of every trainer by its own functions, and by ours in their place: in
+float64 where a stand-in has their names and arguments, in fp32 where the trainer's file is on the
+path (see support/trainers.py).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,18 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels.integrations import areal, liger, miles, nemo_rl, openrlhf, prime_rl, skyrl, slime, unsloth, verl
+from grpo_kernels.integrations import (
+    areal,
+    liger,
+    miles,
+    nemo_rl,
+    openrlhf,
+    prime_rl,
+    skyrl,
+    slime,
+    unsloth,
+    verl,
+)
 from grpo_kernels.integrations._swap import NotCovered, fitted
 from support.processes import finish, start
 from support.trainers import (
@@ -34,17 +47,29 @@ from support.trainers import (
 
 parametrize = pytest.mark.parametrize
 
-ANY_VERSION, MADE = "GRPO_KERNELS_ANY_VERSION", type("UnslothGRPOTrainer", (), {"__module__": "unsloth_made"})
+ANY_VERSION, MADE = (
+    "GRPO_KERNELS_ANY_VERSION",
+    type("UnslothGRPOTrainer", (), {"__module__": "unsloth_made"}),
+)
 
 pytestmark = pytest.mark.usefixtures("stand_ins", "clean")
 
 G = torch.Generator().manual_seed(1)
-LOGITS, HIDDEN, WEIGHT, BIAS = (torch.randn(*shape, generator=G) for shape in ((B, T, V), (B, T, H), (V, H), (V,)))
+LOGITS, HIDDEN, WEIGHT, BIAS = (
+    torch.randn(*shape, generator=G) for shape in ((B, T, V), (B, T, H), (V, H), (V,))
+)
 IDS, INVERSE = torch.randint(20, (B, T), generator=G), 1 / (0.5 + torch.rand(B * T, generator=G))
 KEEP = (torch.rand(B * T, V, generator=G) < 0.4).scatter(1, IDS.view(-1, 1), True)
 FLAT, ROWS = LOGITS.view(-1, V), IDS.view(-1)
-#: A token and a sampler's head, with the token in it but for one row without any; some have padding.
-HEADS = torch.cat([ROWS[:, None], torch.rand(B * T, 20, generator=G).scatter(1, ROWS[:, None], 0.0).topk(5).indices], 1)
+#: A token and a sampler's head, with the token in it but for one row without any; some have
+#: padding.
+HEADS = torch.cat(
+    [
+        ROWS[:, None],
+        torch.rand(B * T, 20, generator=G).scatter(1, ROWS[:, None], 0.0).topk(5).indices,
+    ],
+    1,
+)
 HEADS[:, 2], HEADS[1::4, 3:], HEADS[7, 1:] = ROWS, -1, -1
 #: The row of each token of a tree: of three or of none, and some have the same label twice.
 SHARED = torch.arange(B * T) // 3 * 2
@@ -62,18 +87,23 @@ def clean(monkeypatch):
         yield
 
 
-# ---- what stands in for the trainers' functions: their names and arguments, in the precision of what they are given
+# ---- what stands in for the trainers' functions: their names and arguments, in the precision of
+# what they are given
 
 
 def counted(factor, function, dtype=None):
-    """The function with what it gives first times a factor, in the precision of `dtype`, as a trainer returns it; counts its
-    calls. It takes an argument that its signature does not show."""
+    """The function with what it gives first times a factor, in the precision of `dtype`, as a
+    trainer returns it; counts its calls. It takes an argument that its signature does not show.
+    """
 
     @functools.wraps(function)
     def call(*args, newer=None, **kwargs):
         call.calls += 1
         out = function(*args, **kwargs)
-        found = [x if x is None else x.to(dtype or x.dtype) for x in (out if isinstance(out, tuple) else (out,))]
+        found = [
+            x if x is None else x.to(dtype or x.dtype)
+            for x in (out if isinstance(out, tuple) else (out,))
+        ]
         found[0] = factor * found[0]
         return tuple(found) if isinstance(out, tuple) else found[0]
 
@@ -93,27 +123,62 @@ def of_rows(logits, rows, labels, temperature=1.0, tp_group=None):
     return both(logits[rows], labels, temperature)
 
 
-def in_a_column(logits, tokens, tp_group, with_entropy=False, log_prob_keep_mask=None, temperature=1.0, **gradients):
+def in_a_column(
+    logits,
+    tokens,
+    tp_group,
+    with_entropy=False,
+    log_prob_keep_mask=None,
+    temperature=1.0,
+    **gradients,
+):
     """slime's and miles'."""
-    kept = logits if log_prob_keep_mask is None else logits.masked_fill(~log_prob_keep_mask, -torch.inf)
+    kept = (
+        logits
+        if log_prob_keep_mask is None
+        else logits.masked_fill(~log_prob_keep_mask, -torch.inf)
+    )
     entropy = entropy_of(logits / temperature)
     entropy = (
-        entropy.detach() if False in (gradients.get("with_entropy_grad"), gradients.get("entropy_requires_grad")) else entropy
+        entropy.detach()
+        if False in (gradients.get("with_entropy_grad"), gradients.get("entropy_requires_grad"))
+        else entropy
     )
     return log_probs(kept, tokens, temperature)[:, None], entropy if with_entropy else None
 
 
-def listed(logits, ids, group=None, vocab_size=None, temperature=1.0, with_entropy=None, sampling_support=False, **_):
+def listed(
+    logits,
+    ids,
+    group=None,
+    vocab_size=None,
+    temperature=1.0,
+    with_entropy=None,
+    sampling_support=False,
+    **_,
+):
     """slime's, and with an entropy miles': over the vocabulary, or over the ids after the first."""
     z = logits[:, :vocab_size] / temperature
-    z = z.to(logits.dtype).gather(1, ids.clamp(min=0)).masked_fill(ids < 0, -torch.inf) if sampling_support else z
+    z = (
+        z.to(logits.dtype).gather(1, ids.clamp(min=0)).masked_fill(ids < 0, -torch.inf)
+        if sampling_support
+        else z
+    )
     scored = (ids[:, 1:] >= 0).any(1, keepdim=True) & (ids >= 0) if sampling_support else ids >= 0
-    lse = (torch.where(scored.any(1, keepdim=True), z[:, 1:], 0.0) if sampling_support else z).logsumexp(1, keepdim=True)
-    logps = torch.where(scored, (z if sampling_support else z.gather(1, ids.clamp(min=0))) - lse, 0.0)
+    lse = (
+        torch.where(scored.any(1, keepdim=True), z[:, 1:], 0.0) if sampling_support else z
+    ).logsumexp(1, keepdim=True)
+    logps = torch.where(
+        scored, (z if sampling_support else z.gather(1, ids.clamp(min=0))) - lse, 0.0
+    )
     if with_entropy is None:
         return logps
     p = torch.where(scored, z - lse, -torch.inf)[:, 1:] if sampling_support else z - lse
-    return logps, -torch.where(p > -torch.inf, p.exp() * p, 0.0).sum(1) if with_entropy else logits.new_zeros(len(logits))
+    return logps, (
+        -torch.where(p > -torch.inf, p.exp() * p, 0.0).sum(1)
+        if with_entropy
+        else logits.new_zeros(len(logits))
+    )
 
 
 def chunked_entropy(logits, requires_grad=False, attention_mask=None, chunk_size=1):
@@ -134,7 +199,9 @@ def fused_linear_for_ppo(module, hidden_states, vocab_weights, input_ids, temper
 
 
 def of_prime_rl(hidden, weight, labels, inv_temperature, chunk_size):
-    logps, entropy = both(hidden @ weight.to(hidden).T * inv_temperature[:, None].to(hidden), labels)
+    logps, entropy = both(
+        hidden @ weight.to(hidden).T * inv_temperature[:, None].to(hidden), labels
+    )
     return logps, entropy.detach()
 
 
@@ -143,7 +210,11 @@ def of_unsloth(
     return_entropy=False, **_,
 ):  # fmt: skip
     bias, softcap = None if lm_head_bias is None else lm_head_bias.to(h), logit_softcapping
-    z = torch.nn.functional.linear(h, head.to(h), bias) * (logit_scale_multiply or 1) / (logit_scale_divide or 1)
+    z = (
+        torch.nn.functional.linear(h, head.to(h), bias)
+        * (logit_scale_multiply or 1)
+        / (logit_scale_divide or 1)
+    )
     found = both(softcap * torch.tanh(z / softcap) if softcap else z, index, temperature)
     return found if return_entropy else found[0]
 
@@ -153,8 +224,10 @@ def of_unsloth(
 
 @dataclass(frozen=True)
 class Trainer:
-    """An adapter with the options of its `bind`, stand-ins under the names of our functions (by its declaration they are put
-    where the trainer has them, or in `home`), and calls of a module on leaves. `needs`: what the trainer's own file imports."""
+    """An adapter with the options of its `bind`, stand-ins under the names of our functions (by its
+    declaration they are put where the trainer has them, or in `home`), and calls of a module on
+    leaves. `needs`: what the trainer's own file imports.
+    """
 
     adapter: Any
     theirs: dict[str, Callable[..., Any]]
@@ -175,12 +248,21 @@ class Trainer:
         declared = [self.adapter.ADAPTER.replaces[ours] for ours in self.theirs]
         every = [(path if isinstance(path, str) else path[0]).rpartition(".") for path in declared]
         return [
-            (self.home or home, "chunked_hidden_states_selective_log_softmax" if self.home else name) for home, _, name in every
+            (
+                self.home or home,
+                "chunked_hidden_states_selective_log_softmax" if self.home else name,
+            )
+            for home, _, name in every
         ]
 
 
 def columns(*options, **more):
-    return [lambda m, x, o=each: m.calculate_log_probs_and_entropy(x.view(-1, V), ROWS, None, **o, **more) for each in options]
+    return [
+        lambda m, x, o=each: m.calculate_log_probs_and_entropy(
+            x.view(-1, V), ROWS, None, **o, **more
+        )
+        for each in options
+    ]
 
 
 ENTROPY = {"with_entropy": True}
@@ -267,7 +349,10 @@ BESIDE = {
 
 
 def put(name, factor=1.0, cast=False):
-    """(the trainer's module, its functions): stand-ins, where `cast` in fp32 as a trainer returns them."""
+    """(the trainer's module, its functions):
+
+    stand-ins, where `cast` in fp32 as a trainer returns them.
+    """
     if name in BESIDE:
         put_alone(BESIDE[name])
     return put_alone(name, factor, cast)
@@ -275,9 +360,15 @@ def put(name, factor=1.0, cast=False):
 
 def put_alone(name, factor=1.0, cast=False):
     trainer = TRAINERS[name]
-    functions = [counted(factor, f, torch.float32 if cast else None) for f in trainer.theirs.values()]
+    functions = [
+        counted(factor, f, torch.float32 if cast else None) for f in trainer.theirs.values()
+    ]
     for (home, theirs), function in zip(trainer.paths, functions, strict=True):
-        made = type(theirs, (), {trainer.attribute: staticmethod(function)}) if trainer.attribute else function
+        made = (
+            type(theirs, (), {trainer.attribute: staticmethod(function)})
+            if trainer.attribute
+            else function
+        )
         made = type(theirs, (), {trainer.method: function}) if trainer.method else made
         module = stand_in(home, **{theirs: made})
     return module, functions
@@ -286,7 +377,9 @@ def put_alone(name, factor=1.0, cast=False):
 def calls_of(name, module):
     """(a call of leaves, leaves)"""
     trainer = TRAINERS[name]
-    every = [(call, [LOGITS]) for call in trainer.logits] + [(call, [HIDDEN, WEIGHT]) for call in trainer.hidden]
+    every = [(call, [LOGITS]) for call in trainer.logits] + [
+        (call, [HIDDEN, WEIGHT]) for call in trainer.hidden
+    ]
     return [(functools.partial(call, module), leaves) for call, leaves in every]
 
 
@@ -299,7 +392,9 @@ def assert_bound(name, module, **options):
     if method:  # which is replaced in the class
         setattr(own, kind, type(kind, (), {method: vars(before[kind])[method]}))
     with TRAINERS[name].bind(strict=True) as slots:
-        for (ours, leaves), (theirs, _) in zip(calls_of(name, module), calls_of(name, own), strict=True):
+        for (ours, leaves), (theirs, _) in zip(
+            calls_of(name, module), calls_of(name, own), strict=True
+        ):
             assert_scored(ours, theirs, *leaves, **options)
         assert {*slots.counts} == {"fused"}
         with pytest.raises(RuntimeError, match="ours already"):
@@ -330,8 +425,13 @@ def test_the_first_call_of_an_untested_version_is_compared(name, factor, newer):
     """The same arithmetic goes on; other arithmetic is refused with the difference."""
     module, _ = put(name, factor, cast=True)
     (call, leaves), *_ = calls_of(name, module)
-    expected = pytest.raises(RuntimeError, match=rf"{name.partition(',')[0]} 99\.1.*is not what it was: values")
-    with TRAINERS[name].bind(), expected if factor != 1 else pytest.warns(UserWarning, match="They agree"):
+    expected = pytest.raises(
+        RuntimeError, match=rf"{name.partition(',')[0]} 99\.1.*is not what it was: values"
+    )
+    with (
+        TRAINERS[name].bind(),
+        expected if factor != 1 else pytest.warns(UserWarning, match="They agree"),
+    ):
         values_and_slopes(call, *leaves)
 
 
@@ -343,7 +443,10 @@ def test_what_is_left_to_the_trainer_is_counted_or_an_error(name):
     with TRAINERS[name].bind() as slots:
         values_and_slopes(call, *leaves, dtype=torch.float64)
     assert {*slots.counts} == {f"{slots.adapter.trainer}: dtype torch.float64"}
-    with pytest.raises(RuntimeError, match=r"strict=True.*dtype torch\.float64"), TRAINERS[name].bind(strict=True):
+    with (
+        pytest.raises(RuntimeError, match=r"strict=True.*dtype torch\.float64"),
+        TRAINERS[name].bind(strict=True),
+    ):
         values_and_slopes(call, *leaves, dtype=torch.float64)
     assert max(f.calls for f in functions) == 1
 
@@ -357,7 +460,13 @@ def pass_an_argument(name, module, value):
             method = getattr(bound, trainer.method)
             made = type(theirs, (), {trainer.method: functools.partialmethod(method, newer=value)})
         elif trainer.attribute:
-            made = SimpleNamespace(**{trainer.attribute: functools.partial(getattr(bound, trainer.attribute), newer=value)})
+            made = SimpleNamespace(
+                **{
+                    trainer.attribute: functools.partial(
+                        getattr(bound, trainer.attribute), newer=value
+                    )
+                }
+            )
         else:
             made = functools.partial(bound, newer=value)
         setattr(module, theirs, made)
@@ -366,8 +475,9 @@ def pass_an_argument(name, module, value):
 @parametrize("name", TRAINERS)
 @parametrize("value", [None, 7])
 def test_an_argument_of_a_newer_trainer(name, value):
-    """None changes nothing. With any other value the call is the trainer's own, and counted with the reason: an unsloth_zoo that
-    passed the head's bias once got log-probs without it."""
+    """None changes nothing. With any other value the call is the trainer's own, and counted with
+    the reason: an unsloth_zoo that passed the head's bias once got log-probs without it.
+    """
     for strict in (False, True):
         module, functions = put(name)
         (call, leaves), *_ = calls_of(name, module)
@@ -377,7 +487,10 @@ def test_an_argument_of_a_newer_trainer(name, value):
         before = {theirs: getattr(module, theirs) for _, theirs in TRAINERS[name].paths}
         pass_an_argument(name, module, value)
         if strict and value is not None:
-            with pytest.raises(RuntimeError, match=r"strict=True.*argument newer=7, which grpo_kernels does not know"):
+            with pytest.raises(
+                RuntimeError,
+                match=r"strict=True.*argument newer=7, which grpo_kernels does not know",
+            ):
                 values_and_slopes(calls_of(name, module)[0][0], *leaves)
         else:
             got = values_and_slopes(calls_of(name, module)[0][0], *leaves)
@@ -412,13 +525,18 @@ def ours(a, b, c=1.0, *, d=None):
 
 
 def test_arguments_go_by_name():
-    """In another order, under another name, left out, and None or the trainer's default for what ours does not have."""
+    """In another order, under another name, left out, and None or the trainer's default for what
+    ours does not have.
+    """
     reordered = fitted(ours, lambda b, a, c=2.0, e=5, **more: None)
     assert reordered(1, 2) == (2, 1, 2.0, None)  # the trainer's order and its default
     assert reordered(1, a=2, c=3.0, e=5, f=None, d=4) == (2, 1, 3.0, 4)
     for call, reason in (
         (lambda: reordered(1, 2, e=6), "argument e=6, which"),
-        (lambda: reordered(1, 2, e=torch.ones(2, 3)), r"argument e=a tensor of shape \[2, 3\], which"),
+        (
+            lambda: reordered(1, 2, e=torch.ones(2, 3)),
+            r"argument e=a tensor of shape \[2, 3\], which",
+        ),
         (lambda: reordered(1, 2, f="x" * 99), "argument f=a str, which"),
         (lambda: reordered(1, 2, 3.0, 5, 6), "argument number 5, 6, which"),
         (lambda: reordered(1), "a call without a"),
@@ -428,7 +546,12 @@ def test_arguments_go_by_name():
     assert reordered(1, 2, 3.0, 5, None) == (2, 1, 3.0, None)
     renamed = fitted(ours, lambda a, beta, c=1.0: None)
     assert renamed(1, 2) == renamed(1, beta=2) == (1, 2, 1.0, None)
-    assert fitted(functools.partial(ours, c=4.0), lambda a, b, c=1.0: None)(1, 2) == (1, 2, 4.0, None)
+    assert fitted(functools.partial(ours, c=4.0), lambda a, b, c=1.0: None)(1, 2) == (
+        1,
+        2,
+        4.0,
+        None,
+    )
 
 
 # ---- options of newer trainers
@@ -453,7 +576,9 @@ def test_an_option_of_a_newer_trainer_is_not_ignored():
 
     class FusedLinearForPPO:
         def __init__(self, chunk_size=512, impl_backend="torch", lm_head_dtype=None):
-            vars(self).update(chunk_size=chunk_size, impl_backend=impl_backend, lm_head_dtype=lm_head_dtype)
+            vars(self).update(
+                chunk_size=chunk_size, impl_backend=impl_backend, lm_head_dtype=lm_head_dtype
+            )
 
         forward = home.FusedLinearForPPO.forward
 
@@ -461,7 +586,10 @@ def test_an_option_of_a_newer_trainer_is_not_ignored():
     with verl.bind(logits=False) as slots:
         for options in ({"chunk_size": 4, "impl_backend": "liger"}, {"lm_head_dtype": "float32"}):
             FusedLinearForPPO(**options).forward(HIDDEN, WEIGHT, IDS)
-    assert slots.counts == {"fused": 1, "verl: option lm_head_dtype='float32', which grpo_kernels does not know": 1}
+    assert slots.counts == {
+        "fused": 1,
+        "verl: option lm_head_dtype='float32', which grpo_kernels does not know": 1,
+    }
 
 
 # ---- errors with the trainer's names
@@ -470,27 +598,49 @@ def test_an_option_of_a_newer_trainer_is_not_ignored():
 def test_errors_have_the_names_of_the_trainer():
     short, zeros = MASK[:, :-1], torch.zeros(B, T)
     loss = skyrl.policy_loss("dapo")
-    correction = {"apply_off_policy_correction": lambda weights, old, rollout, mask, config: (weights, mask, {})}
+    correction = {
+        "apply_off_policy_correction": lambda weights, old, rollout, mask, config: (
+            weights,
+            mask,
+            {},
+        )
+    }
     stand_in("skyrl.backends.skyrl_train.utils.off_policy_correction_utils", **correction)
     config = SimpleNamespace(off_policy_correction=None)
     actor = SimpleNamespace(
-        clip_ratio=0.2, clip_ratio_low=None, clip_ratio_high=-0.1, policy_loss=SimpleNamespace(dro_beta=None), clip_ratio_c=3.0
+        clip_ratio=0.2,
+        clip_ratio_low=None,
+        clip_ratio_high=-0.1,
+        policy_loss=SimpleNamespace(dro_beta=None),
+        clip_ratio_c=3.0,
     )
     for call, message in (
         (
             lambda: skyrl.chunked_entropy_from_logits(LOGITS, attention_mask=short),
             r"^attention_mask has shape .*, but logits has",
         ),
-        (lambda: loss(zeros, zeros[:, 1:], zeros, config, MASK), "^old_log_probs has shape .*, but loss_mask has"),
-        (lambda: areal.gather_logprobs(LOGITS, IDS[:, 1:]), "^logits has shape .*, but labels has .*predicting labels"),
+        (
+            lambda: loss(zeros, zeros[:, 1:], zeros, config, MASK),
+            "^old_log_probs has shape .*, but loss_mask has",
+        ),
+        (
+            lambda: areal.gather_logprobs(LOGITS, IDS[:, 1:]),
+            "^logits has shape .*, but labels has .*predicting labels",
+        ),
         (lambda: verl.objective_of("dro", actor), "^policy_loss.dro_beta=None: "),
         (lambda: verl.objective_of("gspo", actor), r"^clip_ratio_high=-0\.1: "),
-        (lambda: verl.linear_cross_entropy(HIDDEN, WEIGHT, IDS[:, 1:]), "^hidden has shape .*, but labels has"),
+        (
+            lambda: verl.linear_cross_entropy(HIDDEN, WEIGHT, IDS[:, 1:]),
+            "^hidden has shape .*, but labels has",
+        ),
         (
             lambda: verl.fused_linear_for_ppo(Plain(), HIDDEN, WEIGHT, IDS[:, 1:]),
             "^hidden_states has shape .*, but input_ids has",
         ),
-        (lambda: openrlhf.PolicyLoss()(zeros, zeros, zeros[:, 1:], MASK), "^advantages has shape .*, but action_mask of shape"),
+        (
+            lambda: openrlhf.PolicyLoss()(zeros, zeros, zeros[:, 1:], MASK),
+            "^advantages has shape .*, but action_mask of shape",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             call()
@@ -508,7 +658,9 @@ def test_areal_reuses_logits(reuse):
     """The gradient is written into the logits, except into those of a leaf."""
     leaf = FLAT.clone().requires_grad_()
     logits = leaf * 1.0
-    logps, entropy = areal.gather_logprobs_entropy(logits, ROWS, temperature=0.7, reuse_logits=reuse)
+    logps, entropy = areal.gather_logprobs_entropy(
+        logits, ROWS, temperature=0.7, reuse_logits=reuse
+    )
     exact = FLAT.double().requires_grad_()
     a, b = log_softmax_of(exact, ROWS, 0.7)
     torch.testing.assert_close([logps.double(), entropy.double()], [a, b], rtol=1e-5, atol=1e-5)
@@ -520,7 +672,8 @@ def test_areal_reuses_logits(reuse):
     assert torch.equal(leaf.detach(), FLAT)
 
 
-# ---- how functions are replaced, restored, and compared under a version that was not tested: by AReaL's adapter, as by all others
+# ---- how functions are replaced, restored, and compared under a version that was not tested: by
+# AReaL's adapter, as by all others
 
 HOME = "areal.utils.functional.vocab_parallel"
 
@@ -536,7 +689,9 @@ def gather_logprobs_entropy(logits, labels, temperature=1.0, tp_group=None, chun
 
 @pytest.fixture
 def home():
-    return stand_in(HOME, gather_logprobs=gather_logprobs, gather_logprobs_entropy=gather_logprobs_entropy)
+    return stand_in(
+        HOME, gather_logprobs=gather_logprobs, gather_logprobs_entropy=gather_logprobs_entropy
+    )
 
 
 def test_a_function_with_other_required_arguments_is_refused_when_it_is_bound(home):
@@ -545,9 +700,14 @@ def test_a_function_with_other_required_arguments_is_refused_when_it_is_bound(ho
         (lambda logits: None, "it has no labels"),
     ):
         home.gather_logprobs = theirs
-        with pytest.raises(RuntimeError, match=rf"but ours takes \(logits, labels, .*\): {problem}"):
+        with pytest.raises(
+            RuntimeError, match=rf"but ours takes \(logits, labels, .*\): {problem}"
+        ):
             areal.bind()
-        assert home.gather_logprobs is theirs and home.gather_logprobs_entropy is gather_logprobs_entropy
+        assert (
+            home.gather_logprobs is theirs
+            and home.gather_logprobs_entropy is gather_logprobs_entropy
+        )
 
 
 def late_import(code):
@@ -569,7 +729,9 @@ def test_modules_that_were_imported_late_are_given_back(home):
 
 
 def test_what_went_wrong_inside_comes_first(home):
-    """If other code has replaced the name by the end of the block, that is an error, unless the block has raised one already."""
+    """If other code has replaced the name by the end of the block, that is an error, unless the
+    block has raised one already.
+    """
     slots = areal.bind()
     ours, home.gather_logprobs = home.gather_logprobs, len
     with pytest.raises(RuntimeError, match="not ours any more: undo in the reverse order"), slots:
@@ -580,7 +742,9 @@ def test_what_went_wrong_inside_comes_first(home):
     slots.undo()
     assert home.gather_logprobs is gather_logprobs
     with (
-        pytest.raises(RuntimeError, match=r"no call was fused in this block: AReaL did not call areal\."),
+        pytest.raises(
+            RuntimeError, match=r"no call was fused in this block: AReaL did not call areal\."
+        ),
         areal.bind(strict=True),
     ):
         pass
@@ -609,7 +773,9 @@ def changed(what):
 
 DIFFERENT = {
     "values, tensor 0 of 2": changed(lambda logps, entropy: (1.02 * logps, entropy)),
-    "slopes, tensor 0 of 1": changed(lambda logps, entropy: (logps + 0.02 * (logps - logps.detach()), entropy)),
+    "slopes, tensor 0 of 1": changed(
+        lambda logps, entropy: (logps + 0.02 * (logps - logps.detach()), entropy)
+    ),
     r"shapes \[\[96\], \[96\]\], and its own \[\[96\]\]": changed(lambda logps, entropy: logps),
     "nan apart": changed(lambda logps, entropy: (logps, entropy * torch.nan)),
     "its own function raised AssertionError: needs a GPU": needs_a_gpu,
@@ -622,18 +788,30 @@ def test_other_results_are_refused_with_the_difference(home, newer, message):
     home.gather_logprobs_entropy, leaf = DIFFERENT[message], FLAT.clone().requires_grad_()
     slots = areal.bind()
     with pytest.raises(
-        RuntimeError, match=rf"areal 99\.1.*gather_logprobs_entropy is not what it was: .*{message}.*any_version=True"
+        RuntimeError,
+        match=(
+            r"areal 99\.1.*gather_logprobs_entropy is not what it was:"
+            rf" .*{message}.*any_version=True"
+        ),
     ):
         home.gather_logprobs_entropy(leaf, ROWS)
-    assert home.gather_logprobs_entropy is DIFFERENT[message] and home.gather_logprobs is gather_logprobs
+    assert (
+        home.gather_logprobs_entropy is DIFFERENT[message]
+        and home.gather_logprobs is gather_logprobs
+    )
     assert not slots.counts and leaf.grad is None
 
 
 @parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_function_is_compared_once_with_one_message(home, newer, dtype, recwarn):
-    """Slopes in the first call that has them: old log-probs come first, without any; rows without tokens show nothing."""
+    """Slopes in the first call that has them:
+
+    old log-probs come first, without any; rows without tokens show nothing.
+    """
     calls, leaf = [], FLAT.to(dtype).requires_grad_()
-    home.gather_logprobs = lambda *args, **kwargs: calls.append(torch.is_grad_enabled()) or gather_logprobs(*args, **kwargs)
+    home.gather_logprobs = lambda *args, **kwargs: (
+        calls.append(torch.is_grad_enabled()) or gather_logprobs(*args, **kwargs)
+    )
     with areal.bind(strict=True) as slots:
         with torch.no_grad():
             first = home.gather_logprobs(leaf, ROWS, 0.7)
@@ -643,7 +821,9 @@ def test_each_function_is_compared_once_with_one_message(home, newer, dtype, rec
             assert torch.equal(home.gather_logprobs(leaf, ROWS, 0.7), first)
             home.gather_logprobs_entropy(leaf, ROWS)
     said = [str(w.message) for w in recwarn if "They agree" in str(w.message)]
-    assert len(said) == 1 and "areal 99.1 was not tested with this adapter (tested: 1.0.4)" in said[0]
+    assert (
+        len(said) == 1 and "areal 99.1 was not tested with this adapter (tested: 1.0.4)" in said[0]
+    )
     assert len(calls) == 3 and slots.counts == {"fused": 6}
 
 
@@ -651,8 +831,13 @@ def test_what_cannot_be_compared_is_refused_when_it_is_bound(newer):
     """Its result is another than the trainer's, or options were chosen that give another."""
     stand_in("slime.utils.ppo_utils", calculate_log_probs_and_entropy=len)
     stand_in("slime.backends.megatron_utils.loss", _build_topp_keep_mask=lambda *_, **__: None)
-    stand_in("openrlhf.models.utils", log_probs_from_logits=len, compute_entropy=lambda logits: None)
-    stand_in("prime_rl.trainer.models.layers.lm_head", _SequenceChunkedLogProbEntropyFn=type("F", (), {"apply": len}))
+    stand_in(
+        "openrlhf.models.utils", log_probs_from_logits=len, compute_entropy=lambda logits: None
+    )
+    stand_in(
+        "prime_rl.trainer.models.layers.lm_head",
+        _SequenceChunkedLogProbEntropyFn=type("F", (), {"apply": len}),
+    )
     for bind, options in (
         (slime.bind, {"replay": True}),
         (openrlhf.bind, {"entropy_temperature": 0.5}),

@@ -1,6 +1,7 @@
-"""Liger's losses by name: Liger 0.8.5 itself, ours in its place, `linear_grpo_loss` of the same options and ours of logits, in
-loss, metrics and gradients. Its chunked loss runs here; its Triton functions in Triton's interpreter, in a process of their
-own."""
+"""Liger's losses by name: Liger 0.8.5 itself, ours in its place, `linear_grpo_loss` of the same
+options and ours of logits, in loss, metrics and gradients. Its chunked loss runs here; its Triton
+functions in Triton's interpreter, in a process of their own.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +22,34 @@ from liger_kernel import chunked_loss as chunked
 
 from grpo_kernels.integrations import liger
 from support.pairs import label, pairs
-from support.trainers import CLIPPED, CONSTANTS, LOSS_TYPES, assert_same, refused, value_and_gradient
+from support.trainers import (
+    CLIPPED,
+    CONSTANTS,
+    LOSS_TYPES,
+    assert_same,
+    refused,
+    value_and_gradient,
+)
 
 parametrize = pytest.mark.parametrize
 
 Theirs, Ours = chunked.LigerFusedLinearGRPOLoss, liger.LigerFusedLinearGRPOLoss
 B, T, H, V = 5, 6, 8, 13
 
-# Sequences of unequal length, one of advantage 0, ratios beyond the clip bounds; what is masked is finite, for Liger.
+# Sequences of unequal length, one of advantage 0, ratios beyond the clip bounds; what is masked is
+# finite, for Liger.
 G = torch.Generator().manual_seed(5)
-LEAVES = HIDDEN, WEIGHT, BIAS = [x * torch.randn(*n, generator=G) for x, n in ((1, (B, T, H)), (0.6, (V, H)), (0.5, (V,)))]
+LEAVES = HIDDEN, WEIGHT, BIAS = [
+    x * torch.randn(*n, generator=G) for x, n in ((1, (B, T, H)), (0.6, (V, H)), (0.5, (V,)))
+]
 IDS, LAST = torch.randint(V, (B, T), generator=G), torch.randn(B, 1, V, generator=G)
 MASK = torch.arange(T) < torch.tensor([6, 3, 5, 1, 4])[:, None]
 ADVANTAGES = torch.tensor([1.2, 0.8, -0.7, 0.0, -1.1])
-REFERENCE = {"ref_input": HIDDEN + 0.3 * torch.randn(B, T, H, generator=G), "ref_weight": WEIGHT + 0.1, "ref_bias": -BIAS}
+REFERENCE = {
+    "ref_input": HIDDEN + 0.3 * torch.randn(B, T, H, generator=G),
+    "ref_weight": WEIGHT + 0.1,
+    "ref_bias": -BIAS,
+}
 
 
 def logps_of(hidden, weight, bias=None, temperature=0.9):
@@ -71,8 +86,16 @@ def arguments_of(row):
     w, old = WEIGHTS, OLD if row["old"] else None
     weights = {None: None, "token": w, "[B]": w[:, 0], "[B, 1]": w[:, :1]}[row["weights"]]
     names = [*REFERENCE][: 2 + row["reference"].endswith("bias")]
-    reference = {"ref_per_token_logps": REF} if row["reference"] == "logps" else {name: REFERENCE[name] for name in names}
-    return reference | {"num_items_in_batch": row["items"], "vllm_is_ratio": weights, "old_per_token_logps": old}
+    reference = (
+        {"ref_per_token_logps": REF}
+        if row["reference"] == "logps"
+        else {name: REFERENCE[name] for name in names}
+    )
+    return reference | {
+        "num_items_in_batch": row["items"],
+        "vllm_is_ratio": weights,
+        "old_per_token_logps": old,
+    }
 
 
 def run(kind, options, mask=MASK, bias=True, upstream=1.0, **given):
@@ -80,7 +103,9 @@ def run(kind, options, mask=MASK, bias=True, upstream=1.0, **given):
 
     def loss(hidden, weight, bias=None):
         value, metrics = kind(**options)(hidden, weight, IDS, mask, ADVANTAGES, bias, **given)
-        assert type(metrics) is tuple and all(x.dtype == torch.float32 and not x.requires_grad for x in metrics)
+        assert type(metrics) is tuple and all(
+            x.dtype == torch.float32 and not x.requires_grad for x in metrics
+        )
         assert value.shape == () and value.dtype == torch.float32
         return upstream * value, metrics
 
@@ -96,7 +121,9 @@ def run(kind, options, mask=MASK, bias=True, upstream=1.0, **given):
 
 def same(got, want, rtol=3e-4):
     assert_same(got, want, rtol)
-    assert [float(x) for x in got[0][1]] == pytest.approx([float(x) for x in want[0][1]], rel=1e-4, abs=1e-6)
+    assert [float(x) for x in got[0][1]] == pytest.approx(
+        [float(x) for x in want[0][1]], rel=1e-4, abs=1e-6
+    )
 
 
 def of_triton(function, row, logits, mask, ref=REF, **more):
@@ -106,15 +133,23 @@ def of_triton(function, row, logits, mask, ref=REF, **more):
     options |= {name: given[name] for name in ("vllm_is_ratio", "num_items_in_batch")}
     options |= {"delta": row["delta"] if row["loss_type"] in CLIPPED else None} | more
     old = given["old_per_token_logps"]
-    return function(logits, old, ref if options["beta"] else None, IDS, ADVANTAGES, mask.long(), **options)
+    return function(
+        logits, old, ref if options["beta"] else None, IDS, ADVANTAGES, mask.long(), **options
+    )
 
 
 @pytest.mark.filterwarnings("ignore:as_liger=True")
 @parametrize("row", GRID, ids=label)
 def test_every_way_to_the_loss(row):
-    """Liger and ours with as_liger, number by number under masks too; ours, and Liger where it counts no padding; ours, and ours
-    of logits."""
-    options, given, loss_type, upstream = options_of(row), arguments_of(row), row["loss_type"], row["upstream"]
+    """Liger and ours with as_liger, number by number under masks too; ours, and Liger where it
+    counts no padding; ours, and ours of logits.
+    """
+    options, given, loss_type, upstream = (
+        options_of(row),
+        arguments_of(row),
+        row["loss_type"],
+        row["upstream"],
+    )
     mask = MASK | (row["mask"] == "full")
     kind = {"float": torch.float32, "long": torch.int64}.get(row["mask"], torch.bool)
     given |= {"mask": mask.to(kind), "bias": row["bias"], "upstream": upstream}
@@ -129,13 +164,21 @@ def test_every_way_to_the_loss(row):
         same(run(Ours, options, **whole), run(Theirs, options, **whole))
 
     names, temperature = [*REFERENCE][: 2 + row["reference"].endswith("bias")], row["temperature"]
-    ref = REF if row["reference"] == "logps" else logps_of(*(REFERENCE[name] for name in names), temperature=temperature)
+    ref = (
+        REF
+        if row["reference"] == "logps"
+        else logps_of(*(REFERENCE[name] for name in names), temperature=temperature)
+    )
 
     def of_logits(*leaves):
         logits = torch.cat([torch.nn.functional.linear(*leaves), LAST], 1) * 1.0
         before = logits.detach().clone()
-        out = of_triton(liger.triton_grpo_loss, row, logits, mask, ref, reduce=True, inplace=row["inplace"])
-        overwritten = row["inplace"] == "forward" and options["importance_sampling_level"] == "token"
+        out = of_triton(
+            liger.triton_grpo_loss, row, logits, mask, ref, reduce=True, inplace=row["inplace"]
+        )
+        overwritten = (
+            row["inplace"] == "forward" and options["importance_sampling_level"] == "token"
+        )
         assert torch.equal(logits, before) != (overwritten and loss_type != "vespo")
         return upstream * out[0], out[1]
 
@@ -148,11 +191,17 @@ def test_signatures():
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss as theirs
 
     def of(function):
-        return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+        return [
+            (p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()
+        ]
 
     own = [(name, inspect.Parameter.KEYWORD_ONLY, False) for name in ("as_liger", "any_version")]
-    assert of(Ours.__init__) == [*of(Theirs.__init__), *own] and of(Ours.forward) == of(Theirs.forward)
-    assert of(liger.triton_grpo_loss) == of(theirs) and of(liger.fused_selective_log_softmax) == of(selective)
+    assert of(Ours.__init__) == [*of(Theirs.__init__), *own] and of(Ours.forward) == of(
+        Theirs.forward
+    )
+    assert of(liger.triton_grpo_loss) == of(theirs) and of(liger.fused_selective_log_softmax) == of(
+        selective
+    )
 
 
 def test_nothing_to_train_on_is_a_differentiable_0():
@@ -181,7 +230,9 @@ def test_refused():
     for options in ({"loss_type": "sapo", "delta": 2.0}, {"inplace": "backward"}):
         with pytest.raises(ValueError, match=[*options][-1]):
             liger.triton_grpo_loss(LOGITS, None, None, IDS, ADVANTAGES, beta=0.0, **options)
-    refused(*((partial(liger.liger_objective, **options), message) for options, message in NO_OBJECTIVE))
+    refused(
+        *((partial(liger.liger_objective, **options), message) for options, message in NO_OBJECTIVE)
+    )
     both = liger.liger_objective("sapo", sapo_temperatures=(0.9, 1.3))
     assert both == liger.liger_objective("sapo", sapo_temperature_pos=0.9, sapo_temperature_neg=1.3)
 
@@ -209,14 +260,24 @@ UP = torch.linspace(-1, 1, B * T).view(B, T)
 
 
 def interpreted_results(function):
-    """(results, gradient) of every case. LUSPO's reduced gradient reads beyond the end of a tensor in Liger: it is not taken."""
+    """(results, gradient) of every case.
+
+    LUSPO's reduced gradient reads beyond the end of a tensor in Liger: it is not taken.
+    """
     found = []
     for row in INTERPRETED:
         logits, reduce = LOGITS.clone().requires_grad_(), row["reduce"]
         out = of_triton(function, row, logits, MASK, reduce=reduce, inplace=False)
         skipped = reduce and row["loss_type"] == "luspo"
-        gradient = None if skipped else torch.autograd.grad(out[0], logits, None if reduce else UP)[0]
-        found.append(([None if x is None else x.detach() for x in ((out[0], *out[1]) if reduce else out)], gradient))
+        gradient = (
+            None if skipped else torch.autograd.grad(out[0], logits, None if reduce else UP)[0]
+        )
+        found.append(
+            (
+                [None if x is None else x.detach() for x in ((out[0], *out[1]) if reduce else out)],
+                gradient,
+            )
+        )
     return found
 
 
@@ -234,17 +295,31 @@ def interpreted(target):
 
 @pytest.mark.long
 def test_the_same_results_as_interpreted_triton(tmp_path):
-    """Per token and reduced, in value, metrics and gradient. But for defects of Liger's: LUSPO reduced multiplies by the length
-    twice at sequence level; a delta below 1 + eps_high drops the gradient of tokens with A < 0 and a ratio between the two."""
+    """Per token and reduced, in value, metrics and gradient. But for defects of Liger's: LUSPO
+    reduced multiplies by the length twice at sequence level; a delta below 1 + eps_high drops the
+    gradient of tokens with A < 0 and a ratio between the two.
+    """
     pytest.importorskip("triton")
     target = tmp_path / "made.pt"
-    finish(start("import sys; from test_liger import interpreted; interpreted(sys.argv[1])", str(target), TRITON_INTERPRET="1"))
+    finish(
+        start(
+            "import sys; from test_liger import interpreted; interpreted(sys.argv[1])",
+            str(target),
+            TRITON_INTERPRET="1",
+        )
+    )
     results, logps = torch.load(target)
-    assert_close(liger.fused_selective_log_softmax(LOGITS, IDS, 0.7, MASK), logps, rtol=1e-5, atol=1e-6)
-    for row, (want, theirs), (got, own) in zip(INTERPRETED, results, interpreted_results(liger.triton_grpo_loss), strict=True):
+    assert_close(
+        liger.fused_selective_log_softmax(LOGITS, IDS, 0.7, MASK), logps, rtol=1e-5, atol=1e-6
+    )
+    for row, (want, theirs), (got, own) in zip(
+        INTERPRETED, results, interpreted_results(liger.triton_grpo_loss), strict=True
+    ):
         what = label(row)
         assert [x is None for x in got] == [x is None for x in want], what
-        if theirs is None or (row["loss_type"] == "vespo" and row["weights"]):  # a weight of 0, as in the chunked loss
+        if theirs is None or (
+            row["loss_type"] == "vespo" and row["weights"]
+        ):  # a weight of 0, as in the chunked loss
             continue
         assert_close(got, want, rtol=1e-4, atol=1e-6, msg=lambda m, what=what: f"{what}: {m}")
         if row["delta"] is None or row["loss_type"] not in CLIPPED:
@@ -254,14 +329,20 @@ def test_the_same_results_as_interpreted_triton(tmp_path):
 def test_the_example(monkeypatch, capsys):
     """examples/liger_swap.py, smaller: it asserts what it claims."""
     swap = pytest.importorskip("examples.liger_swap")
-    for name, value in (("VOCAB", 300), ("WIDTH", 16), ("peak_memory", lambda run, device: (run(), 0)[1])):
+    for name, value in (
+        ("VOCAB", 300),
+        ("WIDTH", 16),
+        ("peak_memory", lambda run, device: (run(), 0)[1]),
+    ):
         monkeypatch.setattr(swap, name, value)
     swap.main()
     assert "gradient differs from autograd's by" in capsys.readouterr().out
 
 
 def two_ranks(rank, store):
-    """Without num_items_in_batch both average their token counts over the ranks, of which one has none."""
+    """Without num_items_in_batch both average their token counts over the ranks, of which one has
+    none.
+    """
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -269,7 +350,9 @@ def two_ranks(rank, store):
         for mask in (MASK if rank else ~MASK, MASK * rank):
             given = KNOWN | {"num_items_in_batch": count, "mask": mask}
             mine, theirs = (run(kind, {"chunk_size": B}, **given)[0][0] for kind in (Ours, Theirs))
-            assert_close(mine, theirs, rtol=1e-5, atol=1e-6)  # chunks of all: its ranks call once a chunk
+            assert_close(
+                mine, theirs, rtol=1e-5, atol=1e-6
+            )  # chunks of all: its ranks call once a chunk
     dist.barrier()
 
 
@@ -280,7 +363,13 @@ def test_two_ranks(tmp_path):
 # ---- the loss in Liger's place, and versions of Liger that were not tested
 
 SHORT = {"beta": 0.0, "temperature": 0.7, "loss_type": "bnpo", "use_ref_model": False}
-GIVEN = HIDDEN.clone().requires_grad_(), WEIGHT.clone().requires_grad_(), IDS, MASK.float(), ADVANTAGES
+GIVEN = (
+    HIDDEN.clone().requires_grad_(),
+    WEIGHT.clone().requires_grad_(),
+    IDS,
+    MASK.float(),
+    ADVANTAGES,
+)
 
 
 class Counting(Theirs):
@@ -309,7 +398,9 @@ def test_the_slot_of_one_trainer(factor, attribute, monkeypatch):
     with pytest.raises(RuntimeError, match="is ours already"):
         liger.patch(trainer)
     if factor != 1:
-        with pytest.raises(RuntimeError, match=r"liger-kernel 99\.1.*forward is not what it was: values"):
+        with pytest.raises(
+            RuntimeError, match=r"liger-kernel 99\.1.*forward is not what it was: values"
+        ):
             getattr(trainer, attribute)(*GIVEN)
     else:
         with pytest.warns(UserWarning, match=r"liger-kernel 99\.1.*They agree"):
@@ -337,9 +428,18 @@ def test_an_option_of_a_newer_liger_is_left_to_it(monkeypatch):
     """An object with its default is ours; one that has it set is Liger's own, and counted."""
     monkeypatch.setattr(chunked, "LigerFusedLinearGRPOLoss", Newer)
     with liger.bind(any_version=True) as slots:
-        ours, theirs = (chunked.LigerFusedLinearGRPOLoss(compiled=False, **SHORT, **more) for more in ({}, {"tilt": 0.5}))
+        ours, theirs = (
+            chunked.LigerFusedLinearGRPOLoss(compiled=False, **SHORT, **more)
+            for more in ({}, {"tilt": 0.5})
+        )
         assert type(theirs) is Newer and not isinstance(ours, Newer)
         ours(*GIVEN)
-    assert slots.counts == {"fused": 1, "Liger: option tilt=0.5, which grpo_kernels does not know": 1}
-    with pytest.raises(RuntimeError, match=r"strict=True.*option tilt=0\.5"), liger.bind(any_version=True, strict=True):
+    assert slots.counts == {
+        "fused": 1,
+        "Liger: option tilt=0.5, which grpo_kernels does not know": 1,
+    }
+    with (
+        pytest.raises(RuntimeError, match=r"strict=True.*option tilt=0\.5"),
+        liger.bind(any_version=True, strict=True),
+    ):
         chunked.LigerFusedLinearGRPOLoss(compiled=False, **SHORT, tilt=0.5)

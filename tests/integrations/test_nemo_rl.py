@@ -1,5 +1,7 @@
-"""NeMo-RL: its whole loss and its distillation loss from logits, compared with float64 (the oracle's formulas, NeMo-RL's metrics
-written down), and its filter with its own code if that is on the path."""
+"""NeMo-RL: its whole loss and its distillation loss from logits, compared with float64 (the
+oracle's formulas, NeMo-RL's metrics written down), and its filter with its own code if that is on
+the path.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ def nemo(stand_ins):
         "LossInputType": "LOGIT LOGPROB",
         "MetricNormalizer": "TOKENS SEQUENCES NONE",
     }
-    stand_in("nemo_rl.algorithms.loss.interfaces", **{name: enum.Enum(name, values) for name, values in names.items()})
+    stand_in(
+        "nemo_rl.algorithms.loss.interfaces",
+        **{name: enum.Enum(name, values) for name, values in names.items()},
+    )
 
 
 def preset(name, **changes):
@@ -50,9 +55,17 @@ def truncated(low, high, mode="truncate", **more):
     return {"importance": {"mode": mode, "low": low, "high": high, **more}}
 
 
-#: As NeMo-RL's TrainingSamplingParams; the temperature divides the logits before the loss sees them.
-KEPT, SIX = SimpleNamespace(top_k=12, top_p=0.8, temperature=1.0), SimpleNamespace(top_k=6, top_p=1.0, temperature=0.6)
-MEAN, SEQUENCE, FORCED = "seq-mean-token-mean", {"level": "sequence"}, {"force_on_policy_ratio": True}
+#: As NeMo-RL's TrainingSamplingParams; the temperature divides the logits before the loss sees
+#: them.
+KEPT, SIX = (
+    SimpleNamespace(top_k=12, top_p=0.8, temperature=1.0),
+    SimpleNamespace(top_k=6, top_p=1.0, temperature=0.6),
+)
+MEAN, SEQUENCE, FORCED = (
+    "seq-mean-token-mean",
+    {"level": "sequence"},
+    {"force_on_policy_ratio": True},
+)
 #: name -> objective, what it is, options of PolicyLoss.
 NEMO = {
     "sequences, gspo, corrected": (preset("gspo", beta=0.0), Spec(level="sequence", aggregate=MEAN), truncated(0.5, 1.1, **SEQUENCE)),
@@ -74,12 +87,21 @@ NEMO = {
 #: With ratios beyond those of fp32.
 NEMO |= {
     f"far, {name}": NEMO[name]
-    for name in ("sequences, gspo, corrected", "kl, truncated weights", "sequences, kl, icepop", "cispo", "on-policy kl")
+    for name in (
+        "sequences, gspo, corrected",
+        "kl, truncated weights",
+        "sequences, kl, icepop",
+        "cispo",
+        "on-policy kl",
+    )
 }
 
 
 def filtered(logits, top_k=None, top_p=1.0, **_):
-    """Logits with -inf where NeMo-RL's filter drops them: the k largest, then of these the largest with the mass p."""
+    """Logits with -inf where NeMo-RL's filter drops them:
+
+    the k largest, then of these the largest with the mass p.
+    """
     ascending, order = logits.sort(-1)
     if top_k is not None:
         ascending = ascending.masked_fill(ascending < ascending[..., -top_k, None], -torch.inf)
@@ -94,7 +116,10 @@ TRAINED = MASK & (SAMPLES != 0)[:, None]
 
 
 def step(far=False):
-    """Logits [B, T + 1, V], and a micro-batch beside them; far: ratios of a token, and of its sequence, beyond those of fp32."""
+    """Logits [B, T + 1, V], and a micro-batch beside them; far:
+
+    ratios of a token, and of its sequence, beyond those of fp32.
+    """
     g = torch.Generator().manual_seed(4)
     logits, ids = torch.randn(B, T + 1, V, generator=g), torch.randint(V, (B, T + 1), generator=g)
     logps = log_softmax_of(logits[:, :-1], ids[:, 1:])[0].float()
@@ -118,9 +143,16 @@ def ratios(x):
 
 
 def importance_of(options, old, gen, sequences):
-    """(weights, how many are outside of the bounds, in tokens or sequences): between the old policy and the sampler."""
+    """(weights, how many are outside of the bounds, in tokens or sequences):
+
+    between the old policy and the sampler.
+    """
     d, n = old - gen, MASK.sum(1, keepdim=True).clamp(min=1)
-    w = ratios((d * MASK).sum(1, keepdim=True) if sequences else d).nan_to_num(posinf=0.0).expand(B, T)
+    w = (
+        ratios((d * MASK).sum(1, keepdim=True) if sequences else d)
+        .nan_to_num(posinf=0.0)
+        .expand(B, T)
+    )
     importance = options.get("importance")
     if importance is None:
         return w, None, {}
@@ -128,7 +160,11 @@ def importance_of(options, old, gen, sequences):
     if importance["mode"] == "sequence-mask":
         G = ((d * MASK).sum(1, keepdim=True) / n).exp()
         keep = (G >= low) & (G <= high)
-        return w * keep, w * keep, {"is_oob_ratio": ((~keep)[:, 0] * MASK.any(1) * SAMPLES).sum() / SEQUENCES}
+        return (
+            w * keep,
+            w * keep,
+            {"is_oob_ratio": ((~keep)[:, 0] * MASK.any(1) * SAMPLES).sum() / SEQUENCES},
+        )
     outside = (w > high) | (w < low)
     w = w.clamp(low, high) if importance["mode"] == "truncate" else w * ~outside
     return w, w, {"is_oob_ratio": (outside * TRAINED).sum() / TOKENS}
@@ -136,15 +172,25 @@ def importance_of(options, old, gen, sequences):
 
 def nemo_loss(x, fields, spec, objective, options):
     """(loss, metrics) of logits [B, T + 1, V], in float64."""
-    ids, named, positive = fields["input_ids"][:, 1:], {}, TRAINED & (fields["rewards"] > 0)[:, None]
+    ids, named, positive = (
+        fields["input_ids"][:, 1:],
+        {},
+        TRAINED & (fields["rewards"] > 0)[:, None],
+    )
     curr = whole = log_softmax_of(x[:, :-1], ids)[0]
     if "sampling_params" in options:
-        curr = log_softmax_of(filtered(x[:, :-1].double(), **vars(options["sampling_params"])), ids)[0]
+        curr = log_softmax_of(
+            filtered(x[:, :-1].double(), **vars(options["sampling_params"])), ids
+        )[0]
         named["outside_sampling_set"] = (curr.isinf() & TRAINED).sum() / TOKENS
         curr = torch.where(curr.isinf(), 0.0, curr)
     names = ("prev_logprobs", "reference_policy_logprobs", "generation_logprobs", "advantages")
     old, ref, gen, A = (fields[name][:, 1:].double() for name in names)
-    forced, sequences, detached = "force_on_policy_ratio" in options, objective.level == "sequence", curr.detach()
+    forced, sequences, detached = (
+        "force_on_policy_ratio" in options,
+        objective.level == "sequence",
+        curr.detach(),
+    )
     old = detached if forced else old
     w, weights, more = importance_of(options, old, gen, sequences)
     nll = options.get("positive_example_nll_weight", 0.0) / positive.sum()
@@ -154,13 +200,17 @@ def nemo_loss(x, fields, spec, objective, options):
         Spec(**vars(spec) | clamps), curr, mask=TRAINED, advantages=A, old_logps=old, ref_logps=ref if spec.beta else None, kl_logps=whole.reshape(-1),
         weights=None if weights is None else weights.reshape(-1), nll_weights=positive * nll, normalizer=float(D),
     )  # fmt: skip
-    share = 1 / D if spec.aggregate == "token-mean" else 1 / D / MASK.sum(1, keepdim=True).clamp(min=1)
+    share = (
+        1 / D if spec.aggregate == "token-mean" else 1 / D / MASK.sum(1, keepdim=True).clamp(min=1)
+    )
 
     def total(v, share=1 / TOKENS):
         return (torch.where(TRAINED, v, 0.0) * share).sum()
 
     loss, penalty = found.loss, total(found.kl.view(B, T), share) if spec.beta else torch.zeros(())
-    if "use_on_policy_kl_approximation" in options:  # weighted by the ratio to the sampler, and bounded then
+    if (
+        "use_on_policy_kl_approximation" in options
+    ):  # weighted by the ratio to the sampler, and bounded then
         e = (ref - whole).clamp(-limits.clamp_log, limits.clamp_log)
         r = (whole - gen).masked_fill(ratios(whole - gen).isinf(), -torch.inf).exp()
         r = torch.where(e == ref - whole, r, r.detach())
@@ -171,7 +221,11 @@ def nemo_loss(x, fields, spec, objective, options):
     if isinstance(objective.surrogate, PolicyGradient):
         r = clamped = detached
     for name, ratio in (("probs_ratio", r), ("probs_ratio_clamped", clamped)):
-        named |= {name: total(ratio), f"{name}_min": ratio[TRAINED].min(), f"{name}_max": ratio[TRAINED].max()}
+        named |= {
+            name: total(ratio),
+            f"{name}_min": ratio[TRAINED].min(),
+            f"{name}_max": ratio[TRAINED].max(),
+        }
     return loss, named | more | {
         "loss": loss.detach(), "kl_penalty": penalty.detach(), "num_valid_samples": SAMPLES.sum(),
         "positive_nll_loss": -(detached * positive).sum() / positive.sum() * bool(nll),
@@ -183,25 +237,42 @@ def nemo_loss(x, fields, spec, objective, options):
 
 @parametrize("what", NEMO)
 def test_whole_loss(what):
-    """Value, gradient and metrics, and what its workers rescale those by that were divided by something."""
+    """Value, gradient and metrics, and what its workers rescale those by that were divided by
+    something.
+    """
     (objective, spec, options), (logits, fields) = NEMO[what], step("far" in what)
     loss_fn = nemo_rl.PolicyLoss(objective, **options, inplace=len(what) % 2 == 0)
-    given = {name: x for name, x in fields.items() if name != "prev_logprobs" or "forced on policy" not in what}
+    given = {
+        name: x
+        for name, x in fields.items()
+        if name != "prev_logprobs" or "forced on policy" not in what
+    }
     assert loss_fn.input_type.name == "LOGIT"
     mine = value_and_gradient(
-        lambda x: loss_fn(logits=x * 1.0, data=given, global_valid_seqs=SEQUENCES, global_valid_toks=TOKENS), logits
+        lambda x: loss_fn(
+            logits=x * 1.0, data=given, global_valid_seqs=SEQUENCES, global_valid_toks=TOKENS
+        ),
+        logits,
     )
-    want = value_and_gradient(lambda x: nemo_loss(x, fields, spec, objective, options), logits, torch.float64)
+    want = value_and_gradient(
+        lambda x: nemo_loss(x, fields, spec, objective, options), logits, torch.float64
+    )
     assert_same(mine, want)
     same_metrics(mine[0][1], want[0][1])
     kinds = {name: kind.name for name, kind in loss_fn.metric_normalizations.items()}
-    assert kinds.keys() == mine[0][1].keys() and kinds["loss"] == ("SEQUENCES" if objective.aggregate == MEAN else "TOKENS")
+    assert kinds.keys() == mine[0][1].keys() and kinds["loss"] == (
+        "SEQUENCES" if objective.aggregate == MEAN else "TOKENS"
+    )
 
 
 def test_a_geometric_mean_has_a_weight_where_its_sequence_has_none():
     old = torch.zeros(1, 1000)
-    batch = TokenBatch(old.long(), torch.ones(1), mask=old == 0, old_logps=old, sampler_logps=old - 0.1)
-    weights, outside = nemo_rl.PolicyLoss(preset("grpo"), **truncated(0.0, 2.0, level="geometric"))._weights(batch)
+    batch = TokenBatch(
+        old.long(), torch.ones(1), mask=old == 0, old_logps=old, sampler_logps=old - 0.1
+    )
+    weights, outside = nemo_rl.PolicyLoss(
+        preset("grpo"), **truncated(0.0, 2.0, level="geometric")
+    )._weights(batch)
     torch.testing.assert_close(weights.expand(1, 1000), old + math.exp(0.1))
     assert not outside.any()
 
@@ -209,8 +280,12 @@ def test_a_geometric_mean_has_a_weight_where_its_sequence_has_none():
 def test_a_token_with_an_infinite_ratio_does_not_drop_its_sequence():
     old = torch.zeros(1, 4)
     sampler = torch.tensor([[0.0, -torch.inf, 0.0, 0.0]])
-    batch = TokenBatch(old.long(), torch.ones(1), mask=old == 0, old_logps=old, sampler_logps=sampler)
-    weights, outside = nemo_rl.PolicyLoss(preset("grpo"), **truncated(0.9, 1.1, "sequence-mask"))._weights(batch)
+    batch = TokenBatch(
+        old.long(), torch.ones(1), mask=old == 0, old_logps=old, sampler_logps=sampler
+    )
+    weights, outside = nemo_rl.PolicyLoss(
+        preset("grpo"), **truncated(0.9, 1.1, "sequence-mask")
+    )._weights(batch)
     assert weights.tolist() == [[1.0, 0.0, 1.0, 1.0]] and not outside.any()
 
 
@@ -244,11 +319,20 @@ LIKE = [
 ]  # fmt: skip
 
 
-@parametrize("changes, objective, importance", LIKE, ids=[", ".join(changes) or "defaults" for changes, _, _ in LIKE])
+@parametrize(
+    "changes, objective, importance",
+    LIKE,
+    ids=[", ".join(changes) or "defaults" for changes, _, _ in LIKE],
+)
 def test_constants_are_taken_over(changes, objective, importance):
     like = nemo_rl.PolicyLoss.like(clipped_pg(**changes))
-    assert like.objective == objective and like.importance == (importance and {"level": "token"} | importance)
-    assert like.force_on_policy_ratio == ("force_on_policy_ratio" in changes) and like.positive_example_nll_weight == 0.2
+    assert like.objective == objective and like.importance == (
+        importance and {"level": "token"} | importance
+    )
+    assert (
+        like.force_on_policy_ratio == ("force_on_policy_ratio" in changes)
+        and like.positive_example_nll_weight == 0.2
+    )
 
 
 def test_refused():
@@ -259,8 +343,14 @@ def test_refused():
             lambda: nemo_rl.PolicyLoss(weighted, sampling_params=KEPT),
             "the KL runs over the vocabulary, its weight over the sets",
         ),
-        (lambda: nemo_rl.PolicyLoss.like(clipped_pg(ratio_clip_c=1.1)), r"ratio_clip_c=1\.1: below 1 \+ ratio_clip_max"),
-        (lambda: nemo_rl.PolicyLoss.like(clipped_pg(ratio_clip_c=3.0, disable_ppo_ratio=True)), "bounds no ratio"),
+        (
+            lambda: nemo_rl.PolicyLoss.like(clipped_pg(ratio_clip_c=1.1)),
+            r"ratio_clip_c=1\.1: below 1 \+ ratio_clip_max",
+        ),
+        (
+            lambda: nemo_rl.PolicyLoss.like(clipped_pg(ratio_clip_c=3.0, disable_ppo_ratio=True)),
+            "bounds no ratio",
+        ),
         (lambda: nemo_rl.DistillationLoss("jsd"), r"kl_type='jsd': it must be one of forward"),
     )
 
@@ -275,15 +365,40 @@ def test_refused():
     ],
 )
 def test_every_other_option_that_is_set_is_refused(name, value):
-    """And none that is not set, as in a newer NeMo-RL; attributes that follow from others are no options."""
-    unset = {"seq_logprob_error_in_loss": False, "opd_full": None, "use_fused_linear_logprobs": False, "newer": 0.0}
-    derived = {"metric_normalizations": {"loss": 1}, "input_type": 1, "seq_logprob_error_threshold": 2.0, "_cached": 3}
+    """And none that is not set, as in a newer NeMo-RL; attributes that follow from others are no
+    options.
+    """
+    unset = {
+        "seq_logprob_error_in_loss": False,
+        "opd_full": None,
+        "use_fused_linear_logprobs": False,
+        "newer": 0.0,
+    }
+    derived = {
+        "metric_normalizations": {"loss": 1},
+        "input_type": 1,
+        "seq_logprob_error_threshold": 2.0,
+        "_cached": 3,
+    }
     nemo_rl.PolicyLoss.like(clipped_pg(**unset, **derived))
-    distillation = {"kl_type": "forward", "mixed_kl_weight": 0.5, "zero_outside_topk": False, "log_infinitesimal": -100}
+    distillation = {
+        "kl_type": "forward",
+        "mixed_kl_weight": 0.5,
+        "zero_outside_topk": False,
+        "log_infinitesimal": -100,
+    }
     nemo_rl.DistillationLoss.like(SimpleNamespace(**distillation, **unset))
     refused(
-        (lambda: nemo_rl.PolicyLoss.like(clipped_pg(**unset | {name: value}, **derived)), f"^{name}="),
-        (lambda: nemo_rl.DistillationLoss.like(SimpleNamespace(**distillation, **unset | {name: value})), f"^{name}="),
+        (
+            lambda: nemo_rl.PolicyLoss.like(clipped_pg(**unset | {name: value}, **derived)),
+            f"^{name}=",
+        ),
+        (
+            lambda: nemo_rl.DistillationLoss.like(
+                SimpleNamespace(**distillation, **unset | {name: value})
+            ),
+            f"^{name}=",
+        ),
     )
 
 
@@ -309,10 +424,17 @@ def distilled(logits, data, kl_type, weight, outside):
     """NeMo-RL's lines, in the dtype of the logits; an id counts as often as it is listed."""
     ids, whole = data["teacher_topk_indices"], torch.log_softmax(logits, -1)
     q = torch.log_softmax(data["teacher_topk_logits"].to(logits), -1)[:, :-1]
-    p = (whole.gather(-1, ids) if outside else torch.log_softmax(logits.gather(-1, ids), -1))[:, :-1]
+    p = (whole.gather(-1, ids) if outside else torch.log_softmax(logits.gather(-1, ids), -1))[
+        :, :-1
+    ]
     forward, reverse = (q.exp() * (q - p)).sum(-1), (p.exp() * (p - q)).sum(-1)
     if outside:
-        reverse = reverse + (whole.exp() * whole).sum(-1)[:, :-1] - (p.exp() * p).sum(-1) + 100 * (1 - p.exp().sum(-1))
+        reverse = (
+            reverse
+            + (whole.exp() * whole).sum(-1)[:, :-1]
+            - (p.exp() * p).sum(-1)
+            + 100 * (1 - p.exp().sum(-1))
+        )
     share = {"forward": 1.0, "reverse": 0.0}.get(kl_type, weight)
     value = share * forward + (1 - share) * reverse
     return (value * TRAINED).sum() / (TOKENS + 1e-8) if "token_mask" in data else value.mean()
@@ -323,12 +445,20 @@ def distilled(logits, data, kl_type, weight, outside):
 )  # fmt: skip
 def test_distillation(row):
     """Value and gradient; rows that do not count may hold anything."""
-    (logits, fields), g, settings = step(), torch.Generator().manual_seed(2), (row["kl_type"], 0.3, row["outside"])
+    (logits, fields), g, settings = (
+        step(),
+        torch.Generator().manual_seed(2),
+        (row["kl_type"], 0.3, row["outside"]),
+    )
     top, ids = (2 * torch.randn(B, T + 1, V, generator=g)).topk(K)
     if row["repeated"]:
         ids[..., 3] = ids[..., 1]
         ids[0, 1], top = 7, 2 * torch.randn(top.shape, generator=g)
-    data = {"teacher_topk_logits": top, "teacher_topk_indices": ids, "input_ids": fields["input_ids"]}
+    data = {
+        "teacher_topk_logits": top,
+        "teacher_topk_indices": ids,
+        "input_ids": fields["input_ids"],
+    }
     data |= {name: fields[name] for name in ("token_mask", "sample_mask") if row["masked"]}
     theirs = dict(zip(("kl_type", "mixed_kl_weight", "zero_outside_topk"), settings, strict=True))
     loss_fn = nemo_rl.DistillationLoss.like(SimpleNamespace(**theirs))
@@ -336,6 +466,8 @@ def test_distillation(row):
     want = value_and_gradient(lambda x: distilled(x, data, *settings), logits, torch.float64)
     counted = torch.nn.functional.pad(TRAINED, (0, 1))[..., None]
     given = torch.where(counted, logits, torch.nan) if row["masked"] else logits
-    (loss, metrics), gradient = value_and_gradient(lambda x: loss_fn(x, data, SEQUENCES, TOKENS), given)
+    (loss, metrics), gradient = value_and_gradient(
+        lambda x: loss_fn(x, data, SEQUENCES, TOKENS), given
+    )
     assert_same((loss, gradient), want)
     assert metrics == {"loss": float(loss), "num_valid_samples": B}

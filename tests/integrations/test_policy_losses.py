@@ -1,8 +1,10 @@
-"""Policy losses with the arguments of OpenRLHF, SkyRL, verl, slime and prime-rl, in value, gradient and metrics: a table of what
-each trainer computes, in the words of the float64 oracle (support/oracle.py), and the trainer's own loss where it is on the
-path.
+"""Policy losses with the arguments of OpenRLHF, SkyRL, verl, slime and prime-rl, in value, gradient
+and metrics: a table of what each trainer computes, in the words of the float64 oracle
+(support/oracle.py), and the trainer's own loss where it is on the path.
 
-    pip install --no-deps verl==0.9.1 && pip install ray tensordict omegaconf hydra-core codetiming orjson pylatexenc"""
+    pip install --no-deps verl==0.9.1 && pip install ray tensordict omegaconf hydra-core codetiming
+    orjson pylatexenc
+"""
 
 from __future__ import annotations
 
@@ -48,9 +50,10 @@ FAR = (-20.0, 20.0)
 
 
 class Case(NamedTuple):
-    """`ours`: a leaf -> (loss, metrics). What it is: a sum of the oracle's losses of `spec`, each of (log-probs, its fields), which
-    `parts` makes of the leaf in float64, and metrics of the results and the leaf. `itself`: a leaf -> what the trainer's own
-    loss gives."""
+    """`ours`: a leaf -> (loss, metrics). What it is: a sum of the oracle's losses of `spec`, each
+    of (log-probs, its fields), which `parts` makes of the leaf in float64, and metrics of the
+    results and the leaf. `itself`: a leaf -> what the trainer's own loss gives.
+    """
 
     ours: Any
     spec: Spec
@@ -62,7 +65,9 @@ class Case(NamedTuple):
 
 def one(data=DATA, **fields):
     """The whole batch at once."""
-    return lambda x: [(x, {"advantages": data.advantages, "mask": data.mask, "old_logps": data.old} | fields)]
+    return lambda x: [
+        (x, {"advantages": data.advantages, "mask": data.mask, "old_logps": data.old} | fields)
+    ]
 
 
 def mean(x, mask=MASK):
@@ -71,7 +76,9 @@ def mean(x, mask=MASK):
 
 def clipped(result, logps):
     """bool [B, T]: where the clip holds."""
-    return torch.zeros(logps.shape, dtype=torch.bool).masked_scatter(MASK, result.clipped_low | result.clipped_high)
+    return torch.zeros(logps.shape, dtype=torch.bool).masked_scatter(
+        MASK, result.clipped_low | result.clipped_high
+    )
 
 
 def check(case):
@@ -90,7 +97,10 @@ def check(case):
 
 def check_itself(case):
     """The trainer's own loss of float64, and its metrics by name."""
-    want, mine = value_and_gradient(case.itself, case.leaf, torch.float64), value_and_gradient(case.ours, case.leaf)
+    want, mine = (
+        value_and_gradient(case.itself, case.leaf, torch.float64),
+        value_and_gradient(case.ours, case.leaf),
+    )
     assert_same(mine, want)
     same_metrics(mine[0][1], want[0][1])
 
@@ -121,9 +131,15 @@ TYPES = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": 
 
 
 def of_openrlhf(options, counts):
-    level, mode, gating, bounds = (options.get(f"is_correction_{name}") for name in ("level", "mode", "gating", "threshold"))
+    level, mode, gating, bounds = (
+        options.get(f"is_correction_{name}") for name in ("level", "mode", "gating", "threshold")
+    )
     if level is None:
-        level, mode = TYPES[options.get("vllm_is_correction_type", "tis")] if VLLM.keys() <= options.keys() else ("off", None)
+        level, mode = (
+            TYPES[options.get("vllm_is_correction_type", "tis")]
+            if VLLM.keys() <= options.keys()
+            else ("off", None)
+        )
         gating, bounds = "ratio", options.get("vllm_is_truncated_threshold")
     gspo, low, high = (
         options.get("policy_loss_type") == "gspo",
@@ -137,18 +153,24 @@ def of_openrlhf(options, counts):
     )  # fmt: skip
     fields = {"old_logps": SAMPLER if gspo and level != "off" else OLD}
     if counts:
-        fields["normalizer"] = counts["batch_num_tokens" if tokens else "global_batch_size"] / counts["dp_size"]
+        fields["normalizer"] = (
+            counts["batch_num_tokens" if tokens else "global_batch_size"] / counts["dp_size"]
+        )
     kl = share = None
     if level != "off" and not gspo:
         p, q = SAMPLER.exp(), OLD.exp()
-        measured = {"binary_kl": p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log(), "tv": (p - q).abs()}.get(
-            gating, OLD - SAMPLER
-        )
+        measured = {
+            "binary_kl": p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log(),
+            "tv": (p - q).abs(),
+        }.get(gating, OLD - SAMPLER)
         measured = (measured * MASK).sum(1, keepdim=True) / N if level == "seq" else measured
         measured = measured.exp() if gating == "ratio" else measured
         keep, w = (measured >= bounds[0]) & (measured <= bounds[1]), (OLD - SAMPLER).exp()
         fields["weights"] = w.clamp(*bounds) if mode == "clip" else torch.where(keep, w, 0.0)
-        share, kl = mean((~keep).double()) if level == "token" else (~keep).double().mean(), mean(SAMPLER - OLD)
+        share, kl = (
+            mean((~keep).double()) if level == "token" else (~keep).double().mean(),
+            mean(SAMPLER - OLD),
+        )
 
     def metrics(results, logps):
         found = [mean(clipped(results[0], logps)), mean(OLD - logps), kl]
@@ -210,7 +232,11 @@ def corrected(loss, old, rollout, mask, config):
     """Stands in for SkyRL's: a weight for each token, and a sequence that is dropped."""
     if rollout is None:
         return loss, mask, {}
-    return loss * (old - rollout).exp().clamp(max=1.2), mask * (torch.arange(B) != 1).to(loss)[:, None], {"tis": 1.0}
+    return (
+        loss * (old - rollout).exp().clamp(max=1.2),
+        mask * (torch.arange(B) != 1).to(loss)[:, None],
+        {"tis": 1.0},
+    )
 
 
 def uncorrected(loss, old, rollout, mask, config):
@@ -239,7 +265,9 @@ def of_skyrl(what, rollout, anchor="old", correct=corrected):
     objective, function, changes, spec = OF_SKYRL[what]
     config, sampler = config_of_skyrl(anchor, **changes), DATA.sampler if rollout else None
     anchored = rollout and (what in ("dppo", "rollout_is") or anchor == "rollout")
-    weights, mask, told = correct(torch.ones(B, T).double(), OLD, None if sampler is None else SAMPLER, MASK.double(), None)
+    weights, mask, told = correct(
+        torch.ones(B, T).double(), OLD, None if sampler is None else SAMPLER, MASK.double(), None
+    )
     old = SAMPLER if anchored else OLD
 
     def metrics(results, logps):
@@ -253,13 +281,18 @@ def of_skyrl(what, rollout, anchor="old", correct=corrected):
 
     def ours(x):
         stand_in(f"{HOME}.off_policy_correction_utils", apply_off_policy_correction=correct)
-        return skyrl.policy_loss(objective)(x, DATA.old, DATA.advantages, config, MASK.float(), sampler)
+        return skyrl.policy_loss(objective)(
+            x, DATA.old, DATA.advantages, config, MASK.float(), sampler
+        )
 
     def itself(x):
         loss, named = getattr(sys.modules[f"{HOME}.ppo_utils"], function)(
             x, OLD, A, config, MASK.double(), SAMPLER if rollout else None
         )
-        return loss, {} if rollout and what != "cispo" else named  # ours is over the tokens that the correction leaves
+        return (
+            loss,
+            {} if rollout and what != "cispo" else named,
+        )  # ours is over the tokens that the correction leaves
 
     parts = one(old_logps=old, weights=weights, mask=mask != 0)
     return Case(ours, replace(spec, aggregate="token-sum"), parts, metrics, itself)
@@ -281,7 +314,9 @@ def test_skyrl(what):
 def test_skyrl_itself(what, monkeypatch):
     for needed in ("loguru", "jaxtyping", "ray"):
         pytest.importorskip(needed, reason=f"{needed}, which SkyRL imports, is not installed")
-    utils = their_file(f"{HOME}.torch_utils", monkeypatch, skyrl__train__config={"AlgorithmConfig": object})
+    utils = their_file(
+        f"{HOME}.torch_utils", monkeypatch, skyrl__train__config={"AlgorithmConfig": object}
+    )
     stand_in(f"{HOME}.off_policy_correction_utils", apply_off_policy_correction=corrected)
     ppo = their_file(f"{HOME}.ppo_utils", monkeypatch, utils)
     if not hasattr(ppo, OF_SKYRL[what.partition(",")[0]][1]) or "to the" in what:
@@ -292,7 +327,13 @@ def test_skyrl_itself(what, monkeypatch):
 # ---- verl
 
 #: Numbers of verl's configuration, none of which is the default, and those of its policy loss.
-ACTOR = {"clip_ratio_low": 0.13, "clip_ratio_high": 0.28, "clip_ratio_c": 1.6, "tau_pos": 0.9, "tau_neg": 1.3}
+ACTOR = {
+    "clip_ratio_low": 0.13,
+    "clip_ratio_high": 0.28,
+    "clip_ratio_c": 1.6,
+    "tau_pos": 0.9,
+    "tau_neg": 1.3,
+}
 POLICY = {
     "clip_cov_ratio": 0.1,
     "clip_cov_lb": 0.4,
@@ -308,7 +349,12 @@ STEP = {"dp_size": 2, "batch_num_tokens": 173, "global_batch_size": 19, "loss_sc
 
 def config_of_verl(info):
     if not importlib.util.find_spec("verl"):
-        return SimpleNamespace(**ACTOR, clip_ratio=0.2, policy_loss=SimpleNamespace(**POLICY), global_batch_info=dict(info))
+        return SimpleNamespace(
+            **ACTOR,
+            clip_ratio=0.2,
+            policy_loss=SimpleNamespace(**POLICY),
+            global_batch_info=dict(info),
+        )
     from verl.workers.config import ActorConfig
     from verl.workers.config.actor import PolicyLossConfig
 
@@ -336,8 +382,20 @@ def spec_of_verl(name, mode, c, info):
     own = "seq-mean-token-mean" if name in ("sapo", "geo_mean") else mode  # whatever the mode is
     budget = info.get("loss_scale_factor", T) if own.endswith("norm") else None
     D = info.get("batch_num_tokens" if own == "token-mean" else "global_batch_size")
-    D = None if D is None or name == "geo_mean" else (1 if own == "token-sum" else D * (budget or 1)) / info["dp_size"]
-    return replace(spec, aggregate="constant" if budget else own, max_tokens=budget, count_empty=name == "geo_mean"), D
+    D = (
+        None
+        if D is None or name == "geo_mean"
+        else (1 if own == "token-sum" else D * (budget or 1)) / info["dp_size"]
+    )
+    return (
+        replace(
+            spec,
+            aggregate="constant" if budget else own,
+            max_tokens=budget,
+            count_empty=name == "geo_mean",
+        ),
+        D,
+    )
 
 
 def metrics_of_verl(name, data, c, result):
@@ -346,10 +404,19 @@ def metrics_of_verl(name, data, c, result):
     if "dppo" in name:
         marked = ~result.kept, (r > c["clip_ratio_c"]) & result.kept
     elif name == "vanilla":
-        marked = result.clipped_low | result.clipped_high, (r > c["clip_ratio_c"]) & (data.advantages[data.mask] < 0)
+        marked = (
+            result.clipped_low | result.clipped_high,
+            (r > c["clip_ratio_c"]) & (data.advantages[data.mask] < 0),
+        )
     else:
         return {}
-    return dict(zip(("actor/pg_clipfrac", "actor/pg_clipfrac_lower"), (m.double().mean() for m in marked), strict=True))
+    return dict(
+        zip(
+            ("actor/pg_clipfrac", "actor/pg_clipfrac_lower"),
+            (m.double().mean() for m in marked),
+            strict=True,
+        )
+    )
 
 
 def of_verl(objective, row):
@@ -362,7 +429,9 @@ def of_verl(objective, row):
     fields: dict[str, Any] = {"normalizer": D}
     weights = data.weights if row["weights"] else None
     if row["weights"]:
-        logs = torch.where(data.mask, (data.weights.double() + 1e-10).log(), 0.0).sum(1) / data.mask.sum(1).clamp(min=1)
+        logs = torch.where(data.mask, (data.weights.double() + 1e-10).log(), 0.0).sum(
+            1
+        ) / data.mask.sum(1).clamp(min=1)
         fields["weights"] = logs.exp() if name == "geo_mean" else data.weights
 
     def hidden(x):
@@ -377,7 +446,9 @@ def of_verl(objective, row):
 
     def itself(x):
         given = [None if x is None else x.double() for x in (data.old, data.advantages, weights)]
-        return core().get_policy_loss_fn(name)(given[0], x, given[1], data.mask, mode, config, given[2])
+        return core().get_policy_loss_fn(name)(
+            given[0], x, given[1], data.mask, mode, config, given[2]
+        )
 
     def metrics(results, logps):
         return metrics_of_verl(name, data, c, results[0])
@@ -402,7 +473,11 @@ def registry(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with without_trainers("verl"):
         register = lambda name: lambda f: losses.setdefault(name, f)  # noqa: E731
-        stand_in("verl.trainer.ppo.core_algos", POLICY_LOSS_REGISTRY=losses, register_policy_loss=register)
+        stand_in(
+            "verl.trainer.ppo.core_algos",
+            POLICY_LOSS_REGISTRY=losses,
+            register_policy_loss=register,
+        )
         yield losses
 
 
@@ -420,14 +495,22 @@ def test_verl_itself(lots_in_order, row):
 
 
 def test_verls_registry(registry, monkeypatch):
-    """One for every name of verl's, every preset with verl's numbers, and some that verl has not; verl's own and ours stay."""
+    """One for every name of verl's, every preset with verl's numbers, and some that verl has not;
+    verl's own and ours stay.
+    """
     before = dict(registry)
     names = verl.register()
-    assert {f"fused_{name}" for name in (*before, "dapo", "grpo", "vespo", "luspo")} <= {*names} == {*registry} - {*before}
+    assert (
+        {f"fused_{name}" for name in (*before, "dapo", "grpo", "vespo", "luspo")}
+        <= {*names}
+        == {*registry} - {*before}
+    )
     assert all(registry[name] is f for name, f in before.items())
     for name in names:
         given = DATA.advantages, MASK, "token-mean", config_of_verl(STEP)
-        slopes = value_and_gradient(lambda x, n=name, given=given: registry[n](DATA.old, x, *given), DATA.logps)[1]
+        slopes = value_and_gradient(
+            lambda x, n=name, given=given: registry[n](DATA.old, x, *given), DATA.logps
+        )[1]
         assert torch.isfinite(slopes).all() and slopes.any(), name
 
 
@@ -442,7 +525,10 @@ def test_gspo_aggregates_as_this_verl_does(registry, monkeypatch, version, want)
 
 def test_these_are_all_losses_of_verl():
     """One that a new verl adds is noticed here."""
-    assert {name for name in core().POLICY_LOSS_REGISTRY if not name.startswith("fused_")} == {*verl.LOSSES, "bypass_mode"}
+    assert {name for name in core().POLICY_LOSS_REGISTRY if not name.startswith("fused_")} == {
+        *verl.LOSSES,
+        "bypass_mode",
+    }
 
 
 def test_sets_from_the_non_tensor_batch():
@@ -450,9 +536,14 @@ def test_sets_from_the_non_tensor_batch():
     np = pytest.importorskip("numpy")
     mask, record = torch.tensor([[1, 0, 1], [1, 1, 0], [1, 0, 0]]), np.empty(3, dtype=object)
     record[:] = [[[4, 1], [7]], None, [[2, 6, 8]]]
-    data = SimpleNamespace(batch={"response_mask": mask}, non_tensor_batch={"sampling_mask": record})
+    data = SimpleNamespace(
+        batch={"response_mask": mask}, non_tensor_batch={"sampling_mask": record}
+    )
     kept = [[i for i in row if i >= 0] for row in verl.kept_sets(data).padded().tolist()]
-    assert kept == [[4, 1], [], [7], [], [], [], [2, 6, 8], [], []] and verl.kept_sets(data, "other") is None
+    assert (
+        kept == [[4, 1], [], [7], [], [], [], [2, 6, 8], [], []]
+        and verl.kept_sets(data, "other") is None
+    )
     record[0] = [[2]] * 4
     refused((lambda: verl.kept_sets(data), r"lists\[0\] has 4 records, but generated marks"))
 
@@ -475,14 +566,23 @@ SLIME = {
 
 
 def slime_args(**changes):
-    off = ("use_kl_loss", "use_rollout_logprobs", "use_unbiased_kl", "use_tis", "use_opsm", "get_mismatch_metrics")
+    off = (
+        "use_kl_loss",
+        "use_rollout_logprobs",
+        "use_unbiased_kl",
+        "use_tis",
+        "use_opsm",
+        "get_mismatch_metrics",
+    )
     defaults = {"advantage_estimator": "grpo", "eps_clip": 0.2, "eps_clip_high": 0.28, "eps_clip_c": None, "entropy_coef": 0.0,
                 "kl_loss_coef": 0.0, "kl_loss_type": "k1"}  # fmt: skip
     return SimpleNamespace(**dict.fromkeys(off, False) | defaults | changes)
 
 
 def scores_of(logits):
-    """Log-probs of token 1 at each response position, and entropies, packed with a prompt of two tokens before each."""
+    """Log-probs of token 1 at each response position, and entropies, packed with a prompt of two
+    tokens before each.
+    """
     p, at = torch.log_softmax(logits[0], -1), torch.tensor([0, *LENGTHS]).cumsum(0).tolist()
     rows = [p[at[b] + 2 * b + 1 : at[b] + 2 * b + 1 + n] for b, n in enumerate(LENGTHS)]
     return {"log_probs": [x[:, 1] for x in rows], "entropy": [-(x.exp() * x).sum(-1) for x in rows]}
@@ -490,9 +590,14 @@ def scores_of(logits):
 
 def slime_step(scores=scores_of):
     """(logits, a batch of three rollouts of five samples, the third empty)"""
-    logits = torch.randn(1, sum(LENGTHS) + 2 * len(LENGTHS), V, generator=torch.Generator().manual_seed(2))
+    logits = torch.randn(
+        1, sum(LENGTHS) + 2 * len(LENGTHS), V, generator=torch.Generator().manual_seed(2)
+    )
     now, row = scores_of(logits)["log_probs"], [*zip(LENGTHS, range(5), strict=True)]
-    old = [(p + DATA.old[b, :n].abs().clamp(max=0.5) * (-1) ** b).clamp(max=-0.1) for p, (n, b) in zip(now, row, strict=True)]
+    old = [
+        (p + DATA.old[b, :n].abs().clamp(max=0.5) * (-1) ** b).clamp(max=-0.1)
+        for p, (n, b) in zip(now, row, strict=True)
+    ]
     batch = {
         "log_probs": old, "rollout_log_probs": [p - 0.15 for p in old], "ref_log_probs": [p + 0.2 for p in now], "response_lengths": LENGTHS,
         "loss_masks": [MASK[(0, 1, 2, 4, 6)[b], :n].float() for n, b in row], "advantages": [DATA.advantages[b, :n] for n, b in row],
@@ -512,7 +617,10 @@ def sum_of_sample_mean(x, batch):
 def of_slime(what):
     """Each sample has a denominator of its own, which rollouts share."""
     (changes, spec), (logits, batch) = SLIME[what], slime_step()
-    args, old = slime_args(**changes), batch["rollout_log_probs" if what == "rollout log-probs" else "log_probs"]
+    args, old = (
+        slime_args(**changes),
+        batch["rollout_log_probs" if what == "rollout log-probs" else "log_probs"],
+    )
     rollout = batch["rollout_log_probs"]
     if what == "gspo":  # a batch without what is not needed
         del batch["rollout_log_probs"], batch["ref_log_probs"]
@@ -527,11 +635,16 @@ def of_slime(what):
                 "entropy": scored["entropy"][b],
             }
             fields |= {"ref_logps": batch["ref_log_probs"][b]} if spec.beta else {}
-            yield scored["log_probs"][b][None], {name: v[None] for name, v in fields.items()} | {"normalizer": D}
+            yield (
+                scored["log_probs"][b][None],
+                {name: v[None] for name, v in fields.items()} | {"normalizer": D},
+            )
 
     def metrics(found, logits):
         def total(of):
-            return sum(of(result).double().sum() / D for result, D in zip(found, SHARED, strict=True))
+            return sum(
+                of(result).double().sum() / D for result, D in zip(found, SHARED, strict=True)
+            )
 
         loss, kl = sum(r.loss for r in found).detach(), total(lambda r: r.kl)
         bonus = sum_of_sample_mean(torch.cat(scores_of(logits)["entropy"]), batch)
@@ -580,22 +693,30 @@ def test_prime_rl(name, b):
         return out.loss, out.metrics
 
     def parts(x):
-        fields = {"advantages": A, "mask": MASK, "old_logps": SAMPLER} | ({"ref_logps": reference} if spec.beta else {})
-        return [(x, {name: v[b : b + 1] for name, v in fields.items()} | {"normalizer": 1 / (w or 1.0)})]
+        fields = {"advantages": A, "mask": MASK, "old_logps": SAMPLER} | (
+            {"ref_logps": reference} if spec.beta else {}
+        )
+        return [
+            (x, {name: v[b : b + 1] for name, v in fields.items()} | {"normalizer": 1 / (w or 1.0)})
+        ]
 
     def metrics(results, logps):
         d, (found,) = (logps - SAMPLER[b])[0][MASK[b]], results
         left = ~found.kept if spec.trust else found.clipped_low | found.clipped_high
         return {"mismatch_kl": (d.exp() - d - 1).mean(), "is_masked": left.double().mean()}
 
-    check(Case(ours, replace(spec, aggregate="token-sum"), parts, metrics, leaf=DATA.logps[b : b + 1]))
+    check(
+        Case(ours, replace(spec, aggregate="token-sum"), parts, metrics, leaf=DATA.logps[b : b + 1])
+    )
 
 
 # ---- nothing to train on, and what is refused
 
 
 def of_verls_config(info, mode):
-    return lambda: verl.policy_loss("vanilla")(DATA.old, DATA.logps, DATA.advantages, MASK, mode, config_of_verl(info))
+    return lambda: verl.policy_loss("vanilla")(
+        DATA.old, DATA.logps, DATA.advantages, MASK, mode, config_of_verl(info)
+    )
 
 
 def of_openrlhfs_options(**options):
@@ -603,9 +724,16 @@ def of_openrlhfs_options(**options):
 
 
 def test_refused(registry):
-    """Options that would be read as something else than the trainer does, or that nobody has defined."""
-    theirs = type("PolicyLoss", (), {name: 0.2 for name in openrlhf.FIELDS})()  # which renames its arguments again
-    adding, level = Objective.preset("grpo", aggregate="token-sum", beta=0.1), {"is_correction_level": "token"}
+    """Options that would be read as something else than the trainer does, or that nobody has
+    defined.
+    """
+    theirs = type(
+        "PolicyLoss", (), {name: 0.2 for name in openrlhf.FIELDS}
+    )()  # which renames its arguments again
+    adding, level = (
+        Objective.preset("grpo", aggregate="token-sum", beta=0.1),
+        {"is_correction_level": "token"},
+    )
     refused(
         (lambda: openrlhf.PolicyLoss.like(theirs), "PolicyLoss has no is_correction_level"),
         (of_openrlhfs_options(dual_clip=1.1), r"dual_clip=1\.1: below"),

@@ -1,5 +1,6 @@
-"""Score centering (arXiv 2609.20807) through the losses of SkyRL, prime-rl and slime, against the paper's in float64. That of miles
-is its own: what is ours of it is in test_bound_functions."""
+"""Score centering (arXiv 2609.20807) through the losses of SkyRL, prime-rl and slime, against the
+paper's in float64. That of miles is its own: what is ours of it is in test_bound_functions.
+"""
 
 from __future__ import annotations
 
@@ -52,25 +53,35 @@ def correction(log_p, log_q, weight, tail=True):
     p, q = log_p.detach().exp(), log_q.exp()
     coefficient = torch.where(q > 0, q * weight(p, q), 0.0)
     if tail:
-        rest = (1 - q.sum(-1, keepdim=True)).clamp(min=1e-6) / (1 - p.sum(-1, keepdim=True)).clamp(min=1e-6)
+        rest = (1 - q.sum(-1, keepdim=True)).clamp(min=1e-6) / (1 - p.sum(-1, keepdim=True)).clamp(
+            min=1e-6
+        )
         coefficient = coefficient - rest * weight(torch.ones_like(rest), rest) * p
     return (coefficient * log_p.masked_fill(q == 0, 0.0)).sum(-1)
 
 
 def exact(logits, mode, each=1.0, sets=False, by_ratio=False):
-    """The loss in float64, `each` token with a factor; p and q over the vocabulary or the sets, of which one sequence has none."""
-    log_p, log_q = (over_sets(x) if sets else x.log_softmax(-1) for x in (logits.double(), SAMPLER.double()))
+    """The loss in float64, `each` token with a factor; p and q over the vocabulary or the sets, of
+    which one sequence has none.
+    """
+    log_p, log_q = (
+        over_sets(x) if sets else x.log_softmax(-1) for x in (logits.double(), SAMPLER.double())
+    )
     y, of_sampler = (x[..., 0] if sets else at(x, TOKENS)[..., 0] for x in (log_p, log_q))
     w = WEIGHTS[mode](y.detach().exp(), of_sampler.exp())
     ids = (log_p, log_q) if sets else (at(log_p, HEAD), at(log_q, HEAD))
     recorded = (torch.arange(B) != 1)[:, None] if sets else 1.0
-    inner = w * (1 + y - y.detach() if by_ratio else y) - recorded * correction(*ids, WEIGHTS[mode], tail=not sets)
+    inner = w * (1 + y - y.detach() if by_ratio else y) - recorded * correction(
+        *ids, WEIGHTS[mode], tail=not sets
+    )
     return -(A.nan_to_num() * each * torch.where(MASK, inner, 0.0)).sum()
 
 
 def compare(ours, *args, **named):
     found = value_and_gradient(ours, LOGITS)
-    assert_same(found, value_and_gradient(lambda x: exact(x, *args, **named), LOGITS, torch.float64))
+    assert_same(
+        found, value_and_gradient(lambda x: exact(x, *args, **named), LOGITS, torch.float64)
+    )
     return found[0]
 
 
@@ -80,23 +91,38 @@ def test_skyrl(name, mode, monkeypatch):
     each = torch.tensor([0.5, 1.5, 1.0])[:, None]
     stand_in(
         "skyrl.backends.skyrl_train.utils.off_policy_correction_utils",
-        apply_off_policy_correction=lambda loss, old, rollout, mask, config: (loss * each, mask, {}),
+        apply_off_policy_correction=lambda loss, old, rollout, mask, config: (
+            loss * each,
+            mask,
+            {},
+        ),
     )
     config = SimpleNamespace(
-        score_centering=SimpleNamespace(enabled=True), off_policy_correction=None, eps_clip_low=0.2, eps_clip_high=0.2
+        score_centering=SimpleNamespace(enabled=True),
+        off_policy_correction=None,
+        eps_clip_low=0.2,
+        eps_clip_high=0.2,
     )
 
     def loss(x, which=name, **more):
         log_p, rollout = x.log_softmax(-1), at(SAMPLER, TOKENS)[..., 0]
-        heads = {"rollout_topk_logprobs": at(SAMPLER, HEAD), "topk_log_probs": at(log_p, HEAD)} | more
+        heads = {
+            "rollout_topk_logprobs": at(SAMPLER, HEAD),
+            "topk_log_probs": at(log_p, HEAD),
+        } | more
         y = at(log_p, TOKENS)[..., 0]
         called = which if callable(which) else skyrl.policy_loss(which)
         return called(y, y.detach(), A, config, MASK.float(), rollout, **heads)
 
     compare(loss, mode, each)
 
-    def clipped(log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_logprobs=None):
-        return -((log_probs - old_log_probs).exp() * advantages.nan_to_num() * each * loss_mask).sum(), {}
+    def clipped(
+        log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_logprobs=None
+    ):
+        return (
+            -((log_probs - old_log_probs).exp() * advantages.nan_to_num() * each * loss_mask).sum(),
+            {},
+        )
 
     registry = {}
     stand_in(
@@ -106,7 +132,9 @@ def test_skyrl(name, mode, monkeypatch):
     monkeypatch.setattr(metadata, "version", lambda _: "0.4.0")
     skyrl.register()
     with pytest.warns(UserWarning, match="They agree"):
-        assert torch.equal(loss(LOGITS.clone().requires_grad_(), registry[f"fused_{name}"])[0], loss(LOGITS)[0])
+        assert torch.equal(
+            loss(LOGITS.clone().requires_grad_(), registry[f"fused_{name}"])[0], loss(LOGITS)[0]
+        )
     refused(
         (lambda: loss(LOGITS, "dapo"), "score_centering='dapo': it compares with old_log_probs"),
         (lambda: loss(LOGITS, topk_log_probs=None), "record the sampler's head"),
@@ -116,12 +144,17 @@ def test_skyrl(name, mode, monkeypatch):
 @parametrize("weight", [None, 1.7])
 @parametrize(("objective", "mode"), [("ipo", "near"), ("cispo", "cap")])
 def test_prime_rl(objective, mode, weight):
-    """A sequence at a time, over the ids that were recorded; padding is 0 to the trainer and -inf to the sampler."""
+    """A sequence at a time, over the ids that were recorded; padding is 0 to the trainer and -inf
+    to the sampler.
+    """
     stand_in("prime_rl.trainer.rl.loss", LossOutputs=SimpleNamespace)
 
     def loss(x):
         p, q = over_sets(x), over_sets(SAMPLER)
-        records = [torch.cat([z, torch.full_like(z[..., :1], pad)], -1) for z, pad in ((p, 0.0), (q, -math.inf))]
+        records = [
+            torch.cat([z, torch.full_like(z[..., :1], pad)], -1)
+            for z, pad in ((p, 0.0), (q, -math.inf))
+        ]
         found = [
             prime_rl.loss(SimpleNamespace(
                 trainer_logprobs=p[b, :, 0], inference_logprobs=q[b, :, 0], ref_logprobs=None, advantages=A[b], loss_mask=MASK[b],
@@ -137,22 +170,36 @@ def test_prime_rl(objective, mode, weight):
 
 @parametrize("mode", ["none", "tis", "mis"])
 def test_slime(mode):
-    """Its corrections, of log-probs of the head that our function gives, beside its REINFORCE term with its weights."""
+    """Its corrections, of log-probs of the head that our function gives, beside its REINFORCE term
+    with its weights.
+    """
     bounds = {"none": {}, "tis": {"low": 0.7, "high": 1.2}, "mis": {"low": 0.8, "high": 1.2}}[mode]
-    utils = stand_in("slime.utils.ppo_utils", calculate_log_probs_and_entropy=len, calculate_topk_log_probs=sum)
-    stand_in("slime.utils.score_centering", get_score_centering_is_config=lambda args: {"mode": mode, **bounds})
+    utils = stand_in(
+        "slime.utils.ppo_utils", calculate_log_probs_and_entropy=len, calculate_topk_log_probs=sum
+    )
+    stand_in(
+        "slime.utils.score_centering",
+        get_score_centering_is_config=lambda args: {"mode": mode, **bounds},
+    )
 
     def terms(args, batch, logits):
-        log_p = utils.calculate_topk_log_probs(logits[0], HEAD.view(-1, K), None, chunk_size=2, temperature=1.0)
+        log_p = utils.calculate_topk_log_probs(
+            logits[0], HEAD.view(-1, K), None, chunk_size=2, temperature=1.0
+        )
         q = at(SAMPLER, HEAD).view(-1, K)
         return {
-            "sc_correction": correction(log_p.masked_fill(q == -math.inf, -math.inf), q, WEIGHTS[mode]),
+            "sc_correction": correction(
+                log_p.masked_fill(q == -math.inf, -math.inf), q, WEIGHTS[mode]
+            ),
             "sc_sampler_head_mass": q.exp().sum(-1),
         }
 
     def scores(logits, **_):
         log_p = logits[0].log_softmax(-1)
-        parts = {"log_probs": at(log_p, TOKENS.view(-1, 1))[:, 0], "entropy": -(log_p.exp() * log_p).sum(-1)}
+        parts = {
+            "log_probs": at(log_p, TOKENS.view(-1, 1))[:, 0],
+            "entropy": -(log_p.exp() * log_p).sum(-1),
+        }
         return None, {name: [*x.split(T)] for name, x in parts.items()}
 
     stand_in(
@@ -197,11 +244,15 @@ def test_slime(mode):
     same_metrics(metrics, expected)
     refused(
         (
-            lambda: slime.policy_loss(Objective(aggregate="token-sum"))(args, batch, LOGITS.view(1, -1, V), reduce),
+            lambda: slime.policy_loss(Objective(aggregate="token-sum"))(
+                args, batch, LOGITS.view(1, -1, V), reduce
+            ),
             "pass no objective",
         ),
         (
-            lambda: slime.objective_of(SimpleNamespace(**vars(args) | {"advantage_estimator": "gspo"})),
+            lambda: slime.objective_of(
+                SimpleNamespace(**vars(args) | {"advantage_estimator": "gspo"})
+            ),
             "a term of its own: use grpo",
         ),
     )

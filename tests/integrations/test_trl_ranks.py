@@ -1,7 +1,9 @@
-"""Two processes, each with data of its own, on gloo: DDP and FSDP2 (`fully_shard`) with TRL's trainer and our loss in it.
+"""Two processes, each with data of its own, on gloo: DDP and FSDP2 (`fully_shard`) with TRL's
+trainer and our loss in it.
 
-Gradients are compared with those of TRL's own loss in one process on the whole batch. (accelerate's FSDP on a CPU silently becomes
-DDP: modules are sharded here by `fully_shard` itself.)"""
+Gradients are compared with those of TRL's own loss in one process on the whole batch. (accelerate's
+FSDP on a CPU silently becomes DDP: modules are sharded here by `fully_shard` itself.)
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ from support.processes import finish, start_ranks
 
 RANKS, SEQUENCES = 2, 8
 
-#: One optimiser step in two micro-batches a rank; the entropies of a quantile are those of a micro-batch, so it has one.
+#: One optimiser step in two micro-batches a rank; the entropies of a quantile are those of a
+#: micro-batch, so it has one.
 STEPS = {
     "dapo": {"loss_type": "dapo", "beta": 0.1, "entropy_coef": 0.0},
     "grpo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
@@ -40,7 +43,10 @@ RUN = {
 
 
 def step_inputs():
-    """Eight sequences of unequal length. The second micro-batch of rank 0 is the longest, the first of rank 1 fully masked."""
+    """Eight sequences of unequal length.
+
+    The second micro-batch of rank 0 is the longest, the first of rank 1 fully masked.
+    """
     g = torch.Generator().manual_seed(2)
     ids = torch.randint(2, 40, (SEQUENCES, trl_cases.LENGTH), generator=g)
     return {
@@ -69,7 +75,9 @@ def accumulate(trainer, model, rank, ranks, sync):
         first = (rank * accumulation + micro) * rows
         part = {name: x[first : first + rows] for name, x in inputs.items()}
         with sync(micro == accumulation - 1):
-            loss = trainer._compute_loss(model, part | {"num_items_in_batch": inputs["completion_mask"].sum()})
+            loss = trainer._compute_loss(
+                model, part | {"num_items_in_batch": inputs["completion_mask"].sum()}
+            )
             loss.backward()
         total += float(loss.detach())
     return total
@@ -79,7 +87,9 @@ def accumulate(trainer, model, rank, ranks, sync):
 
 
 def wrapped(model, layout):
-    """The model of a layout, and what switches its reduction of gradients on for the last micro-batch."""
+    """The model of a layout, and what switches its reduction of gradients on for the last
+    micro-batch.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -104,7 +114,9 @@ def off(model, want):
     """The largest error of each gradient, relative to its largest element."""
     got = gradients(model)
     assert got.keys() == want.keys()
-    return {name: float((got[name] - want[name]).abs().max() / want[name].abs().max()) for name in want}
+    return {
+        name: float((got[name] - want[name]).abs().max() / want[name].abs().max()) for name in want
+    }
 
 
 def alike_on_ranks(value):
@@ -114,7 +126,9 @@ def alike_on_ranks(value):
 
 
 def check_gradients(folder, rank):
-    """On both ranks, in all parameters, over two micro-batches, one of which has no tokens on one rank."""
+    """On both ranks, in all parameters, over two micro-batches, one of which has no tokens on one
+    rank.
+    """
     for layout in LAYOUTS:
         for name in STEPS if layout == "ddp" else ["dapo"]:
             options, model_name = STEPS[name], "tied" if layout == "tied" else "untied"
@@ -127,13 +141,19 @@ def check_gradients(folder, rank):
             assert max(off(model, want).values()) < 2e-5, (name, layout)
             assert fused.counts == {"fused": trainer.current_gradient_accumulation_steps}
             assert float(loss) / RANKS == pytest.approx(want_loss, rel=1e-5, abs=1e-6)
-            assert type(next(trainer.model.parameters())).__name__ == ("Parameter" if layout == "ddp" else "DTensor")
-            assert alike_on_ranks({n: float(g.double().abs().sum()) for n, g in gradients(model).items()})
+            assert type(next(trainer.model.parameters())).__name__ == (
+                "Parameter" if layout == "ddp" else "DTensor"
+            )
+            assert alike_on_ranks(
+                {n: float(g.double().abs().sum()) for n, g in gradients(model).items()}
+            )
 
 
 def check_slot(folder, rank):
-    """TRL's own loss with a head that is wrapped alone. TRL's defect: it takes the gradient of the gathered head for the same on
-    all ranks, and each keeps its own data's for its shard. Ours in its slot makes it the mean."""
+    """TRL's own loss with a head that is wrapped alone. TRL's defect: it takes the gradient of the
+    gathered head for the same on all ranks, and each keeps its own data's for its shard. Ours in
+    its slot makes it the mean.
+    """
     for name, context in (("TRL's", nullcontext), ("ours", lambda: fused_lm_head(strict=True))):
         with context():
             trainer = step_trainer(folder, "untied", STEPS["dapo"], 2)
@@ -144,15 +164,24 @@ def check_slot(folder, rank):
 
 
 def check_runs(folder, rank):
-    """Whole runs under accelerate's DDP; each rank samples answers to prompts of its own, and the ranks stay together."""
+    """Whole runs under accelerate's DDP; each rank samples answers to prompts of its own, and the
+    ranks stay together.
+    """
     trained = []
     for cls, keywords in ((GRPOTrainer, {}), (FusedGRPOTrainer, {"strict": True})):
-        trained.append(trl_cases.make_trainer(str(folder / "tied"), folder / "out", cls, keywords=keywords, **RUN))
+        trained.append(
+            trl_cases.make_trainer(
+                str(folder / "tied"), folder / "out", cls, keywords=keywords, **RUN
+            )
+        )
         trained[-1].train()
     theirs, ours = trained
     logged, counts = trl_cases.history(ours), ours.fused_loss.counts
     trl_cases.assert_same_history(logged, trl_cases.history(theirs), 2e-4)
-    assert len([h for h in logged if "grad_norm" in h]) == RUN["steps"] and logged[0]["grad_norm"] > 1e-2
+    assert (
+        len([h for h in logged if "grad_norm" in h]) == RUN["steps"]
+        and logged[0]["grad_norm"] > 1e-2
+    )
     assert counts["fused"] == RUN["steps"] * 2 and {*counts} <= {"fused", "scored"}
     assert type(ours.model_wrapped).__name__ == "DistributedDataParallel"
     assert alike_on_ranks([float(p.double().abs().sum()) for p in ours.model.parameters()])
@@ -160,11 +189,19 @@ def check_runs(folder, rank):
 
 
 def main(rank, path):
-    os.environ |= {"LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "TOKENIZERS_PARALLELISM": "false"}
-    os.environ["MASTER_ADDR"] = "127.0.0.1"  # accelerate asks for it, and then takes the group that is there
+    os.environ |= {
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(RANKS),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    os.environ["MASTER_ADDR"] = (
+        "127.0.0.1"  # accelerate asks for it, and then takes the group that is there
+    )
     torch.set_num_threads(1)
     folder = Path(path)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)  # which accelerate uses
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS
+    )  # which accelerate uses
     gc.freeze()  # accelerate collects garbage before every training
     for check in (check_runs, check_gradients, check_slot):
         check(folder, rank)

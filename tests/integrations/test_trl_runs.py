@@ -1,5 +1,6 @@
-"""Whole runs of TRL's trainers with our loss and with our fused head: the same numbers at every step, and the counts of the paths
-that computed them; and what is refused, undone and left alone."""
+"""Whole runs of TRL's trainers with our loss and with our fused head: the same numbers at every
+step, and the counts of the paths that computed them; and what is refused, undone and left alone.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ from trl.experimental.gmpo import GMPOTrainer
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer import utils
 
-from grpo_kernels.integrations.trl import EVERY_OUTPUT, FusedGRPOTrainer, fused_lm_head, log_probs, patch
+from grpo_kernels.integrations.trl import (
+    EVERY_OUTPUT,
+    FusedGRPOTrainer,
+    fused_lm_head,
+    log_probs,
+    patch,
+)
 from support import trl_cases
 from support.pairs import label, pairs
 from support.trainers import assert_scored
@@ -33,8 +40,9 @@ SLOT, ANY_VERSION = "_ChunkedLogProbFunction", "GRPO_KERNELS_ANY_VERSION"
 
 @pytest.fixture(scope="module", autouse=True)
 def quick():
-    """accelerate collects garbage before every training, which takes longer than the training while all that is imported takes
-    part in it."""
+    """accelerate collects garbage before every training, which takes longer than the training while
+    all that is imported takes part in it.
+    """
     gc.freeze()
     yield
     gc.unfreeze()
@@ -48,7 +56,9 @@ def path(tmp_path_factory):
 @pytest.fixture
 def make(path, tmp_path):
     """Makes trainers, of TRL's class unless another is asked for."""
-    return lambda cls=GRPOTrainer, model=path, **options: trl_cases.make_trainer(model, tmp_path, cls, **options)
+    return lambda cls=GRPOTrainer, model=path, **options: trl_cases.make_trainer(
+        model, tmp_path, cls, **options
+    )
 
 
 @pytest.fixture
@@ -65,7 +75,10 @@ def train(make):
 
 @pytest.fixture
 def compare(train):
-    """The trainer of TRL and ours over the same steps: losses, gradient norms and all metrics. (TRL's, ours)"""
+    """The trainer of TRL and ours over the same steps:
+
+    losses, gradient norms and all metrics. (TRL's, ours)
+    """
 
     def compared(micro_batches=None, **options):
         options = {"steps": 4, "num_iterations": 2, "epsilon": 0.1, **options}
@@ -75,10 +88,15 @@ def compare(train):
         assert_same_history(history(ours), history(theirs), 2e-4)
         counts, args = ours.fused_loss.counts, ours.args
         evaluations = len(ours.get_eval_dataloader()) if options.get("evaluate") else 0
-        assert counts["fused"] - evaluations == (micro_batches or args.max_steps * args.gradient_accumulation_steps)
+        assert counts["fused"] - evaluations == (
+            micro_batches or args.max_steps * args.gradient_accumulation_steps
+        )
         assert {*counts} <= {"fused", "scored"}
         norms = [entry["grad_norm"] for entry in history(ours) if "grad_norm" in entry]
-        assert len(norms) == ours.state.global_step and sum(norm > 1e-2 for norm in norms) >= len(norms) / 2
+        assert (
+            len(norms) == ours.state.global_step
+            and sum(norm > 1e-2 for norm in norms) >= len(norms) / 2
+        )
         return theirs, ours
 
     return compared
@@ -142,28 +160,57 @@ def test_model(compare, tmp_path, name):
 
 @parametrize("trained_head", [False, True])
 def test_lora(compare, path, tmp_path, trained_head):
-    """Adapters in the body, where the reference is the model without them; and a copy of the head that is trained whole."""
+    """Adapters in the body, where the reference is the model without them; and a copy of the head
+    that is trained whole.
+    """
     peft = pytest.importorskip("peft")
     modules = ["lm_head"] if trained_head else None
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=modules, init_lora_weights="gaussian")
-    model = trl_cases.save_model(tmp_path / "model", tie_word_embeddings=False) if trained_head else path
+    config = peft.LoraConfig(
+        r=4,
+        target_modules=["q_proj", "v_proj"],
+        modules_to_save=modules,
+        init_lora_weights="gaussian",
+    )
+    model = (
+        trl_cases.save_model(tmp_path / "model", tie_word_embeddings=False)
+        if trained_head
+        else path
+    )
     _, ours = compare(model=model, **KL, keywords={"peft_config": config}, learning_rate=5e-2)
     weight = ours.model.get_base_model().get_output_embeddings().weight
     assert weight.requires_grad == trained_head and history(ours)[-2]["kl"] > 1e-4
 
 
 def test_images(make, monkeypatch):
-    """Other inputs of a model than tokens reach the backbone: loss and gradients of a model with images."""
-    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+    """Other inputs of a model than tokens reach the backbone:
+
+    loss and gradients of a model with images.
+    """
+    from transformers import (
+        CLIPVisionConfig,
+        LlamaConfig,
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+    )
 
     sizes, g = (
-        {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+        {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        },
         torch.Generator().manual_seed(1),
     )
-    vision, text = CLIPVisionConfig(image_size=8, patch_size=4, **sizes), LlamaConfig(vocab_size=40, **sizes)
+    vision, text = (
+        CLIPVisionConfig(image_size=8, patch_size=4, **sizes),
+        LlamaConfig(vocab_size=40, **sizes),
+    )
     torch.manual_seed(0)
     model = LlavaForConditionalGeneration(
-        LlavaConfig(vision_config=vision, text_config=text, image_token_index=39, vision_feature_layer=-1)
+        LlavaConfig(
+            vision_config=vision, text_config=text, image_token_index=39, vision_feature_layer=-1
+        )
     )
     utils.add_fused_lm_head(model, temperature=0.9, outputs=("log_probs", "entropy"))
     trainer, ids, results = make(), torch.randint(2, 38, (4, 6), generator=g), []
@@ -180,7 +227,10 @@ def test_images(make, monkeypatch):
         model.zero_grad()
         trainer._compute_loss(model, dict(inputs)).backward()
         results.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-    assert fused.counts == {"fused": 1} and model.model.vision_tower.embeddings.patch_embedding.weight.grad.abs().sum() > 0
+    assert (
+        fused.counts == {"fused": 1}
+        and model.model.vision_tower.embeddings.patch_embedding.weight.grad.abs().sum() > 0
+    )
     assert_close(*results, rtol=1e-4, atol=1e-6)
 
 
@@ -193,7 +243,9 @@ def adapted(model):
 
 
 def unfused(model):
-    model.forward = types.MethodType(type(model).forward, model)  # as another package's patch has it
+    model.forward = types.MethodType(
+        type(model).forward, model
+    )  # as another package's patch has it
 
 
 @parametrize("change, error, message", [
@@ -224,7 +276,10 @@ def test_refused_trainers(make):
             patch(other)
     fused.undo()
     fused.undo()  # nothing happens
-    with pytest.raises(RuntimeError, match="no call was fused in this block"), patch(trainer, strict=True):
+    with (
+        pytest.raises(RuntimeError, match="no call was fused in this block"),
+        patch(trainer, strict=True),
+    ):
         pass
     assert "fused_loss" not in vars(trainer)
 
@@ -246,7 +301,9 @@ def test_undo(make, train):
 
 
 def test_scored_log_probs(make):
-    """One call of the model a sequence, without gradients; with them, outside of a loss, TRL's own."""
+    """One call of the model a sequence, without gradients; with them, outside of a loss, TRL's
+    own.
+    """
     trainer, ids = make(**KL), torch.tensor([[0, 3, 4, 5, 6], [2, 3, 9, 5, 0]])
     for model, entropy in ((trainer.model, True), (trainer.ref_model, False)):
         given = model, ids, (ids != 0).long(), 3, 1, entropy
@@ -269,16 +326,25 @@ def untested(monkeypatch):
 
 
 def test_the_first_step_of_an_untested_version_is_compared(make, train, untested, monkeypatch):
-    """The same arithmetic: one message, and the run is TRL's, dropout included. TRL's own head is called in the first step
-    alone, for the reference and the loss."""
+    """The same arithmetic: one message, and the run is TRL's, dropout included. TRL's own head is
+    called in the first step alone, for the reference and the loss.
+    """
     want, own, calls = train(steps=3, beta=0.05), getattr(utils, SLOT), []
     counting = type(
-        "Counting", (own,), {"apply": staticmethod(lambda *a, **k: calls.append(torch.is_grad_enabled()) or own.apply(*a, **k))}
+        "Counting",
+        (own,),
+        {
+            "apply": staticmethod(
+                lambda *a, **k: calls.append(torch.is_grad_enabled()) or own.apply(*a, **k)
+            )
+        },
     )
     monkeypatch.setattr(utils, SLOT, counting)
     one = make(steps=3, beta=0.05)
     patch(one)
-    with pytest.warns(UserWarning, match=r"trl 1\.99\.0 was not tested.*_compute_loss.*They agree, ours goes on") as said:
+    with pytest.warns(
+        UserWarning, match=r"trl 1\.99\.0 was not tested.*_compute_loss.*They agree, ours goes on"
+    ) as said:
         one.train()
     assert len([w for w in said if "They agree" in str(w.message)]) == 1 and calls == [False, False]
     assert_same_history(history(one), history(want), 2e-4)
@@ -288,7 +354,9 @@ def test_the_first_step_of_an_untested_version_is_compared(make, train, untested
 
 
 G = torch.Generator().manual_seed(1)
-LEAVES = HIDDEN, WEIGHT, BIAS = [torch.randn(*shape, generator=G) for shape in ((9, 16), (33, 16), (33,))]
+LEAVES = HIDDEN, WEIGHT, BIAS = [
+    torch.randn(*shape, generator=G) for shape in ((9, 16), (33, 16), (33,))
+]
 TARGETS = torch.randint(0, 33, (9,), generator=G)
 TARGETS[:5] = torch.nn.functional.linear(*LEAVES)[:5].argmax(-1)
 
@@ -308,11 +376,14 @@ def applied(function, *more):
     outputs=((), ("entropy",), ("entropy", "log_sum_sq_probs"), ("entropy", "is_top1")), softcap=(None, 1.5), scale=(1.0, 0.3), leaves=(2, 3),
 ), ids=label)  # fmt: skip
 def test_slot_is_trls_function(row):
-    """Values and gradients, for each selection of outputs; `is_top1` feeds SFT's mean_token_accuracy, `log_sum_sq_probs` the
-    weights of WPO."""
+    """Values and gradients, for each selection of outputs; `is_top1` feeds SFT's
+    mean_token_accuracy, `log_sum_sq_probs` the weights of WPO.
+    """
     more = row["softcap"], row["scale"], ("log_probs", *row["outputs"])
     with fused_lm_head(strict=True) as slot:
-        ours, theirs = (applied(function, *more) for function in (getattr(utils, SLOT), ChunkedLogProbFunction))
+        ours, theirs = (
+            applied(function, *more) for function in (getattr(utils, SLOT), ChunkedLogProbFunction)
+        )
         assert_scored(ours, theirs, *LEAVES[: row["leaves"]], dtype=torch.float32)
         with pytest.raises(RuntimeError, match="ours already"):
             fused_lm_head()
@@ -320,17 +391,31 @@ def test_slot_is_trls_function(row):
 
 
 def next_head(chunk_size=True, outputs=True, sampling_mask=True):
-    """TRL's function of its head as later versions have it: over the ids of a row that sampling_mask has, or without an argument
-    for the size of chunks, which gives four results."""
+    """TRL's function of its head as later versions have it: over the ids of a row that
+    sampling_mask has, or without an argument for the size of chunks, which gives four results.
+    """
 
     def forward(
-        ctx, hidden, weight, bias, targets, temperature, chunk_size, softcap=None, scale=1.0, outputs=EVERY_OUTPUT, sets=None
+        ctx,
+        hidden,
+        weight,
+        bias,
+        targets,
+        temperature,
+        chunk_size,
+        softcap=None,
+        scale=1.0,
+        outputs=EVERY_OUTPUT,
+        sets=None,
     ):
         raise NotImplementedError
 
     def apply(hidden, weight, bias, targets, temperature, *more):
         more = [*more] if chunk_size else [None, *more]
-        _, softcap, scale, asked, sets = [*more, *(None, None, 1.0, EVERY_OUTPUT, None)[len(more) :]]
+        _, softcap, scale, asked, sets = [
+            *more,
+            *(None, None, 1.0, EVERY_OUTPUT, None)[len(more) :],
+        ]
         z = torch.nn.functional.linear(hidden, weight, bias) * scale
         z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
         log_p = z.log_softmax(-1)
@@ -338,18 +423,32 @@ def next_head(chunk_size=True, outputs=True, sampling_mask=True):
         if sets is not None:
             kept = torch.zeros_like(z).scatter_add(-1, sets.clamp(min=0), (sets >= 0).to(z))
             logps = logps - log_p.masked_fill(kept == 0, -torch.inf).logsumexp(-1)
-        entropy, squares, top = -(log_p.exp() * log_p).sum(-1), (2 * log_p).logsumexp(-1).detach(), targets == z.argmax(-1)
+        entropy, squares, top = (
+            -(log_p.exp() * log_p).sum(-1),
+            (2 * log_p).logsumexp(-1).detach(),
+            targets == z.argmax(-1),
+        )
         if not outputs:
             return logps, entropy, squares, top
         return logps, *(
-            x if name in asked else None for x, name in zip((entropy, squares, None, top), EVERY_OUTPUT, strict=True)
+            x if name in asked else None
+            for x, name in zip((entropy, squares, None, top), EVERY_OUTPUT, strict=True)
         )
 
     names = ["ctx", "hidden", "weight", "bias", "targets", "temperature", *["chunk_size"] * chunk_size, "final_logit_softcapping",
              "logit_scale", *["outputs"] * outputs, *["sampling_mask"] * sampling_mask]  # fmt: skip
-    defaults = {"final_logit_softcapping": None, "logit_scale": 1.0, "outputs": EVERY_OUTPUT, "sampling_mask": None}
+    defaults = {
+        "final_logit_softcapping": None,
+        "logit_scale": 1.0,
+        "outputs": EVERY_OUTPUT,
+        "sampling_mask": None,
+    }
     parameters = [
-        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=defaults.get(name, inspect.Parameter.empty))
+        inspect.Parameter(
+            name,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            default=defaults.get(name, inspect.Parameter.empty),
+        )
         for name in names
     ]
     forward.__signature__ = inspect.Signature(parameters)
@@ -367,11 +466,19 @@ def test_slot_of_a_trl_with_sampling_masks(sets, monkeypatch):
     monkeypatch.setattr(utils, SLOT, theirs)
     more = (1.5, 0.3, ("log_probs", "entropy", "log_sum_sq_probs", "is_top1"), *sets)
     with fused_lm_head(strict=True, any_version=True) as slot:
-        assert_scored(applied(getattr(utils, SLOT), *more), applied(theirs, *more), *LEAVES, dtype=torch.float64)
+        assert_scored(
+            applied(getattr(utils, SLOT), *more),
+            applied(theirs, *more),
+            *LEAVES,
+            dtype=torch.float64,
+        )
     assert slot.counts == {"fused": 1} and getattr(utils, SLOT) is theirs
     if sets == (SETS,):
         assert_scored(
-            applied(SimpleNamespace(apply=log_probs), *more), applied(theirs, *more), *LEAVES[:2], dtype=torch.float64
+            applied(SimpleNamespace(apply=log_probs), *more),
+            applied(theirs, *more),
+            *LEAVES[:2],
+            dtype=torch.float64,
         )
 
 
@@ -381,7 +488,9 @@ def test_slot_of_a_trl_without_chunk_size(monkeypatch):
     monkeypatch.setattr(utils, SLOT, theirs)
 
     def call(function):
-        return lambda hidden, weight, bias=None: function.apply(hidden, weight, bias, TARGETS, 0.8, 1.5, 0.3)
+        return lambda hidden, weight, bias=None: function.apply(
+            hidden, weight, bias, TARGETS, 0.8, 1.5, 0.3
+        )
 
     with fused_lm_head(strict=True, any_version=True) as slot:
         ours = getattr(utils, SLOT)
@@ -396,7 +505,17 @@ def test_an_argument_of_a_later_trl_is_left_to_it(monkeypatch):
     class Later(ChunkedLogProbFunction):
         @staticmethod
         def forward(
-            ctx, hidden, weight, bias, targets, temperature, chunk_size, softcap=None, scale=1.0, outputs=EVERY_OUTPUT, tilt=0.0
+            ctx,
+            hidden,
+            weight,
+            bias,
+            targets,
+            temperature,
+            chunk_size,
+            softcap=None,
+            scale=1.0,
+            outputs=EVERY_OUTPUT,
+            tilt=0.0,
         ):
             raise NotImplementedError
 
@@ -409,7 +528,10 @@ def test_an_argument_of_a_later_trl_is_left_to_it(monkeypatch):
     with fused_lm_head(any_version=True) as slot:
         for tilt in (0.0, None, 0.5):
             getattr(utils, SLOT).apply(*LEAVES, TARGETS, 0.8, 7, None, 1.0, ("log_probs",), tilt)
-    assert slot.counts == {"fused": 2, "TRL: argument tilt=0.5, which grpo_kernels does not know": 1} and len(calls) == 1
+    assert (
+        slot.counts == {"fused": 2, "TRL: argument tilt=0.5, which grpo_kernels does not know": 1}
+        and len(calls) == 1
+    )
 
 
 def test_a_run_of_a_trl_with_an_unknown_argument_is_left_to_it(make, train):
@@ -426,10 +548,13 @@ def test_a_run_of_a_trl_with_an_unknown_argument_is_left_to_it(make, train):
 
 @parametrize("sets", [None, "all", "some"])
 def test_a_run_of_a_trl_that_passes_its_own_sets(make, train, sets, monkeypatch):
-    """As its tenth argument to the head: of all ids, which changes nothing, and of some, where the entropy stays that over the
-    vocabulary."""
+    """As its tenth argument to the head: of all ids, which changes nothing, and of some, where the
+    entropy stays that over the vocabulary.
+    """
     want = train(steps=3, beta=0.05, num_iterations=2)
-    monkeypatch.setattr(utils, SLOT, type("Next", (ChunkedLogProbFunction,), {"forward": next_head().forward}))
+    monkeypatch.setattr(
+        utils, SLOT, type("Next", (ChunkedLogProbFunction,), {"forward": next_head().forward})
+    )
     one = make(steps=3, beta=0.05, num_iterations=2)
     fused = patch(one, strict=True)
     own, seen = fused._head.apply, []
@@ -438,7 +563,9 @@ def test_a_run_of_a_trl_that_passes_its_own_sets(make, train, sets, monkeypatch)
         hidden, weight, _, targets = given[:4]
         ids = torch.arange(len(weight)).expand(len(targets), -1)
         if sets == "some":
-            ids = torch.cat([targets[:, None], (targets[:, None] + torch.tensor([1, 2, 3])) % len(weight)], 1)
+            ids = torch.cat(
+                [targets[:, None], (targets[:, None] + torch.tensor([1, 2, 3])) % len(weight)], 1
+            )
         seen.append(own(*given, None if sets is None else ids))
         if sets == "some" and seen[-1][0].numel():
             z = hidden.detach() @ weight.detach().T / given[4]
@@ -455,5 +582,7 @@ def test_a_run_of_a_trl_that_passes_its_own_sets(make, train, sets, monkeypatch)
 
 def test_labels_that_are_ignored():
     targets = TARGETS.index_fill(0, torch.tensor([3]), -100)
-    logps, entropy, *_ = log_probs(HIDDEN, WEIGHT, None, targets, 1.0, 7, outputs=("log_probs", "entropy"))
+    logps, entropy, *_ = log_probs(
+        HIDDEN, WEIGHT, None, targets, 1.0, 7, outputs=("log_probs", "entropy")
+    )
     assert (logps == 0).tolist() == (entropy == 0).tolist() == (targets < 0).tolist()

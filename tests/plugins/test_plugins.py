@@ -1,4 +1,7 @@
-"""Plugins as trainers load them: by the trainer's own loader where it is installed, else by that loader's contract."""
+"""Plugins as trainers load them:
+
+by the trainer's own loader where it is installed, else by that loader's contract.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,27 @@ SOURCE = Path(grpo_kernels.__file__).parents[1]
 ENTRY = metadata.EntryPoint("grpo_kernels", "grpo_kernels.plugins.verl", "verl.plugins")
 REGISTRY = "verl.trainer.ppo.core_algos"
 #: A batch of Liger's loss, and options of it.
-GIVEN = torch.randn(2, 5, H), torch.randn(V, H), torch.randint(V, (2, 5)), torch.ones(2, 5), torch.tensor([1.0, -0.5])
-OPTIONS = {"beta": 0.0, "compiled": False, "temperature": 0.8, "loss_type": "bnpo", "use_ref_model": False}
+GIVEN = (
+    torch.randn(2, 5, H),
+    torch.randn(V, H),
+    torch.randint(V, (2, 5)),
+    torch.ones(2, 5),
+    torch.tensor([1.0, -0.5]),
+)
+OPTIONS = {
+    "beta": 0.0,
+    "compiled": False,
+    "temperature": 0.8,
+    "loss_type": "bnpo",
+    "use_ref_model": False,
+}
 
 
 @pytest.fixture(autouse=True)
 def fresh(stand_ins, monkeypatch):
-    """No plugin has acted in this process, or was imported (as `import verl` does it), and what these do is undone."""
+    """No plugin has acted in this process, or was imported (as `import verl` does it), and what
+    these do is undone.
+    """
     monkeypatch.setattr(_once, "DONE", {})
     monkeypatch.delenv("RANK", raising=False)
     forget_plugins()
@@ -68,7 +85,10 @@ def test_the_entry_point_is_that_of_the_project():
     project = SOURCE / "pyproject.toml"
     if not project.exists():
         pytest.skip("not a checkout")
-    assert f'[project.entry-points."{ENTRY.group}"]\n{ENTRY.name} = "{ENTRY.value}"\n' in project.read_text()
+    assert (
+        f'[project.entry-points."{ENTRY.group}"]\n{ENTRY.name} = "{ENTRY.value}"\n'
+        in project.read_text()
+    )
 
 
 CORE_ALGOS = """
@@ -98,8 +118,10 @@ def core_algos(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("imported", [False, True])
 def test_verl_imports_the_entry_point(core_algos, imported, caplog):
-    """It loads the module and calls nothing. `import verl` does not wait for its registry, which has our losses as soon as it is
-    there. A second import, under another name too, adds nothing. Nothing is said."""
+    """It loads the module and calls nothing. `import verl` does not wait for its registry, which
+    has our losses as soon as it is there. A second import, under another name too, adds nothing.
+    Nothing is said.
+    """
     core_algos(False)
     finders = [*sys.meta_path]
     if imported:
@@ -110,7 +132,9 @@ def test_verl_imports_the_entry_point(core_algos, imported, caplog):
     assert (REGISTRY in sys.modules) == imported
     first = {**importlib.import_module(REGISTRY).POLICY_LOSS_REGISTRY}
     assert {"vanilla", "fused_vanilla", "fused_dapo"} <= {*first} and sys.meta_path == finders
-    spec = importlib.util.spec_from_file_location("grpo_kernels.plugins.again", str(module.__file__))
+    spec = importlib.util.spec_from_file_location(
+        "grpo_kernels.plugins.again", str(module.__file__)
+    )
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
     assert first == sys.modules[REGISTRY].POLICY_LOSS_REGISTRY and not said(caplog)
 
@@ -127,7 +151,10 @@ def test_an_error_that_verl_would_hide_is_logged(core_algos, imported, caplog):
         ENTRY.load()
         importlib.import_module(REGISTRY)
     (record,) = (record for record in caplog.records if record.name == _once.LOG.name)
-    assert record.levelno == logging.ERROR and "plugin verl failed: no fused_vanilla here" in record.getMessage()
+    assert (
+        record.levelno == logging.ERROR
+        and "plugin verl failed: no fused_vanilla here" in record.getMessage()
+    )
 
 
 @pytest.mark.slow
@@ -141,14 +168,17 @@ def test_verls_own_loader(tmp_path, modules, monkeypatch):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: grpo_kernels\nVersion: 9\n")
     (info / "entry_points.txt").write_text(f"[{ENTRY.group}]\n{ENTRY.name} = {ENTRY.value}\n")
     code = (
-        f"import sys, verl\nassert {REGISTRY!r} not in sys.modules\n"
-        "from verl.trainer.ppo.core_algos import get_policy_loss_fn\n"
-        "from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy as head\n"
-        "print(get_policy_loss_fn('fused_vanilla').__module__, getattr(head, 'grpo_kernels', False))\n"
+        f"import sys, verl\nassert {REGISTRY!r} not in sys.modules\nfrom"
+        " verl.trainer.ppo.core_algos import get_policy_loss_fn\nfrom"
+        " verl.utils.kernel.linear_cross_entropy import linear_cross_entropy as"
+        " head\nprint(get_policy_loss_fn('fused_vanilla').__module__, getattr(head,"
+        " 'grpo_kernels', False))\n"
     )
     paths = os.pathsep.join([str(tmp_path), str(SOURCE), *sys.path])
     environment = os.environ | {"VERL_USE_EXTERNAL_MODULES": modules, "PYTHONPATH": paths}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split()[-2:] == ["grpo_kernels.integrations.verl", str(bool(modules))]
     assert "policy losses" not in done.stderr
@@ -161,21 +191,32 @@ def test_slime_and_miles_call_a_function_at_their_start(caplog):
     """Twice, which changes nothing; slime's arguments ask for replay."""
     name = "calculate_log_probs_and_entropy"
     homes = [
-        stand_in(home, **{name: len}) for home in ("slime.utils.ppo_utils", "miles.backends.training_utils.loss_hub.math_utils")
+        stand_in(home, **{name: len})
+        for home in ("slime.utils.ppo_utils", "miles.backends.training_utils.loss_hub.math_utils")
     ]
-    masks = stand_in("slime.backends.megatron_utils.loss", _build_topp_keep_mask=lambda *_, **__: None)
+    masks = stand_in(
+        "slime.backends.megatron_utils.loss", _build_topp_keep_mask=lambda *_, **__: None
+    )
     for _ in range(2):
         loaded("grpo_kernels.plugins.slime.init")(SimpleNamespace(rollout_top_p=0.9))
         loaded("grpo_kernels.plugins.miles.init")(SimpleNamespace())
-    assert all(is_ours(getattr(home, name)) for home in homes) and is_ours(masks._build_topp_keep_mask)
+    assert all(is_ours(getattr(home, name)) for home in homes) and is_ours(
+        masks._build_topp_keep_mask
+    )
     assert callable(loaded("grpo_kernels.plugins.slime.loss"))
     assert [line.split(" run ")[0].split()[-1] for line in said(caplog)] == ["slime", "miles"]
 
 
 def test_prime_rl_imports_a_loss_and_gets_the_head_too(caplog):
-    home = stand_in("prime_rl.trainer.models.layers.lm_head", _SequenceChunkedLogProbEntropyFn=SimpleNamespace(apply=len))
+    home = stand_in(
+        "prime_rl.trainer.models.layers.lm_head",
+        _SequenceChunkedLogProbEntropyFn=SimpleNamespace(apply=len),
+    )
     stand_in("prime_rl.trainer.rl.loss", LossOutputs=SimpleNamespace)
-    loss, logps = loaded("grpo_kernels.plugins.prime_rl.loss"), torch.tensor([-1.0, -2.0, -0.5, -3.0])
+    loss, logps = (
+        loaded("grpo_kernels.plugins.prime_rl.loss"),
+        torch.tensor([-1.0, -2.0, -0.5, -3.0]),
+    )
     inputs = SimpleNamespace(
         trainer_logprobs=logps, inference_logprobs=logps - 0.1, ref_logprobs=None, advantages=torch.ones(4),
         loss_mask=torch.tensor([True, True, True, False]), loss_weights=None,
@@ -189,7 +230,9 @@ def test_prime_rl_imports_a_loss_and_gets_the_head_too(caplog):
 
 
 def run_swift(file_path, monkeypatch):
-    """By ms-swift's own function where it is installed; else as that does it, under a name of its own."""
+    """By ms-swift's own function where it is installed; else as that does it, under a name of its
+    own.
+    """
     try:
         from swift.utils.utils import import_external_file
     except ImportError:
@@ -203,19 +246,26 @@ def run_swift(file_path, monkeypatch):
 
 
 def test_ms_swift_runs_the_file(capsys, caplog, monkeypatch):
-    chunked = pytest.importorskip("liger_kernel.chunked_loss", reason="liger-kernel is not installed")
+    chunked = pytest.importorskip(
+        "liger_kernel.chunked_loss", reason="liger-kernel is not installed"
+    )
     assert main(["plugin", "ms_swift"]) == 0
     path, theirs = capsys.readouterr().out.strip(), chunked.LigerFusedLinearGRPOLoss
     assert [file.name for file in Path(path).parent.glob("*.py")] == ["__init__.py"]
     monkeypatch.setattr(metadata, "version", lambda _: liger.LIGER_VERSION)
     for _ in range(2):
         run_swift(path, monkeypatch)
-    # ms-swift has put the folder of the file first on the path, where a trainer's name is that trainer's.
+    # ms-swift has put the folder of the file first on the path, where a trainer's name is that
+    # trainer's.
     find = importlib.machinery.PathFinder.find_spec
     assert not any(find(name, sys.path[:1]) for name in ("verl", "slime", "miles", "axolotl"))
-    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss  # as ms-swift does where it makes the loss
+    from liger_kernel.chunked_loss import (
+        LigerFusedLinearGRPOLoss,
+    )  # as ms-swift does where it makes the loss
 
-    torch.testing.assert_close(LigerFusedLinearGRPOLoss(**OPTIONS)(*GIVEN)[0], theirs(**OPTIONS)(*GIVEN)[0])
+    torch.testing.assert_close(
+        LigerFusedLinearGRPOLoss(**OPTIONS)(*GIVEN)[0], theirs(**OPTIONS)(*GIVEN)[0]
+    )
     slots = _once.DONE["ms_swift"]
     assert slots.counts == {"fused": 1} and len(said(caplog)) == 1
     slots.undo()
@@ -224,11 +274,15 @@ def test_ms_swift_runs_the_file(capsys, caplog, monkeypatch):
 
 
 def test_axolotl_makes_the_class_and_hands_it_the_trainer(monkeypatch, caplog):
-    """By axolotl's own plugin manager where it is installed, else by a base class of that name; the trainer is as those of the TRL
-    that axolotl pins, whose loss with `trl: {use_liger_loss: true}` is Liger's."""
+    """By axolotl's own plugin manager where it is installed, else by a base class of that name; the
+    trainer is as those of the TRL that axolotl pins, whose loss with `trl: {use_liger_loss: true}`
+    is Liger's.
+    """
     monkeypatch.undo()  # the versions are those that are here
     monkeypatch.setattr(_once, "DONE", {})
-    chunked = pytest.importorskip("liger_kernel.chunked_loss", reason="liger-kernel is not installed")
+    chunked = pytest.importorskip(
+        "liger_kernel.chunked_loss", reason="liger-kernel is not installed"
+    )
     pytest.importorskip("pydantic", reason="pydantic is not installed")
     trainer = object.__new__(pytest.importorskip("trl", reason="TRL is not installed").GRPOTrainer)
     path = "grpo_kernels.plugins.axolotl.FusedGRPO"

@@ -1,11 +1,15 @@
-"""Runs the cases of the Triton kernels as they are compiled for a GPU, in the executor of tests/support/ptx:
+"""Runs the cases of the Triton kernels as they are compiled for a GPU, in the executor of
+tests/support/ptx:
 
-    python tests/repository/compiled.py [--triton36 FOLDER] [--targets sm_90 sm_100] [--orders 0 1 7] [--page]
+    python tests/repository/compiled.py [--triton36 FOLDER] [--targets sm_90 sm_100] [--orders 0 1
+    7] [--page]
 
-By the Triton that is installed, and by 3.6 from a folder (`pip install --no-deps --target FOLDER triton==3.6.0`), for each target,
-with warps in their order, reversed, and shuffled by a seed. Each run goes into benchmarks/results/compiled.json as soon as it has
-passed, and takes the place of those of other kernels: the file has runs of one source. The table of docs/gpu.md is made of it;
-`--page`: without a run."""
+By the Triton that is installed, and by 3.6 from a folder (`pip install --no-deps --target FOLDER
+triton==3.6.0`), for each target, with warps in their order, reversed, and shuffled by a seed. Each
+run goes into benchmarks/results/compiled.json as soon as it has passed, and takes the place of
+those of other kernels: the file has runs of one source. The table of docs/gpu.md is made of it;
+`--page`: without a run.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,9 @@ COMMAND = "python tests/repository/compiled.py"
 
 def source() -> str:
     """A digest of what is compiled."""
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(KERNELS.glob("*.py")))).hexdigest()[:16]
+    return hashlib.sha256(
+        b"".join(path.read_bytes() for path in sorted(KERNELS.glob("*.py")))
+    ).hexdigest()[:16]
 
 
 def with_run(record: dict[str, Any], key: str, found: dict[str, Any]) -> dict[str, Any]:
@@ -53,7 +59,18 @@ def block(record: dict[str, Any]) -> str:
         version, target, _ = key.split()
         lines.setdefault((version, target), []).append(found | {"order": int(key.split()[2])})
     names = list(dict.fromkeys(name for found in record.values() for name in found["largest"]))
-    table = [["Triton", "target", "warps", "cases", "kernels", "launches", "instructions of warps", *names]]
+    table = [
+        [
+            "Triton",
+            "target",
+            "warps",
+            "cases",
+            "kernels",
+            "launches",
+            "instructions of warps",
+            *names,
+        ]
+    ]
     for (version, target), some in sorted(lines.items()):
         some.sort(key=lambda found: found["order"])
         table.append(
@@ -72,7 +89,9 @@ def missing(record: dict[str, Any]) -> list[str]:
     """A line on the runs that the file lacks of both versions, targets and all orders."""
     versions = sorted({"3.6.0", *(key.split()[0] for key in record)})
     lack = {
-        f"{version} {target}": [said(order) for order in ORDERS if f"{version} {target} {order}" not in record]
+        f"{version} {target}": [
+            said(order) for order in ORDERS if f"{version} {target} {order}" not in record
+        ]
         for version in versions
         for target in TARGETS
     }
@@ -85,7 +104,9 @@ def write(record: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--triton36", default="", help="a folder with Triton 3.6")
     parser.add_argument("--targets", nargs="+", default=TARGETS, choices=TARGETS)
     parser.add_argument("--orders", nargs="+", type=int, default=ORDERS)
@@ -97,7 +118,14 @@ def main() -> None:
                 for target in args.targets:
                     found = {"source": source()} | all_cases(target, order, triton)
                     save(FILE, with_run(load(FILE), f"{found['triton']} {target} {order}", found))
-                    print(found["triton"], target, order, found["outcomes"], f"{found['seconds']} s", flush=True)
+                    print(
+                        found["triton"],
+                        target,
+                        order,
+                        found["outcomes"],
+                        f"{found['seconds']} s",
+                        flush=True,
+                    )
     write(load(FILE))
 
 

@@ -1,13 +1,14 @@
-"""The package as a kernel of the Hugging Face `kernels` library: `python tests/repository/hub_kernel.py OUT [--version 1]`.
+"""The package as a kernel of the Hugging Face `kernels` library: `python
+tests/repository/hub_kernel.py OUT [--version 1]`.
 
-OUT/build/torch-<backend>/ for each backend holds the Python sources with their Triton kernels and the eager backend, the same
-for each (noarch: nothing is compiled ahead), `layers`, and metadata.json with the digest of every file. A build is imported by
-a name of its own, its `id`, so that versions live side by side in a process: all imports inside are relative, and the
-operators' namespace is that name.
+OUT/build/torch-<backend>/ for each backend holds the Python sources with their Triton kernels and
+the eager backend, the same for each (noarch: nothing is compiled ahead), `layers`, and
+metadata.json with the digest of every file. A build is imported by a name of its own, its `id`, so
+that versions live side by side in a process: all imports inside are relative, and the operators'
+namespace is that name.
 
-    from kernels import get_local_kernel
-    kernel = get_local_kernel(Path("OUT"))
-    out = kernel.linear_grpo_loss(hidden, weight, kernel.TokenBatch(...), kernel.Objective.preset("dapo"))
+    from kernels import get_local_kernel kernel = get_local_kernel(Path("OUT")) out =
+    kernel.linear_grpo_loss(hidden, weight, kernel.TokenBatch(...), kernel.Objective.preset("dapo"))
 """
 
 from __future__ import annotations
@@ -91,14 +92,23 @@ sys.modules[__name__] = sys.modules[{id!r}]
 def sources() -> dict[str, str]:
     """{path in a build: text}, of the package without the rooms that are left out."""
     package = ROOT / NAME
-    paths = [path.relative_to(package) for path in sorted([*package.rglob("*.py"), package / "py.typed"])]
-    found = {str(path): (package / path).read_text() for path in paths if path.parts[0] not in (*LEFT_OUT, "__main__.py")}
+    paths = [
+        path.relative_to(package) for path in sorted([*package.rglob("*.py"), package / "py.typed"])
+    ]
+    found = {
+        str(path): (package / path).read_text()
+        for path in paths
+        if path.parts[0] not in (*LEFT_OUT, "__main__.py")
+    }
     found["__init__.py"] += "\nfrom . import layers as layers\n"
     return found | {"_ops.py": OPS, "layers.py": LAYERS}
 
 
 def build(out: Path, version: int, backends: Sequence[str] = BACKENDS) -> list[Path]:
-    """Write the builds, and return their folders. Another version of the same sources has another id."""
+    """Write the builds, and return their folders.
+
+    Another version of the same sources has another id.
+    """
     files = sources()
     content = hashlib.sha256(json.dumps([version, files]).encode()).hexdigest()[:8]
     folders = [out / "build" / f"torch-{backend}" for backend in backends]
@@ -109,7 +119,10 @@ def build(out: Path, version: int, backends: Sequence[str] = BACKENDS) -> list[P
         for path, text in own.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(text)
-        digests = {path: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for path, text in own.items()}
+        digests = {
+            path: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+            for path, text in own.items()
+        }
         metadata = {
             "id": name, "name": NAME.replace("_", "-"), "version": version, "license": "Apache-2.0", "python-depends": [],
             "backend": {"type": backend}, "digest": {"algorithm": "sha256", "files": digests},
@@ -120,10 +133,26 @@ def build(out: Path, version: int, backends: Sequence[str] = BACKENDS) -> list[P
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build, and print the folders."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, metavar="OUT", help="the folder of the kernel's repository")
-    parser.add_argument("--version", type=int, default=1, help="of the kernel: raised where its names or their meaning change")
-    parser.add_argument("--backends", nargs="+", default=BACKENDS, choices=BACKENDS, metavar="NAME", help=", ".join(BACKENDS))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "out", type=Path, metavar="OUT", help="the folder of the kernel's repository"
+    )
+    parser.add_argument(
+        "--version",
+        type=int,
+        default=1,
+        help="of the kernel: raised where its names or their meaning change",
+    )
+    parser.add_argument(
+        "--backends",
+        nargs="+",
+        default=BACKENDS,
+        choices=BACKENDS,
+        metavar="NAME",
+        help=", ".join(BACKENDS),
+    )
     options = parser.parse_args(arguments)
     print(*build(options.out, options.version, options.backends), sep="\n")
     return 0

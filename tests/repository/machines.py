@@ -1,10 +1,13 @@
-"""Run the test suite as on other kinds of machine: `python tests/repository/machines.py [NAME ...] [-- PYTEST ARGUMENTS]`.
+"""Run the test suite as on other kinds of machine: `python tests/repository/machines.py [NAME ...]
+[-- PYTEST ARGUMENTS]`.
 
-Each configuration limits torch, oneDNN, MKL and the C++ module to some instruction sets, so that sums have the order and the
-rounding that they have on a processor with those alone. Without names all configurations run, one after the other. Each prints one
-line when it ends: what ran, the result of pytest, and the tests that failed. The exit status is 1 if a test failed.
+Each configuration limits torch, oneDNN, MKL and the C++ module to some instruction sets, so that
+sums have the order and the rounding that they have on a processor with those alone. Without names
+all configurations run, one after the other. Each prints one line when it ends: what ran, the result
+of pytest, and the tests that failed. The exit status is 1 if a test failed.
 
-The whole output of pytest is in build/machines/NAME.log. Comparisons of speed are left out; `make test` runs them.
+The whole output of pytest is in build/machines/NAME.log. Comparisons of speed are left out; `make
+test` runs them.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ SPEED = "tests/benchmarks/test_speed.py"
 
 
 class Configuration(NamedTuple):
-    """Environment variables, and for which best instruction sets of a processor they limit anything (None: for all)."""
+    """Environment variables, and for which best instruction sets of a processor they limit anything
+    (None: for all).
+    """
 
     environment: dict[str, str]
     runs_on: tuple[str, ...] | None = None
@@ -35,7 +40,8 @@ class Configuration(NamedTuple):
 
 #: MKL ignores MKL_ENABLE_INSTRUCTIONS on AMD. There MKL_CBWR chooses its code.
 CONFIGURATIONS = {
-    # Torch and MKL sum in an order that no processor with AVX2 has: the nearest to a machine that nobody has met.
+    # Torch and MKL sum in an order that no processor with AVX2 has: the nearest to a machine that
+    # nobody has met.
     "sse": Configuration(
         {
             "ATEN_CPU_CAPABILITY": "default",
@@ -84,12 +90,17 @@ def why_not(name: str) -> str | None:
     best = best_isa(processor()[1])
     if runs_on is None or best in runs_on:
         return None
-    return f"skipped, because it limits processors with {' or '.join(runs_on)}, and this one has {best} at best."
+    return (
+        f"skipped, because it limits processors with {' or '.join(runs_on)}, and this one has"
+        f" {best} at best."
+    )
 
 
 def run(name: str, arguments: list[str]) -> tuple[bool, str]:
     """Run the tests in one configuration. Return whether they pass, and the line about them."""
-    inherited = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    inherited = {
+        k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    }
     environment = inherited | CONFIGURATIONS[name].environment
     how = {"cwd": ROOT, "env": environment}
     in_use = subprocess.check_output([sys.executable, "-c", IN_USE], text=True, **how).strip()
@@ -100,15 +111,31 @@ def run(name: str, arguments: list[str]) -> tuple[bool, str]:
         tests = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, **how)
     output = log.read_text().splitlines()
     failed = [line for line in output if re.match(r"(FAILED|ERROR) ", line)]
-    closing = next((line.strip("= ") for line in reversed(output) if re.search(r"\d (passed|failed|error)", line)), "")
+    closing = next(
+        (
+            line.strip("= ")
+            for line in reversed(output)
+            if re.search(r"\d (passed|failed|error)", line)
+        ),
+        "",
+    )
     if not closing:
         failed = output[-30:]
-    return tests.returncode == 0, "\n    ".join([f"{in_use}: {closing or f'pytest ended with {tests.returncode}'}", *failed])
+    return tests.returncode == 0, "\n    ".join(
+        [f"{in_use}: {closing or f'pytest ended with {tests.returncode}'}", *failed]
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CONFIGURATIONS)}; all if none is given")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help=f"of {', '.join(CONFIGURATIONS)}; all if none is given",
+    )
     parser.add_argument("--processes", default="2", help="how many processes run tests")
     words = sys.argv[1:]
     cut = words.index("--") if "--" in words else len(words)
@@ -116,8 +143,18 @@ def main() -> None:
     arguments = words[cut + 1 :]
     unknown = [name for name in options.names if name not in CONFIGURATIONS]
     if unknown:
-        parser.error(f"there is no configuration {unknown[0]!r}: choose from {', '.join(CONFIGURATIONS)}")
-    distribution = ["--numprocesses", options.processes, "--dist", "loadfile", "--no-loadscope-reorder", "--ignore", SPEED]
+        parser.error(
+            f"there is no configuration {unknown[0]!r}: choose from {', '.join(CONFIGURATIONS)}"
+        )
+    distribution = [
+        "--numprocesses",
+        options.processes,
+        "--dist",
+        "loadfile",
+        "--no-loadscope-reorder",
+        "--ignore",
+        SPEED,
+    ]
     sound = True
     for name in options.names or CONFIGURATIONS:
         reason = why_not(name)

@@ -1,4 +1,7 @@
-"""The documentation is right: links lead somewhere, examples run, named tests exist, every public name is shown."""
+"""The documentation is right:
+
+links lead somewhere, examples run, named tests exist, every public name is shown.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +39,15 @@ def test_links_lead_somewhere(page):
     for link in pages.links(page):
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
-        if not re.match(r"\w+:", link) and (not target.exists() or (anchor and anchor not in pages.anchors(target))):
+        if not re.match(r"\w+:", link) and (
+            not target.exists() or (anchor and anchor not in pages.anchors(target))
+        ):
             wrong.append(link)
     assert not wrong
-    assert pages.slug("torch.compile and `torch.func`: FusedLMHead") == "torchcompile-and-torchfunc-fusedlmhead"
+    assert (
+        pages.slug("torch.compile and `torch.func`: FusedLMHead")
+        == "torchcompile-and-torchfunc-fusedlmhead"
+    )
 
 
 def test_the_first_example_runs_as_pasted(capsys):
@@ -50,20 +58,30 @@ def test_the_first_example_runs_as_pasted(capsys):
     assert 0 < float(entropy) < 7 and float(norm) > 0  # log(1000) nats at most, and a gradient
 
 
-@pytest.mark.parametrize("page", [*EXAMPLES, ROOT / NAME / "integrations" / "README.md"], ids=name_of)
+@pytest.mark.parametrize(
+    "page", [*EXAMPLES, ROOT / NAME / "integrations" / "README.md"], ids=name_of
+)
 def test_examples_run(page):
-    """In the order of the page, in one namespace, which begins with the names that docs/functions.md introduces. Of those that
-    need a GPU or a trainer the imports exist; the tests of the adapters run what they show."""
+    """In the order of the page, in one namespace, which begins with the names that
+    docs/functions.md introduces. Of those that need a GPU or a trainer the imports exist; the tests
+    of the adapters run what they show.
+    """
     names = pages.given()
-    for example in pages.examples(page)[page == README :]:  # the README's first has a test of its own
+    for example in pages.examples(page)[
+        page == README :
+    ]:  # the README's first has a test of its own
         if not example.needs and "integrations" not in page.parts:
             exec(compile(example.code, example.name, "exec"), names)
             continue
-        for module, imported in re.findall(rf"^ *from ({NAME}[\w.]*) import ([\w, ]+)", example.code, re.MULTILINE):
+        for module, imported in re.findall(
+            rf"^ *from ({NAME}[\w.]*) import ([\w, ]+)", example.code, re.MULTILINE
+        ):
             spec = importlib.util.find_spec(module)
             assert spec is not None and spec.origin, f"{example.name}: {module}"
             for name in re.findall(r"(\w+)(?: as \w+)?", imported):
-                known = re.search(rf"\b{name}\b", Path(spec.origin).read_text()) or importlib.util.find_spec(f"{module}.{name}")
+                known = re.search(
+                    rf"\b{name}\b", Path(spec.origin).read_text()
+                ) or importlib.util.find_spec(f"{module}.{name}")
                 assert known, f"{example.name}: {module}.{name}"
 
 
@@ -99,7 +117,9 @@ def loss_by_statistics(hidden, weight, names):
 
 
 def sum_of_logprobs(hidden, weight, names, entropy=False):
-    logps, entropies = linear_logprobs(hidden, weight, names["targets"], mask=names["mask"], entropy=entropy)
+    logps, entropies = linear_logprobs(
+        hidden, weight, names["targets"], mask=names["mask"], entropy=entropy
+    )
     return logps.sum() if entropies is None else logps.sum() + entropies.sum()
 
 
@@ -112,7 +132,9 @@ MATMULS = {
         linear_grpo_loss(h, w, names["batch"], Objective.preset("gspo")).loss
     ),
     "`linear_logprobs` and its backward, gradient of log-probs only": sum_of_logprobs,
-    "`linear_logprobs` and its backward, with a gradient of entropy": functools.partial(sum_of_logprobs, entropy=True),
+    "`linear_logprobs` and its backward, with a gradient of entropy": functools.partial(
+        sum_of_logprobs, entropy=True
+    ),
     "a loss of statistics": loss_by_statistics,
 }
 
@@ -131,9 +153,12 @@ def test_matmuls_are_those_of_the_table(row, is_frozen, monkeypatch):
 
 # ---- files that are named
 
-#: Suffixes of files in the repository, and what such a name looks like in a text: a path, without patterns and the sides of a diff.
+#: Suffixes of files in the repository, and what such a name looks like in a text: a path, without
+#: patterns and the sides of a diff.
 SUFFIXES = "py|pyi|cpp|h|md|json|toml|ya?ml|sh|svg|png|jsonl|txt"
-FILE = re.compile(rf"(?<![\w/.*<{{>-])(?:[ab]/(?=grpo_kernels/))?(\w[\w./-]*\.(?:{SUFFIXES}))(?![\w(/]|\.\w)")
+FILE = re.compile(
+    rf"(?<![\w/.*<{{>-])(?:[ab]/(?=grpo_kernels/))?(\w[\w./-]*\.(?:{SUFFIXES}))(?![\w(/]|\.\w)"
+)
 #: Files that users have, or that a run writes.
 NOT_OURS = {
     "your_program.py", "my_loss.py", "my_losses.py", "gsm8k.yaml", "trl/trainer/grpo_trainer.py",
@@ -148,7 +173,10 @@ GONE, GONE_SAYS = {
 
 
 def missing_files(text, folder, paths):
-    """The files that a text in this folder names and that are not there. `paths`: of all files, relative to the root."""
+    """The files that a text in this folder names and that are not there.
+
+    `paths`: of all files, relative to the root.
+    """
     text = re.sub(r"https?://\S+", "", text)
     allowed = NOT_OURS | (GONE if GONE_SAYS in text else set())
     return [
@@ -165,20 +193,39 @@ def told(path):
     text = path.read_text()
     if path.suffix != ".py":
         return text
-    nodes = (x for x in ast.walk(ast.parse(text)) if isinstance(x, (ast.Module, ast.ClassDef, ast.FunctionDef)))
-    comments = (x.string for x in tokenize.generate_tokens(io.StringIO(text).readline) if x.type == tokenize.COMMENT)
+    nodes = (
+        x
+        for x in ast.walk(ast.parse(text))
+        if isinstance(x, (ast.Module, ast.ClassDef, ast.FunctionDef))
+    )
+    comments = (
+        x.string
+        for x in tokenize.generate_tokens(io.StringIO(text).readline)
+        if x.type == tokenize.COMMENT
+    )
     return "\n".join([*(ast.get_docstring(x) or "" for x in nodes), *comments])
 
 
 def test_files_that_are_named_exist():
     """In pages, docstrings and comments. The changelog names those of former versions."""
     paths = [name_of(path) for path in pages.tracked("*")]
-    readers = [path for path in pages.tracked("*.md", "*.py") if path.name not in ("CHANGELOG.md", "test_docs.py")]
-    suspects = [path for path in readers if missing_files(path.read_text(), path.parent, paths)]  # strings may name anything
-    wrong = {name_of(path): names for path in suspects if (names := missing_files(told(path), path.parent, paths))}
+    readers = [
+        path
+        for path in pages.tracked("*.md", "*.py")
+        if path.name not in ("CHANGELOG.md", "test_docs.py")
+    ]
+    suspects = [
+        path for path in readers if missing_files(path.read_text(), path.parent, paths)
+    ]  # strings may name anything
+    wrong = {
+        name_of(path): names
+        for path in suspects
+        if (names := missing_files(told(path), path.parent, paths))
+    }
     assert len(readers) > 200 and not wrong
     text = (
-        "`blocks.py`, test_readme.py, (core/matmuls.py), docs/gpu.md; a/grpo_kernels/batch.py <x>.py *.json f.py() replay.py."
+        "`blocks.py`, test_readme.py, (core/matmuls.py), docs/gpu.md; a/grpo_kernels/batch.py"
+        " <x>.py *.json f.py() replay.py."
     )
     assert missing_files(text, ROOT, paths) == ["blocks.py", "test_readme.py", "replay.py"]
 
@@ -188,7 +235,10 @@ DOTTED = re.compile(rf"(?<![\w./]){NAME}((?:\.[A-Za-z_]\w*)+)")
 
 
 def missing_names(text):
-    """Dotted names of the package in a text that lead nowhere. Sources are read, because adapters import trainers."""
+    """Dotted names of the package in a text that lead nowhere.
+
+    Sources are read, because adapters import trainers.
+    """
     found = []
     for dotted in DOTTED.findall(re.sub(r"https?://\S+", "", text)):
         parts = dotted[1:].split(".")
@@ -207,12 +257,19 @@ def missing_names(text):
 
 def test_names_of_modules_exist():
     wrong = {
-        name_of(page): names for page in MARKDOWN if page.name != "CHANGELOG.md" and (names := missing_names(page.read_text()))
+        name_of(page): names
+        for page in MARKDOWN
+        if page.name != "CHANGELOG.md" and (names := missing_names(page.read_text()))
     }
     assert not wrong
-    now = re.findall(r"^\| .* \| (.*) \|$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)  # the second column of its table
+    now = re.findall(
+        r"^\| .* \| (.*) \|$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )  # the second column of its table
     assert len(now) > 20 and missing_names("\n".join(now)) == []
-    text = f"`{NAME}.specs`, {NAME}.model.FusedLMHead, {NAME}.rewards.nothing.f, torch.ops.{NAME}.stats"
+    text = (
+        f"`{NAME}.specs`, {NAME}.model.FusedLMHead, {NAME}.rewards.nothing.f,"
+        f" torch.ops.{NAME}.stats"
+    )
     assert missing_names(text) == [f"{NAME}.specs", f"{NAME}.rewards.nothing.f"]
 
 
@@ -220,8 +277,9 @@ def test_names_of_modules_exist():
 
 
 def unproved(row):
-    """What a line of the table of tests/README.md names and does not exist: tests as "file: `test`, `test`; file: all", and
-    sentences of the documentation as [file](../file): "sentence"."""
+    """What a line of the table of tests/README.md names and does not exist: tests as "file: `test`,
+    `test`; file: all", and sentences of the documentation as [file](../file): "sentence".
+    """
     found, tests = [], ROOT / "tests"
     for file, names in re.findall(r"([\w/]+(?:\.py)?): ((?:`\w+`(?:, )?)+|all\b)", row):
         path = ROOT / file if "/" in file else next(tests.rglob(f"{file}.py"), tests / file)
@@ -232,16 +290,26 @@ def unproved(row):
             if not text or (name != "all" and f"def {name}(" not in text)
         ]
     quoted = re.findall(r'\[([\w/.]+)\]\(\.\./[\w/.]+\): "(.*?)"(?=\.| \|)', row)
-    return found + [sentence for file, sentence in quoted if sentence not in " ".join((ROOT / file).read_text().split())]
+    return found + [
+        sentence
+        for file, sentence in quoted
+        if sentence not in " ".join((ROOT / file).read_text().split())
+    ]
 
 
 def test_what_breaks_elsewhere_has_a_proof_that_exists():
     rows = re.findall(r"^\| \d+ \|.*", (ROOT / "tests" / "README.md").read_text(), re.MULTILINE)
     assert len(rows) > 40 and [missing for row in rows for missing in unproved(row)] == []
     assert all(
-        re.search(r"\]\(https://github.com/[\w./-]+/issues/\d+\)", row) and re.search("`(test|check)_", row) for row in rows
+        re.search(r"\]\(https://github.com/[\w./-]+/issues/\d+\)", row)
+        and re.search("`(test|check)_", row)
+        for row in rows
     )
-    wrong = ("test_docs: `test_nothing`", "test_nothing: all", '[README.md](../README.md): "Coffee" |')
+    wrong = (
+        "test_docs: `test_nothing`",
+        "test_nothing: all",
+        '[README.md](../README.md): "Coffee" |',
+    )
     assert all(map(unproved, wrong))
 
 
@@ -258,17 +326,34 @@ NOT_SHOWN = {"check_linear", "check_specs", "forward_of", "plain_head"}
 
 
 def public(module):
-    """The functions and classes that a module defines; what the package exports, if it is the package."""
+    """The functions and classes that a module defines; what the package exports, if it is the
+    package.
+    """
     if hasattr(module, "__all__"):
         return {name: getattr(module, name) for name in module.__all__}
-    own = {name: x for name, x in vars(module).items() if getattr(x, "__module__", None) == module.__name__}
-    return {name: x for name, x in own.items() if not name.startswith("_") and isinstance(x, (FunctionType, type))}
+    own = {
+        name: x
+        for name, x in vars(module).items()
+        if getattr(x, "__module__", None) == module.__name__
+    }
+    return {
+        name: x
+        for name, x in own.items()
+        if not name.startswith("_") and isinstance(x, (FunctionType, type))
+    }
 
 
 def test_the_reference_has_every_public_name_once():
     """Under the name that it is imported by."""
-    shown = [name for page in REFERENCE for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)]
-    objects = {id(getattr(importlib.import_module(name.rpartition(".")[0]), name.rpartition(".")[2])) for name in shown}
+    shown = [
+        name
+        for page in REFERENCE
+        for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
+    ]
+    objects = {
+        id(getattr(importlib.import_module(name.rpartition(".")[0]), name.rpartition(".")[2]))
+        for name in shown
+    }
     assert len(set(shown)) == len(shown)
     package = importlib.import_module(NAME)
     assert not {f"{NAME}.{name}" for name in package.__all__} - {*shown}, (
@@ -277,6 +362,8 @@ def test_the_reference_has_every_public_name_once():
     others = [name for name in MODULES if "formulas" not in name and not name.endswith(".trl")]
     for name in others:
         named = {
-            attribute for attribute, x in public(importlib.import_module(name)).items() if callable(x) and id(x) not in objects
+            attribute
+            for attribute, x in public(importlib.import_module(name)).items()
+            if callable(x) and id(x) not in objects
         }
         assert not named - NOT_SHOWN, name

@@ -1,5 +1,6 @@
-"""What is built and for which machines: linkage of the compiled module, sources that no quick run would show to be wrong, and the
-build for the Hugging Face `kernels` library."""
+"""What is built and for which machines: linkage of the compiled module, sources that no quick run
+would show to be wrong, and the build for the Hugging Face `kernels` library.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +42,9 @@ def compiled_per_processor():
 
 
 def visible_functions(source):
-    """The heads of functions with a body that other files' copies could replace: inline, members or templates, not static, not
-    in an unnamed namespace and not inlined always."""
+    """The heads of functions with a body that other files' copies could replace: inline, members or
+    templates, not static, not in an unnamed namespace and not inlined always.
+    """
     source = re.sub(r"//.*|\\\n|^\s*#.*", "", source, flags=re.M)
     found, scopes, start = [], [], 0
     for match in re.finditer(r"[{};]", source):
@@ -67,7 +69,9 @@ def visible_functions(source):
 
 @pytest.mark.parametrize("path", compiled_per_processor(), ids=lambda path: path.name)
 def test_no_function_is_shared_between_processors(path):
-    """Of visible copies the linker would keep any one, and a processor could then run instructions that it lacks."""
+    """Of visible copies the linker would keep any one, and a processor could then run instructions
+    that it lacks.
+    """
     assert visible_functions(path.read_text()) == []
 
 
@@ -76,9 +80,24 @@ def test_no_function_is_shared_between_processors(path):
     [
         ("namespace a { inline int f(int x) { return x; } }", ["inline int f(int x)"]),
         ("struct A { int x; int f() const { return x; } };", ["int f() const"]),
-        ("template <class T> T f(T x) { if (x) { return x; } return x; }", ["template <class T> T f(T x)"]),
-        ("namespace a { namespace { inline int f() { return 1; } struct A { int g() { return 2; } }; } }", []),
-        ("static inline int f() { return 1; } int g() { return 2; } enum A { B }; const int c[] = {1};", []),
+        (
+            "template <class T> T f(T x) { if (x) { return x; } return x; }",
+            ["template <class T> T f(T x)"],
+        ),
+        (
+            (
+                "namespace a { namespace { inline int f() { return 1; } struct A { int g() { return"
+                " 2; } }; } }"
+            ),
+            [],
+        ),
+        (
+            (
+                "static inline int f() { return 1; } int g() { return 2; } enum A { B }; const int"
+                " c[] = {1};"
+            ),
+            [],
+        ),
         ("[[gnu::always_inline]] inline int f() { return 1; }", []),
     ],
 )
@@ -90,14 +109,24 @@ def test_visible_functions_are_seen(source, found):
 
 
 def test_program_ids_are_64_bit_and_on_the_axis_that_has_room():
-    """A row number times a stride is beyond 2^31 in real batches, and axes 1 and 2 of a grid end at 65 535."""
+    """A row number times a stride is beyond 2^31 in real batches, and axes 1 and 2 of a grid end at
+    65 535.
+    """
     calls = [call for text in SOURCES.values() for call in re.findall(r"\bprogram_id\(.*", text)]
-    assert len(calls) >= 4 and [call for call in calls if not call.startswith("program_id(0).to(tl.int64)")] == []
+    assert (
+        len(calls) >= 4
+        and [call for call in calls if not call.startswith("program_id(0).to(tl.int64)")] == []
+    )
 
 
 def test_no_atomics_and_nothing_that_tunes_itself():
-    """Without these, the order of sums and the choice of tiles are the same in every run and for every number of rows."""
-    words = {name: re.findall(r"\b(?:atomic_\w+|autotune|heuristics)\b", text) for name, text in SOURCES.items()}
+    """Without these, the order of sums and the choice of tiles are the same in every run and for
+    every number of rows.
+    """
+    words = {
+        name: re.findall(r"\b(?:atomic_\w+|autotune|heuristics)\b", text)
+        for name, text in SOURCES.items()
+    }
     assert not [name for name, found in words.items() if found]
 
 
@@ -105,19 +134,34 @@ def test_kernels_are_launched_on_the_device_of_their_data():
     """Which need not be the current one."""
 
     def launches(node):
-        return {x for x in ast.walk(node) if isinstance(x, ast.Call) and ast.unparse(x.func).startswith("kernel[")}
+        return {
+            x
+            for x in ast.walk(node)
+            if isinstance(x, ast.Call) and ast.unparse(x.func).startswith("kernel[")
+        }
 
     tree = ast.parse((ROOT / "grpo_kernels/core/backends/triton/launch.py").read_text())
-    (guard,) = (x for x in ast.walk(tree) if isinstance(x, ast.With) and "on_device(" in ast.unparse(x.items[0]))
+    (guard,) = (
+        x
+        for x in ast.walk(tree)
+        if isinstance(x, ast.With) and "on_device(" in ast.unparse(x.items[0])
+    )
     texts = [text for name, text in SOURCES.items() if "launch" not in str(name)]
-    assert len(launches(guard)) == 1 and launches(guard) == launches(tree) and not any("_kernel[" in text for text in texts)
+    assert (
+        len(launches(guard)) == 1
+        and launches(guard) == launches(tree)
+        and not any("_kernel[" in text for text in texts)
+    )
 
 
 # ---- the wheel, and the build for the `kernels` library
 
 
 def test_no_upper_pins():
-    """Of what the package itself needs: an upper bound would hold back the torch of a whole environment."""
+    """Of what the package itself needs:
+
+    an upper bound would hold back the torch of a whole environment.
+    """
     (needed,) = re.findall(r"^dependencies = \[(.*?)^\]", PROJECT, re.MULTILINE | re.DOTALL)
     names, pins = zip(*re.findall(r'"([\w-]+)([^;"]*)', needed), strict=True)
     assert {*names} == {"torch", "triton"} and all(re.fullmatch(r">=[\d.]+", pin) for pin in pins)
@@ -126,7 +170,9 @@ def test_no_upper_pins():
 @pytest.fixture(scope="module")
 def builds(tmp_path_factory):
     """Two versions, in a repository each."""
-    return [build(tmp_path_factory.mktemp(f"v{version}"), version, ["cpu"])[0] for version in (1, 2)]
+    return [
+        build(tmp_path_factory.mktemp(f"v{version}"), version, ["cpu"])[0] for version in (1, 2)
+    ]
 
 
 def described(folder):
@@ -144,10 +190,14 @@ def loaded(folder, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:grpo_kernels falls back to eager PyTorch")
 def test_two_builds_live_side_by_side_and_compute_the_loss(builds, monkeypatch):
-    """And a layer takes the place of a forward, with the weight of the module that it is put into."""
+    """And a layer takes the place of a forward, with the weight of the module that it is put
+    into.
+    """
     kernels = [loaded(folder, monkeypatch) for folder in builds]
     modules = [importlib.import_module(f"{kernel.__name__}.core.compiled") for kernel in kernels]
-    assert len({grpo_kernels.core.compiled.NAMESPACE, *(module.NAMESPACE for module in modules)}) == 3
+    assert (
+        len({grpo_kernels.core.compiled.NAMESPACE, *(module.NAMESPACE for module in modules)}) == 3
+    )
     head, hidden, targets = (
         SimpleNamespace(weight=torch.randn(31, 8), bias=None),
         torch.randn(2, 5, 8),
@@ -155,19 +205,34 @@ def test_two_builds_live_side_by_side_and_compute_the_loss(builds, monkeypatch):
     )
     logps = torch.log_softmax(hidden @ head.weight.T, -1).gather(-1, targets[..., None])[..., 0]
     for kernel in kernels:
-        torch.testing.assert_close(kernel.layers.LinearLogProbs.forward(head, hidden, targets), logps, rtol=1e-4, atol=1e-5)
-        batch, objective = kernel.TokenBatch(targets, torch.tensor([1.0, -0.4])), kernel.Objective.preset("dapo", beta=0.0)
-        assert float(kernel.layers.LinearGRPOLoss.forward(head, hidden, batch, objective).loss) == pytest.approx(-0.3, rel=1e-5)
+        torch.testing.assert_close(
+            kernel.layers.LinearLogProbs.forward(head, hidden, targets), logps, rtol=1e-4, atol=1e-5
+        )
+        batch, objective = (
+            kernel.TokenBatch(targets, torch.tensor([1.0, -0.4])),
+            kernel.Objective.preset("dapo", beta=0.0),
+        )
+        assert float(
+            kernel.layers.LinearGRPOLoss.forward(head, hidden, batch, objective).loss
+        ) == pytest.approx(-0.3, rel=1e-5)
 
 
 def test_a_build_is_relocatable_and_its_digests_are_those_of_its_files(builds):
     """Nothing inside is imported by its absolute name; another version has another id."""
     one, other = map(described, builds)
     assert (
-        one["id"] != other["id"] and one["id"].isidentifier() and {"__init__.py", "layers.py"} <= one["digest"]["files"].keys()
+        one["id"] != other["id"]
+        and one["id"].isidentifier()
+        and {"__init__.py", "layers.py"} <= one["digest"]["files"].keys()
     )
     for name, digest in one["digest"]["files"].items():
         data = (builds[0] / name).read_bytes()
         assert digest == base64.b64encode(hashlib.sha256(data).digest()).decode()
-        imports = [x for x in ast.walk(ast.parse(data)) if isinstance(x, ast.ImportFrom)] if name.endswith(".py") else []
-        assert not [x for x in imports if not x.level and (x.module or "").startswith("grpo_kernels")], name
+        imports = (
+            [x for x in ast.walk(ast.parse(data)) if isinstance(x, ast.ImportFrom)]
+            if name.endswith(".py")
+            else []
+        )
+        assert not [
+            x for x in imports if not x.level and (x.module or "").startswith("grpo_kernels")
+        ], name

@@ -57,11 +57,15 @@ QUICK = (
 Fields = dict[str, Any]
 
 
-def run(*command: str | Path, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(
+    *command: str | Path, cwd: Path = ROOT, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Nothing of the caller's own paths goes in."""
     outside = ("PYTHON", "PYTEST", "GRPO_KERNELS", "TRITON")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(outside)} | variables
-    return subprocess.run([str(part) for part in command], cwd=cwd, env=environment, capture_output=True, text=True)
+    return subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=environment, capture_output=True, text=True
+    )
 
 
 def call(*command: str | Path, cwd: Path = ROOT) -> str:
@@ -72,16 +76,41 @@ def call(*command: str | Path, cwd: Path = ROOT) -> str:
     return done.stdout
 
 
-def tested(python: str | Path, *arguments: str, cwd: Path = ROOT, **variables: str) -> tuple[dict[str, int], list[str]]:
-    """What a run of pytest came to, errors being failures, and the names of the tests that failed. SystemExit if none ran."""
-    done = run(python, "-m", "pytest", "-q", "-rfEs", "-p", "no:cacheprovider", *arguments, cwd=cwd, **variables)
+def tested(
+    python: str | Path, *arguments: str, cwd: Path = ROOT, **variables: str
+) -> tuple[dict[str, int], list[str]]:
+    """What a run of pytest came to, errors being failures, and the names of the tests that
+    failed. SystemExit if none ran.
+    """
+    done = run(
+        python,
+        "-m",
+        "pytest",
+        "-q",
+        "-rfEs",
+        "-p",
+        "no:cacheprovider",
+        *arguments,
+        cwd=cwd,
+        **variables,
+    )
     summary = (done.stdout.strip().splitlines() or ["no output"])[-1]
-    found = {word: sum(map(int, re.findall(rf"(\d+) {word}", summary))) for word in ("passed", "failed", "error", "skipped")}
+    found = {
+        word: sum(map(int, re.findall(rf"(\d+) {word}", summary)))
+        for word in ("passed", "failed", "error", "skipped")
+    }
     found["failed"] += found.pop("error")
     if done.returncode not in (0, 1) or not found["passed"] + found["failed"]:
-        reasons = re.findall(r"^(?:SKIPPED \[\d+\] \S+ |ERROR \S+ - )(.*)$", done.stdout, re.MULTILINE)
+        reasons = re.findall(
+            r"^(?:SKIPPED \[\d+\] \S+ |ERROR \S+ - )(.*)$", done.stdout, re.MULTILINE
+        )
         sys.exit((reasons or [f"pytest ended with {done.returncode}: {summary}"])[0][:160])
-    names = sorted({name.partition("[")[0] for name in re.findall(r"^(?:FAILED|ERROR) \S+?::(\S+)", done.stdout, re.MULTILINE)})
+    names = sorted(
+        {
+            name.partition("[")[0]
+            for name in re.findall(r"^(?:FAILED|ERROR) \S+?::(\S+)", done.stdout, re.MULTILINE)
+        }
+    )
     print(done.stdout[-12000:] if names else "", file=sys.stderr)
     return found, names
 
@@ -91,7 +120,11 @@ def tested(python: str | Path, *arguments: str, cwd: Path = ROOT, **variables: s
 #: About the checkout, not about the package: the same whatever torch is. The budgets of compiled kernels are not: versions of
 #: Triton order loads differently.
 REPOSITORY = (
-    *(f"benchmarks/{file.name}" for file in (ROOT / "tests" / "benchmarks").glob("test_*.py") if file.stem != "test_resources"),
+    *(
+        f"benchmarks/{file.name}"
+        for file in (ROOT / "tests" / "benchmarks").glob("test_*.py")
+        if file.stem != "test_resources"
+    ),
     "repository",
     "rows/test_sanitizers.py",
 )
@@ -142,17 +175,33 @@ exec(examples(README)[0].code)
 
 
 def wheel(python: Path, work: Path) -> Path:
-    """The wheel for this Python, made of the checkout's sdist unless an environment of this run has made it."""
+    """The wheel for this Python, made of the checkout's sdist unless an environment of this run
+    has made it.
+    """
     if not [*work.glob("*.tar.gz")]:
         call(sys.executable, "-m", "build", "--sdist", "--outdir", work, ROOT)
-    version = call(python, "-c", "import sys; print(min(sys.version_info[1], 12))").strip()  # 3.12's serves all later ones
+    version = call(
+        python, "-c", "import sys; print(min(sys.version_info[1], 12))"
+    ).strip()  # 3.12's serves all later ones
     if not any(work.glob(f"*-cp3{version}-*.whl")):
-        call(python, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", work, next(work.glob("*.tar.gz")))
+        call(
+            python,
+            "-m",
+            "pip",
+            "wheel",
+            "--quiet",
+            "--no-deps",
+            "--wheel-dir",
+            work,
+            next(work.glob("*.tar.gz")),
+        )
     return next(work.glob(f"*-cp3{version}-*.whl"))
 
 
 def environment(name: str, work: Path, quick: bool) -> Fields:
-    """A line of the table. quick: every value of each parameter; no products, in tests that start pytest neither."""
+    """A line of the table. quick: every value of each parameter; no products, in tests that start
+    pytest neither.
+    """
     wanted, home = ENVIRONMENTS[name], work / name
     if not shutil.which(f"python{wanted.python}"):
         sys.exit(f"no Python {wanted.python} here: put python{wanted.python} on the path")
@@ -169,16 +218,23 @@ def environment(name: str, work: Path, quick: bool) -> Fields:
     call(*pip, *([] if wanted.triton else ["--no-deps"]), built)
     call(*pip, *exactly)
 
-    file, *found = call(python, "-W", "ignore", "-c", VERSIONS, cwd=tests).split()  # torch warns where NumPy is missing
+    file, *found = call(
+        python, "-W", "ignore", "-c", VERSIONS, cwd=tests
+    ).split()  # torch warns where NumPy is missing
     line = dict(zip(("python", "torch", "triton", "numpy"), found, strict=True))
-    asked = all(line[key].startswith(getattr(wanted, key) or "-") for key in ("python", "torch", "triton"))
+    asked = all(
+        line[key].startswith(getattr(wanted, key) or "-") for key in ("python", "torch", "triton")
+    )
     if not Path(file).is_relative_to(home) or not asked:
         sys.exit(f"{name} is {wanted}, and {python} has {line} and tests {file}")
     print(call(python, "-m", "grpo_kernels", "doctor", "--quick", cwd=tests), file=sys.stderr)
     call(python, "-W", "ignore", "-c", EXAMPLE, cwd=tests)
     # A single test of a file that skips itself is an error to pytest, and without Triton that file does.
     some = [f"tests/{file}" for file in QUICK if wanted.triton or "::" not in file]
-    chosen, plugin = some if quick else [f"--ignore=tests/{path}" for path in REPOSITORY], "-p support.on_device" * quick
+    chosen, plugin = (
+        some if quick else [f"--ignore=tests/{path}" for path in REPOSITORY],
+        "-p support.on_device" * quick,
+    )
     began = time.monotonic()
     counts, _ = tested(
         python,
@@ -199,7 +255,8 @@ def environment(name: str, work: Path, quick: bool) -> Fields:
 @dataclass(frozen=True)
 class Trainer:
     """The tests of an adapter: `select` of those in `files`. `contract`: what stands in for a package that is not installed,
-    `version` the one that it was written from, where the adapter declares none. `beside`: what else has a part in the result."""
+    `version` the one that it was written from, where the adapter declares none. `beside`: what else has a part in the result.
+    """
 
     files: tuple[str, ...] = ()
     select: str = ""
@@ -212,15 +269,23 @@ FUNCTIONS, LOSSES, SETS = "bound_functions", "policy_losses", "replayed_sets"
 #: By module of the adapter, which declares the rest.
 TRAINERS = {
     "trl": Trainer(beside=("liger-kernel",)),
-    "verl": Trainer((LOSSES, "trainer_distillation"), "verl and (itself or fused_forward or all_losses)"),
+    "verl": Trainer(
+        (LOSSES, "trainer_distillation"), "verl and (itself or fused_forward or all_losses)"
+    ),
     "liger": Trainer(("liger",), "every_way"),
     "openrlhf": Trainer((FUNCTIONS, LOSSES), "openrlhf and (own_file or itself)"),
     "areal": Trainer((FUNCTIONS,), "areal and own_file"),
     "skyrl": Trainer((FUNCTIONS, LOSSES), "skyrl and (own_file or itself)"),
     "unsloth": Trainer((FUNCTIONS,), "unsloth and own_file"),
-    "slime": Trainer((FUNCTIONS, LOSSES, SETS), "slime", "a float64 transcription of its functions and their signatures"),
+    "slime": Trainer(
+        (FUNCTIONS, LOSSES, SETS),
+        "slime",
+        "a float64 transcription of its functions and their signatures",
+    ),
     "miles": Trainer((FUNCTIONS, SETS), "miles", "stand-ins with its signatures, in float64"),
-    "prime_rl": Trainer((FUNCTIONS, LOSSES, SETS), "prime", "a float64 transcription, its hooks by path"),
+    "prime_rl": Trainer(
+        (FUNCTIONS, LOSSES, SETS), "prime", "a float64 transcription, its hooks by path"
+    ),
     "nemo_rl": Trainer(("nemo_rl",), "", "a float64 transcription of August 2026"),
 }
 #: The name under which a folder of pip has a package -> the module of its adapter.
@@ -283,10 +348,21 @@ print("RESULT", trl.__version__, place, "compared" if said else "known", f"{apar
 def of_trl(**variables: str) -> str:
     """Of the three adapters, the one for which this TRL has a place."""
     # TRL 1.15 has its head as Triton kernels alone.
-    done = run(sys.executable, "-W", "ignore", "-c", RUN, TORCHDYNAMO_DISABLE="1", TRITON_INTERPRET="1", **variables)
+    done = run(
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        RUN,
+        TORCHDYNAMO_DISABLE="1",
+        TRITON_INTERPRET="1",
+        **variables,
+    )
     found = re.findall(r"^RESULT \S+ (.*)", done.stdout, re.MULTILINE)
     if done.returncode or not found:
-        said = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith(" ")] or ["no output"]
+        said = [
+            line for line in done.stderr.splitlines() if line.strip() and not line.startswith(" ")
+        ] or ["no output"]
         return f"failed: {said[-1][:160]}"
     if found[0] == "none":
         return "none: it has no place for any of ours, and they say so"
@@ -294,13 +370,19 @@ def of_trl(**variables: str) -> str:
 
 
 def of_tests(trainer: Trainer, **variables: str) -> str:
-    """What its tests came to. They compare number by number: the adapter's own comparison would only hide what they find."""
+    """What its tests came to. They compare number by number: the adapter's own comparison would
+    only hide what they find.
+    """
     files = [f"tests/integrations/test_{file}.py" for file in trainer.files]
     try:
-        counts, names = tested(sys.executable, *files, "-k", trainer.select, **{OVERRIDE: "1"}, **variables)
+        counts, names = tested(
+            sys.executable, *files, "-k", trainer.select, **{OVERRIDE: "1"}, **variables
+        )
     except SystemExit as error:
         return f"failed: {error}"
-    shown = ", ".join(f"{counts[word]} {word}" for word in ("passed", "failed", "skipped") if counts[word])
+    shown = ", ".join(
+        f"{counts[word]} {word}" for word in ("passed", "failed", "skipped") if counts[word]
+    )
     return shown + (f": {', '.join(f'`{name}`' for name in names)}" if names else "")
 
 
@@ -313,22 +395,45 @@ def installed(name: str, folders: Sequence[Path]) -> str:
 def of_trainer(argument: str, beside: Sequence[Path]) -> tuple[str, Fields]:
     """The name of the line, and its fields."""
     folder = Path(argument).resolve()
-    inside = {path.name.removesuffix(".dist-info").partition("-")[::2] for path in folder.glob("*.dist-info")}
-    package, version = next(((name, version) for name, version in inside if name in MODULES), (argument, ""))
+    inside = {
+        path.name.removesuffix(".dist-info").partition("-")[::2]
+        for path in folder.glob("*.dist-info")
+    }
+    package, version = next(
+        ((name, version) for name, version in inside if name in MODULES), (argument, "")
+    )
     if package not in MODULES:
-        sys.exit(f"{argument} is no environment ({', '.join(ENVIRONMENTS)}), nor a folder or name of {', '.join(MODULES)}")
+        sys.exit(
+            f"{argument} is no environment ({', '.join(ENVIRONMENTS)}), nor a folder or name of"
+            f" {', '.join(MODULES)}"
+        )
     trainer, adapter = TRAINERS[MODULES[package]], adapters()[MODULES[package]]
     folders = [*([folder] if version else []), ROOT, ROOT / "tests", *beside]
     if not version:
-        version = (adapter.tested or (trainer.version,))[-1] if trainer.contract else metadata.version(package)
+        version = (
+            (adapter.tested or (trainer.version,))[-1]
+            if trainer.contract
+            else metadata.version(package)
+        )
     given = {"PYTHONPATH": os.pathsep.join(map(str, folders)), "HF_HUB_OFFLINE": "1"}
     theirs = "its own functions and ours: " + ", ".join(f"`test_{file}`" for file in trainer.files)
     return f"{package} {version}", {
-        "trainer": {"Liger": "Liger-Kernel", "Unsloth": "Unsloth (zoo)"}.get(adapter.trainer, adapter.trainer),
+        "trainer": (
+            {"Liger": "Liger-Kernel", "Unsloth": "Unsloth (zoo)"}.get(
+                adapter.trainer, adapter.trainer
+            )
+        ),
         "version": version,
-        "ran": "two steps of GRPO, its own loss and ours" if package == "trl" else trainer.contract or theirs,
+        "ran": (
+            "two steps of GRPO, its own loss and ours"
+            if package == "trl"
+            else trainer.contract or theirs
+        ),
         "result": of_trl(**given) if package == "trl" else of_tests(trainer, **given),
-        "beside": ", ".join(f"{name} {installed(name, beside)}" for name in ("torch", "transformers", *trainer.beside)),
+        "beside": ", ".join(
+            f"{name} {installed(name, beside)}"
+            for name in ("torch", "transformers", *trainer.beside)
+        ),
     }
 
 
@@ -341,18 +446,21 @@ def numbers(version: str) -> tuple[int, ...]:
 
 def environments(lines: Iterable[tuple[str, Fields]]) -> str:
     """From the oldest torch to the newest, then what was run."""
-    found = sorted(lines, key=lambda line: [numbers(line[1][key]) for key in ("torch", "triton", "python")])
-    rows = ["environment Python torch triton NumPy wheel passed failed skipped seconds tests date".split()]
+    found = sorted(
+        lines, key=lambda line: [numbers(line[1][key]) for key in ("torch", "triton", "python")]
+    )
+    rows = [
+        "environment Python torch triton NumPy wheel passed failed skipped seconds tests date".split()
+    ]
     for name, c in found:
-        shown = (
-            "{python}|{torch}|{triton}|{numpy}|{wheel}|{passed:,}|{failed:,}|{skipped:,}|{seconds:.0f}|{tests}|{date}".format(
-                **c
-            )
+        shown = "{python}|{torch}|{triton}|{numpy}|{wheel}|{passed:,}|{failed:,}|{skipped:,}|{seconds:.0f}|{tests}|{date}".format(
+            **c
         )
         rows.append([name, *shown.split("|")])
     parts = [f"`{name.partition('.py')[0]}`" + " in part" * ("::" in name) for name in QUICK]
     quick = (
-        f"quick: of {', '.join(parts)} so many cases that every value of each parameter occurs. all: every test of the package."
+        f"quick: of {', '.join(parts)} so many cases that every value of each parameter occurs."
+        " all: every test of the package."
     )
     return f"{render(rows, markdown=True)}\n\n{quick}"
 
@@ -362,7 +470,13 @@ def trainers(lines: Iterable[tuple[str, Fields]]) -> str:
     newest_first = sorted(lines, key=lambda line: numbers(line[1]["version"]), reverse=True)
     found = sorted(newest_first, key=lambda line: line[1]["trainer"].lower())
     rows = [["trainer", "what ran", "result", "beside", "date"]]
-    return text_of(rows + [[f"{c['trainer']} {c['version']}", c["ran"], c["result"], c["beside"], c["date"]] for _, c in found])
+    return text_of(
+        rows
+        + [
+            [f"{c['trainer']} {c['version']}", c["ran"], c["result"], c["beside"], c["date"]]
+            for _, c in found
+        ]
+    )
 
 
 def text_of(rows: list[list[str]]) -> str:
@@ -376,7 +490,9 @@ def declared() -> str:
         homes: dict[str, list[str]] = {}
         for path in adapter.replaces.values():
             places = [each.rpartition(".") for each in ([path] if isinstance(path, str) else path)]
-            homes.setdefault(" or ".join(f"`{home}`" for home, _, _ in places), []).append(f"`{places[0][2]}`")
+            homes.setdefault(" or ".join(f"`{home}`" for home, _, _ in places), []).append(
+                f"`{places[0][2]}`"
+            )
         replaced = "; ".join(f"{', '.join(names)} of {home}" for home, names in homes.items())
         rows.append([
             adapter.trainer, f"`{name}`", f"`{adapter.package}`", ", ".join(adapter.tested) or "-",
@@ -388,7 +504,11 @@ def declared() -> str:
 def configured() -> str:
     """What a configuration names."""
     rows = [["trainer", "what to set", "what it does"]]
-    rows += [[adapter.trainer, name, does] for adapter in adapters().values() for name, does in adapter.configured.items()]
+    rows += [
+        [adapter.trainer, name, does]
+        for adapter in adapters().values()
+        for name, does in adapter.configured.items()
+    ]
     return text_of(rows)
 
 
@@ -399,14 +519,19 @@ def blocks() -> dict[Path, dict[str, str]]:
     """{page: {name: text}} of what stands between a page's markers."""
     record = load(FILE)
     return {
-        PAGE: {"environments": environments(record["environments"].items()), "trainers": trainers(record["trainers"].items())},
+        PAGE: {
+            "environments": environments(record["environments"].items()),
+            "trainers": trainers(record["trainers"].items()),
+        },
         ROOT / "grpo_kernels" / "integrations" / "README.md": {"adapters": declared()},
         ROOT / "docs" / "adoption.md": {"configured": configured()},
     }
 
 
 def write(lines: dict[str, dict[str, Fields]]) -> None:
-    """Keep these lines, of today, beside the others that are there, and bring the pages up to date."""
+    """Keep these lines, of today, beside the others that are there, and bring the pages up to
+    date.
+    """
     record, today = load(FILE), datetime.date.today().isoformat()
     for part, found in lines.items():
         record[part] |= {name: fields | {"date": today} for name, fields in found.items()}
@@ -418,19 +543,48 @@ def write(lines: dict[str, dict[str, Fields]]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check what is named and print its lines; 1 if any failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(ENVIRONMENTS)}; a trainer, or a folder with one")
-    parser.add_argument("--quick", action="store_true", help="the selection of docs/versions.md: 50 seconds to 7 minutes each")
-    parser.add_argument("--beside", nargs="+", type=Path, default=[], metavar="FOLDER", help="packages that trainers import")
-    parser.add_argument("--write", action="store_true", help="keep the lines in benchmarks/results and docs/versions.md")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help=f"{', '.join(ENVIRONMENTS)}; a trainer, or a folder with one",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="the selection of docs/versions.md: 50 seconds to 7 minutes each",
+    )
+    parser.add_argument(
+        "--beside",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FOLDER",
+        help="packages that trainers import",
+    )
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="keep the lines in benchmarks/results and docs/versions.md",
+    )
     options, work, failed = parser.parse_args(arguments), ROOT / "build" / "matrix", False
     shutil.rmtree(work, ignore_errors=True)
     for argument in [*ENVIRONMENTS] if options.names == ["environments"] else options.names:
         try:
             if argument in ENVIRONMENTS:
-                part, name, fields = "environments", argument, environment(argument, work, options.quick)
+                part, name, fields = (
+                    "environments",
+                    argument,
+                    environment(argument, work, options.quick),
+                )
             else:
-                part, (name, fields) = "trainers", of_trainer(argument, [folder.resolve() for folder in options.beside])
+                part, (name, fields) = (
+                    "trainers",
+                    of_trainer(argument, [folder.resolve() for folder in options.beside]),
+                )
         except SystemExit as error:
             print(f"{argument} failed: {error}", file=sys.stderr)
             failed = True

@@ -56,7 +56,10 @@ REWARDS = {
     "missing": lambda: (torch.where(torch.arange(14) % 5 == 1, nan, torch.randn(14)), 1.0),
     "huge": lambda: (1e30 * torch.randn(14), 1e30),  # whose squares overflow in fp32
     "double": lambda: (torch.randn(14).double() + 1000.0, 1.0),
-    "outliers": lambda: (torch.randn(14).double() + 1e6 * (torch.arange(14) % 6 == 0), 1.0),  # beside which the others cancel
+    "outliers": lambda: (
+        torch.randn(14).double() + 1e6 * (torch.arange(14) % 6 == 0),
+        1.0,
+    ),  # beside which the others cancel
 }
 
 
@@ -79,8 +82,14 @@ def test_group_advantages(case):
     listed = [None if math.isnan(r) else r for r in rewards.tolist()]
     for ids in GROUPS.values():
         got = group_advantages(rewards, groups=torch.tensor(ids), **options, **lengths)
-        want = torch.tensor(oracle.group_advantages(listed, ids, **options, **{k: v.tolist() for k, v in lengths.items()}))
-        residue = 1e-6 * want.abs().max() if lengths else 0.0  # a reward may equal the mean by lengths, which is then rounded
+        want = torch.tensor(
+            oracle.group_advantages(
+                listed, ids, **options, **{k: v.tolist() for k, v in lengths.items()}
+            )
+        )
+        residue = (
+            1e-6 * want.abs().max() if lengths else 0.0
+        )  # a reward may equal the mean by lengths, which is then rounded
         close(got, want, atol=residue + 1e-12 * size)
         assert lengths or torch.equal(got == 0, want == 0)
 
@@ -88,7 +97,10 @@ def test_group_advantages(case):
 @pytest.mark.parametrize("baseline", BASELINES[:3])
 @pytest.mark.parametrize("reward", [0.1, 0.7, -0.9, 1 / 3, 1e-30, 1e30])
 def test_equal_rewards_are_exactly_zero(baseline, reward):
-    """The rounded mean of n equal rewards need not be that reward: the residue over eps would be an advantage of 1e-3."""
+    """The rounded mean of n equal rewards need not be that reward:
+
+    the residue over eps would be an advantage of 1e-3.
+    """
     for n in range(2, 65, 3):
         lengths = torch.randint(1, 40, (2 * n,)) if baseline == "length" else None
         rewards = torch.cat([torch.full((n,), reward), reward * torch.rand(n)])
@@ -100,12 +112,23 @@ def test_equal_rewards_are_exactly_zero(baseline, reward):
 @pytest.mark.parametrize("baseline", ["mean", "leave-one-out"])
 def test_several_rewards(combine, baseline):
     rewards, weights = torch.randn(14, 3) * torch.tensor([1.0, 100.0, 1.0]), [1.0, 0.1, 2.0]
-    rewards[torch.tensor(IDS) == 2, 2] = 0.7  # one function cannot tell the answers to a prompt apart
+    rewards[torch.tensor(IDS) == 2, 2] = (
+        0.7  # one function cannot tell the answers to a prompt apart
+    )
     rewards[1, 0] = rewards[5, 1] = rewards[3] = nan
     rows = [[None if math.isnan(r) else r for r in row] for row in rewards.tolist()]
     options = {"baseline": baseline, "missing_rewards": "skip"}
-    want = oracle.gdpo(rows, weights, IDS, **options) if combine == "gdpo" else oracle.group_advantages(oracle.summed(rows, weights), IDS, **options)  # fmt: skip
-    close(group_advantages(rewards, groups=torch.tensor(IDS), reward_weights=weights, combine=combine, **options), want)
+    want = (
+        oracle.gdpo(rows, weights, IDS, **options)
+        if combine == "gdpo"
+        else oracle.group_advantages(oracle.summed(rows, weights), IDS, **options)
+    )
+    close(
+        group_advantages(
+            rewards, groups=torch.tensor(IDS), reward_weights=weights, combine=combine, **options
+        ),
+        want,
+    )
 
 
 #: What the trainers add to the std of a group; None: they divide by none.
@@ -125,7 +148,9 @@ def theirs(name, x):
     """The trainers' own lines, for a group."""
     if name == "nemo-rl":
         others = [torch.cat((x[:i], x[i + 1 :])) for i in range(len(x))]
-        return torch.stack([(r - o.mean()) / (o.std() + 1e-6) for r, o in zip(x, others, strict=True)])
+        return torch.stack(
+            [(r - o.mean()) / (o.std() + 1e-6) for r, o in zip(x, others, strict=True)]
+        )
     eps = EPS[name]
     return (x - x.mean()) / (1.0 if eps is None else x.std(unbiased=name != "torchtitan") + eps)
 
@@ -133,8 +158,9 @@ def theirs(name, x):
 @pytest.mark.filterwarnings("ignore:1 of the 2 groups have one completion")
 @pytest.mark.parametrize("name", NUMERICS)
 def test_trainers_formulas(name):
-    """Where eps matters too, and for a group of one, whose mean verl and SkyRL take for 0 and its std for 1. TRL lets go of
-    completions that were not scored."""
+    """Where eps matters too, and for a group of one, whose mean verl and SkyRL take for 0 and its
+    std for 1. TRL lets go of completions that were not scored.
+    """
     for size in (1.0, 1e-4):
         groups = size * torch.randn(4, 6)
         got = group_advantages(groups.view(-1), group_size=6, **NUMERICS[name])
@@ -143,7 +169,12 @@ def test_trainers_formulas(name):
     alone = group_advantages([3.0, 1.0, 0.0], groups=torch.tensor([0, 1, 1]), **NUMERICS[name])[0]
     assert float(alone) == (pytest.approx(3 / (1 + 1e-6)) if name in ("verl", "skyrl") else 0.0)
     if name == "trl":
-        assert_close(group_advantages([nan, *groups[0]], group_size=7, **NUMERICS[name])[1:], got[:6], rtol=1e-3, atol=0)
+        assert_close(
+            group_advantages([nan, *groups[0]], group_size=7, **NUMERICS[name])[1:],
+            got[:6],
+            rtol=1e-3,
+            atol=0,
+        )
 
 
 @pytest.mark.parametrize("scale", ["group", "none"])
@@ -154,7 +185,10 @@ def test_pass_at_k(scale):
     expected = []
     for group in rewards.view(4, 5).tolist():
         best, second = sorted(group, reverse=True)[:2]
-        expected += [(best - second) / (oracle.std(group) + 1e-6 if scale == "group" else 1.0) * (r == best) for r in group]
+        expected += [
+            (best - second) / (oracle.std(group) + 1e-6 if scale == "group" else 1.0) * (r == best)
+            for r in group
+        ]
     got = pass_at_k_advantages(rewards, group_size=5, scale=scale)
     close(got, expected)
     assert got.count_nonzero() == 2
@@ -165,7 +199,9 @@ def test_greedy_baseline_and_gpg():
     assert greedy_baseline_advantages(rewards, 0.7 * rewards.flip(0)).tolist() == pytest.approx(
         [1, 0, -0.7, -0.7, 1, 1, 0, -0.7]
     )
-    assert gpg_scale(rewards) == pytest.approx(8 / 3) and gpg_scale(rewards, group_size=2) == pytest.approx(8 / 2)
+    assert gpg_scale(rewards) == pytest.approx(8 / 3) and gpg_scale(
+        rewards, group_size=2
+    ) == pytest.approx(8 / 2)
     assert gpg_scale(torch.zeros(4)) == gpg_scale(torch.zeros(4), group_size=2) == 4.0
 
 
@@ -174,7 +210,10 @@ def test_a2po_values(beta):
     """e^{r / beta} alone overflows at beta = 0.01."""
     rewards = torch.randn(14).double()
     groups = [[r for r, h in zip(rewards.tolist(), IDS, strict=True) if h == g] for g in IDS]
-    want = [max(x) + beta * math.log(oracle.mean([math.exp((r - max(x)) / beta) for r in x])) for x in groups]
+    want = [
+        max(x) + beta * math.log(oracle.mean([math.exp((r - max(x)) / beta) for r in x]))
+        for x in groups
+    ]
     close(a2po_values(rewards, groups=torch.tensor(IDS), beta=beta), want)
 
 
@@ -185,7 +224,9 @@ def test_group_metrics():
         "zero_variance": 3 / 4, "all_wrong": 1 / 4, "all_correct": 1 / 4, "missing": 4 / 15, "single": 0.0,
         "reward_mean": oracle.mean(scored), "reward_std": oracle.std(scored), "group_std": oracle.std([0, 1, 1]) / 4,
     }  # fmt: skip
-    assert {name: float(v) for name, v in group_metrics(rewards, group_size=3).items()} == pytest.approx(expected)
+    assert {
+        name: float(v) for name, v in group_metrics(rewards, group_size=3).items()
+    } == pytest.approx(expected)
     signed = group_metrics(torch.tensor([-1.0, nan, 0.5, -1.0]), group_size=2, extremes=(-1.0, 1.0))
     assert signed["all_wrong"] == 0.5 and signed["all_correct"] == 0
     assert signed["single"] == 0.5  # the other completion of the first group has no reward
@@ -202,7 +243,9 @@ def test_groups_of_one_completion_are_warned_of_once(monkeypatch):
         group_advantages([3.0, 1.0, 2.0], group_size=1, singleton="raw")
         assert not seen
         assert not any(group_advantages([3.0, -2.0, 0.5], group_size=1).any() for _ in range(3))
-        assert not any(group_advantages([3.0, -2.0], groups=torch.tensor([1, 2])).any() for _ in range(3))
+        assert not any(
+            group_advantages([3.0, -2.0], groups=torch.tensor([1, 2])).any() for _ in range(3)
+        )
     (warning,) = seen
     assert warning.filename == __file__ and "all advantages are 0" in str(warning.message)
 
@@ -216,13 +259,19 @@ def test_many_groups_of_one_completion_are_warned_of_once(monkeypatch):
         warnings.simplefilter("always")
         group_advantages(torch.arange(9.0), groups=torch.tensor(few))
         group_advantages(torch.arange(7.0), groups=torch.tensor(quarter), singleton="raw")
-        group_advantages(torch.arange(7.0), groups=torch.tensor(quarter), baseline="none", scale="none")
+        group_advantages(
+            torch.arange(7.0), groups=torch.tensor(quarter), baseline="none", scale="none"
+        )
         assert not seen
         group_advantages(torch.arange(7.0), groups=torch.tensor(quarter))
         group_advantages(torch.arange(3.0), groups=torch.tensor([0, 1, 1]))
-        TokenBatch.from_rewards(torch.zeros(3, 2).long(), torch.arange(3.0), groups=torch.tensor([0, 1, 1]))
+        TokenBatch.from_rewards(
+            torch.zeros(3, 2).long(), torch.arange(3.0), groups=torch.tensor([0, 1, 1])
+        )
     (warning,) = seen
-    assert warning.filename == __file__ and "1 of the 4 groups have one completion" in str(warning.message)
+    assert warning.filename == __file__ and "1 of the 4 groups have one completion" in str(
+        warning.message
+    )
     assert "group_metrics" in str(warning.message)
 
 
@@ -232,8 +281,15 @@ def test_many_groups_of_one_completion_are_warned_of_once(monkeypatch):
 def agree(rows, function, want, *tensors, **options):
     """Padded and packed rows give what the oracle gives."""
     given = {"mask": rows.mask, **options}
-    flat = {k: x[rows.inside] if torch.is_tensor(x) and x.shape == rows.mask.shape else x for k, x in given.items()}
-    packed = function(*(x[rows.inside] if x.dim() == 2 else x for x in tensors), cu_seqlens=rows.cu_seqlens, **flat)
+    flat = {
+        k: x[rows.inside] if torch.is_tensor(x) and x.shape == rows.mask.shape else x
+        for k, x in given.items()
+    }
+    packed = function(
+        *(x[rows.inside] if x.dim() == 2 else x for x in tensors),
+        cu_seqlens=rows.cu_seqlens,
+        **flat,
+    )
     for got in (function(*tensors, **given), packed):
         for one, wanted in zip(got if isinstance(got, tuple) else (got,), want, strict=True):
             rows.check(one, wanted, rtol=1e-5, atol=1e-6)
@@ -252,20 +308,36 @@ def at_end(rewards, mask):
 @pytest.mark.parametrize("gamma, lam", [(1.0, 1.0), (0.97, 0.95), (0.9, 0.0), (0.0, 0.5)])
 def test_returns_and_gae(rows, gamma, lam):
     rewards, values = rows.random(), rows.random()
-    agree(rows, discounted_returns, [oracle.returns_to_go(rows.lists(rewards), gamma)], rewards, gamma=gamma)
+    agree(
+        rows,
+        discounted_returns,
+        [oracle.returns_to_go(rows.lists(rewards), gamma)],
+        rewards,
+        gamma=gamma,
+    )
     want = oracle.gae(rows.lists(rewards), rows.lists(values), gamma, lam)
     for decay in (lam, torch.full((len(rows.mask),), lam), torch.full(rows.mask.shape, lam)):
         agree(rows, gae, want, rewards, values, gamma=gamma, lam=decay)
 
 
-@pytest.mark.parametrize("case", pairs(gamma=[1.0, 0.9], scale=["group", "none"], order=[1, -1]), ids=label)
+@pytest.mark.parametrize(
+    "case", pairs(gamma=[1.0, 0.9], scale=["group", "none"], order=[1, -1]), ids=label
+)
 def test_process_advantages(rows, case):
     gamma, scale, order = case.values()
     rewards = torch.where(torch.rand(rows.mask.shape) > 0.5, rows.random(), nan)
     groups = [i // 2 for i in range(len(rewards))][::order]
     steps = [[None if math.isnan(r) else r for r in row] for row in rows.lists(rewards)]
     want = oracle.process_advantages(steps, groups, gamma, scale=scale)
-    agree(rows, process_advantages, [want], rewards, groups=torch.tensor(groups), gamma=gamma, scale=scale)
+    agree(
+        rows,
+        process_advantages,
+        [want],
+        rewards,
+        groups=torch.tensor(groups),
+        gamma=gamma,
+        scale=scale,
+    )
 
 
 #: Estimators -> log p(token), log q(token) -> the estimate.
@@ -284,26 +356,50 @@ def test_kl_in_reward(rows, kl):
     given = {"beta": 0.3, "kl": kl}
     agree(rows, kl_in_reward, [rows.lists(rewards - penalty)], rewards, logps, ref_logps, **given)
     if outcome.numel() < rows.mask.sum():
-        agree(rows, kl_in_reward, [rows.lists(at_end(outcome, rows.mask) - penalty)], outcome, logps, ref_logps, **given)
+        agree(
+            rows,
+            kl_in_reward,
+            [rows.lists(at_end(outcome, rows.mask) - penalty)],
+            outcome,
+            logps,
+            ref_logps,
+            **given,
+        )
 
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_optimal_token_advantages(rows, weighted):
     groups = [i % 3 for i in range(len(rows.mask))]
-    rewards, logps, weights = rows.random(), rows.poisoned(-rows.random().abs()), rows.poisoned(rows.random().abs())
+    rewards, logps, weights = (
+        rows.random(),
+        rows.poisoned(-rows.random().abs()),
+        rows.poisoned(rows.random().abs()),
+    )
     squares = rows.poisoned(logps.exp() ** 2 + 0.1)
     given = {"weights": weights} if weighted else {}
     lists = [rows.lists(x) for x in (rewards, logps, squares)]
     want = oracle.optimal_token_advantages(*lists, groups, *map(rows.lists, given.values()))
-    agree(rows, optimal_token_advantages, [want], rewards, logps, squares, groups=torch.tensor(groups), **given)
+    agree(
+        rows,
+        optimal_token_advantages,
+        [want],
+        rewards,
+        logps,
+        squares,
+        groups=torch.tensor(groups),
+        **given,
+    )
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-4])
-@pytest.mark.parametrize("case", pairs(guard=GUARDS, unbiased=[True, False], shift_mean=[True, False]), ids=label)
+@pytest.mark.parametrize(
+    "case", pairs(guard=GUARDS, unbiased=[True, False], shift_mean=[True, False]), ids=label
+)
 def test_whiten(rows, size, case):
     x = rows.random() * size + 3.0
     rows.check(
-        whiten(x, rows.mask, **case), [oracle.whiten(x[rows.mask].tolist(), eps=1e-8, **case)] if rows.mask.any() else []
+        whiten(x, rows.mask, **case),
+        [oracle.whiten(x[rows.mask].tolist(), eps=1e-8, **case)] if rows.mask.any() else [],
     )
 
 
@@ -330,7 +426,9 @@ def evidence_of(device="cpu"):
         "steps": torch.where(mask & (torch.rand(B, T) < 0.6), torch.rand(B, T), nan), "values": torch.rand(B, T),
         "old_logps": -torch.rand(B, T), "sum_squares": 0.5 * torch.rand(B, T) + 0.4,
     }  # fmt: skip
-    return Evidence(group_size=4, reward_weights=[1.0, 2.0], **{name: x.to(device) for name, x in given.items()})
+    return Evidence(
+        group_size=4, reward_weights=[1.0, 2.0], **{name: x.to(device) for name, x in given.items()}
+    )
 
 
 def in_groups(e, **options):
@@ -338,17 +436,29 @@ def in_groups(e, **options):
 
 
 def returned(e, gamma=1.0, **options):
-    return discounted_returns(at_end(in_groups(e, scale="none", **options), e.mask), gamma=gamma, mask=e.mask)
+    return discounted_returns(
+        at_end(in_groups(e, scale="none", **options), e.mask), gamma=gamma, mask=e.mask
+    )
 
 
 #: What each name stands for, written with the functions of the library, also with options.
 EXPECTED = [
     ("group", {}, in_groups),
-    ("group", {"baseline": "leave-one-out", "scale": "none"}, lambda e: in_groups(e, baseline="leave-one-out", scale="none")),
+    (
+        "group",
+        {"baseline": "leave-one-out", "scale": "none"},
+        lambda e: in_groups(e, baseline="leave-one-out", scale="none"),
+    ),
     ("rloo", {}, lambda e: in_groups(e, baseline="leave-one-out", scale="none")),
     ("opo", {}, lambda e: in_groups(e, baseline="length", scale="none", lengths=e.mask.sum(1))),
     ("maxrl", {}, lambda e: in_groups(e, scale="mean", eps=0.0)),
-    ("gdpo", {}, lambda e: group_advantages(e.columns, group_size=4, combine="gdpo", reward_weights=[1.0, 2.0])),
+    (
+        "gdpo",
+        {},
+        lambda e: group_advantages(
+            e.columns, group_size=4, combine="gdpo", reward_weights=[1.0, 2.0]
+        ),
+    ),
     ("pass_at_k", {}, lambda e: pass_at_k_advantages(e.rewards, group_size=4)),
     ("gpg", {}, lambda e: gpg_scale(e.rewards, group_size=4) * in_groups(e, scale="none")),
     ("remax", {}, lambda e: greedy_baseline_advantages(e.rewards, e.greedy_rewards)),
@@ -363,7 +473,9 @@ EXPECTED = [
     (
         "optimal_token",
         {},
-        lambda e: optimal_token_advantages(at_end(e.rewards, e.mask), e.old_logps, e.sum_squares, group_size=4, mask=e.mask),
+        lambda e: optimal_token_advantages(
+            at_end(e.rewards, e.mask), e.old_logps, e.sum_squares, group_size=4, mask=e.mask
+        ),
     ),
 ]
 
@@ -374,16 +486,27 @@ def test_a_name_is_its_function(name, options, function):
     evidence = evidence_of()
     assert set(ADVANTAGES) == {name for name, *_ in EXPECTED}
     expected = function(evidence)
-    assert torch.equal(ADVANTAGES[name](evidence, **options), expected) and expected.abs().max() > 0.1
+    assert (
+        torch.equal(ADVANTAGES[name](evidence, **options), expected) and expected.abs().max() > 0.1
+    )
     known = {k: x for k, x in vars(evidence).items() if x is not None and k != "rewards"}
-    batch = TokenBatch.from_rewards(torch.zeros(B, T, dtype=torch.int64), evidence.rewards, estimator=name, **known, **options)
-    assert torch.equal(batch.advantages, expected) and torch.equal(batch.old_logps, evidence.old_logps)
+    batch = TokenBatch.from_rewards(
+        torch.zeros(B, T, dtype=torch.int64), evidence.rewards, estimator=name, **known, **options
+    )
+    assert torch.equal(batch.advantages, expected) and torch.equal(
+        batch.old_logps, evidence.old_logps
+    )
     assert batch.groups.tolist() == [0] * 4 + [1] * 4
     if name != "opo":  # whose lengths are counted in a padded mask
         mask, offsets = known["mask"], torch.tensor([0, *known["mask"].sum(1)]).cumsum(0)
-        flat = {k: x[mask] if torch.is_tensor(x) and x.shape == mask.shape else x for k, x in known.items()}
+        flat = {
+            k: x[mask] if torch.is_tensor(x) and x.shape == mask.shape else x
+            for k, x in known.items()
+        }
         flat |= {"cu_seqlens": offsets, **options}
-        packed = TokenBatch.from_rewards(batch.targets[mask], evidence.rewards, estimator=name, **flat).advantages
+        packed = TokenBatch.from_rewards(
+            batch.targets[mask], evidence.rewards, estimator=name, **flat
+        ).advantages
         assert_close(packed.reshape(-1), expected[mask] if expected.dim() == 2 else expected)
 
 
@@ -391,14 +514,28 @@ def test_as_many_sequences_as_tokens():
     """An advantage of a sequence is not read as one of a token."""
     offsets = torch.tensor([0, 0, 2, 3])
     batch = TokenBatch.from_rewards(
-        torch.zeros(3, dtype=torch.int64), [3.0, 1.0, 2.0], group_size=3, scale="none", cu_seqlens=offsets
+        torch.zeros(3, dtype=torch.int64),
+        [3.0, 1.0, 2.0],
+        group_size=3,
+        scale="none",
+        cu_seqlens=offsets,
     )
-    assert objective_loss(torch.tensor([1.0, 2.0, 4.0]), batch, Objective(PolicyGradient(), aggregate="token-sum")).loss == 3
+    assert (
+        objective_loss(
+            torch.tensor([1.0, 2.0, 4.0]), batch, Objective(PolicyGradient(), aggregate="token-sum")
+        ).loss
+        == 3
+    )
 
 
 def test_two_kinds_of_missing():
     """Rewards that are NaN, and targets outside of their sets."""
-    given = {"targets": ONES.long(), "rewards": [1.0, nan], "group_size": 2, "missing_rewards": "skip"}
+    given = {
+        "targets": ONES.long(),
+        "rewards": [1.0, nan],
+        "group_size": 2,
+        "missing_rewards": "skip",
+    }
     batch = TokenBatch.from_rewards(**given, kept=SIX, missing="mask")
     assert batch.advantages.tolist() == [0.0, 0.0] and batch.missing == "mask"
     assert batch.trained.tolist() == [True, False, True, True, False, True]
@@ -411,13 +548,22 @@ def test_two_kinds_of_missing():
 
 def test_rewards_that_are_not_read_may_be_missing():
     given = {"estimator": "process", "groups": torch.zeros(2).long(), "steps": ONES.cumsum(0)}
-    without, beside = (TokenBatch.from_rewards(ONES.long(), x, **given).advantages for x in ([], [0.0, 1.0]))
+    without, beside = (
+        TokenBatch.from_rewards(ONES.long(), x, **given).advantages for x in ([], [0.0, 1.0])
+    )
     assert torch.equal(without, beside) and without.any()
 
 
 def test_no_estimator_waits_for_the_device():
-    """Meta tensors have no data, so reading a value raises. On a GPU such a read would make the host wait."""
-    e, x, ids = evidence_of("meta"), torch.zeros(2, 4, device="meta"), torch.zeros(8, dtype=torch.int64, device="meta")
+    """Meta tensors have no data, so reading a value raises.
+
+    On a GPU such a read would make the host wait.
+    """
+    e, x, ids = (
+        evidence_of("meta"),
+        torch.zeros(2, 4, device="meta"),
+        torch.zeros(8, dtype=torch.int64, device="meta"),
+    )
     for estimator in ADVANTAGES.values():
         estimator(e)
     for function in (gpg_scale, a2po_values, zero_variance, group_metrics):
@@ -453,7 +599,11 @@ REFUSED = [
         },
     ),
     (a2po_values, {"rewards": FOUR, "group_size": 2}, {"beta=0": {"beta": 0}}),
-    (pass_at_k_advantages, {"rewards": FOUR, "group_size": 2}, {"scale='batch'": {"scale": "batch"}}),
+    (
+        pass_at_k_advantages,
+        {"rewards": FOUR, "group_size": 2},
+        {"scale='batch'": {"scale": "batch"}},
+    ),
     (
         gae,
         {"rewards": ONES, "values": ONES},
@@ -469,7 +619,11 @@ REFUSED = [
             r"cu_seqlens=\[0, 2\].*3": {"cu_seqlens": torch.tensor([0, 2])},
         },
     ),
-    (process_advantages, {"rewards": ONES, "group_size": 2}, {"group_size=3": {"group_size": 3}, "gamma=2": {"gamma": 2}}),
+    (
+        process_advantages,
+        {"rewards": ONES, "group_size": 2},
+        {"group_size=3": {"group_size": 3}, "gamma=2": {"gamma": 2}},
+    ),
     (
         kl_in_reward,
         {"rewards": ONES, "logps": ONES, "ref_logps": ONES, "beta": 1.0},
@@ -489,7 +643,9 @@ REFUSED = [
         ADVANTAGES["remax"],
         ALONE,
         {
-            "greedy_rewards=None: the advantages 'remax' are estimated from it": {"evidence": WITHOUT},
+            "greedy_rewards=None: the advantages 'remax' are estimated from it": {
+                "evidence": WITHOUT
+            },
         },
     ),
     (
@@ -504,12 +660,23 @@ REFUSED = [
         {"targets": ONES.long(), "rewards": [0.0, 1.0], "group_size": 2},
         {
             "estimator='grpo': it must be one of group, rloo": {"estimator": "grpo"},
-            r"rewards has shape \[1, 2\].*pass rewards.flatten\(\) with group_size=2": {"rewards": torch.ones(1, 2)},
+            r"rewards has shape \[1, 2\].*pass rewards.flatten\(\) with group_size=2": {
+                "rewards": torch.ones(1, 2)
+            },
             "missing='skip': .* kept is None.*missing_rewards=": {"missing": "skip"},
             "missing='mask': .* kept is None.*missing_rewards=": {"missing": "mask"},
-            "missing='skip': it must be one of 'include'.*missing_rewards=": {"missing": "skip", "kept": SIX},
-            "rewards has 2 numbers, but targets 1 sequences": {"targets": ONES[0].long(), "cu_seqlens": torch.tensor([0, 3])},
-            r"cu_seqlens has shape \[\]: pass int32": {"targets": ONES[0].long(), "cu_seqlens": torch.tensor(3)},
+            "missing='skip': it must be one of 'include'.*missing_rewards=": {
+                "missing": "skip",
+                "kept": SIX,
+            },
+            "rewards has 2 numbers, but targets 1 sequences": {
+                "targets": ONES[0].long(),
+                "cu_seqlens": torch.tensor([0, 3]),
+            },
+            r"cu_seqlens has shape \[\]: pass int32": {
+                "targets": ONES[0].long(),
+                "cu_seqlens": torch.tensor(3),
+            },
             r"targets has shape \[\]: pass": {"targets": torch.tensor(2)},
         },
     ),

@@ -1,4 +1,7 @@
-"""Sampler mismatch and entropy: weights, masks, metrics and thresholds against plain Python floats and the trainers' rules."""
+"""Sampler mismatch and entropy:
+
+weights, masks, metrics and thresholds against plain Python floats and the trainers' rules.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,9 @@ ADVANTAGES = [1.0, -1.0, -1.0, -0.5, -2.0, -0.3, -1.0]
 
 
 def ratios(wild=False):
-    """Sequences and their log-ratios: an empty one, one token, holes in the mask, one fully masked, a token that was not scored,
-    and `wild` ones beyond all bounds."""
+    """Sequences and their log-ratios: an empty one, one token, holes in the mask, one fully masked,
+    a token that was not scored, and `wild` ones beyond all bounds.
+    """
     rows = Ragged([6, 0, 1, 9, 4, 5, 3])
     x = torch.tensor([0.3, 0.0, 1.0, 0.1, 1.5, 0.02, 0.6])[:, None] * torch.randn(7, 9)
     rows.mask = rows.inside.clone()
@@ -48,11 +52,20 @@ def ratios(wild=False):
 def batch_of(rows, x, packed=False, **changes):
     """With numbers of every kind where the mask is not set."""
     old, sampler = (rows.poisoned(value).float() for value in (torch.full(x.shape, -2.0), -2.0 - x))
-    fields = {"targets": x.new_zeros(x.shape).long(), "mask": rows.mask, "old_logps": old, "sampler_logps": sampler}
+    fields = {
+        "targets": x.new_zeros(x.shape).long(),
+        "mask": rows.mask,
+        "old_logps": old,
+        "sampler_logps": sampler,
+    }
     if packed:
-        fields = {name: value[rows.inside] for name, value in fields.items()} | {"cu_seqlens": rows.cu_seqlens}
+        fields = {name: value[rows.inside] for name, value in fields.items()} | {
+            "cu_seqlens": rows.cu_seqlens
+        }
     # [B, 1]: one of [B] would be read as one of [N] where the two are equal.
-    return TokenBatch(**{"advantages": torch.tensor(ADVANTAGES)[: len(x), None], **fields, **changes})
+    return TokenBatch(
+        **{"advantages": torch.tensor(ADVANTAGES)[: len(x), None], **fields, **changes}
+    )
 
 
 both = pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
@@ -69,17 +82,33 @@ both = pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"]
 def test_importance_weights(case):
     level, mode, (low, high), normalize, packed, wild = case.values()
     rows, x = ratios(wild)
-    got = importance_weights(batch_of(rows, x, packed), level=level, mode=mode, low=low, high=high, normalize=normalize)
-    # The relative error of exp(x) is the error of x, a sum of log-probs rounded to fp32; exp, mean and division add some roundings.
-    sums = oracle.over_sequence("sum", [[abs(y) for y in row] for row in oracle.log_weights(rows.lists(x))])
+    got = importance_weights(
+        batch_of(rows, x, packed), level=level, mode=mode, low=low, high=high, normalize=normalize
+    )
+    # The relative error of exp(x) is the error of x, a sum of log-probs rounded to fp32; exp, mean
+    # and division add some roundings.
+    sums = oracle.over_sequence(
+        "sum", [[abs(y) for y in row] for row in oracle.log_weights(rows.lists(x))]
+    )
     rtol = 2.0**-23 * (4 + max(min(y, 60.0) for row in sums for y in row))
-    rows.check(got, oracle.importance_weights(rows.lists(x), level, mode, low, high, normalize), rtol=rtol, atol=1e-44)
+    rows.check(
+        got,
+        oracle.importance_weights(rows.lists(x), level, mode, low, high, normalize),
+        rtol=rtol,
+        atol=1e-44,
+    )
     assert low == 1e6 or len(set(got.flatten().tolist())) > 2
 
 
 @pytest.mark.parametrize(
     "case",
-    pairs(metric=METRICS, over=OVER, bounds=["low", "high", "low high"], packed=[False, True], wild=[False, True]),
+    pairs(
+        metric=METRICS,
+        over=OVER,
+        bounds=["low", "high", "low high"],
+        packed=[False, True],
+        wild=[False, True],
+    ),
     ids=label,
 )
 def test_rejection_mask(case):
@@ -91,7 +120,13 @@ def test_rejection_mask(case):
     ends = {"low": (values[0] + values[1]) / 2, "high": (values[-2] + values[-1]) / 2}
     bounds = {name: ends[name] for name in given.split()}
     got = rejection_mask(batch_of(rows, x, packed), metric=metric, over=over, **bounds)
-    rows.check(got, [[float(bounds.get("low", -inf) <= v <= bounds.get("high", inf)) for v in row] for row in found])
+    rows.check(
+        got,
+        [
+            [float(bounds.get("low", -inf) <= v <= bounds.get("high", inf)) for v in row]
+            for row in found
+        ],
+    )
     assert 0 < got.sum() < rows.mask.sum()
 
 
@@ -115,21 +150,28 @@ def test_off_policy_sequence_mask(delta, packed):
     """Without a sampler the old log-probs stand in, and without those nothing has moved."""
     rows, x = ratios()
     moved = [-oracle.mean(row) if row else 0.0 for row in oracle.log_weights(rows.lists(x))]
-    keep = torch.tensor([float(a >= 0 or m <= delta) for a, m in zip(ADVANTAGES, moved, strict=True)])
+    keep = torch.tensor(
+        [float(a >= 0 or m <= delta) for a, m in zip(ADVANTAGES, moved, strict=True)]
+    )
     batch = batch_of(rows, x, packed)
     for given in (batch, replace(batch, old_logps=batch.sampler_logps, sampler_logps=None)):
         got = off_policy_sequence_mask(given, batch.old_logps, delta=delta)
         rows.check(got, rows.lists(keep[:, None].expand(x.shape)))
-    still = off_policy_sequence_mask(replace(batch, old_logps=None, sampler_logps=None), batch.old_logps, delta=delta)
+    still = off_policy_sequence_mask(
+        replace(batch, old_logps=None, sampler_logps=None), batch.old_logps, delta=delta
+    )
     rows.check(still, rows.lists(torch.ones_like(x)))
     assert 0 < keep.sum() < 7
 
 
 @both
 def test_off_policy_masks_of_advantages_of_both_signs(packed):
-    """The sum of the trained tokens' advantages decides for the whole sequence, and the mean log-ratio of all is 1. A filter
-    decides alike. What is masked does not count."""
-    advantages = torch.tensor([[-0.5, 0.25, -0.25], [0.5, -0.25, 0.25], [-0.5, 0.25, 0.25], [0.5, -1.0, nan]])
+    """The sum of the trained tokens' advantages decides for the whole sequence, and the mean
+    log-ratio of all is 1. A filter decides alike. What is masked does not count.
+    """
+    advantages = torch.tensor(
+        [[-0.5, 0.25, -0.25], [0.5, -0.25, 0.25], [-0.5, 0.25, 0.25], [0.5, -1.0, nan]]
+    )
     rows = Ragged([3, 3, 3, 3])
     rows.mask = torch.ones(4, 3, dtype=torch.bool)
     rows.mask[3, 2] = False
@@ -158,7 +200,9 @@ def test_off_policy_masks_of_advantages_of_both_signs(packed):
 @both
 @pytest.mark.parametrize("threshold", [1e-9, 0.003, 0.04, 0.3, 1.0, 100.0])
 def test_second_moment_mask(threshold, packed):
-    """In eighths too, where ties and means exactly at the threshold occur; at least one token is kept."""
+    """In eighths too, where ties and means exactly at the threshold occur; at least one token is
+    kept.
+    """
     two = Ragged([4, 4])
     for rows, x in (
         ratios(),
@@ -173,9 +217,16 @@ def test_second_moment_mask(threshold, packed):
 
 
 def test_without_truncated():
-    mask, finished = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 1, 0]]).bool(), torch.tensor([1, 0, 1]).bool()
+    mask, finished = (
+        torch.tensor([[1, 1, 0], [1, 1, 1], [0, 1, 0]]).bool(),
+        torch.tensor([1, 0, 1]).bool(),
+    )
     packed = without_truncated(mask.view(-1), finished, cu_seqlens=torch.tensor([0, 3, 6, 9]))
-    assert without_truncated(mask, finished).tolist() == packed.view(3, 3).tolist() == [[1, 1, 0], [0, 0, 0], [0, 1, 0]]
+    assert (
+        without_truncated(mask, finished).tolist()
+        == packed.view(3, 3).tolist()
+        == [[1, 1, 0], [0, 0, 0], [0, 1, 0]]
+    )
 
 
 @both
@@ -196,11 +247,15 @@ def test_correction_metrics(packed):
         "chi2_sequence": (2 * torch.stack([t.sum() for t in totals])).exp().mean() - 1, "share_below": (w < 0.7).double().mean(),
         "share_above": (w > 1.3).double().mean(), "share_rejected": (v == 0).double().mean(),
     }  # fmt: skip
-    got = correction_metrics(batch, importance_weights(batch, mode="mask", low=0.7, high=1.3), low=0.7, high=1.3)
+    got = correction_metrics(
+        batch, importance_weights(batch, mode="mask", low=0.7, high=1.3), low=0.7, high=1.3
+    )
     assert {name: float(value) for name, value in got.items()} == pytest.approx(
         {k: float(n) for k, n in every.items()}, rel=1e-5, abs=1e-9
     )
-    nothing = correction_metrics(replace(batch, mask=batch.targets != 0), batch.targets + 1.0, low=0.5, high=2.0)
+    nothing = correction_metrics(
+        replace(batch, mask=batch.targets != 0), batch.targets + 1.0, low=0.5, high=2.0
+    )
     assert set(map(float, nothing.values())) == {0.0}
 
 
@@ -208,11 +263,15 @@ def test_correction_metrics(packed):
 
 CALLS = {
     **{
-        f"weights, {level}": partial(importance_weights, level=level, mode=mode, high=1.5, normalize=True)
+        f"weights, {level}": partial(
+            importance_weights, level=level, mode=mode, high=1.5, normalize=True
+        )
         for level, mode in (("token", "truncate"), ("sequence", "mask"), ("geometric", "truncate"))
     },
     **{
-        f"rejection, {metric}, {over}": partial(rejection_mask, metric=metric, over=over, low=-0.5, high=1.2)
+        f"rejection, {metric}, {over}": partial(
+            rejection_mask, metric=metric, over=over, low=-0.5, high=1.2
+        )
         for metric, over in zip(("k3", "k1", "k2", "ratio", "k1"), OVER, strict=True)
     },
     "off-policy": lambda b: off_policy_sequence_mask(b, b.old_logps, delta=0.1),
@@ -226,7 +285,9 @@ every_call = pytest.mark.parametrize("name", CALLS)
 def test_what_is_masked_has_no_effect(name):
     rows, x = ratios()
     batch = batch_of(rows, x)
-    clean = {k: torch.where(rows.mask, getattr(batch, k), -1.0) for k in ("old_logps", "sampler_logps")}
+    clean = {
+        k: torch.where(rows.mask, getattr(batch, k), -1.0) for k in ("old_logps", "sampler_logps")
+    }
     assert torch.equal(CALLS[name](batch), CALLS[name](replace(batch, **clean)))
 
 
@@ -243,12 +304,18 @@ def test_everything_stays_finite(name):
 def test_empty_batches(name, lengths):
     rows = Ragged(lengths)
     rows.mask = rows.inside & False
-    assert not any(CALLS[name](batch_of(rows, torch.randn(rows.mask.shape), packed)).any() for packed in (False, True))
+    assert not any(
+        CALLS[name](batch_of(rows, torch.randn(rows.mask.shape), packed)).any()
+        for packed in (False, True)
+    )
 
 
 @every_call
 def test_corrections_do_not_wait_for_the_device(name):
-    """Meta tensors have no data, so reading a value raises. On a GPU such a read would make the host wait."""
+    """Meta tensors have no data, so reading a value raises.
+
+    On a GPU such a read would make the host wait.
+    """
     x = torch.zeros(3, 5, device="meta")
     CALLS[name](TokenBatch(x.long(), x[:, 0], old_logps=x, sampler_logps=x.clone(), mask=x == 0))
 
@@ -275,19 +342,24 @@ def test_a_correction_is_its_function(name, function):
     batch = batch_of(*ratios())
     once = CORRECTIONS[name](batch).weights
     assert torch.equal(once, function(batch))
-    assert torch.equal(CORRECTIONS[name](replace(batch, weights=torch.full((7,), 2.0))).weights, 2 * once)
+    assert torch.equal(
+        CORRECTIONS[name](replace(batch, weights=torch.full((7,), 2.0))).weights, 2 * once
+    )
     twice = CORRECTIONS["rejection_mask"](replace(batch, weights=once), high=1.1).weights
     assert torch.equal(twice, once * rejection_mask(batch, high=1.1))
     cut = CORRECTIONS["without_truncated"](batch, finished=torch.tensor([True, False] * 3 + [True]))
     assert cut.weights is None and cut.mask.sum(1).tolist() == [5, 0, 1, 0, 3, 0, 0]
 
 
-# ---- entropy as a control: the threshold against torch.quantile, the coefficient against TRL's rule, retold
+# ---- entropy as a control: the threshold against torch.quantile, the coefficient against TRL's
+# rule, retold
 
 LOWEST = torch.finfo(torch.float32).min
 
 
-@pytest.mark.parametrize("count, share", [(1, 0.2), (2, 0.73), (5, 1.0), (11, 1e-9), (300, 0.05), (300, 0.2), (100, 0.5)])
+@pytest.mark.parametrize(
+    "count, share", [(1, 0.2), (2, 0.73), (5, 1.0), (11, 1e-9), (300, 0.05), (300, 0.2), (100, 0.5)]
+)
 def test_threshold_is_torchs_quantile(count, share):
     """Of trained tokens, with ties; what is masked or not finite does not count."""
     entropy, mask = 3 * torch.rand(20, 20), torch.zeros(20, 20, dtype=torch.int64)
@@ -300,26 +372,47 @@ def test_threshold_is_torchs_quantile(count, share):
 
 
 def test_no_tokens_keep_all():
-    assert float(entropy_threshold(torch.rand(3, 4), torch.zeros(3, 4, dtype=torch.bool), 0.2)) == LOWEST
+    assert (
+        float(entropy_threshold(torch.rand(3, 4), torch.zeros(3, 4, dtype=torch.bool), 0.2))
+        == LOWEST
+    )
 
 
 def test_threshold_waits_for_nothing():
     """Meta tensors have no data, so reading a value raises."""
-    assert entropy_threshold(torch.rand(3, 4, device="meta"), torch.ones(3, 4, device="meta"), 0.2).shape == ()
+    assert (
+        entropy_threshold(
+            torch.rand(3, 4, device="meta"), torch.ones(3, 4, device="meta"), 0.2
+        ).shape
+        == ()
+    )
 
 
 # ---- the coefficient
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"step": 0.3, "low": 0.1, "high": 0.5, "initial": 0.2}, {"target": 0.35, "high": 0.2}], ids=str
+    "options",
+    [{}, {"step": 0.3, "low": 0.1, "high": 0.5, "initial": 0.2}, {"target": 0.35, "high": 0.2}],
+    ids=str,
 )
 def test_the_coefficient_moves_as_trls_does(options):
-    """The rule of TRL 1.16 (trl/trainer/grpo_trainer.py, `use_adaptive_entropy`), retold. It is not applied before
-    the first update, and a new run continues where the checkpoint was."""
+    """The rule of TRL 1.16 (trl/trainer/grpo_trainer.py, `use_adaptive_entropy`), retold. It is not
+    applied before the first update, and a new run continues where the checkpoint was.
+    """
     trl = {"target": 0.2, "step": 0.005, "low": 0.0, "high": 1.0, "initial": 0.0} | options
     ours, coef, last = AdaptiveEntropyCoef(**options), trl["initial"], inf
-    for entropy in (0.5, 0.2, 0.1, 0.1, 0.3, 0.15, *[0.2001] * 4, 0.0, *(torch.rand(30) / 2).tolist()):
+    for entropy in (
+        0.5,
+        0.2,
+        0.1,
+        0.1,
+        0.3,
+        0.15,
+        *[0.2001] * 4,
+        0.0,
+        *(torch.rand(30) / 2).tolist(),
+    ):
         assert ours.coef == (coef if last <= trl["target"] else 0.0)
         ours.update(entropy)
         moved = coef + (trl["step"] if entropy <= trl["target"] else -trl["step"])
@@ -331,7 +424,12 @@ def test_the_coefficient_moves_as_trls_does(options):
 # ---- refusals
 
 
-FLAT = TokenBatch(torch.zeros(6, dtype=torch.int64), torch.zeros(6), old_logps=torch.zeros(6), sampler_logps=torch.zeros(6))
+FLAT = TokenBatch(
+    torch.zeros(6, dtype=torch.int64),
+    torch.zeros(6),
+    old_logps=torch.zeros(6),
+    sampler_logps=torch.zeros(6),
+)
 BOOLS = torch.ones(2, 3).bool()
 GOOD, ONES = {"batch": batch_of(*ratios())}, torch.ones(3)
 #: A call that is fine, and what its message says if these arguments are others.
@@ -356,7 +454,11 @@ REFUSED = [
         },
     ),
     (second_moment_mask, {**GOOD, "threshold": 1.0}, {"threshold=0: .*above 0": {"threshold": 0}}),
-    (correction_metrics, GOOD, {"low=-1: ": {"low": -1}, r"weights is \[7\]": {"weights": torch.ones(7)}}),
+    (
+        correction_metrics,
+        GOOD,
+        {"low=-1: ": {"low": -1}, r"weights is \[7\]": {"weights": torch.ones(7)}},
+    ),
     (
         without_truncated,
         {"mask": BOOLS, "finished": BOOLS[:, 0]},
@@ -369,7 +471,9 @@ REFUSED = [
         GOOD,
         {
             "old_logps is None: .*old_logps=": {"batch": replace(GOOD["batch"], old_logps=None)},
-            "sampler_logps is None: .*sampler_logps=": {"batch": replace(GOOD["batch"], sampler_logps=None)},
+            "sampler_logps is None: .*sampler_logps=": {
+                "batch": replace(GOOD["batch"], sampler_logps=None)
+            },
         },
     ),
     (

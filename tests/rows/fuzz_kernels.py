@@ -1,11 +1,14 @@
-"""Random calls of the C++ kernels with hostile sizes, strides, values and addresses; run by test_sanitizers.py.
+"""Random calls of the C++ kernels with hostile sizes, strides, values and addresses; run by
+test_sanitizers.py.
 
     PYTHONPATH=tests:. python tests/rows/fuzz_kernels.py SEED FIRST CALLS [EMULATOR]
 
-Everything that a kernel gets lies between protected pages, next to the end of one or the beginning of the other, and what it must
-not write is read-only; rows that it must not read are protected, too. So an access one byte too far ends the process, which is why
-this is one of its own. Results are compared with float64 as the tests of the kernels do it. Every instruction set runs, AMX by way
-of the library EMULATOR. Call number i depends only on SEED and i."""
+Everything that a kernel gets lies between protected pages, next to the end of one or the beginning
+of the other, and what it must not write is read-only; rows that it must not read are protected,
+too. So an access one byte too far ends the process, which is why this is one of its own. Results
+are compared with float64 as the tests of the kernels do it. Every instruction set runs, AMX by way
+of the library EMULATOR. Call number i depends only on SEED and i.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,8 @@ from support.kernel_rows import DTYPES, KINDS, Rows, beside, check, ways
 Draw = random.Random
 
 PAGE = mmap.PAGESIZE
-#: Of bytes that nobody has written: a number near the end of fp32 and bf16, a NaN of fp16, an id that no vocabulary has.
+#: Of bytes that nobody has written: a number near the end of fp32 and bf16, a NaN of fp16, an id
+#: that no vocabulary has.
 UNWRITTEN = 0x7F
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -55,7 +59,11 @@ class Memory:
         protect(self.bytes.data_ptr(), len(self.bytes), 0)
 
     def strided(self, shape, strides, dtype):
-        extent = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if math.prod(shape) else 0
+        extent = (
+            1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+            if math.prod(shape)
+            else 0
+        )
         size = extent * dtype.itemsize
         pages = self.bytes[self.used :][: max(-(-size // PAGE), 1) * PAGE]
         self.used += len(pages) + PAGE
@@ -82,13 +90,19 @@ class Memory:
         """A copy of x [A, T, V] as rows of logits may lie."""
         (A, T, V), size, gap = x.shape, x.element_size(), self.draw.randrange(70)
         step = {"gaps": V + gap, "pages": -(-V * size // PAGE) * PAGE // size}.get(layout, V)
-        strides = (step, step * A, 1) if layout == "transposed" else (step * T + gap * (layout == "gaps"), step, 1)
+        strides = (
+            (step, step * A, 1)
+            if layout == "transposed"
+            else (step * T + gap * (layout == "gaps"), step, 1)
+        )
         return self.strided((A, T, V), strides, x.dtype).copy_(x)
 
     @contextmanager
     def guarded(self, *written, unread=()):
-        """While a kernel runs: what it makes is taken from here, vectors that it is given are copied to here, and of the rest it
-        may write only `written`. `unread`: rows on pages of their own."""
+        """While a kernel runs: what it makes is taken from here, vectors that it is given are
+        copied to here, and of the rest it may write only `written`. `unread`: rows on pages of
+        their own.
+        """
         vector, table = cpu.vector, cpu.table
 
         def here(x):
@@ -113,7 +127,9 @@ class Memory:
                 elements = torch.zeros(len(pages), dtype=torch.bool)
                 strides = [stride * x.itemsize for stride in x.stride()]
                 elements.as_strided((*x.shape, x.itemsize), (*strides, 1), first).fill_(True)
-                assert (elements | (pages == UNWRITTEN)).all(), f"bytes beside {list(x.shape)} {x.stride()} were written"
+                assert (elements | (pages == UNWRITTEN)).all(), (
+                    f"bytes beside {list(x.shape)} {x.stride()} were written"
+                )
 
 
 def threads(draw):
@@ -140,7 +156,9 @@ def transform(draw, n, absurd):
     inverse = torch.tensor([1e-2, 1e3, math.nan, 0.0] if absurd else [1.0, 1 / 0.7, 2.0])
     t = inverse[torch.randint(len(inverse), (n,))]
     return RowTransform(
-        scale, draw.choice([0.0, 1e-3, 1e30] if absurd else [0.0, 0.0, 30.0]), t if draw.random() < 0.5 else float(inverse[0])
+        scale,
+        draw.choice([0.0, 1e-3, 1e30] if absurd else [0.0, 0.0, 30.0]),
+        t if draw.random() < 0.5 else float(inverse[0]),
     )
 
 
@@ -153,7 +171,13 @@ def drawn_rows(draw, absurd):
     nowhere = torch.tensor([-1, -100, vocab, 2**62, -(2**63)])[torch.randint(5, (n,))]
     targets = torch.where(torch.rand(n) < 0.1, nowhere, torch.randint(vocab, (n,)))
     read = torch.rand(n) < 0.8 if draw.random() < 0.5 else None
-    r = Rows(numbers(kind, A, T, vocab).to(draw.choice(DTYPES)), transform(draw, n, absurd), None, read, targets)
+    r = Rows(
+        numbers(kind, A, T, vocab).to(draw.choice(DTYPES)),
+        transform(draw, n, absurd),
+        None,
+        read,
+        targets,
+    )
     if draw.random() < 0.5:
         other = r.logits.float() if draw.random() < 0.5 else numbers(kind, A, T, vocab)
         r = beside(r, other.to(draw.choice(DTYPES)), draw.choice(KINDS))
@@ -163,18 +187,31 @@ def drawn_rows(draw, absurd):
 
 def gradient_for(memory, logits, layout):
     """Where the gradient goes: elsewhere, into the logits, or narrower there."""
-    dtype, where = memory.draw.choice(DTYPES), memory.draw.choice(["apart", "in place", "narrower, in place"])
+    dtype, where = (
+        memory.draw.choice(DTYPES),
+        memory.draw.choice(["apart", "in place", "narrower, in place"]),
+    )
     if where == "apart":
         return memory.rows(torch.full(logits.shape, 7.0, dtype=dtype), layout)
-    return logits.view(dtype)[..., : logits.shape[-1]] if where != "in place" and dtype.itemsize < logits.itemsize else logits
+    return (
+        logits.view(dtype)[..., : logits.shape[-1]]
+        if where != "in place" and dtype.itemsize < logits.itemsize
+        else logits
+    )
 
 
 def rows(memory):
     """Statistics, gradients and losses of rows, beside a second stream or not."""
     draw = memory.draw
-    absurd, layouts = draw.random() < 0.2, draw.choices(["dense", "gaps", "transposed", "pages"], k=3)
+    absurd, layouts = (
+        draw.random() < 0.2,
+        draw.choices(["dense", "gaps", "transposed", "pages"], k=3),
+    )
     r, part = drawn_rows(draw, absurd)
-    print(f"rows {part} of {list(r.logits.shape)} {layouts}, {r.logits.dtype}, {r.transform}", flush=True)
+    print(
+        f"rows {part} of {list(r.logits.shape)} {layouts}, {r.logits.dtype}, {r.transform}",
+        flush=True,
+    )
     outside = [i for i in range(r.count) if not part[0] <= i < part[1]]
     unread = [i for i in range(r.count) if i in outside or (r.mask is not None and not r.mask[i])]
     for way, one in ways(r):
@@ -191,13 +228,21 @@ def rows(memory):
                 (logits, layouts[0], unread if apart else outside),
                 (second and second.logits, layouts[1], unread),
             ):
-                hidden += [x[divmod(i, x.shape[1])] for i in gone] if x is not None and layout == "pages" else []
+                hidden += (
+                    [x[divmod(i, x.shape[1])] for i in gone]
+                    if x is not None and layout == "pages"
+                    else []
+                )
             before = out.clone()
             with memory.guarded(out, unread=hidden):
-                values, _ = way(cpu.Kernels(), replace(one, logits=logits, reference=second), out, part)
+                values, _ = way(
+                    cpu.Kernels(), replace(one, logits=logits, reference=second), out, part
+                )
             gradient, kept = (x.reshape(r.count, -1) if r.count else x for x in (out, before))
             assert same_bits(gradient[outside], kept[outside]), "rows that were not asked for"
-            found.append(({name: x.clone() for name, x in values.items()}, gradient[slice(*part)].clone()))
+            found.append(
+                ({name: x.clone() for name, x in values.items()}, gradient[slice(*part)].clone())
+            )
         if not absurd:
             check(one.at(*part), *found)
 
@@ -211,14 +256,38 @@ def products(memory, engines):
     """Of bf16 or fp32 operands; d_weight is added to what is there."""
     from test_cpu_products import check  # which is for processors that have them
 
-    (n, h, v), engine, dtype = memory.draw.choices(SIZES, k=3), memory.draw.choice(engines), memory.draw.choice(DTYPES[:2])
+    (n, h, v), engine, dtype = (
+        memory.draw.choices(SIZES, k=3),
+        memory.draw.choice(engines),
+        memory.draw.choice(DTYPES[:2]),
+    )
     print(f"products by {engine}, {n} x {h} x {v}, {dtype}", flush=True)
-    hidden, weight, gradient = memory.matrix(n, h, dtype), memory.matrix(v, h, dtype), memory.matrix(n, v, torch.float32)
-    bias, total, rounded = memory.holding(torch.randn(v)), memory.matrix(v, h, torch.float32), gradient.to(dtype)
+    hidden, weight, gradient = (
+        memory.matrix(n, h, dtype),
+        memory.matrix(v, h, dtype),
+        memory.matrix(n, v, torch.float32),
+    )
+    bias, total, rounded = (
+        memory.holding(torch.randn(v)),
+        memory.matrix(v, h, torch.float32),
+        gradient.to(dtype),
+    )
     start = total.clone()
     for function, operands, out, (a, b), added in (
-        (cpu_matmuls.logits, (hidden, weight, bias), memory.matrix(n, v, torch.float32), (hidden, weight.T), bias),
-        (cpu_matmuls.d_hidden, (gradient, weight), memory.matrix(n, h, torch.float32), (rounded, weight), 0.0),
+        (
+            cpu_matmuls.logits,
+            (hidden, weight, bias),
+            memory.matrix(n, v, torch.float32),
+            (hidden, weight.T),
+            bias,
+        ),
+        (
+            cpu_matmuls.d_hidden,
+            (gradient, weight),
+            memory.matrix(n, h, torch.float32),
+            (rounded, weight),
+            0.0,
+        ),
         (cpu_matmuls.d_weight, (gradient, hidden, total), total, (rounded.T, hidden), start),
     ):
         with memory.guarded(out):

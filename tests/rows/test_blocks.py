@@ -1,4 +1,7 @@
-"""The engine's code for a GPU, run on a CPU with stand-ins for the products: blocks of chunks, their products, their memory."""
+"""The engine's code for a GPU, run on a CPU with stand-ins for the products:
+
+blocks of chunks, their products, their memory.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo_kernels import Objective, Options, TokenBatch, grpo_loss, linear_grpo_loss, linear_logprobs
+from grpo_kernels import (
+    Objective,
+    Options,
+    TokenBatch,
+    grpo_loss,
+    linear_grpo_loss,
+    linear_logprobs,
+)
 from grpo_kernels.core import backends, matmuls, memory
 from grpo_kernels.core import linear_memory as blocks
 from grpo_kernels.core.backends import eager
@@ -29,16 +39,24 @@ QWEN = LinearMemory(151936, 4096, has_grad_buffer=True, grad_hidden_bytes=2, gra
 
 @pytest.mark.parametrize("gathered", [False, True])
 def test_the_peak_is_flat_in_the_number_of_rows(gathered):
-    """8192 x 4096 x 151,936 in bf16: at most 3.6 GiB; of any other number of rows as much, but for d_hidden."""
+    """8192 x 4096 x 151,936 in bf16:
+
+    at most 3.6 GiB; of any other number of rows as much, but for d_hidden.
+    """
     plan = QWEN.plan("cuda", 8192, gathered)
     assert QWEN.peak(plan, 8192, gathered) <= 3.6 * GIB
-    assert plan == ((512, 3072) if gathered else (512, 8192))  # no fp32 sum of d_weight, where there is room without it
+    assert plan == (
+        (512, 3072) if gathered else (512, 8192)
+    )  # no fp32 sum of d_weight, where there is room without it
     beside = {}
     for rows in (1, 512, 3072, 3073, 8000, 8193, 10**5, 10**7):
         work = QWEN.plan("cuda", rows, gathered)
         assert work.chunk == 512 and work.block % 512 in (0, rows % 512)
         beside[rows] = QWEN.peak(work, rows, gathered) - 2 * 4096 * rows
-    assert list(beside.values()) == sorted(beside.values()) and beside[8193] == beside[10**7] < 3.52 * GIB
+    assert (
+        list(beside.values()) == sorted(beside.values())
+        and beside[8193] == beside[10**7] < 3.52 * GIB
+    )
 
 
 # ---- memory
@@ -47,7 +65,9 @@ def test_the_peak_is_flat_in_the_number_of_rows(gathered):
 def head(rows, dtype=BF16):
     """A head of meta tensors: large ones need no memory."""
     shapes = ((1, rows, 4096), (151936, 4096))
-    hidden, weight = (torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) for shape in shapes)
+    hidden, weight = (
+        torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) for shape in shapes
+    )
     vector = torch.empty(1, rows, device="meta")
     return hidden, weight, TokenBatch(vector.to(torch.int64), vector, ref_logps=vector)
 
@@ -57,14 +77,19 @@ def no_rows(monkeypatch):
     monkeypatch.setattr(backends, "pick", lambda *_: NoRows())
 
 
-SIZES = [(layer, BF16, rows) for layer in (1, 2) for rows in (700, 8192, 8193, 20000)] + [(2, FP16, 700), (2, FP16, 8193)]
+SIZES = [(layer, BF16, rows) for layer in (1, 2) for rows in (700, 8192, 8193, 20000)] + [
+    (2, FP16, 700),
+    (2, FP16, 8193),
+]
 
 
 @pytest.mark.parametrize("layer, dtype, rows", SIZES, ids=str)
 @pytest.mark.usefixtures("no_rows")
 def test_bytes_that_are_alive_are_those_of_the_model(layer, dtype, rows):
-    """A whole call and its backward, nothing of which waits for the device: without values it would fail. In fp16 d_weight is fp32
-    until the factor of the backward is known; the last part of the sum is beside it, and d_hidden as it is handed over."""
+    """A whole call and its backward, nothing of which waits for the device: without values it would
+    fail. In fp16 d_weight is fp32 until the factor of the backward is known; the last part of the
+    sum is beside it, and d_hidden as it is handed over.
+    """
     hidden, weight, batch = head(rows, dtype)
     with of_a_gpu() as made, LiveBytes() as live:
         if layer == 2:
@@ -85,8 +110,9 @@ def test_bytes_that_are_alive_are_those_of_the_model(layer, dtype, rows):
 
 
 class Poisoned(eager.Kernels):
-    """The eager row kernels, on the layout of a GPU's: logits are read once, and no other memory is used for them or for rows
-    of gradients that products have taken."""
+    """The eager row kernels, on the layout of a GPU's: logits are read once, and no other memory is
+    used for them or for rows of gradients that products have taken.
+    """
 
     narrows_in_place = False
 
@@ -135,7 +161,11 @@ def made_by(recipe, adds=True, **options):
 
 def with_advantages(p, advantages):
     """The problem with others, and its answer."""
-    changed = replace(p, fields={**p.fields, "advantages": advantages}, seen={**p.seen, "advantages": advantages.double()})
+    changed = replace(
+        p,
+        fields={**p.fields, "advantages": advantages},
+        seen={**p.seen, "advantages": advantages.double()},
+    )
     return changed, oracle.answer(changed)
 
 
@@ -153,7 +183,9 @@ def expected_products(n, block, gradients=("hidden", "weight")):
 
 
 @pytest.mark.parametrize("bias", ["none", "plain"])
-@pytest.mark.parametrize(("n", "block"), [(150, 150), (300, 128)], ids=["one block", "three blocks"])
+@pytest.mark.parametrize(
+    ("n", "block"), [(150, 150), (300, 128)], ids=["one block", "three blocks"]
+)
 @layers
 @pytest.mark.usefixtures("small")
 def test_products_and_gradients(recipe, n, block, bias):
@@ -183,21 +215,33 @@ def test_a_torch_whose_addmm_takes_no_fp32_sum(monkeypatch):
 @pytest.mark.usefixtures("small")
 def test_sequences_whose_slopes_wait_are_blocks(lengths, width, widened, blocks, monkeypatch):
     """As many of them as fit; under autocast too, where all rows are copied into another dtype."""
-    recipe = replace(ROWS, objective="gspo", lengths=lengths, width=width, dtype="float32" if widened else "bfloat16")
+    recipe = replace(
+        ROWS,
+        objective="gspo",
+        lengths=lengths,
+        width=width,
+        dtype="float32" if widened else "bfloat16",
+    )
     p, exact = with_advantages(problem(recipe), torch.randn(len(lengths), max(lengths)).abs() + 0.1)
     if widened:
         monkeypatch.setattr("grpo_kernels.inputs.matmul_dtype", lambda hidden: BF16)
     with of_a_gpu() as made:
         found = run(p).gradients
-    assert [x.k for x in made if x.m == V] == list(blocks) and sum(x.m for x in made if x.n == V) == sum(lengths)
+    assert [x.k for x in made if x.m == V] == list(blocks) and sum(
+        x.m for x in made if x.n == V
+    ) == sum(lengths)
     for name, gradient in found.items():
         assert (gradient - exact.gradients[name]).norm() < 8e-3 * exact.gradients[name].norm(), name
 
 
 @pytest.mark.usefixtures("small")
 def test_a_small_factor_of_a_sequence_does_not_underflow_in_fp16():
-    """Rows of fp16 gradients are scaled when they are written, so their factor must be known then."""
-    recipe = replace(ROWS, objective="gspo", lengths=(60,) * 3, dtype="float16", normalizer=3e6, upstream=2.0**20)
+    """Rows of fp16 gradients are scaled when they are written, so their factor must be known
+    then.
+    """
+    recipe = replace(
+        ROWS, objective="gspo", lengths=(60,) * 3, dtype="float16", normalizer=3e6, upstream=2.0**20
+    )
     p, exact = with_advantages(problem(recipe), torch.randn(3, 60).abs() + 0.1)
     with of_a_gpu():
         found = run(p).gradients
@@ -238,11 +282,15 @@ def test_memory_is_reused_once_no_tensor_holds_it():
 
 @pytest.mark.usefixtures("nothing_is_kept")
 def test_memory_of_a_live_gradient_is_not_reused(backend):
-    """Held by a tensor's .grad, by numpy, or by a detached view, while further gradients are made."""
+    """Held by a tensor's .grad, by numpy, or by a detached view, while further gradients are
+    made.
+    """
     batch = TokenBatch(torch.randint(300_000, (40,)), torch.randn(40))
     leaf, held = torch.randn(40, 300_000).requires_grad_(), []  # 48 MB
     for i in range(memory.MAX_BLOCKS + 2):
-        scaled = (i + 1.0) * grpo_loss(leaf, batch, Objective.preset("dapo"), options=Options(backend=backend)).loss
+        scaled = (i + 1.0) * grpo_loss(
+            leaf, batch, Objective.preset("dapo"), options=Options(backend=backend)
+        ).loss
         (gradient,) = torch.autograd.grad(scaled, leaf)
         held.append((gradient.detach()[1:], gradient[1:].clone()))
         del gradient

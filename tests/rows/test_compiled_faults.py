@@ -1,4 +1,7 @@
-"""The executor of compiled kernels reports what a kernel must not do: faults in kernels written by hand."""
+"""The executor of compiled kernels reports what a kernel must not do:
+
+faults in kernels written by hand.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +49,9 @@ TWO_COPIES = COPY + COPY.replace("%r3 + 0", "%r3 + 1024") + "cp.async.wait_group
 
 
 def by_hand(body, order=0):
-    """The kinds of faults that are reported, and memory that the kernel gets, of 64 times 16 bytes, with two numbers between two
-    rows behind it that belong to no tensor."""
+    """The kinds of faults that are reported, and memory that the kernel gets, of 64 times 16 bytes,
+    with two numbers between two rows behind it that belong to no tensor.
+    """
     memory = torch.arange(512, dtype=torch.int32)
     x, rows = memory[:256], memory[256:].as_strided((2, 100), (102, 1), 256)
     try:
@@ -61,7 +65,10 @@ def by_hand(body, order=0):
 @pytest.mark.parametrize(
     "body, faults",
     [
-        (COPY + WAIT + BARRIER + OF_THE_OTHER_WARP + BARRIER + "st.global.b32 [%rd2], %r5;\n", set()),
+        (
+            COPY + WAIT + BARRIER + OF_THE_OTHER_WARP + BARRIER + "st.global.b32 [%rd2], %r5;\n",
+            set(),
+        ),
         (COPY + READ + WAIT, {UNDER_WAY}),
         (TWO_COPIES + "ld.shared.b32 %r5, [%r3];\n" + WAIT, set()),
         (TWO_COPIES + "ld.shared.b32 %r5, [%r3+1024];\n" + WAIT, {UNDER_WAY}),

@@ -91,13 +91,17 @@ def check(got, a, b, start=0.0, engine=""):
     exact, size = begin + a.double() @ b.double(), begin.abs() + a.double().abs() @ b.double().abs()
     split = a.dtype == FP32 and (engine or cpu_matmuls._engine_for(FP32)) == "amx"
     stored = 2.0**-8 * exact.abs() if got.dtype == BF16 else 0.0
-    beyond = (got.double() - exact).abs() - stored - (SPLIT_TOLERANCE if split else TOLERANCE) * size
+    beyond = (
+        (got.double() - exact).abs() - stored - (SPLIT_TOLERANCE if split else TOLERANCE) * size
+    )
     assert (beyond <= 1e-37).all(), beyond.max()
 
 
 @pytest.mark.parametrize("n, h, v", SHAPES)
 def test_values(n, h, v, dtype):
-    """The weight's gradient from 0, on top of what is there and of a sum elsewhere; in fp32, and rounded once at the end."""
+    """The weight's gradient from 0, on top of what is there and of a sum elsewhere; in fp32, and
+    rounded once at the end.
+    """
     hidden, weight, gradient = operands(n, h, v, dtype)
     bias, start = torch.randn(v), torch.randn(v, h)
     check(product(cpu_matmuls.logits, hidden, weight, bias, shape=(n, v)), hidden, weight.T, bias)
@@ -111,7 +115,10 @@ def test_values(n, h, v, dtype):
         check(total, of.to(dtype).T, hidden, start)
         rounded = product(cpu_matmuls.d_weight, of, hidden, start, shape=(v, h), dtype=BF16)
         assert torch.equal(rounded, total.bfloat16())
-        assert torch.equal(product(cpu_matmuls.d_weight, of, hidden, None, shape=(v, h), dtype=BF16), d_weight.bfloat16())
+        assert torch.equal(
+            product(cpu_matmuls.d_weight, of, hidden, None, shape=(v, h), dtype=BF16),
+            d_weight.bfloat16(),
+        )
 
 
 def test_results_depend_on_no_threads_and_a_row_on_no_other(dtype):
@@ -157,8 +164,13 @@ def test_the_engine_of_a_processor(found, refusal, difference, engine, reason):
     with amx.processor(found, refusal, difference):
         assert cpu_matmuls.engine() == cpu_matmuls.automatic() == engine
         why_not = cpu_matmuls.engines()
-        assert (why_not["amx"] is None) == (reason is None) and (reason or "") in (why_not["amx"] or "")
-        assert cpu_matmuls.available() is None and why_not["avx512bf16"] is why_not["fp32"] is why_not["torch"] is None
+        assert (why_not["amx"] is None) == (reason is None) and (reason or "") in (
+            why_not["amx"] or ""
+        )
+        assert (
+            cpu_matmuls.available() is None
+            and why_not["avx512bf16"] is why_not["fp32"] is why_not["torch"] is None
+        )
         assert cpu_matmuls.amx_mismatch() == (why_not["amx"] if difference else None)
 
 
@@ -167,7 +179,9 @@ def test_the_setting_names_the_engine(setting, monkeypatch):
     monkeypatch.setenv(cpu_matmuls.SETTING, setting)
     with amx.processor(amx.INTEL, difference=None):
         assert cpu_matmuls.engine() == (setting if setting in cpu_matmuls.ENGINES else "amx")
-        assert cpu_matmuls.available() == ("GRPO_KERNELS_PRODUCTS=torch" if setting == "torch" else None)
+        assert cpu_matmuls.available() == (
+            "GRPO_KERNELS_PRODUCTS=torch" if setting == "torch" else None
+        )
 
 
 @pytest.mark.parametrize(
@@ -185,7 +199,10 @@ def test_a_setting_that_cannot_be_is_refused(setting, words, monkeypatch):
 
 def test_amx_by_name_is_refused_if_it_is_wrong(monkeypatch):
     monkeypatch.setenv(cpu_matmuls.SETTING, "amx")
-    words = "=amx: the AMX products are wrong on this machine: all differs; .* one of avx512bf16, fp32, torch"
+    words = (
+        "=amx: the AMX products are wrong on this machine: all differs; .* one of avx512bf16, fp32,"
+        " torch"
+    )
     with amx.processor(amx.INTEL, difference="all differs"), pytest.raises(ValueError, match=words):
         cpu_matmuls.engine()
 
@@ -194,11 +211,18 @@ def test_fp32_operands_are_split_only_where_torch_may_use_less_than_fp32(monkeyp
     def mixed():
         raise RuntimeError("you have used mix of the legacy and new APIs")
 
-    answers = [(lambda: "highest", "avx512bf16"), (lambda: "high", "amx"), (lambda: "medium", "amx"), (mixed, "avx512bf16")]
+    answers = [
+        (lambda: "highest", "avx512bf16"),
+        (lambda: "high", "amx"),
+        (lambda: "medium", "amx"),
+        (mixed, "avx512bf16"),
+    ]
     with amx.processor(amx.INTEL, difference=None), cpu_matmuls.using("amx"):
         for precision, engine in answers:
             monkeypatch.setattr(torch, "get_float32_matmul_precision", precision)
-            assert cpu_matmuls._engine_for(FP32) == engine and cpu_matmuls._engine_for(BF16) == "amx"
+            assert (
+                cpu_matmuls._engine_for(FP32) == engine and cpu_matmuls._engine_for(BF16) == "amx"
+            )
 
 
 # ---- the comparison before AMX is used
@@ -209,9 +233,16 @@ def test_right_amx_products_pass_and_release_their_tiles():
     comparison takes on a processor: at 50 cycles each, 300,000 take 6 ms."""
     with amx.tiles(difference="as compared") as emulator:
         before = 0 if emulator is None else emulator.amx_executed()
-        assert cpu_matmuls.engines()["amx"] is None and cpu_matmuls.engine() == "amx" and cpu_matmuls.amx_mismatch() is None
+        assert (
+            cpu_matmuls.engines()["amx"] is None
+            and cpu_matmuls.engine() == "amx"
+            and cpu_matmuls.amx_mismatch() is None
+        )
         if emulator is not None:
-            assert 100_000 < emulator.amx_executed() - before < 300_000 and emulator.amx_configured() == 0
+            assert (
+                100_000 < emulator.amx_executed() - before < 300_000
+                and emulator.amx_configured() == 0
+            )
 
 
 #: amx_break in amx_emulator.cpp -> a product in which it shows.
@@ -230,7 +261,10 @@ def test_a_broken_amx_unit_is_not_used(fault, monkeypatch, recwarn):
             assert cpu_matmuls.engine() == "fp32"
         finally:
             emulator.amx_break(0)
-        assert cpu_matmuls.engine() == cpu_matmuls.automatic() == "fp32" and "are wrong" in cpu_matmuls.engines()["amx"]
+        assert (
+            cpu_matmuls.engine() == cpu_matmuls.automatic() == "fp32"
+            and "are wrong" in cpu_matmuls.engines()["amx"]
+        )
         hidden, weight, _ = operands(5, 70, 33)
         check(product(cpu_matmuls.logits, hidden, weight, None, shape=(5, 33)), hidden, weight.T)
     (warning,) = recwarn
@@ -242,7 +276,9 @@ def test_a_broken_amx_unit_is_not_used(fault, monkeypatch, recwarn):
 
 def without_last(axis):
     """The operands without the last element of the inner dimension."""
-    return lambda x: x.narrow(axis, 0, x.shape[axis] - 1) if x.shape[axis] > 1 else torch.zeros_like(x)
+    return lambda x: (
+        x.narrow(axis, 0, x.shape[axis] - 1) if x.shape[axis] > 1 else torch.zeros_like(x)
+    )
 
 
 def up_to(axis, n):
@@ -270,7 +306,9 @@ def broken_result(change):
 
 def beyond(out):
     """Write the element after the last one."""
-    out.as_strided((1,), (1,), out.storage_offset() + (len(out) - 1) * out.stride(0) + out.shape[1]).fill_(1.0)
+    out.as_strided(
+        (1,), (1,), out.storage_offset() + (len(out) - 1) * out.stride(0) + out.shape[1]
+    ).fill_(1.0)
 
 
 def truncated(x):
@@ -317,9 +355,14 @@ BROKEN_ENGINES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("fault", "name"), [(fault, name) for fault, products in BROKEN_ENGINES.items() for name in products])
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [(fault, name) for fault, products in BROKEN_ENGINES.items() for name in products],
+)
 def test_a_broken_engine_is_found(fault, name, monkeypatch):
-    """Each fault in each product. The right engine is another one that is right, so this needs no emulator."""
+    """Each fault in each product. The right engine is another one that is right, so this needs no
+    emulator.
+    """
     made, broken = getattr(cpu_matmuls, name), BROKEN_ENGINES[fault][name]
 
     def call(*arguments, by, threads):
@@ -329,10 +372,16 @@ def test_a_broken_engine_is_found(fault, name, monkeypatch):
     other = [n for n in ("logits", "d_hidden", "d_weight") if n != name]
     for n in other:
         right = functools.partial(getattr(cpu_matmuls, n), by="fp32")
-        monkeypatch.setattr(cpu_matmuls, n, lambda *a, by, threads, right=right: right(*a, threads=threads))
+        monkeypatch.setattr(
+            cpu_matmuls, n, lambda *a, by, threads, right=right: right(*a, threads=threads)
+        )
     monkeypatch.setattr(cpu_matmuls, name, call)
     found = cpu_matmuls.first_difference("amx", "avx512bf16")
-    assert found is not None and f"elements of {name}" in found and "differ from the engine avx512bf16" in found
+    assert (
+        found is not None
+        and f"elements of {name}" in found
+        and "differ from the engine avx512bf16" in found
+    )
 
 
 def test_engines_that_differ_in_the_order_of_their_sums_are_equal_in_the_comparison():
@@ -340,10 +389,18 @@ def test_engines_that_differ_in_the_order_of_their_sums_are_equal_in_the_compari
     assert cpu_matmuls.first_difference("fp32", "avx512bf16") is None
     for n, h, v in cpu_matmuls.SHAPES:
         for hidden, weight, gradient in ((0, 0, 1), (0, 1, 0), (1, 0, 0)):
-            bits = [cpu_matmuls.WIDE if wide else cpu_matmuls.NARROW for wide in (hidden, weight, gradient)]
+            bits = [
+                cpu_matmuls.WIDE if wide else cpu_matmuls.NARROW
+                for wide in (hidden, weight, gradient)
+            ]
             shapes = ((n, h), (v, h), (n, v))
-            x, w, g = (cpu_matmuls.integers(*shape, b).abs().double() for shape, b in zip(shapes, bits, strict=True))
-            assert all(operand.min() >= 1 and (operand == operand.round()).all() for operand in (x, w, g))
+            x, w, g = (
+                cpu_matmuls.integers(*shape, b).abs().double()
+                for shape, b in zip(shapes, bits, strict=True)
+            )
+            assert all(
+                operand.min() >= 1 and (operand == operand.round()).all() for operand in (x, w, g)
+            )
             more = 2.0**cpu_matmuls.LARGE
             assert max((x @ w.T).max() + more, (g @ w).max(), (g.T @ x).max() + more) < 2**24
 
@@ -366,7 +423,10 @@ def test_a_comparison_without_memory_fails(monkeypatch):
         raise MemoryError("no memory")
 
     monkeypatch.setattr(cpu_matmuls, "d_weight", without_memory)
-    assert cpu_matmuls.first_difference("fp32", "avx512bf16") == "the comparison with avx512bf16 failed: MemoryError: no memory"
+    assert (
+        cpu_matmuls.first_difference("fp32", "avx512bf16")
+        == "the comparison with avx512bf16 failed: MemoryError: no memory"
+    )
 
 
 class Counted:
@@ -419,7 +479,9 @@ def test_a_warning_that_is_an_error_is_raised_once(monkeypatch):
         ("fp32", amx.INTEL), ("torch", amx.INTEL),
     ],
 )  # fmt: skip
-def test_nothing_is_asked_or_compared_without_amx_or_with_another_engine(setting, found, monkeypatch):
+def test_nothing_is_asked_or_compared_without_amx_or_with_another_engine(
+    setting, found, monkeypatch
+):
     monkeypatch.setenv(cpu_matmuls.SETTING, setting)
     with (
         amx.processor(found),
@@ -433,7 +495,10 @@ def test_nothing_is_asked_or_compared_without_amx_or_with_another_engine(setting
 def test_asking_for_amx_says_why_it_is_refused():
     """Also where the processor has none, which the choice asks first."""
     answer = cpu_matmuls._cpu.request_amx_permission()
-    assert cpu_matmuls._cpu.request_amx_permission() == answer and answer in {0, *cpu_matmuls.REFUSALS}
+    assert cpu_matmuls._cpu.request_amx_permission() == answer and answer in {
+        0,
+        *cpu_matmuls.REFUSALS,
+    }
     if cpu_matmuls._cpu.processor()[1] & cpu_matmuls.AMX_TILE == 0:
         assert answer != 0
 
@@ -524,9 +589,18 @@ stack.close()
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
 @pytest.mark.parametrize(
-    ("engine", "threads"), [("avx512bf16", 1), ("avx512bf16", 2), pytest.param("amx", 2, marks=pytest.mark.slow)]
+    ("engine", "threads"),
+    [("avx512bf16", 1), ("avx512bf16", 2), pytest.param("amx", 2, marks=pytest.mark.slow)],
 )
 def test_a_product_without_memory_raises_memory_error_and_the_process_goes_on(engine, threads):
     # With a threshold of its own glibc's malloc gives large blocks back at once: none of an earlier call is found again. With one
     # arena none is found in the 64 MiB of address space that another one, of a thread that may have ended, has reserved.
-    finish(start(WITHOUT_MEMORY, engine, str(threads), MALLOC_MMAP_THRESHOLD_=str(1 << 17), MALLOC_ARENA_MAX="1"))
+    finish(
+        start(
+            WITHOUT_MEMORY,
+            engine,
+            str(threads),
+            MALLOC_MMAP_THRESHOLD_=str(1 << 17),
+            MALLOC_ARENA_MAX="1",
+        )
+    )

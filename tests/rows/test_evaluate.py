@@ -1,5 +1,7 @@
-"""`Backend.evaluate`, a token stage on vectors, of every backend against the formula in torch, in float64 and with numbers that are
-NaN or infinite. support/ptx/runs.py runs the same for the Triton kernel as compiled, benchmarks/gpu_kit.py on a GPU."""
+"""`Backend.evaluate`, a token stage on vectors, of every backend against the formula in torch, in
+float64 and with numbers that are NaN or infinite. support/ptx/runs.py runs the same for the Triton
+kernel as compiled, benchmarks/gpu_kit.py on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,18 @@ def tilted(logp, old_logp, advantage, params):
 
 
 OBJECTIVES = {
-    **{name: objective for name, objective in PRESETS.items() if objective.one_pass and objective.exact is None},
-    "k3 by the ratio, clamped": Objective(beta=0.3, kl=Kl("k3", "ratio", clamp_log=0.4, clamp=0.05)),
+    **{
+        name: objective
+        for name, objective in PRESETS.items()
+        if objective.one_pass and objective.exact is None
+    },
+    "k3 by the ratio, clamped": Objective(
+        beta=0.3, kl=Kl("k3", "ratio", clamp_log=0.4, clamp=0.05)
+    ),
     "entropy floor and bonus": Objective(entropy_coef=0.1, filters=(EntropyFloor(3.0),)),
-    "trust region of the sampler": Objective(filters=(TrustRegion("kl", 0.02, 0.01, "sampler"),), beta=0.1),
+    "trust region of the sampler": Objective(
+        filters=(TrustRegion("kl", 0.02, 0.01, "sampler"),), beta=0.1
+    ),
     "bounded ratio": Objective(Cispo(), log_ratio_bounds=(-0.2, 0.3)),
     "of a caller": Objective(Custom(tilted, (0.3,)), beta=0.1, entropy_coef=0.05),
 }
@@ -44,7 +54,9 @@ def module(request):
         yield module
 
 
-def given(objective: Objective, n: int = ROWS, off_policy: bool = True) -> tuple[TokenRows, Tensor, Tensor]:
+def given(
+    objective: Objective, n: int = ROWS, off_policy: bool = True
+) -> tuple[TokenRows, Tensor, Tensor]:
     """(rows, log-probs, entropies) of plain numbers, fp32 [n]; a third of the weights are 0."""
     g = torch.Generator().manual_seed(3)
 
@@ -64,7 +76,11 @@ def given(objective: Objective, n: int = ROWS, off_policy: bool = True) -> tuple
 
 def changed(rows: TokenRows, change) -> TokenRows:
     """The rows with every fp32 tensor changed."""
-    tensors = {f.name: x for f in fields(rows) if isinstance(x := getattr(rows, f.name), Tensor) and x.is_floating_point()}
+    tensors = {
+        f.name: x
+        for f in fields(rows)
+        if isinstance(x := getattr(rows, f.name), Tensor) and x.is_floating_point()
+    }
     return replace(rows, **{name: change(x) for name, x in tensors.items()})
 
 
@@ -80,7 +96,9 @@ def test_a_formula_on_vectors_is_that_of_torch(module, name, off_policy):
     for ours, theirs in zip(found, (exact.losses, exact.d_logps, exact.d_entropy), strict=True):
         assert (ours is None) == (theirs is None)
         if ours is not None:
-            assert ours.dtype == torch.float32 and ours.shape == (ROWS,) and theirs.abs().max() > 1e-3
+            assert (
+                ours.dtype == torch.float32 and ours.shape == (ROWS,) and theirs.abs().max() > 1e-3
+            )
             torch.testing.assert_close(ours.double(), theirs, rtol=2e-5, atol=2e-6)
 
 
@@ -101,7 +119,8 @@ def test_what_is_no_number_is_what_torch_makes_of_it(module, name):
     for ours, theirs in zip(found, wanted, strict=True):
         assert (ours is None) == (theirs is None)
         if ours is not None:
-            # Numbers whose terms cancel are off by a rounding of these, so that the few largest are left to rtol.
+            # Numbers whose terms cancel are off by a rounding of these, so that the few largest are
+            # left to rtol.
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
@@ -111,8 +130,13 @@ def test_a_row_does_not_depend_on_how_many_there_are(module):
     rows, logps, entropy = given(objective, 1100)
     whole = module.evaluate_formula(objective.stage(rows), logps, entropy)
     for n in (0, 1, 255, 256, 257, 512, 1025):
-        some = module.evaluate_formula(objective.stage(changed(rows, lambda x, n=n: x[:n])), logps[:n], entropy[:n])
-        assert all(x is not None and y is not None and torch.equal(x, y[:n]) for x, y in zip(some, whole, strict=True)), n
+        some = module.evaluate_formula(
+            objective.stage(changed(rows, lambda x, n=n: x[:n])), logps[:n], entropy[:n]
+        )
+        assert all(
+            x is not None and y is not None and torch.equal(x, y[:n])
+            for x, y in zip(some, whole, strict=True)
+        ), n
 
 
 def test_vectors_may_begin_anywhere(module):
@@ -120,7 +144,9 @@ def test_vectors_may_begin_anywhere(module):
     rows, logps, entropy = given(objective)
     whole = module.evaluate_formula(objective.stage(rows), logps, entropy)
     for first in (1, 2, 3):
-        some = module.evaluate_formula(objective.stage(changed(rows, lambda x, k=first: x[k:])), logps[first:], entropy[first:])
+        some = module.evaluate_formula(
+            objective.stage(changed(rows, lambda x, k=first: x[k:])), logps[first:], entropy[first:]
+        )
         assert all(x is y or torch.equal(x, y[first:]) for x, y in zip(some, whole, strict=True))
 
 
@@ -138,9 +164,20 @@ def test_a_formula_that_is_no_program_runs_in_torch_and_strict_refuses_it(monkey
         pytest.skip("needs the kernels")
     module = backends.load(name)
     monkeypatch.setattr("grpo_kernels.checks._warned", set())
-    falls_back, strict = (module.OrEager(), module.Kernels(True)) if TRITON else (module.Kernels(), module.Kernels(True))
-    with pytest.warns(RuntimeWarning, match=r"formulas in PyTorch.*untraced cannot run in the kernels: torch\.sinh"):
+    falls_back, strict = (
+        (module.OrEager(), module.Kernels(True))
+        if TRITON
+        else (module.Kernels(), module.Kernels(True))
+    )
+    with pytest.warns(
+        RuntimeWarning,
+        match=r"formulas in PyTorch.*untraced cannot run in the kernels: torch\.sinh",
+    ):
         losses, grad_logps, grad_entropy = falls_back.evaluate_formula(stage, logps, entropy)
-    assert torch.equal(losses, wanted.losses) and torch.equal(grad_logps, wanted.d_logps) and grad_entropy is None
+    assert (
+        torch.equal(losses, wanted.losses)
+        and torch.equal(grad_logps, wanted.d_logps)
+        and grad_entropy is None
+    )
     with pytest.raises(FormulaRefused, match="untraced cannot run in the kernels"):
         strict.evaluate_formula(stage, logps, entropy)

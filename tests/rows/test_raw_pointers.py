@@ -1,4 +1,7 @@
-"""What stands between tensors and kernels that take addresses: wrong tensors are refused, also by `python -O`."""
+"""What stands between tensors and kernels that take addresses:
+
+wrong tensors are refused, also by `python -O`.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +41,24 @@ no_module = pytest.mark.skipif(cpu.available() is not None, reason="the compiled
 
 def rows(x, mask=True):
     plain = RowTransform(1.0, 0.0, 1.0)
-    reference = ReferenceRows(x["reference.logits"], plain, "jsd", 0.5) if "reference.logits" in x else None
+    reference = (
+        ReferenceRows(x["reference.logits"], plain, "jsd", 0.5) if "reference.logits" in x else None
+    )
     return LogitRows(
-        x["logits"], x["targets"], x["mask"] if mask else None, RowTransform(1.0, 0.0, x["inverse_temperature"]), reference
+        x["logits"],
+        x["targets"],
+        x["mask"] if mask else None,
+        RowTransform(1.0, 0.0, x["inverse_temperature"]),
+        reference,
     )
 
 
 def sums(x):
-    return SoftmaxSums(x["sums"], JSD, "jsd", 0.5) if "reference.logits" in x else SoftmaxSums(x["sums"], ENTROPY)
+    return (
+        SoftmaxSums(x["sums"], JSD, "jsd", 0.5)
+        if "reference.logits" in x
+        else SoftmaxSums(x["sums"], ENTROPY)
+    )
 
 
 def pairs(x):
@@ -54,7 +67,14 @@ def pairs(x):
 
 def fused(b, x):
     weight = x["divergence_weight"] if "reference.logits" in x else None
-    inputs = TokenRows(x["targets"], x["mask"], x["advantages"], x["policy_weight"], x["old_logps"], divergence_weight=weight)
+    inputs = TokenRows(
+        x["targets"],
+        x["mask"],
+        x["advantages"],
+        x["policy_weight"],
+        x["old_logps"],
+        divergence_weight=weight,
+    )
     b.fused_loss(rows(x), TokenStage(NOTHING, inputs), x["out"])
 
 
@@ -65,7 +85,9 @@ def evaluate(b, x):
 
 def gradient(b, x):
     names = COEFFICIENTS if "reference.logits" in x else COEFFICIENTS[:4]
-    b.softmax_gradient(rows(x, False), sums(x), GradientCoefficients(x["coefficients"], names), x["out"])
+    b.softmax_gradient(
+        rows(x, False), sums(x), GradientCoefficients(x["coefficients"], names), x["out"]
+    )
 
 
 def product(name, *operands):
@@ -135,13 +157,19 @@ def arguments(function):
 def spoiled(x):
     other = torch.float64 if x.is_floating_point() else torch.int32
     yield "of another dtype", x.to(other)
-    yield "too short", x.narrow(1 if x.dim() == 3 else -1, 0, x.shape[1 if x.dim() == 3 else -1] - 1)
+    yield (
+        "too short",
+        x.narrow(1 if x.dim() == 3 else -1, 0, x.shape[1 if x.dim() == 3 else -1] - 1),
+    )
     yield "strided", torch.stack([x, x], -1)[..., 0]
     yield "elsewhere", x.to("meta")
 
 
 def not_refused(backend, functions):
-    """Wrong tensors that a function takes, or refuses with an error that does not name them. With assertions left out, too."""
+    """Wrong tensors that a function takes, or refuses with an error that does not name them.
+
+    With assertions left out, too.
+    """
     found = []
     for function, (call, names) in functions.items():
         call(backend, arguments(function))
@@ -151,14 +179,18 @@ def not_refused(backend, functions):
                     call(backend, arguments(function) | {name: wrong})
                     found.append(f"{function}: {name} {sort}")
                 except ValueError as error:
-                    if name not in str(error) and sort != "too short":  # then it is the others that are too long
+                    if (
+                        name not in str(error) and sort != "too short"
+                    ):  # then it is the others that are too long
                         found.append(f"{function}: {name} {sort}: {error}")
     return found
 
 
 def everything_not_refused():
     found = not_refused(cpu.Kernels(), OF_ROWS | OF_PAIRS)
-    return found + (not_refused(cpu_matmuls, OF_PRODUCTS) if cpu_matmuls.available() is None else [])
+    return found + (
+        not_refused(cpu_matmuls, OF_PRODUCTS) if cpu_matmuls.available() is None else []
+    )
 
 
 @no_module
@@ -168,7 +200,11 @@ def test_a_wrong_tensor_does_not_reach_a_kernel():
 
 @no_module
 def test_rows_that_cannot_be_are_refused():
-    """By the module: no address or one that is not aligned, no dtype, sizes and strides beyond memory, rows behind the last."""
+    """By the module:
+
+    no address or one that is not aligned, no dtype, sizes and strides beyond memory, rows behind
+    the last.
+    """
     at = torch.zeros(64).data_ptr()
     right = (at, 0, (2, 2, 4), (8, 4, 1), 0, 4)
     cpu._cpu.Rows(*right)
@@ -217,7 +253,10 @@ def test_the_setting_limits_the_instruction_sets(limit):
     limited = start(LIMITED, cpu._cpu.__file__, GRPO_KERNELS_ISA=limit)
     output = limited.communicate(timeout=60)[0]
     if limit == "avx3":
-        assert "ImportError: GRPO_KERNELS_ISA=avx3: choose avx2, avx512 or avx512bf16, or unset it" in output
+        assert (
+            "ImportError: GRPO_KERNELS_ISA=avx3: choose avx2, avx512 or avx512bf16, or unset it"
+            in output
+        )
         return
     allowed = every[every.index(limit) :] if limit in every else every
     assert output.split() == [*allowed, allowed[0], str(allowed[0] == "avx512bf16")]

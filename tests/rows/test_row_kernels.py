@@ -1,6 +1,8 @@
-"""Kernels over rows of logits, and beside a second stream, of every backend and instruction set, against float64: statistics, what
-is pulled through them, and both in one call. What only divergences have: test_two_row_kernels.py. support/ptx/runs.py runs the
-same for the Triton kernels as compiled, benchmarks/gpu_kit.py on a GPU."""
+"""Kernels over rows of logits, and beside a second stream, of every backend and instruction set,
+against float64: statistics, what is pulled through them, and both in one call. What only
+divergences have: test_two_row_kernels.py. support/ptx/runs.py runs the same for the Triton kernels
+as compiled, benchmarks/gpu_kit.py on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,11 @@ def module(request):
 
 def drawn(vocab=V, dtype=torch.float32, shape=(2, 3), reference=None, **fields):
     r = Rows((4 * torch.randn(*shape, vocab)).clamp(-6e4, 6e4).to(dtype), **fields)
-    return beside(r, r.logits.float() + torch.randn(*shape, vocab), reference, COOL) if reference else r
+    return (
+        beside(r, r.logits.float() + torch.randn(*shape, vocab), reference, COOL)
+        if reference
+        else r
+    )
 
 
 def check_each_way(module, r):
@@ -54,12 +60,20 @@ def check_each_way(module, r):
         check(one, way(module, one))
 
 
-SIZES = (7, 257, 1, 531) if TRITON else (*range(1, 68, 3), 16, 64, 127, 128, 129, 1000, 4111, 32_001)
-BOTH = [] if TRITON else [(vocab, dtype, name) for vocab in (65, 1003) for dtype in DTYPES for name in TRANSFORMS]
+SIZES = (
+    (7, 257, 1, 531) if TRITON else (*range(1, 68, 3), 16, 64, 127, 128, 129, 1000, 4111, 32_001)
+)
+BOTH = (
+    []
+    if TRITON
+    else [(vocab, dtype, name) for vocab in (65, 1003) for dtype in DTYPES for name in TRANSFORMS]
+)
 
 
 def test_values_and_gradients(module):
-    """Rows that end anywhere in a vector, a step or a tile; every dtype with every transform; a temperature for each row."""
+    """Rows that end anywhere in a vector, a step or a tile; every dtype with every transform; a
+    temperature for each row.
+    """
     for vocab, dtype, name in (*zip(SIZES, cycle(DTYPES), cycle(TRANSFORMS), strict=False), *BOTH):
         check_each_way(module, drawn(vocab, dtype, transform=TRANSFORMS[name]))
     for name in list(TRANSFORMS)[-1:] if TRITON else TRANSFORMS:
@@ -78,7 +92,10 @@ def gone(x, targets, columns, what=-math.inf):
 
 
 def sure(x, targets):
-    """p close to 1: the gradient at a target is 1 - p, which no subtraction from a rounded p survives."""
+    """p close to 1:
+
+    the gradient at a target is 1 - p, which no subtraction from a rounded p survives.
+    """
     height = torch.tensor([14.0, 16.0, 18.0, 22.0, 30.0, 300.0])
     x.mul_(0.01).scatter_(-1, targets[:, None], height[:, None])
 
@@ -103,7 +120,9 @@ HARD = {
     "largest behind the steps": lambda x, _: x[:, LATE].fill_(40.0),
     "largest within a step": lambda x, _: x[:, V // 2 + 37].fill_(25.0),
     "flat": lambda x, _: x.fill_(1.5),
-    "likely and absurd targets": lambda x, targets: x[1::2].scatter_(-1, targets[1::2, None], -700.0),
+    "likely and absurd targets": (
+        lambda x, targets: x[1::2].scatter_(-1, targets[1::2, None], -700.0)
+    ),
 }
 
 
@@ -113,7 +132,11 @@ def test_hard_rows(module, name):
     for dtype in SOME:
         r = drawn()
         HARD[name](r.logits.view(6, V), r.targets)
-        held = torch.where(r.logits == -math.inf, r.logits, r.logits.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max))
+        held = torch.where(
+            r.logits == -math.inf,
+            r.logits,
+            r.logits.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max),
+        )
         check_each_way(module, replace(r, logits=held.to(dtype)))
 
 
@@ -128,13 +151,20 @@ VIEWS = {
 @pytest.mark.parametrize("view", VIEWS)
 @each_stream
 def test_where_rows_lie(module, view, second):
-    """The bits do not depend on strides, of either stream; a gradient goes over its logits, or narrower into their memory, and
-    nothing beside it is written."""
+    """The bits do not depend on strides, of either stream; a gradient goes over its logits, or
+    narrower into their memory, and nothing beside it is written.
+    """
     for dtype in SOME if second is None else (torch.bfloat16,):
         whole = torch.randn(3, 4, V if second is None else 291).to(dtype)
         logits = VIEWS[view](whole)
-        moved = TRITON and view == "a padded vocabulary"  # threads take other columns there, and sums have another order
-        dense = Rows(VIEWS[view](whole.clone()) if moved else logits.clone(memory_format=torch.contiguous_format))
+        moved = (
+            TRITON and view == "a padded vocabulary"
+        )  # threads take other columns there, and sums have another order
+        dense = Rows(
+            VIEWS[view](whole.clone())
+            if moved
+            else logits.clone(memory_format=torch.contiguous_format)
+        )
         if second:
             of_second = VIEWS[view](torch.randn_like(whole))
             dense = beside(dense, of_second if moved else of_second.contiguous(), second, COOL)
@@ -156,7 +186,13 @@ def test_a_row_depends_on_nothing_but_itself(module, second):
     """Bit by bit: not on threads, on the range of rows, on the rows beside it."""
     for dtype in SOME if second is None else SOME[:1]:
         vocab = 2085 if second and not TRITON else 20_011 if in_cpp(module) else V
-        r = drawn(vocab, dtype, (3, 4), second, transform=PLAIN._replace(inverse_temperature=torch.linspace(0.5, 2.0, 12)))
+        r = drawn(
+            vocab,
+            dtype,
+            (3, 4),
+            second,
+            transform=PLAIN._replace(inverse_temperature=torch.linspace(0.5, 2.0, 12)),
+        )
         for way, one in ways(r):
             values, gradient = way(module, one)
             torch.set_num_threads(3)
@@ -183,7 +219,10 @@ def test_rows_that_are_not_read(module, second):
         fine = PLAIN._replace(inverse_temperature=torch.where(read, t, 1.0))
         for way, one in ways(drawn(1000, dtype, reference=second, mask=read, transform=fine)):
             bad = replace(
-                one, logits=one.logits.clone(), targets=one.targets.clone(), transform=PLAIN._replace(inverse_temperature=t)
+                one,
+                logits=one.logits.clone(),
+                targets=one.targets.clone(),
+                transform=PLAIN._replace(inverse_temperature=t),
             )
             bad.logits.view(6, -1)[~read] = torch.tensor([math.nan, math.inf])[:, None].to(dtype)
             bad.targets[~read] = torch.tensor([2**40, -100])
@@ -199,7 +238,9 @@ def test_rows_that_are_not_read(module, second):
 
 @pytest.mark.parametrize("at", [0, 500, 1002])
 def test_what_cannot_be_computed_shows_in_its_row(module, at):
-    """NaN, +inf, a row of only -inf, a target that is no id; rows beside it keep their bits, and memory around is not written."""
+    """NaN, +inf, a row of only -inf, a target that is no id; rows beside it keep their bits, and
+    memory around is not written.
+    """
     for dtype in SOME:
         r = drawn(1003, dtype, (1, 6))
         bad = replace(r, logits=r.logits.clone(), targets=r.targets.clone())
@@ -214,7 +255,11 @@ def test_what_cannot_be_computed_shows_in_its_row(module, at):
                 ({name: x[fine] for name, x in found.items()}, out[0, fine]),
                 ({k: x[fine] for k, x in values.items()}, gradient[0, fine]),
             )
-            assert found["logps"][1:5].isnan().all() and out[0, 1:3].isnan().all() and (around[[0, 2]] == 7.0).all()
+            assert (
+                found["logps"][1:5].isnan().all()
+                and out[0, 1:3].isnan().all()
+                and (around[[0, 2]] == 7.0).all()
+            )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,4 +1,7 @@
-"""The C++ module under hostile calls and under sanitizers: nothing outside the arguments' memory is read or written."""
+"""The C++ module under hostile calls and under sanitizers:
+
+nothing outside the arguments' memory is read or written.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,8 @@ from grpo_kernels import _cpu
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 
-#: Python code with another build of the module in place of the installed one, which it asks for a number of threads; torch itself
-#: keeps to one.
+#: Python code with another build of the module in place of the installed one, which it asks for a
+#: number of threads; torch itself keeps to one.
 WITH_MODULE = """
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location("grpo_kernels._cpu", sys.argv[1])
@@ -41,8 +44,8 @@ sys.exit(pytest.main(sys.argv[3:]))
 """
 FUZZ = f"{WITH_MODULE}\nimport fuzz_kernels\nfuzz_kernels.main(*sys.argv[2:])"
 
-#: Stands in for the OpenMP runtime that torch loads, whose own waiting the thread sanitizer does not see: each team is one of
-#: new threads, which it does see.
+#: Stands in for the OpenMP runtime that torch loads, whose own waiting the thread sanitizer does
+#: not see: each team is one of new threads, which it does see.
 TEAM = """
 #include <thread>
 #include <vector>
@@ -59,7 +62,8 @@ extern "C" void GOMP_parallel(void (*body)(void*), void* data, unsigned threads,
 }
 """
 
-#: Without torch, whose threads these would be: many are wanted, where the memory may have room for the stacks of a few.
+#: Without torch, whose threads these would be: many are wanted, where the memory may have room for
+#: the stacks of a few.
 THREADS = """
 import ctypes, importlib.util, resource, sys
 spec = importlib.util.spec_from_file_location("_cpu", sys.argv[1])
@@ -88,13 +92,17 @@ def run(code, module, *arguments, **environment):
 
 
 def fuzz(module, seed, calls, **environment):
-    library = amx.emulator() if "LD_PRELOAD" not in environment else None  # a sanitizer sees no access of tiles
+    library = (
+        amx.emulator() if "LD_PRELOAD" not in environment else None
+    )  # a sanitizer sees no access of tiles
     printed = run(FUZZ, module, str(seed), "0", str(calls), str(library or ""), **environment)
     assert printed.endswith(f"{calls} calls were right\n")
 
 
 def test_hostile_calls():
-    """Guard pages around every tensor, wild values and sizes, results compared with float64; see fuzz_kernels.py."""
+    """Guard pages around every tensor, wild values and sizes, results compared with float64; see
+    fuzz_kernels.py.
+    """
     fuzz(_cpu.__file__, 1, 70)
 
 
@@ -112,12 +120,17 @@ def test_threads_that_cannot_be_had_are_done_without():
 
 
 def runtime(name):
-    """The sanitizer's library, and that of C++, whose exceptions it wants to see: to be loaded before Python."""
+    """The sanitizer's library, and that of C++, whose exceptions it wants to see:
+
+    to be loaded before Python.
+    """
     compiler = shutil.which("g++")
     if compiler is None or shutil.which("cmake") is None:
         pytest.skip("the sanitized module wants g++ and cmake")
     found = [
-        subprocess.run([compiler, f"-print-file-name={lib}"], capture_output=True, text=True, check=True).stdout.strip()
+        subprocess.run(
+            [compiler, f"-print-file-name={lib}"], capture_output=True, text=True, check=True
+        ).stdout.strip()
         for lib in (name, "libstdc++.so.6")
     ]
     if not os.path.isabs(found[0]):
@@ -127,7 +140,11 @@ def runtime(name):
 
 def build(folder, sanitizers):
     """The module compiled from this checkout."""
-    options = [f"-DGRPO_SANITIZE={sanitizers}", "-DCMAKE_CXX_COMPILER=g++", f"-DPython_EXECUTABLE={sys.executable}"]
+    options = [
+        f"-DGRPO_SANITIZE={sanitizers}",
+        "-DCMAKE_CXX_COMPILER=g++",
+        f"-DPython_EXECUTABLE={sys.executable}",
+    ]
     for command in (
         ["cmake", "-S", str(ROOT), "-B", str(folder), *options],
         ["cmake", "--build", str(folder), "--parallel", str(os.cpu_count())],
@@ -137,17 +154,27 @@ def build(folder, sanitizers):
 
 
 def run_tests(module, threads, *arguments, **environment):
-    """pytest with another build of the module; no test is skipped. What a sanitizer says goes past pytest."""
+    """pytest with another build of the module; no test is skipped.
+
+    What a sanitizer says goes past pytest.
+    """
     options = ("-q", "-x", "--capture=sys", "-p", "no:cacheprovider")
     printed = run(
-        TESTS, module, str(threads), *(str(HERE / x) if x.endswith(".py") else x for x in arguments), *options, **environment
+        TESTS,
+        module,
+        str(threads),
+        *(str(HERE / x) if x.endswith(".py") else x for x in arguments),
+        *options,
+        **environment,
     )
     assert " passed" in printed and "skipped" not in printed, printed
 
 
 @pytest.mark.slow
 def test_addresses_and_undefined_behaviour(tmp_path):
-    """The tests of the kernels and hostile calls, compiled with the address and undefined-behaviour sanitizers."""
+    """The tests of the kernels and hostile calls, compiled with the address and undefined-behaviour
+    sanitizers.
+    """
     environment = {
         "LD_PRELOAD": runtime("libasan.so"),
         "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
@@ -163,23 +190,38 @@ def test_addresses_and_undefined_behaviour(tmp_path):
         "test_slot_products.py",
         "test_evaluate.py",
     )
-    # No backend twice, and not what counts the pages that are given back: the sanitizer keeps them for a while.
+    # No backend twice, and not what counts the pages that are given back: the sanitizer keeps them
+    # for a while.
     run_tests(module, 1, *tests, "-k", "not (eager or triton or without_memory)", **environment)
 
 
 @pytest.mark.slow
 def test_races(tmp_path):
-    """The threads of parallel.h, its own where no OpenMP is loaded and those of a team, with the thread sanitizer."""
+    """The threads of parallel.h, its own where no OpenMP is loaded and those of a team, with the
+    thread sanitizer.
+    """
     environment = {
         "LD_PRELOAD": runtime("libtsan.so"),
-        # The emulator of tiles takes memory in its handler of signals, which come at its own instructions alone: that is safe.
+        # The emulator of tiles takes memory in its handler of signals, which come at its own
+        # instructions alone: that is safe.
         "TSAN_OPTIONS": "halt_on_error=1:report_signal_unsafe=0",
         "OPENBLAS_NUM_THREADS": "1",
     }
     module = build(tmp_path / "module", "thread")
     run(THREADS, module, "0", **environment)
     team = tmp_path / "team.so"
-    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-fsanitize=thread", "-x", "c++", "-", "-o", str(team)]
+    flags = [
+        "-std=c++17",
+        "-O1",
+        "-fPIC",
+        "-shared",
+        "-fsanitize=thread",
+        "-x",
+        "c++",
+        "-",
+        "-o",
+        str(team),
+    ]
     subprocess.run(["g++", *flags], input=TEAM, text=True, check=True)
     environment |= {"LD_PRELOAD": f"{environment['LD_PRELOAD']}:{team}", "OMP_NUM_THREADS": "1"}
     fuzz(module, 5, 100, **environment)

@@ -1,5 +1,6 @@
-"""Products over slots of every backend and instruction set, against float64; Triton's as test_row_kernels.py. Matrices between
-protected pages: fuzz_kernels.py."""
+"""Products over slots of every backend and instruction set, against float64; Triton's as
+test_row_kernels.py. Matrices between protected pages: fuzz_kernels.py.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +10,18 @@ import torch
 from grpo_kernels.core.backends import eager
 from grpo_kernels.core.pairs import Pairs
 from support.bits import note
-from support.kernel_rows import DTYPES, EPS, KERNELS, TRITON, UNIT, kernels, matrix, random_slots, slots_of, values_for
+from support.kernel_rows import (
+    DTYPES,
+    EPS,
+    KERNELS,
+    TRITON,
+    UNIT,
+    kernels,
+    matrix,
+    random_slots,
+    slots_of,
+    values_for,
+)
 
 EAGER = eager.Kernels()
 
@@ -21,8 +33,12 @@ def module(request):
 
 
 def close(got, want, size, terms):
-    """fp32 roundings of a sum whose terms have magnitudes of `size` in all, then one of the store."""
-    stored = UNIT[got.dtype] * want.abs() * (got.dtype != torch.float32) + (2.0**-24 if got.dtype == torch.float16 else 0.0)
+    """fp32 roundings of a sum whose terms have magnitudes of `size` in all, then one of the
+    store.
+    """
+    stored = UNIT[got.dtype] * want.abs() * (got.dtype != torch.float32) + (
+        2.0**-24 if got.dtype == torch.float16 else 0.0
+    )
     beyond = (got.double() - want).abs() - stored
     note("sparse products", beyond / size)
     assert (beyond <= EPS * (terms + 1) * size).all(), beyond.max()
@@ -53,33 +69,56 @@ def check(module, slots, hidden, weight, d_hidden, d_weight):
 
 
 @pytest.mark.parametrize(
-    "width, gap", [(20, 6), (1, 0)] if TRITON else [(w, 6 * (i % 2)) for i, w in enumerate((1, 3, 16, 33, 64, 100, 513, 2100))]
+    "width, gap",
+    (
+        [(20, 6), (1, 0)]
+        if TRITON
+        else [(w, 6 * (i % 2)) for i, w in enumerate((1, 3, 16, 33, 64, 100, 513, 2100))]
+    ),
 )
 def test_products(module, width, gap):
-    """Of every two dtypes, at tails of every vector, wider than what C++ sums up at a time; rows apart."""
+    """Of every two dtypes, at tails of every vector, wider than what C++ sums up at a time; rows
+    apart.
+    """
     n = 5 if width > 1000 else 23
     for dtype in DTYPES:
         for other in (dtype, DTYPES[DTYPES.index(dtype) - 1]):
             hidden, weight = matrix(n, width, dtype, 1, gap), matrix(40, width, other, 2, gap)
             check(
-                module, random_slots(n, 40), hidden, weight, matrix(n, width, other, 3, gap), matrix(40, width, dtype, 4, gap)
+                module,
+                random_slots(n, 40),
+                hidden,
+                weight,
+                matrix(n, width, other, 3, gap),
+                matrix(40, width, dtype, 4, gap),
             )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_no_slot_names_is_not_read(module, dtype):
-    """Nor is what a value of 0 multiplies, and rows of sums that nothing is added to are left alone."""
+    """Nor is what a value of 0 multiplies, and rows of sums that nothing is added to are left
+    alone.
+    """
     slots = slots_of([[3, -1, 5], [], [-1, -1], [3, 4], [1, 3]])
-    hidden, weight = torch.full((5, 37), torch.nan).to(dtype), torch.full((7, 37), torch.nan).to(dtype)
+    hidden, weight = (
+        torch.full((5, 37), torch.nan).to(dtype),
+        torch.full((7, 37), torch.nan).to(dtype),
+    )
     hidden[[0, 3, 4]], weight[[1, 3, 4, 5]] = matrix(3, 37, dtype, 1), matrix(4, 37, dtype, 2)
     assert not module.pair_logits(hidden, weight, slots).isnan().any()
     hidden[3] = weight[1] = weight[4] = torch.nan
-    values = torch.tensor([0.5, torch.nan, 2.0, 1.0, torch.nan, 0.0, 0.0, 0.0, 0.25])  # row 3 has none, nor have ids 1 and 4
+    values = torch.tensor(
+        [0.5, torch.nan, 2.0, 1.0, torch.nan, 0.0, 0.0, 0.0, 0.25]
+    )  # row 3 has none, nor have ids 1 and 4
     _, *found = results(module, values, slots, hidden, weight)
     for sums, live in zip(found, ([0, 4], [3, 5]), strict=True):
         assert sums.isfinite().all() and (sums != 0).all(1)[live].all()
         assert sums.any(1).nonzero()[:, 0].tolist() == live
-    slots, hidden, weight = slots_of([[-1], [-1, -1]]), torch.full((2, 5), torch.nan), torch.full((4, 5), torch.nan)
+    slots, hidden, weight = (
+        slots_of([[-1], [-1, -1]]),
+        torch.full((2, 5), torch.nan),
+        torch.full((4, 5), torch.nan),
+    )
     found = results(module, torch.ones(3), slots, hidden, weight)
     assert (found[0] == -torch.inf).all() and not any(x.any() for x in found[1:])
 
@@ -88,7 +127,9 @@ def test_what_no_slot_names_is_not_read(module, dtype):
 def test_sums_are_rounded_once(module, dtype):
     """Terms that are each too small for the sum's dtype still count."""
     n, eps, out = 64, torch.finfo(dtype).eps, torch.ones(2, 21, dtype=dtype)
-    module.add_grad_weight_of_pairs(torch.full((n,), eps / 4), slots_of([[1]] * n), torch.ones(n, 21, dtype=dtype), out)
+    module.add_grad_weight_of_pairs(
+        torch.full((n,), eps / 4), slots_of([[1]] * n), torch.ones(n, 21, dtype=dtype), out
+    )
     assert (out[1] == 1 + eps * n / 4).all() and (out[0] == 1).all()
 
 

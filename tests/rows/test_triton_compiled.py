@@ -1,9 +1,12 @@
-"""The cases of the Triton kernels, in processes of their own: they execute the code that Triton compiles for a GPU (support/ptx).
+"""The cases of the Triton kernels, in processes of their own: they execute the code that Triton
+compiles for a GPU (support/ptx).
 
     GRPO_KERNELS_TRITON_36=FOLDER python -m pytest -m compiled tests/rows/test_triton_compiled.py
 
-runs all of them for each target, with warps in three orders, with the Triton that is installed and with 3.6 from that folder
-(`pip install --no-deps --target FOLDER triton==3.6.0`). `python tests/repository/compiled.py` writes what that came to."""
+runs all of them for each target, with warps in three orders, with the Triton that is installed and
+with 3.6 from that folder (`pip install --no-deps --target FOLDER triton==3.6.0`). `python
+tests/repository/compiled.py` writes what that came to.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,18 @@ from support.ptx.runs import CASES, ORDERS, TARGETS, all_cases, executed, known
 
 FOLDERS = {"installed": "", "3.6": os.environ.get("GRPO_KERNELS_TRITON_36", "")}
 
-builds = pytest.mark.skipif(shutil.which("cc") is None, reason="the machine of the executor is built by a C compiler")
+builds = pytest.mark.skipif(
+    shutil.which("cc") is None, reason="the machine of the executor is built by a C compiler"
+)
 
 
 @builds
-@pytest.mark.skipif(not known(triton.__version__), reason="the executor has not read what this version emits")
-@pytest.mark.parametrize("cases", [CASES[:2], CASES[2:]], ids=["policy", "reference, pairs and vectors"])
+@pytest.mark.skipif(
+    not known(triton.__version__), reason="the executor has not read what this version emits"
+)
+@pytest.mark.parametrize(
+    "cases", [CASES[:2], CASES[2:]], ids=["policy", "reference, pairs and vectors"]
+)
 def test_the_first_case_of_each_test(cases):
     executed(cases, "sm_90", 0, first=True)
 

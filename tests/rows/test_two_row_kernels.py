@@ -1,5 +1,6 @@
-"""Kernels over two streams of rows, for divergences: of every backend and instruction set, against float64. Run for Triton as
-test_row_kernels.py is."""
+"""Kernels over two streams of rows, for divergences: of every backend and instruction set, against
+float64. Run for Triton as test_row_kernels.py is.
+"""
 
 from __future__ import annotations
 
@@ -60,14 +61,18 @@ def check_closely(module, r, rtol, of_gradient):
     for way in (visited, fused):
         values, gradient = way(module, r.divergence_alone)
         assert (values["divergence"] >= 0).all()
-        torch.testing.assert_close(values["divergence"].double(), right["divergence"], rtol=rtol, atol=0.0)
+        torch.testing.assert_close(
+            values["divergence"].double(), right["divergence"], rtol=rtol, atol=0.0
+        )
         error = ((gradient[0] - steep).abs() - first_order(r.divergence_alone)[1]).clamp(min=0.0)
         assert (error.norm(dim=-1) <= of_gradient * steep.norm(dim=-1)).all()
 
 
 @each_kind
 def test_values_and_gradients(module, kind, mixture):
-    """Blocks, vectors and tiles that end anywhere; dtypes and transforms of each stream; the slopes of all statistics at once."""
+    """Blocks, vectors and tiles that end anywhere; dtypes and transforms of each stream; the slopes
+    of all statistics at once.
+    """
     single, half = torch.float32, torch.bfloat16
     cases = (
         (single, single, PLAIN, PLAIN), (half, torch.float16, CAPPED, COOL), (single, half, COOL, CAPPED), (half, half, WARM, COOL),
@@ -75,7 +80,11 @@ def test_values_and_gradients(module, kind, mixture):
     for i, vocab in enumerate((1, 131, 530) if TRITON else (1, 2, 7, 33, V, 1030, 5003)):
         for own, of_second, *transforms in cases[i % 4 : i % 4 + 1] if TRITON else cases:
             z, w = row_pairs(vocab)
-            r = Rows(z.to(own)[None], transforms[0], ReferenceRows(w.to(of_second)[None], transforms[1], kind, mixture))
+            r = Rows(
+                z.to(own)[None],
+                transforms[0],
+                ReferenceRows(w.to(of_second)[None], transforms[1], kind, mixture),
+            )
             check_each_way(module, r)
             without = module.fused_loss(given(r), stage_of(r), None)[2]
             assert torch.equal(without, fused(module, r)[0]["losses"])
@@ -83,10 +92,16 @@ def test_values_and_gradients(module, kind, mixture):
 
 @each_kind
 def test_nearly_equal_rows(module, kind, mixture):
-    """Down to 1e-10 the value keeps three digits, none is negative; so in a row whose maxima move while it is visited, and 83
-    apart."""
+    """Down to 1e-10 the value keeps three digits, none is negative; so in a row whose maxima move
+    while it is visited, and 83 apart.
+    """
     vocab = 300 if TRITON else 32_003
-    base = torch.cat([torch.randn(4, vocab) * 3.0, torch.randn(3, vocab).sort(-1).values * torch.tensor([[0.3], [2.0], [6.0]])])
+    base = torch.cat(
+        [
+            torch.randn(4, vocab) * 3.0,
+            torch.randn(3, vocab).sort(-1).values * torch.tensor([[0.3], [2.0], [6.0]]),
+        ]
+    )
     for size, shift in ((1e-2, 0.0), (3e-5, 0.0), (1e-2, 83.0)):
         r = two(base + shift, base + size * torch.randn_like(base) - shift / 30, kind, mixture)
         check_closely(module, r, 1e-3, 3e-3)
@@ -94,29 +109,42 @@ def test_nearly_equal_rows(module, kind, mixture):
 
 @pytest.mark.parametrize("mixture", (1e-6, 1 - 1e-6))
 def test_shares_near_an_end(module, mixture):
-    """In fp32, 1 less the larger share has few digits of the smaller one, and m/p - 1 few of a small m/p."""
+    """In fp32, 1 less the larger share has few digits of the smaller one, and m/p - 1 few of a
+    small m/p.
+    """
     z, w = 4.0 * torch.randn(2, 6, V)
     z[0, 7], w[1, 9] = 8.0, 40.0
     check_closely(module, two(z, w, "jsd", mixture), 3e-6, 2e-5)
 
 
 def test_a_total_variation_by_hand(module):
-    """p (sg - E_p[sg]) / 2; between equal rows the sign is 0, and between disjoint ones the value is 1."""
+    """p (sg - E_p[sg]) / 2; between equal rows the sign is 0, and between disjoint ones the value
+    is 1.
+    """
     p = torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.3, 0.2], [0.6, 0.3, 0.1], [1.0, 0.0, 0.0]])
     q = torch.tensor([[0.2, 0.3, 0.5], [0.2, 0.4, 0.4], [0.6, 0.3, 0.1], [0.0, 0.5, 0.5]])
-    r = replace(two(p.log(), q.log(), "tv", 0.0), slopes={"logps": torch.zeros(4), "divergence": torch.ones(4)})
-    by_hand = torch.tensor([[0.21, -0.14, -0.07], [0.25, -0.15, -0.1], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    r = replace(
+        two(p.log(), q.log(), "tv", 0.0),
+        slopes={"logps": torch.zeros(4), "divergence": torch.ones(4)},
+    )
+    by_hand = torch.tensor(
+        [[0.21, -0.14, -0.07], [0.25, -0.15, -0.1], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
+    )
     for way in (visited, fused):
         values, gradient = way(module, r)
-        torch.testing.assert_close(values["divergence"], torch.tensor([0.5, 0.3, 0.0, 1.0]), rtol=1e-6, atol=0.0)
+        torch.testing.assert_close(
+            values["divergence"], torch.tensor([0.5, 0.3, 0.0, 1.0]), rtol=1e-6, atol=0.0
+        )
         torch.testing.assert_close(gradient[0], by_hand, rtol=1e-5, atol=1e-7)
         assert values["divergence"][2] == 0 and not gradient[0, 2].any()
 
 
 @each_kind
 def test_what_is_impossible_or_no_number(module, kind, mixture):
-    """-inf in both streams counts nothing; where only the second distribution is 0 a KL is infinite, others are not. NaN and rows
-    of only -inf show, in either stream; a row that is not read is 0."""
+    """-inf in both streams counts nothing; where only the second distribution is 0 a KL is
+    infinite, others are not. NaN and rows of only -inf show, in either stream; a row that is not
+    read is 0.
+    """
     z, w = torch.randn(2, 9, 300 if TRITON else 2100)
     z[:, 3], w[:, 3] = -math.inf, -math.inf
     behind, front = (z, w) if kind == "forward" else (w, z)
@@ -129,19 +157,43 @@ def test_what_is_impossible_or_no_number(module, kind, mixture):
         check(one, (values, gradient))
         found = values["divergence"]
         assert found.isnan().tolist() == [True] * 4 + [False] * 5
-        assert found.isinf().tolist() == [kind in ("reverse", "forward") and i == 5 for i in range(9)]
-        assert gradient[0, : 4 if in_cpp(module) else 2].isnan().any(-1).all() and gradient[0, [4, 6, 7]].isfinite().all()
+        assert found.isinf().tolist() == [
+            kind in ("reverse", "forward") and i == 5 for i in range(9)
+        ]
+        assert (
+            gradient[0, : 4 if in_cpp(module) else 2].isnan().any(-1).all()
+            and gradient[0, [4, 6, 7]].isfinite().all()
+        )
         assert found[8] == 0 and not gradient[0, 8].any() and not gradient[0, [4, 6, 7], 3].any()
 
 
 @each_kind
 def test_maxima_that_rise_apart(module, kind, mixture):
-    """The terms of each block are relative to other maxima, of either row, some far below the last."""
+    """The terms of each block are relative to other maxima, of either row, some far below the
+    last.
+    """
     vocab = 400 if TRITON else 5000
-    up, early, late = torch.arange(vocab) * (250.0 / vocab), torch.full((vocab,), -3e4), torch.full((vocab,), -200.0)
-    early[: vocab // 3], late[2 * vocab // 3 :] = torch.randn(vocab // 3), torch.randn(vocab - 2 * vocab // 3)
+    up, early, late = (
+        torch.arange(vocab) * (250.0 / vocab),
+        torch.full((vocab,), -3e4),
+        torch.full((vocab,), -200.0),
+    )
+    early[: vocab // 3], late[2 * vocab // 3 :] = (
+        torch.randn(vocab // 3),
+        torch.randn(vocab - 2 * vocab // 3),
+    )
     z = torch.stack([up, up, -up, torch.randn(vocab), early, late, torch.randn(vocab)])
-    w = torch.stack([up + 0.1 * torch.randn(vocab), -up, up, up, torch.randn(vocab), late + 1.0, early.clamp(min=-300)])
+    w = torch.stack(
+        [
+            up + 0.1 * torch.randn(vocab),
+            -up,
+            up,
+            up,
+            torch.randn(vocab),
+            late + 1.0,
+            early.clamp(min=-300),
+        ]
+    )
     check_each_way(module, two(z, w, kind, mixture))
 
 

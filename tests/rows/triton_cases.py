@@ -1,6 +1,7 @@
-"""What only the Triton kernels have: launches, alignment, tiles that are copied ahead, formulas. Their values are
-asked for in test_row_kernels.py and its kin, which run beside this file: as compiled by test_triton_compiled.py, on a GPU by
-benchmarks/gpu_kit.py."""
+"""What only the Triton kernels have: launches, alignment, tiles that are copied ahead, formulas.
+Their values are asked for in test_row_kernels.py and its kin, which run beside this file: as
+compiled by test_triton_compiled.py, on a GPU by benchmarks/gpu_kit.py.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,10 @@ def tilted(logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[floa
     """A surrogate with a helper, a module-level number, annotations and one parameter."""
     x = (logp - old_logp) / WIDTH
     s = ops.sigmoid(x)
-    return -advantage * logp + params[0] * bend(x), -advantage + params[0] * (s + x * s * (1.0 - s)) / WIDTH
+    return (
+        -advantage * logp + params[0] * bend(x),
+        -advantage + params[0] * (s + x * s * (1.0 - s)) / WIDTH,
+    )
 
 
 def squashed(logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[float, ...]) -> Any:
@@ -61,9 +65,21 @@ def squashed(logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[fl
 
 
 FAMILY = {
-    **{name: objective for name, objective in PRESETS.items() if objective.one_pass and objective.exact is None},
-    **{f"{e}, {w}": Objective(beta=0.3, kl=Kl(e, w)) for e in ESTIMATORS for w in WEIGHTINGS if e != "distillation"},
-    **{f"{kind} from the sampler": Objective(filters=(TrustRegion(kind, 0.02, 0.01, "sampler"),)) for kind in TRUST_REGIONS},
+    **{
+        name: objective
+        for name, objective in PRESETS.items()
+        if objective.one_pass and objective.exact is None
+    },
+    **{
+        f"{e}, {w}": Objective(beta=0.3, kl=Kl(e, w))
+        for e in ESTIMATORS
+        for w in WEIGHTINGS
+        if e != "distillation"
+    },
+    **{
+        f"{kind} from the sampler": Objective(filters=(TrustRegion(kind, 0.02, 0.01, "sampler"),))
+        for kind in TRUST_REGIONS
+    },
     "k3+": Objective(beta=0.3, kl="k3+"),
     "clamped k3": Objective(beta=0.3, kl=Kl("k3", "ratio", clamp_log=0.4, clamp=0.05)),
     "bounded ratio": Objective(log_ratio_bounds=(-0.2, 0.3)),
@@ -76,7 +92,9 @@ FAMILY = {
 @pytest.mark.parametrize("old", [True, False], ids=["off-policy", "on-policy"])
 @pytest.mark.parametrize("name", FAMILY)
 def test_the_family_compiles_to_what_torch_runs(name, old):
-    """The formulas are tested against the oracle under torch; here the fused kernel, with the programs that are made of them."""
+    """The formulas are tested against the oracle under torch; here the fused kernel, with the
+    programs that are made of them.
+    """
     compare_with_torch(FAMILY[name], old)
 
 
@@ -87,7 +105,9 @@ def test_tanh_of_a_formula(width):
 
 
 def compare_with_torch(objective, old):
-    """Run the fused kernel and the formula in torch on the same rows, and compare losses and gradients."""
+    """Run the fused kernel and the formula in torch on the same rows, and compare losses and
+    gradients.
+    """
     r, n = drawn(531, n=6), 6
     base = -math.log(531) + 0.3 * torch.randn(n)
     rows = TokenRows(
@@ -110,7 +130,8 @@ CHOICES = {
     "an end of three, all kept": Choice(64, 4, ends=3, kept=3),
     "copied ahead": Choice(64, 2, ends=2, kept=1, stages=3),
 }
-#: Whole tiles and columns beside them: rows of many tiles, of as many as are loaded at once, and of one.
+#: Whole tiles and columns beside them: rows of many tiles, of as many as are loaded at once, and of
+#: one.
 LENGTHS = [(5, -117), (2, 0), (0, 7), (0, 257), (0, 1031)]
 
 
@@ -125,7 +146,9 @@ def test_every_choice_gives_the_same_rows(choice, dtype, monkeypatch):
         r = with_bonus(drawn(vocab, dtype, transform=RowTransform(1.3, 0.0, 0.7)))
         peeled = fused(backend, r)
         check(r, peeled)
-        wider = torch.full((1, r.count, vocab + 3), 3.0, dtype=dtype)  # no boundary is where the logits' is
+        wider = torch.full(
+            (1, r.count, vocab + 3), 3.0, dtype=dtype
+        )  # no boundary is where the logits' is
         _, beside = fused(backend, r, wider[..., :vocab])
         assert (wider[..., vocab:] == 3.0).all()
         if vocab % 16:  # else threads take other columns, and sums have another order
@@ -146,7 +169,10 @@ def test_rows_of_a_real_length_as_they_are_launched(dtype, V):
 
 @pytest.mark.parametrize("width", (20, 48))
 def test_an_id_with_many_slots_is_summed_in_pieces(width, monkeypatch):
-    """Of 16 slots here, the last longer. Its bits do not depend on what other ids have, nor on how columns go to programs."""
+    """Of 16 slots here, the last longer.
+
+    Its bits do not depend on what other ids have, nor on how columns go to programs.
+    """
     monkeypatch.setattr(triton, "PIECE", 16)
     counts = {0: 31, 1: 32, 2: 5, 3: 33, 4: 161, 5: 1, 7: 48}
     ids = torch.tensor([id for id, count in counts.items() for _ in range(count)])
@@ -164,5 +190,7 @@ def test_an_id_with_many_slots_is_summed_in_pieces(width, monkeypatch):
     monkeypatch.setitem(LAUNCH, "pairs", LAUNCH["pairs"]._replace(threads=32))
     for id in counts:
         alone = zeros.clone()
-        backend.add_grad_weight_of_pairs(values, slots._replace(ids=torch.where(ids == id, id, -1)), hidden, alone)
+        backend.add_grad_weight_of_pairs(
+            values, slots._replace(ids=torch.where(ids == id, id, -1)), hidden, alone
+        )
         assert torch.equal(alone[id], out[id]) and not alone[torch.arange(8) != id].any(), id

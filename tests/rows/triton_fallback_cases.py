@@ -1,4 +1,7 @@
-"""Kernels that cannot run, in Triton's interpreter: what runs in their place, against float64. Run by test_triton_compile.py."""
+"""Kernels that cannot run, in Triton's interpreter:
+
+what runs in their place, against float64. Run by test_triton_compile.py.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,11 @@ def gpu(monkeypatch):
     """`pick` chooses as it would for a GPU, in a process where nothing has failed yet."""
     pick = backends.pick
     monkeypatch.setattr(backends, "unavailable", lambda name: None)
-    monkeypatch.setattr(backends, "pick", lambda name, device, strict=False: pick(name, torch.device("cuda"), strict))
+    monkeypatch.setattr(
+        backends,
+        "pick",
+        lambda name, device, strict=False: pick(name, torch.device("cuda"), strict),
+    )
     monkeypatch.setattr(triton, "available", lambda: None)
     monkeypatch.setattr(triton.launch, "_remembered", {})
     monkeypatch.setattr("grpo_kernels.checks._warned", set())
@@ -45,7 +52,10 @@ Refuse = Callable[..., Counter[tuple[str, int]]]
 
 @pytest.fixture
 def refuse(monkeypatch):
-    """refuse("softmax_sums", above=256): tiles of more lanes raise, others run. Returns the launches, by (kernel, lanes)."""
+    """refuse("softmax_sums", above=256):
+
+    tiles of more lanes raise, others run. Returns the launches, by (kernel, lanes).
+    """
     run = InterpretedFunction.run
 
     def set_up(*kernels, above=0, error=OUT, compiling=False):
@@ -78,7 +88,9 @@ def right(recipe=ONE_VISIT, **options):
     compare(problem(recipe), run(problem(recipe), **options))
 
 
-@pytest.mark.parametrize("above, dtype", [(128, torch.bfloat16), (256, torch.float32), (1024, torch.bfloat16)])
+@pytest.mark.parametrize(
+    "above, dtype", [(128, torch.bfloat16), (256, torch.float32), (1024, torch.bfloat16)]
+)
 def test_a_smaller_tile_is_right_and_remembered(above, dtype, refuse):
     launches, r = refuse(*KERNELS, above=above), Rows(torch.randn(1, 3, 9000).to(dtype))
 
@@ -92,10 +104,18 @@ def test_a_smaller_tile_is_right_and_remembered(above, dtype, refuse):
         name: max(lanes for kernel, lanes in launches if kernel == name)
         for name in ("softmax_sums", "softmax_gradient", "fused_loss")
     }
-    assert full["fused_loss"] > above and all(count == 1 for (_, lanes), count in launches.items() if lanes > above)
+    assert full["fused_loss"] > above and all(
+        count == 1 for (_, lanes), count in launches.items() if lanes > above
+    )
     halved = [name for name, lanes in full.items() if lanes > above]
     for name, message in zip(halved, messages(caught.list), strict=True):
-        said = (f"kernel {name} ", f"{full[name]} x ", f"{above} x ", REASON, "python -m grpo_kernels doctor")
+        said = (
+            f"kernel {name} ",
+            f"{full[name]} x ",
+            f"{above} x ",
+            REASON,
+            "python -m grpo_kernels doctor",
+        )
         assert all(words in message for words in said), message
     launches.clear()
     with warnings.catch_warnings():
@@ -116,11 +136,16 @@ def test_eager_takes_the_calls_of_a_kernel_that_cannot_run(kernels, recipe, refu
         refused = {key for key in launches if key[0] in kernels}
         launches.clear()
         right(recipe)
-    assert not refused & set(launches) and len(messages(caught)) == len({name for name, _ in refused})
+    assert not refused & set(launches) and len(messages(caught)) == len(
+        {name for name, _ in refused}
+    )
     for kernel, _ in refused:
         (message,) = (m for m in messages(caught) if f"kernel {kernel} " in m)
         instead = "second pass" if kernel == "fused_loss" else "eager PyTorch"
-        assert all(words in message for words in (instead, " x 4 ", REASON, "python -m grpo_kernels doctor")), message
+        assert all(
+            words in message
+            for words in (instead, " x 4 ", REASON, "python -m grpo_kernels doctor")
+        ), message
 
 
 @pytest.mark.parametrize("how", ("strict", "by name"))
@@ -133,7 +158,10 @@ def test_no_fallback_where_none_is_allowed(how, refuse):
     for _ in range(2):
         with pytest.raises(RuntimeError, match="kernel fused_loss does not run") as refusal:
             grpo_loss(logits, batch, objective, inplace=True, options=Options(**given))
-        assert all(words in str(refusal.value) for words in (REASON, "512 x 4 down to 128 x 4", 'backend="auto"', "doctor"))
+        assert all(
+            words in str(refusal.value)
+            for words in (REASON, "512 x 4 down to 128 x 4", 'backend="auto"', "doctor")
+        )
     assert launches == {("fused_loss", lanes): 1 for lanes in (512, 256, 128)}
     assert torch.equal(logits, before) and logits._version == version
     triton.launch._remembered.clear()
@@ -153,7 +181,10 @@ DEVICE_ERRORS = (
 
 @pytest.mark.parametrize(
     ("error", "compiling"),
-    [*itertools.product(DEVICE_ERRORS, (False, True)), (RuntimeError("a launch failed, in no known words"), False)],
+    [
+        *itertools.product(DEVICE_ERRORS, (False, True)),
+        (RuntimeError("a launch failed, in no known words"), False),
+    ],
     ids=str,
 )
 def test_an_error_of_the_device_is_not_swallowed(error, compiling, refuse):
@@ -163,7 +194,11 @@ def test_an_error_of_the_device_is_not_swallowed(error, compiling, refuse):
         warnings.simplefilter("error", RuntimeWarning)
         with pytest.raises(type(error)) as raised:
             right()
-    assert raised.value is error and not triton.launch._remembered and launches == {("fused_loss", 512): 1}
+    assert (
+        raised.value is error
+        and not triton.launch._remembered
+        and launches == {("fused_loss", 512): 1}
+    )
 
 
 def by_torch(logp, old_logp, advantage, params):
@@ -174,7 +209,9 @@ def test_a_formula_on_vectors_runs_under_torch_where_its_kernel_cannot(refuse):
     """With one warning, and only where a fallback is allowed."""
     launches, n = refuse("evaluate_formula"), 300
     zeros, logps = torch.zeros(n, dtype=torch.int64), -torch.rand(n)
-    stage = Objective().stage(TokenRows(zeros, None, torch.randn(n), torch.rand(n), logps + 0.1 * torch.randn(n)))
+    stage = Objective().stage(
+        TokenRows(zeros, None, torch.randn(n), torch.rand(n), logps + 0.1 * torch.randn(n))
+    )
     wanted = stage.terms(logps, logps)
     with pytest.warns(RuntimeWarning, match="kernel evaluate_formula does not run.*") as caught:
         found = [triton.OrEager().evaluate_formula(stage, logps, -logps) for _ in range(2)]
@@ -183,7 +220,9 @@ def test_a_formula_on_vectors_runs_under_torch_where_its_kernel_cannot(refuse):
         and "formulas in PyTorch" in messages(caught.list)[0]
         and {name for name, _ in launches} == {"evaluate_formula"}
     )
-    assert all(torch.equal(x[0], wanted.losses) and torch.equal(x[1], wanted.d_logps) for x in found)
+    assert all(
+        torch.equal(x[0], wanted.losses) and torch.equal(x[1], wanted.d_logps) for x in found
+    )
     with pytest.raises(triton.KernelFailure, match="kernel evaluate_formula does not run"):
         backend.evaluate_formula(stage, logps, -logps)
 
@@ -191,7 +230,9 @@ def test_a_formula_on_vectors_runs_under_torch_where_its_kernel_cannot(refuse):
 def test_a_formula_that_is_no_program_runs_under_torch(refuse):
     launches, batch = refuse(), TokenBatch(torch.randint(1031, (7,)), torch.randn(7))
     given = torch.randn(7, 1031).requires_grad_(), batch, Objective(Custom(by_torch))
-    with pytest.warns(RuntimeWarning, match=r"second pass.*by_torch cannot run in the kernels: torch\.sinh"):
+    with pytest.warns(
+        RuntimeWarning, match=r"second pass.*by_torch cannot run in the kernels: torch\.sinh"
+    ):
         grpo_loss(*given).loss.backward()
     assert {name for name, _ in launches} == {"softmax_sums", "softmax_gradient", "scale"}
     with pytest.raises(ValueError, match="by_torch cannot run in the kernels"):

@@ -1,7 +1,9 @@
-"""Recipes run by the Triton backend against float64: every objective, and calls in which every two values of two axes meet.
+"""Recipes run by the Triton backend against float64: every objective, and calls in which every two
+values of two axes meet.
 
-Run as triton_cases.py is. On a GPU vocabularies are of a real size, and products are those of a GPU; elsewhere stand-ins for these
-make the same calls."""
+Run as triton_cases.py is. On a GPU vocabularies are of a real size, and products are those of a
+GPU; elsewhere stand-ins for these make the same calls.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +43,28 @@ def test_an_objective_is_what_its_paper_says(name):
     for i, source in enumerate(("logits", "hidden")):
         vocab, inplace = VOCABULARIES[(len(name) + i) % 2], not i
         check(
-            Recipe(source=source, objective=name, lengths=LENGTHS, layout=layout, other=other, vocab=vocab, inplace=inplace),
+            Recipe(
+                source=source,
+                objective=name,
+                lengths=LENGTHS,
+                layout=layout,
+                other=other,
+                vocab=vocab,
+                inplace=inplace,
+            ),
             backend="triton",
         )
 
 
 def of_triton(r):
     """Triton's interpreter truncates bf16, and no stand-in rounds as a GPU does: fp32 there."""
-    return legal(replace(r, vocab=VOCABULARIES[r.seed % 2], **({} if ON_GPU else {"dtype": "float32", "head": "of hidden"})))
+    return legal(
+        replace(
+            r,
+            vocab=VOCABULARIES[r.seed % 2],
+            **({} if ON_GPU else {"dtype": "float32", "head": "of hidden"}),
+        )
+    )
 
 
 PAIRS = [
@@ -64,8 +80,15 @@ def test_pairs(recipe, monkeypatch):
     check(recipe, backend="triton")
 
 
-@pytest.mark.parametrize("recipe", [Recipe(objective=name, vocab=VOCABULARIES[0], source=source, lengths=LENGTHS)
-                                    for name in ("dapo, k3", "gspo") for source in ("logits", "hidden")], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(objective=name, vocab=VOCABULARIES[0], source=source, lengths=LENGTHS)
+        for name in ("dapo, k3", "gspo")
+        for source in ("logits", "hidden")
+    ],
+    ids=str,
+)
 def test_the_same_bits_again(recipe):
     first, again = (run(problem(recipe), backend="triton") for _ in range(2))
     assert all(same_bits(x, again.values[name]) for name, x in first.values.items())
@@ -94,11 +117,15 @@ def test_offsets_beyond_32_bits(inplace, record_property):
         part = slice(lo, lo + 240)
         own = {name: value[part] for name, value in fields.items()}
         x, ids = source[part].double().requires_grad_(), targets[part]
-        exact = oracle.objective(spec, *oracle.log_probs(x, ids), oracle.sequences_of(ids, None), normalizer=n, **own)
+        exact = oracle.objective(
+            spec, *oracle.log_probs(x, ids), oracle.sequences_of(ids, None), normalizer=n, **own
+        )
         (steep,) = torch.autograd.grad(exact.loss, x)
         total += float(exact.loss.detach())
         worst = max(worst, relative(gradient[part], steep))
-        torch.testing.assert_close(out.logps[part].double(), exact.logps.detach(), rtol=1e-6, atol=5e-6)
+        torch.testing.assert_close(
+            out.logps[part].double(), exact.logps.detach(), rtol=1e-6, atol=5e-6
+        )
     record_property("gradient error", worst)
     assert worst < 6e-3 and abs(out.loss.item() - total) < 1e-5 * (1 + abs(total))
 
@@ -113,7 +140,9 @@ PRODUCTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("shape", [(192, 151936, 1024) if ON_GPU else (12, 96, 8), (5, 1031, 33), (1, 7, 3)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(192, 151936, 1024) if ON_GPU else (12, 96, 8), (5, 1031, 33), (1, 7, 3)], ids=str
+)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products(name, shape, record_property):
     """Of a head with a bias and without, whatever its strides: the sum of two blocks is fp32."""
@@ -131,11 +160,18 @@ def test_products(name, shape, record_property):
         d_logits = products.gradient_buffer(logits, True, block, 0)
         given = d_logits.copy_(1e-9 * torch.randn(rows, vocab)).double()
         d_logits = d_logits if block is None else products.keep(d_logits, block, 0)
-        total = products.add_d_weight(products.add_d_weight(None, d_logits, hidden, last=False), d_logits, hidden, last=True)
+        total = products.add_d_weight(
+            products.add_d_weight(None, d_logits, hidden, last=False), d_logits, hidden, last=True
+        )
         # The gradients of rows are rounded on their way into the products of fp16.
         room = 5e-4 if kind is HalfMatmuls else 5e-5
         for what, found, exact, limit in (
-            ("logits", before, hidden.double() @ weight.double().t() + (0 if bias is None else bias.double()), 1e-5),
+            (
+                "logits",
+                before,
+                hidden.double() @ weight.double().t() + (0 if bias is None else bias.double()),
+                1e-5,
+            ),
             ("d_hidden", products.d_hidden(d_logits), given @ weight.double(), room),
             (
                 "d_weight",

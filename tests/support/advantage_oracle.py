@@ -1,7 +1,8 @@
-"""The reference for advantages: plain Python floats, one loop per sentence of the definition. Imports nothing of the package.
+"""The reference for advantages: plain Python floats, one loop per sentence of the definition.
+Imports nothing of the package.
 
-Rewards are lists; None stands for a missing one. Tokens are lists of sequences, each a list of its trained tokens alone. Sources:
-the papers and trainers named in the package's docstrings.
+Rewards are lists; None stands for a missing one. Tokens are lists of sequences, each a list of its
+trained tokens alone. Sources: the papers and trainers named in the package's docstrings.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def group_advantages(
         members = [j for j in scored if groups[j] == groups[i]]
         peers, others = [scored[j] for j in members], [scored[j] for j in members if j != i]
         if not others and singleton == "raw":
-            return scored[i] / {"none": 1.0, "batch": spread([*scored.values()])}.get(scale, 1.0 + eps)
+            return scored[i] / {"none": 1.0, "batch": spread([*scored.values()])}.get(
+                scale, 1.0 + eps
+            )
         if baseline == "none":
             return scored[i]
         total = math.fsum(weights[j] for j in members)
@@ -56,7 +59,9 @@ def group_advantages(
             return scored[i] - base
         if scale == "mean":
             return (scored[i] - base) / (mean(peers) + eps)
-        return (scored[i] - base) / spread({"group": peers, "batch": [*scored.values()], "others": others}[scale])
+        return (scored[i] - base) / spread(
+            {"group": peers, "batch": [*scored.values()], "others": others}[scale]
+        )
 
     return [advantage(i) for i in range(len(rewards))]
 
@@ -75,63 +80,103 @@ def gdpo(
     eps: float = 1e-4,
     **options: object,
 ) -> list[float]:
-    """Each function's advantages apart, then their weighted sum over its deviation; 0 where no function can tell."""
-    columns = [group_advantages(column, groups, eps=eps, **options) for column in zip(*rewards, strict=True)]  # type: ignore[arg-type]
+    """Each function's advantages apart, then their weighted sum over its deviation; 0 where no
+    function can tell.
+    """
+    columns = [
+        group_advantages(column, groups, eps=eps, **options)
+        for column in zip(*rewards, strict=True)
+    ]  # type: ignore[arg-type]
     rows = [*zip(*columns, strict=True)]
     total = [math.fsum(w * a for w, a in zip(weights, row, strict=True)) for row in rows]
     counted = [t for t, row in zip(total, rewards, strict=True) if any(r is not None for r in row)]
-    return [(t - mean(counted)) / (std(counted) + eps) if any(row) else 0.0 for t, row in zip(total, rows, strict=True)]
+    return [
+        (t - mean(counted)) / (std(counted) + eps) if any(row) else 0.0
+        for t, row in zip(total, rows, strict=True)
+    ]
 
 
 # ---- tokens
 
 
 def returns_to_go(rewards: Rows, gamma: float) -> Rows:
-    return [[math.fsum(gamma**k * r for k, r in enumerate(row[t:])) for t in range(len(row))] for row in rewards]
+    return [
+        [math.fsum(gamma**k * r for k, r in enumerate(row[t:])) for t in range(len(row))]
+        for row in rewards
+    ]
 
 
 def gae(rewards: Rows, values: Rows, gamma: float, lam: float) -> tuple[Rows, Rows]:
     """(advantages, returns): sums of the errors of values, decayed by gamma * lam."""
     after = [[*v, 0.0][1:] for v in values]
-    errors = [[r + gamma * n - v for r, v, n in zip(*row, strict=True)] for row in zip(rewards, values, after, strict=True)]
+    errors = [
+        [r + gamma * n - v for r, v, n in zip(*row, strict=True)]
+        for row in zip(rewards, values, after, strict=True)
+    ]
     advantages = returns_to_go(errors, gamma * lam)
-    return advantages, [[a + v for a, v in zip(*row, strict=True)] for row in zip(advantages, values, strict=True)]
+    return advantages, [
+        [a + v for a, v in zip(*row, strict=True)] for row in zip(advantages, values, strict=True)
+    ]
 
 
-def process_advantages(steps: Sequence[Sequence[Number]], groups: list[int], gamma: float = 1.0, **options: object) -> Rows:
+def process_advantages(
+    steps: Sequence[Sequence[Number]], groups: list[int], gamma: float = 1.0, **options: object
+) -> Rows:
     """steps: the reward of the step that ends at a token, None if no step ends there."""
     found = [(groups[b], r) for b, row in enumerate(steps) for r in row if r is not None]
     normalised = iter(group_advantages([r for _, r in found], [g for g, _ in found], **options))  # type: ignore[arg-type]
-    return returns_to_go([[0.0 if r is None else next(normalised) for r in row] for row in steps], gamma)
+    return returns_to_go(
+        [[0.0 if r is None else next(normalised) for r in row] for row in steps], gamma
+    )
 
 
-def optimal_token_advantages(rewards: Rows, logps: Rows, squares: Rows, groups: list[int], weights: Rows | None = None) -> Rows:
-    """The return less the mean of the group's at that token, weighted by the energy of the paths up to it."""
+def optimal_token_advantages(
+    rewards: Rows, logps: Rows, squares: Rows, groups: list[int], weights: Rows | None = None
+) -> Rows:
+    """The return less the mean of the group's at that token, weighted by the energy of the paths up
+    to it.
+    """
     returns = returns_to_go(rewards, 1.0)
 
     def energy(b: int, t: int) -> float:
-        of = zip(logps[b], squares[b], [1.0] * len(logps[b]) if weights is None else weights[b], strict=True)
-        return math.fsum((1 - 2 * math.exp(logp) + square) * w**2 for logp, square, w in [*of][: t + 1])
+        of = zip(
+            logps[b],
+            squares[b],
+            [1.0] * len(logps[b]) if weights is None else weights[b],
+            strict=True,
+        )
+        return math.fsum(
+            (1 - 2 * math.exp(logp) + square) * w**2 for logp, square, w in [*of][: t + 1]
+        )
 
     def advantage(b: int, t: int) -> float:
         peers = [c for c, g in enumerate(groups) if g == groups[b] and len(returns[c]) > t]
         g, w = [returns[c][t] for c in peers], [energy(c, t) for c in peers]
         if len(peers) > 1 and max(g) == min(g):
             return 0.0
-        base = math.fsum(x * y for x, y in zip(g, w, strict=True)) / (math.fsum(w) + 1e-8) if len(peers) > 1 else 0.0
+        base = (
+            math.fsum(x * y for x, y in zip(g, w, strict=True)) / (math.fsum(w) + 1e-8)
+            if len(peers) > 1
+            else 0.0
+        )
         return returns[b][t] - base
 
     return [[advantage(b, t) for t in range(len(row))] for b, row in enumerate(returns)]
 
 
-def whiten(values: list[float], *, unbiased: bool, eps: float, guard: str, shift_mean: bool = True) -> list[float]:
+def whiten(
+    values: list[float], *, unbiased: bool, eps: float, guard: str, shift_mean: bool = True
+) -> list[float]:
     m, d = mean(values), std(values, unbiased)
-    divisor = {"add": math.sqrt(d * d + eps), "floor": math.sqrt(max(d * d, eps)), "std": d + eps}[guard]
+    divisor = {"add": math.sqrt(d * d + eps), "floor": math.sqrt(max(d * d, eps)), "std": d + eps}[
+        guard
+    ]
     same = max(values) == min(values)
     return [(0.0 if same else (v - m) / divisor) + (0.0 if shift_mean else m) for v in values]
 
 
-# ---- mismatch to the sampler: the log-ratio of each trained token, NaN where the sampler did not score it
+# ---- mismatch to the sampler: the log-ratio of each trained token, NaN where the sampler did not
+# score it
 
 
 def log_weights(rows: Rows) -> Rows:
@@ -144,17 +189,30 @@ def over_sequence(how: str, rows: Rows) -> Rows:
     return rows if one is None else [[one(row)] * len(row) if row else [] for row in rows]  # type: ignore[operator]
 
 
-def importance_weights(rows: Rows, level: str, mode: str, low: float, high: float, normalize: bool) -> Rows:
+def importance_weights(
+    rows: Rows, level: str, mode: str, low: float, high: float, normalize: bool
+) -> Rows:
     how = {"sequence": "sum", "geometric": "mean"}.get(level, "")
     raw = [[math.exp(min(x, 60.0)) for x in row] for row in over_sequence(how, log_weights(rows))]
-    out = [[min(max(w, low), high) if mode == "truncate" else w if low <= w <= high else 0.0 for w in row] for row in raw]
+    out = [
+        [
+            min(max(w, low), high) if mode == "truncate" else w if low <= w <= high else 0.0
+            for w in row
+        ]
+        for row in raw
+    ]
     counted = [w for row in out for w in (row if level == "token" else row[:1])]
     m = mean(counted) if normalize and any(counted) else 1.0
     return [[w / m for w in row] for row in out]
 
 
 def rejection_metric(rows: Rows, metric: str, over: str) -> Rows:
-    of = {"ratio": lambda x: x, "k1": lambda x: -x, "k2": lambda x: x * x / 2, "k3": lambda x: math.expm1(x) - x}[metric]
+    of = {
+        "ratio": lambda x: x,
+        "k1": lambda x: -x,
+        "k2": lambda x: x * x / 2,
+        "k3": lambda x: math.expm1(x) - x,
+    }[metric]
     found = over_sequence(over, [[of(x) for x in row] for row in log_weights(rows)])
     return [[math.exp(min(x, 60.0)) for x in row] for row in found] if metric == "ratio" else found
 
@@ -199,4 +257,6 @@ class Ragged:
 def close(got: torch.Tensor, expected: object, rtol: float = 1e-6, atol: float = 1e-9) -> None:
     """Asserts that an fp32 tensor equals the float64 result."""
     assert got.dtype == torch.float32 and not got.requires_grad
-    torch.testing.assert_close(got.double(), torch.as_tensor(expected, dtype=torch.float64), rtol=rtol, atol=atol)
+    torch.testing.assert_close(
+        got.double(), torch.as_tensor(expected, dtype=torch.float64), rtol=rtol, atol=atol
+    )

@@ -1,5 +1,6 @@
-"""AMX for tests: the processor's, or on others the emulator of amx_emulator.cpp, which executes what the compiler made of
-csrc/matmuls_amx.cpp. As a plugin it makes tiles the engine of every product of a test run:
+"""AMX for tests: the processor's, or on others the emulator of amx_emulator.cpp, which executes
+what the compiler made of csrc/matmuls_amx.cpp. As a plugin it makes tiles the engine of every
+product of a test run:
 
     GRPO_KERNELS_PRODUCTS=amx python -m pytest -p support.amx tests/core/test_combinations.py
 """
@@ -20,7 +21,11 @@ from unittest import mock
 
 import pytest
 
-INTEL = ("GenuineIntel", 1 << 22 | 1 << 24, 1 << 17 | 1 << 18)  # a processor with AMX, and a system that saves its tiles
+INTEL = (
+    "GenuineIntel",
+    1 << 22 | 1 << 24,
+    1 << 17 | 1 << 18,
+)  # a processor with AMX, and a system that saves its tiles
 
 
 @functools.cache
@@ -32,8 +37,12 @@ def emulator() -> Path | None:
     library = Path(tempfile.mkdtemp()) / "amx_emulator.so"
     source = Path(__file__).with_name("amx_emulator.cpp")
     flags = ["-std=c++17", "-O2", "-fPIC", "-shared", "-o"]
-    environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}  # a sanitizer's, for this process only
-    subprocess.run([compiler, *flags, library, source], check=True, capture_output=True, env=environment)
+    environment = {
+        k: v for k, v in os.environ.items() if k != "LD_PRELOAD"
+    }  # a sanitizer's, for this process only
+    subprocess.run(
+        [compiler, *flags, library, source], check=True, capture_output=True, env=environment
+    )
     return library
 
 
@@ -47,15 +56,23 @@ def install(library: Path) -> Any:
 
 
 @contextmanager
-def processor(found: tuple[str, int, int], refusal: int = 0, difference: str | None = "as compared") -> Iterator[None]:
+def processor(
+    found: tuple[str, int, int], refusal: int = 0, difference: str | None = "as compared"
+) -> Iterator[None]:
     """Run as on another processor and system.
 
     found        what CPUID and XCR0 say, as in INTEL
     refusal      errno of the request to use AMX, 0 if it is granted
-    difference   what comparing the AMX products gives, None if they are equal; "as compared": they are compared"""
+    difference   what comparing the AMX products gives, None if they are equal; "as compared": they
+                 are compared
+    """
     from grpo_kernels.core.backends import cpu_matmuls
 
-    compare = cpu_matmuls.first_difference if difference == "as compared" else lambda engine, reference: difference
+    compare = (
+        cpu_matmuls.first_difference
+        if difference == "as compared"
+        else lambda engine, reference: difference
+    )
     with ExitStack() as patches:
         for owner, name, value in (
             (cpu_matmuls._cpu, "has_matmuls", lambda: True),
@@ -74,8 +91,10 @@ def processor(found: tuple[str, int, int], refusal: int = 0, difference: str | N
 
 @contextmanager
 def tiles(difference: str | None = None) -> Iterator[Any]:
-    """Where products may take the engine "amx"; gives the emulator, None on a processor with AMX. Skips where there is neither.
-    The emulated products are compared only if `difference` asks for it, see `processor`: that takes a second."""
+    """Where products may take the engine "amx"; gives the emulator, None on a processor with AMX.
+    Skips where there is neither. The emulated products are compared only if `difference` asks for
+    it, see `processor`: that takes a second.
+    """
     from grpo_kernels.core.backends import cpu_matmuls
 
     if cpu_matmuls.engines()["amx"] is None:

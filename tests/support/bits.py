@@ -1,4 +1,6 @@
-"""Tensors compared bit by bit, and before and after a call; the largest errors that checks have seen."""
+"""Tensors compared bit by bit, and before and after a call; the largest errors that checks have
+seen.
+"""
 
 from __future__ import annotations
 

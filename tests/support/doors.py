@@ -1,4 +1,6 @@
-"""Runs a problem through the package's public functions, and compares what they return with the oracle."""
+"""Runs a problem through the package's public functions, and compares what they return with the
+oracle.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,11 @@ def transform_of(p: Problem) -> LogitTransform:
 
 
 def batch_of(p: Problem, **changes: Any) -> TokenBatch:
-    sets = {} if p.sets is None else {"kept": TokenSets.from_lists(p.sets), "missing": missing_of(p.recipe)}
+    sets = (
+        {}
+        if p.sets is None
+        else {"kept": TokenSets.from_lists(p.sets), "missing": missing_of(p.recipe)}
+    )
     if p.terms is not None:
         lists, c, of_p = p.terms
         ids = TokenSets.from_lists(lists)
@@ -78,12 +84,15 @@ def normalizer_of(r: Recipe) -> Any:
 
 
 def other_of(p: Problem, other: Other, shared: Tensor | None) -> Any:
-    """The argument for a second distribution. One that is near has the policy's own head, and one of the policy's own logits these:
-    both are the caller's tensor `shared`."""
+    """The argument for a second distribution. One that is near has the policy's own head, and one
+    of the policy's own logits these: both are the caller's tensor `shared`.
+    """
     if other.ids is not None:
         exact = oracle.Rows(other.rows, p.ids, p.transform, p.sequences).log_p
         values = [exact[i, j] for i, listed in enumerate(other.ids) for j in listed]
-        return TokenSets.from_lists(other.ids).with_values(torch.stack(values).float() if values else torch.zeros(0))
+        return TokenSets.from_lists(other.ids).with_values(
+            torch.stack(values).float() if values else torch.zeros(0)
+        )
     own = LogitTransform(**other.transform) if other.kind in ("own", "itself") else None
     mine = None if shared is None else shared.detach()
     if "logits" in other.given:
@@ -106,15 +115,19 @@ def in_options(**named: Any) -> dict[str, Any]:
 
 def leaves_of(p: Problem) -> dict[str, Tensor]:
     """What a call differentiates, where it lies in the caller's memory."""
-    copies = {name: x.detach().clone(memory_format=torch.preserve_format) for name, x in p.given.items()}
+    copies = {
+        name: x.detach().clone(memory_format=torch.preserve_format) for name, x in p.given.items()
+    }
     return {name: x.requires_grad_(name != p.recipe.frozen) for name, x in copies.items()}
 
 
 def arguments_of(
     p: Problem, shared: Tensor | None = None, objective: Objective | None = None, **options: Any
 ) -> tuple[Any, ...]:
-    """(the function that is called, its arguments behind those that it differentiates, its keywords). `shared`: see `other_of`. An
-    objective may stand in for the recipe's; the rest are options."""
+    """(the function that is called, its arguments behind those that it differentiates, its
+    keywords). `shared`: see `other_of`. An objective may stand in for the recipe's; the rest are
+    options.
+    """
     r, of_logits = p.recipe, p.recipe.source == "logits"
     given: dict[str, Any] = {"transform": transform_of(p), "options": options_of(p, **options)}
     if of_logits:
@@ -123,18 +136,28 @@ def arguments_of(
         given["normalizer"] = normalizer_of(r)
         if p.other is not None:
             given["ref_logits" if of_logits else "reference"] = other_of(p, p.other, shared)
-        return grpo_loss if of_logits else linear_grpo_loss, [batch_of(p), objective or objective_of(r)], given
+        return (
+            grpo_loss if of_logits else linear_grpo_loss,
+            [batch_of(p), objective or objective_of(r)],
+            given,
+        )
     given["mask"] = p.fields["mask"]
     given["kept"] = None if p.sets is None else TokenSets.from_lists(p.sets)
     if r.door == "divergence":
         assert p.other is not None
-        return token_divergence if of_logits else linear_divergence, [other_of(p, p.other, shared), divergence_of(r)], given
+        return (
+            token_divergence if of_logits else linear_divergence,
+            [other_of(p, p.other, shared), divergence_of(r)],
+            given,
+        )
     if p.sets is not None:
         given["missing"] = missing_of(r)
     given["rows"] = p.fields.get("rows")
     given["at"] = None if p.at is None else TokenSets.from_lists(p.at)
     given["entropy"] = {"nothing": False, "detached": "detached"}.get(r.also, True)
-    given["also"] = tuple(name for name in ("sum_squares", "log_kept_mass") if r.also in (name, "all"))
+    given["also"] = tuple(
+        name for name in ("sum_squares", "log_kept_mass") if r.also in (name, "all")
+    )
     return token_logprobs if of_logits else linear_logprobs, [p.targets], given
 
 
@@ -183,7 +206,9 @@ class Call:
     def values(self, *front: Tensor) -> dict[str, Tensor]:
         return named(self.call(*(front or self.leaves)))
 
-    def gradients(self, values: dict[str, Tensor] | None = None, scale: float = 1.0, **how: Any) -> list[Tensor]:
+    def gradients(
+        self, values: dict[str, Tensor] | None = None, scale: float = 1.0, **how: Any
+    ) -> list[Tensor]:
         for x in self.leaves:
             x.grad = None
         pull(self.p, self.values() if values is None else values, scale, **how)
@@ -191,19 +216,27 @@ class Call:
 
 
 def run(p: Problem, **options: Any) -> Answer:
-    """What the package returns for the problem, with gradients by autograd. `options`: of `Options`, and `call`, which wraps the
-    function that is called, such as torch.compile."""
+    """What the package returns for the problem, with gradients by autograd. `options`: of
+    `Options`, and `call`, which wraps the function that is called, such as torch.compile.
+    """
     r, wrap = p.recipe, options.pop("call", lambda f: f)
     leaves, memory = leaves_of(p), None
     if r.weight_grad != "none":  # in rows that are apart
-        shape, dtype = leaves["weight"].shape, torch.float32 if r.weight_grad == "float32" else leaves["weight"].dtype
-        memory = torch.cat([torch.zeros(shape, dtype=dtype), torch.full((shape[0], 8), math.nan, dtype=dtype)], 1)
+        shape, dtype = (
+            leaves["weight"].shape,
+            torch.float32 if r.weight_grad == "float32" else leaves["weight"].dtype,
+        )
+        memory = torch.cat(
+            [torch.zeros(shape, dtype=dtype), torch.full((shape[0], 8), math.nan, dtype=dtype)], 1
+        )
         options["weight_grad"] = memory[:, : shape[1]]
     front = [*leaves.values()]
     if r.inplace and r.view == "whole":
         front = [leaves["logits"] * 1]
     elif r.inplace:  # the product is contiguous: as the view was
-        apart = torch.empty_strided(leaves["logits"].shape, leaves["logits"].stride(), dtype=leaves["logits"].dtype)
+        apart = torch.empty_strided(
+            leaves["logits"].shape, leaves["logits"].stride(), dtype=leaves["logits"].dtype
+        )
         front = [Written.apply(leaves["logits"], apart)]
     call = call_of(p, leaves.get("weight", front[0]), **options)
     found = wrap(lambda *x: named(call(*x)))(*front)
@@ -211,11 +244,16 @@ def run(p: Problem, **options: Any) -> Answer:
     pull(p, found)
     gradients = {name: x.grad for name, x in leaves.items() if name != r.frozen}
     if memory is not None:
-        assert gradients["weight"] is None, "beside weight_grad the weight has a gradient of its own"
+        assert gradients["weight"] is None, (
+            "beside weight_grad the weight has a gradient of its own"
+        )
         pull(p, named(call(*leaves_of(p).values())))  # again, to what is there
         assert memory[:, shape[1] :].isnan().all(), "memory beside the gradient was written to"
         gradients["weight"] = options["weight_grad"] / 2
-    return Answer({name: x.detach() for name, x in found.items()}, {k: v for k, v in gradients.items() if v is not None})
+    return Answer(
+        {name: x.detach() for name, x in found.items()},
+        {k: v for k, v in gradients.items() if v is not None},
+    )
 
 
 class Written(torch.autograd.Function):
@@ -280,25 +318,42 @@ def compare(p: Problem, found: Answer) -> None:
     assert found.gradients.keys() == exact.gradients.keys(), r
     gradients, rooms = (sliced(x.gradients, p.columns) for x in (exact, room))
     for name, gradient in found.gradients.items():
-        assert torch.isfinite(gradient).all() or gradient.dtype == torch.float16, f"{r}: the gradient of {name} is not finite"
+        assert torch.isfinite(gradient).all() or gradient.dtype == torch.float16, (
+            f"{r}: the gradient of {name} is not finite"
+        )
         if exact.clear:
             near(gradient, gradients[name], rooms[name], f"{r}: gradient of {name}")
         if name in ("logits", "hidden"):
-            assert (gradient[dead_rows] == 0).all(), f"{r}: the gradient of {name} in rows that are not trained"
-    if "logits" in found.gradients and p.keep is not None and r.also not in ("log_kept_mass", "all"):
+            assert (gradient[dead_rows] == 0).all(), (
+                f"{r}: the gradient of {name} in rows that are not trained"
+            )
+    if (
+        "logits" in found.gradients
+        and p.keep is not None
+        and r.also not in ("log_kept_mass", "all")
+    ):
         outside = ~p.by_row(p.keep)[:, p.columns].view(found.gradients["logits"].shape)
-        assert (found.gradients["logits"][outside] == 0).all(), f"{r}: logits outside of their set have a gradient"
+        assert (found.gradients["logits"][outside] == 0).all(), (
+            f"{r}: logits outside of their set have a gradient"
+        )
 
 
 def near(found: Tensor, exact: Tensor, room: Tensor, what: str) -> None:
     """No further off than `room`; what a dtype cannot hold is compared at its end."""
-    assert found.numel() == exact.numel(), f"{what} has shape {list(found.shape)}, not {list(exact.shape)}"
+    assert found.numel() == exact.numel(), (
+        f"{what} has shape {list(found.shape)}, not {list(exact.shape)}"
+    )
     end = torch.finfo(found.dtype).max
     got, want = found.double().reshape(-1), exact.reshape(-1)
     infinite = want.isinf()
     assert torch.equal(got[infinite], want[infinite]), f"{what}: infinite elsewhere"
-    got, want, room = got[~infinite].clamp(-end, end), want[~infinite].clamp(-end, end), room.reshape(-1)[~infinite]
+    got, want, room = (
+        got[~infinite].clamp(-end, end),
+        want[~infinite].clamp(-end, end),
+        room.reshape(-1)[~infinite],
+    )
     bad = ~((got - want).abs() <= room)
     assert not bad.any(), (
-        f"{what}: {got[bad][:4].tolist()}, not {want[bad][:4].tolist()}, room {room[bad][:4].tolist()}, at {bad.nonzero()[:4, 0].tolist()}"
+        f"{what}: {got[bad][:4].tolist()}, not {want[bad][:4].tolist()}, room"
+        f" {room[bad][:4].tolist()}, at {bad.nonzero()[:4, 0].tolist()}"
     )

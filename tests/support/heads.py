@@ -1,5 +1,6 @@
-"""A small model with a head, which is called in each of its ways, for tests of FusedLMHead; the gradients of any model; and
-tiny models of real architectures, with random weights."""
+"""A small model with a head, which is called in each of its ways, for tests of FusedLMHead; the
+gradients of any model; and tiny models of real architectures, with random weights.
+"""
 
 from __future__ import annotations
 
@@ -78,9 +79,13 @@ class Model(nn.Module):
     def forward(self, batch: TokenBatch) -> Any:
         if self.case.outside:
             return self.hidden(batch.targets)
-        if self.case.recompute == "all":  # of something that needs a gradient, which reentrant checkpoints ask for
+        if (
+            self.case.recompute == "all"
+        ):  # of something that needs a gradient, which reentrant checkpoints ask for
             one = torch.ones((), requires_grad=True)
-            out = self.again("all", lambda one: self.call_head(self.hidden(batch.targets) * one, batch), one)
+            out = self.again(
+                "all", lambda one: self.call_head(self.hidden(batch.targets) * one, batch), one
+            )
         else:
             out = self.again("head", lambda h: self.call_head(h, batch), self.hidden(batch.targets))
         return OUTPUTS[self.case.kind](*out) if type(out) is tuple else out
@@ -97,9 +102,19 @@ OUTPUTS: dict[str, Callable[..., Any]] = {"loss": HeadLoss, "log-probs": HeadLog
 
 def call_head(head: nn.Module, hidden: Tensor, batch: TokenBatch, kind: str, **how: Any) -> Any:
     if kind == "loss":
-        return head(hidden, batch, OBJECTIVE, temperature=TEMPERATURE, normalizer=NORMALIZER, metrics=True, **how)
+        return head(
+            hidden,
+            batch,
+            OBJECTIVE,
+            temperature=TEMPERATURE,
+            normalizer=NORMALIZER,
+            metrics=True,
+            **how,
+        )
     if kind == "log-probs":
-        return head(hidden, batch.targets, mask=batch.mask, temperature=TEMPERATURE, entropy=True, **how)
+        return head(
+            hidden, batch.targets, mask=batch.mask, temperature=TEMPERATURE, entropy=True, **how
+        )
     return head(hidden)
 
 
@@ -110,7 +125,9 @@ def value_of(out: Any, batch: TokenBatch) -> Tensor:
     if not isinstance(out, HeadLogprobs):
         logps, entropy = oracle.log_probs(out, batch.targets, TEMPERATURE)
         assert batch.mask is not None
-        out = HeadLogprobs(torch.where(batch.mask, logps, 0.0), torch.where(batch.mask, entropy, 0.0))
+        out = HeadLogprobs(
+            torch.where(batch.mask, logps, 0.0), torch.where(batch.mask, entropy, 0.0)
+        )
     return (batch.advantages[:, None] * out.logps - 0.1 * out.entropy).sum() / NORMALIZER
 
 
@@ -118,8 +135,14 @@ def value_of(out: Any, batch: TokenBatch) -> Tensor:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the gradients, whole where they are sharded, under the names that the model has without a wrapper for ranks."""
-    found = {name.removeprefix("module."): p.grad for name, p in model.named_parameters() if p.grad is not None}
+    """Copies of the gradients, whole where they are sharded, under the names that the model has
+    without a wrapper for ranks.
+    """
+    found = {
+        name.removeprefix("module."): p.grad
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
     return {name: getattr(x, "full_tensor", lambda x=x: x)().clone() for name, x in found.items()}
 
 
@@ -197,5 +220,9 @@ def build(name: str) -> Any:
     torch.manual_seed(7)
     fields = {**TINY, **MODELS[name]}
     known = inspect.signature(kind.config_class.__init__).parameters
-    given = fields if any(p.kind is p.VAR_KEYWORD for p in known.values()) else {k: v for k, v in fields.items() if k in known}
+    given = (
+        fields
+        if any(p.kind is p.VAR_KEYWORD for p in known.values())
+        else {k: v for k, v in fields.items() if k in known}
+    )
     return kind(kind.config_class(**given)).float().eval()

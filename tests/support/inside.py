@@ -1,5 +1,7 @@
-"""What tests see and change of the package's inside, in one place: chunks, products, instruction sets, memory that is allocated;
-and stand-ins for the products of a GPU, which check their arguments."""
+"""What tests see and change of the package's inside, in one place: chunks, products, instruction
+sets, memory that is allocated; and stand-ins for the products of a GPU, which check their
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,9 @@ LIBRARY = "library"
 
 
 def executors() -> list[str]:
-    """What can compute here: eager, C++ with each instruction set, and with products of a library where it has its own; or the
-    backends that the environment names, as on a GPU."""
+    """What can compute here: eager, C++ with each instruction set, and with products of a library
+    where it has its own; or the backends that the environment names, as on a GPU.
+    """
     chosen = os.environ.get("GRPO_KERNELS_TEST_BACKENDS", "eager cpu").split()
     of_cpu = [f"cpu {isa}" for isa in (_cpu.isas() if _cpu else ())]
     of_cpu += [] if cpu_matmuls.available() else [f"cpu {LIBRARY}"]
@@ -60,13 +63,16 @@ def executor(name: str) -> Iterator[str]:
 
 
 def our_products(dtype: torch.dtype) -> bool:
-    """Whether products from hidden states of this dtype are our own, whose sums do not depend on what else is there."""
+    """Whether products from hidden states of this dtype are our own, whose sums do not depend on
+    what else is there.
+    """
     return cpu_matmuls.available() is None and dtype in cpu_matmuls.OPERANDS
 
 
 def in_chunks(monkeypatch: pytest.MonkeyPatch, rows: int, block: int | None = None) -> None:
-    """Make the engine take `rows` rows at a time, less than its floor allows, so that small cases have several chunks. On a GPU
-    `block` rows are a block; None: each chunk is one."""
+    """Make the engine take `rows` rows at a time, less than its floor allows, so that small cases
+    have several chunks. On a GPU `block` rows are a block; None: each chunk is one.
+    """
     monkeypatch.setattr(LinearMemory, "plan", lambda *_, **__: ChunkPlan(rows, block or rows))
 
 
@@ -81,7 +87,11 @@ def count_products(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts the rows that take part in each of the three products from here on."""
     rows: Counter[str] = Counter()
     make = linear.make_matmuls
-    rows_of = {"logits": ("hidden", 0), "grad_hidden": ("grad_logits", 0), "add_grad_weight": ("grad_logits", 1)}
+    rows_of = {
+        "logits": ("hidden", 0),
+        "grad_hidden": ("grad_logits", 0),
+        "add_grad_weight": ("grad_logits", 1),
+    }
     keys = {"logits": "logits", "grad_hidden": "d_hidden", "add_grad_weight": "d_weight"}
 
     def counted(*args: Any) -> Any:
@@ -134,8 +144,9 @@ def blocks_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def traced_stages(backend: str, dtype: torch.dtype) -> list[tuple[Callable[..., Any], bool]]:
-    """What puts operators into a graph: functions of (targets, tensors) that give log-probs and entropies of rows, and whether
-    they take hidden states, weight and bias, or logits."""
+    """What puts operators into a graph: functions of (targets, tensors) that give log-probs and
+    entropies of rows, and whether they take hidden states, weight and bias, or logits.
+    """
     transform = RowTransform(1.0, 0.0, 0.7)
 
     def from_logits(targets: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -156,13 +167,17 @@ def rows_of_logits(logits: torch.Tensor) -> torch.Tensor:
     return logit_rows(logits, logits.shape[:2], logits.device, False)
 
 
-def rows_of_head(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> list[torch.Tensor]:
+def rows_of_head(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+) -> list[torch.Tensor]:
     """A head's tensors as the stages take them."""
     return [whole_rows(hidden), whole_rows(weight), bias]
 
 
 class Allocations(TorchDispatchMode):
-    """The shapes of all tensors that operators return in this context, except for views of existing ones."""
+    """The shapes of all tensors that operators return in this context, except for views of existing
+    ones.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,20 +185,32 @@ class Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out, leaves = func(*args, **(kwargs or {})), torch.utils._pytree.tree_leaves
-        known = {x.untyped_storage().data_ptr() for x in leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        known = {
+            x.untyped_storage().data_ptr()
+            for x in leaves((args, kwargs))
+            if isinstance(x, torch.Tensor)
+        }
         for x in leaves(out):
-            if isinstance(x, torch.Tensor) and x.numel() and x.untyped_storage().data_ptr() not in known:
+            if (
+                isinstance(x, torch.Tensor)
+                and x.numel()
+                and x.untyped_storage().data_ptr() not in known
+            ):
                 self.shapes.append(tuple(x.shape))
         return out
 
 
-# ---- the engine's code for a GPU: in `of_a_gpu`, tensors on a CPU or on "meta", which has no values, take the path of bf16 on CUDA
+# ---- the engine's code for a GPU: in `of_a_gpu`, tensors on a CPU or on "meta", which has no
+# values, take the path of bf16 on CUDA
 
 MM = torch.mm
 
 
 class Product(NamedTuple):
-    """A product that was computed: [m, k] x [k, n], the dtype of the result, and whether it was added to existing values."""
+    """A product that was computed:
+
+    [m, k] x [k, n], the dtype of the result, and whether it was added to existing values.
+    """
 
     m: int
     k: int
@@ -193,9 +220,11 @@ class Product(NamedTuple):
 
 
 class GpuProducts:
-    """torch.mm and torch.addmm with operands of 16 bits, as CUDA has them; `made` are the calls in order. Others stay as they are.
+    """torch.mm and torch.addmm with operands of 16 bits, as CUDA has them; `made` are the calls in
+    order. Others stay as they are.
 
-    adds    whether addmm takes an fp32 sum, as from torch 2.10 on."""
+    adds    whether addmm takes an fp32 sum, as from torch 2.10 on.
+    """
 
     def __init__(self, adds: bool = True) -> None:
         self.adds, self.made = adds, list[Product]()
@@ -212,7 +241,9 @@ class GpuProducts:
         result = a.float() @ b.float()
         return result.to(dtype) if out is None else out.copy_(result)
 
-    def addmm(self, total: Tensor, a: Tensor, b: Tensor, *, out_dtype: torch.dtype, out: Tensor) -> Tensor:
+    def addmm(
+        self, total: Tensor, a: Tensor, b: Tensor, *, out_dtype: torch.dtype, out: Tensor
+    ) -> Tensor:
         if not self.adds and total.dtype != a.dtype:
             raise RuntimeError("self and mat2 must have the same dtype")
         assert total is out, "another sum would be copied into the result"
@@ -220,12 +251,20 @@ class GpuProducts:
         self.made.append(Product(*a.shape, b.shape[1], out_dtype, added=True))
         return out if a.is_meta else out.add_(a.float() @ b.float())
 
-    def _checked(self, a: Tensor, b: Tensor, out_dtype: torch.dtype | None, out: Tensor | None) -> torch.dtype:
+    def _checked(
+        self, a: Tensor, b: Tensor, out_dtype: torch.dtype | None, out: Tensor | None
+    ) -> torch.dtype:
         dtype = a.dtype if out_dtype is None else out_dtype
-        assert a.dtype == b.dtype in (torch.bfloat16, torch.float16) and dtype in (a.dtype, torch.float32)
+        assert a.dtype == b.dtype in (torch.bfloat16, torch.float16) and dtype in (
+            a.dtype,
+            torch.float32,
+        )
         assert a.dim() == b.dim() == 2 and a.shape[1] == b.shape[0] and min(*a.shape, *b.shape) > 0
         for x in (a, b):  # one dimension must be contiguous: otherwise the operand is copied first
-            assert any(x.stride(i) == 1 and x.stride(1 - i) >= x.shape[i] for i in (0, 1)), (x.shape, x.stride())
+            assert any(x.stride(i) == 1 and x.stride(1 - i) >= x.shape[i] for i in (0, 1)), (
+                x.shape,
+                x.stride(),
+            )
         if out is not None:
             assert out.dtype == dtype and out.shape == (a.shape[0], b.shape[1])
             assert out.stride(1) == 1 and out.stride(0) >= out.shape[1]
@@ -234,8 +273,15 @@ class GpuProducts:
 
 
 def apart_or_in_place(logits: Tensor, out: Tensor) -> bool:
-    """Whether a row kernel may write a gradient there: element for element over its logits, or elsewhere."""
-    same = out.dtype == logits.dtype and out.stride() == logits.stride() and out.storage_offset() == logits.storage_offset()
+    """Whether a row kernel may write a gradient there:
+
+    element for element over its logits, or elsewhere.
+    """
+    same = (
+        out.dtype == logits.dtype
+        and out.stride() == logits.stride()
+        and out.storage_offset() == logits.storage_offset()
+    )
     return out.shape == logits.shape and (same or not overlap(logits, out))
 
 
@@ -256,7 +302,9 @@ def of_a_gpu(adds: bool = True) -> Iterator[list[Product]]:
         mock.patch.object(matmuls, "can_add_to_fp32", adds_widened),
         mock.patch.object(torch, "mm", stand_ins.mm),
         mock.patch.object(torch, "addmm", stand_ins.addmm),
-        mock.patch.object(torch, "is_autocast_enabled", lambda *_: False),  # which does not know "meta"
+        mock.patch.object(
+            torch, "is_autocast_enabled", lambda *_: False
+        ),  # which does not know "meta"
         mock.patch.object(torch, "autocast", lambda *_, **__: contextlib.nullcontext()),
     ):
         yield stand_ins.made
@@ -289,7 +337,11 @@ class LiveBytes(TorchDispatchMode):
         self.peak, self._alive = 0, dict[int, tuple[StorageWeakRef, int]]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {StorageWeakRef(x.untyped_storage()).cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        given = {
+            StorageWeakRef(x.untyped_storage()).cdata
+            for x in tree_leaves((args, kwargs))
+            if isinstance(x, Tensor)
+        }
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves(out):
             if isinstance(x, Tensor):

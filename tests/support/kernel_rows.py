@@ -1,6 +1,9 @@
-"""Rows of logits as kernels behind their binding take them, what they make of them, and the same in float64.
+"""Rows of logits as kernels behind their binding take them, what they make of them, and the same in
+float64.
 
-With GRPO_KERNELS_TEST_BACKENDS=triton the kernels are Triton's: in its interpreter, as compiled (support/ptx), or on a GPU."""
+With GRPO_KERNELS_TEST_BACKENDS=triton the kernels are Triton's: in its interpreter, as compiled
+(support/ptx), or on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,23 @@ from grpo_kernels import Objective
 from grpo_kernels.core import backends
 from grpo_kernels.core.backends import Backend
 from grpo_kernels.core.pairs import Pairs
-from grpo_kernels.core.softmax import GradientCoefficients, LogitRows, ReferenceRows, RowTransform, SoftmaxSums, sums_for
+from grpo_kernels.core.softmax import (
+    GradientCoefficients,
+    LogitRows,
+    ReferenceRows,
+    RowTransform,
+    SoftmaxSums,
+    sums_for,
+)
 from grpo_kernels.formulas.surrogates import PolicyGradient, Surrogate
 from grpo_kernels.formulas.token_stage import TokenRows, TokenStage
 from support import oracle
 from support.bits import note
 from support.inside import executor, executors
 
-Found = tuple[dict[str, Tensor], Tensor]  # statistics or values of a loss, [n] each, and the gradient of the logits
+Found = tuple[
+    dict[str, Tensor], Tensor
+]  # statistics or values of a loss, [n] each, and the gradient of the logits
 
 TRITON = "triton" in os.environ.get("GRPO_KERNELS_TEST_BACKENDS", "").split()
 KERNELS = ["triton"] if TRITON else executors()
@@ -33,8 +45,17 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: One unit in the last place of 1: Triton's interpreter truncates.
 UNIT = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 EPS = UNIT[torch.float32]
-PLAIN, COOL, CAPPED = RowTransform(1.0, 0.0, 1.0), RowTransform(1.0, 0.0, 0.8), RowTransform(-0.7, 9.0, 1.3)
-TRANSFORMS = {"plain": PLAIN, "temperature": COOL, "softcap": RowTransform(1.0, 5.0, 1.0), "everything": CAPPED}
+PLAIN, COOL, CAPPED = (
+    RowTransform(1.0, 0.0, 1.0),
+    RowTransform(1.0, 0.0, 0.8),
+    RowTransform(-0.7, 9.0, 1.3),
+)
+TRANSFORMS = {
+    "plain": PLAIN,
+    "temperature": COOL,
+    "softcap": RowTransform(1.0, 5.0, 1.0),
+    "everything": CAPPED,
+}
 KINDS = [("reverse", 0.0), ("forward", 0.0), ("jsd", 0.5), ("jsd", 0.1), ("tv", 0.0)]
 
 
@@ -44,7 +65,10 @@ def in_cpp(kernels: Backend) -> bool:
 
 @contextmanager
 def kernels(name: str) -> Iterator[Backend]:
-    """A backend, with one instruction set. Tiles of Triton are small, so that short rows have several."""
+    """A backend, with one instruction set.
+
+    Tiles of Triton are small, so that short rows have several.
+    """
     with executor(name) as backend, pytest.MonkeyPatch.context() as patch:
         if backend == "triton":
             from grpo_kernels.core.backends.triton.launch import LAUNCH
@@ -64,7 +88,11 @@ def transformed(x: Tensor, transform: RowTransform) -> Tensor:
 
 @dataclass
 class Rows:
-    """A call. Targets and slopes, which are d loss / d statistic, are random; a row that is not read has no slope."""
+    """A call.
+
+    Targets and slopes, which are d loss / d statistic, are random; a row that is not read has no
+    slope.
+    """
 
     logits: Tensor  # [A, T, V]
     transform: RowTransform = PLAIN
@@ -76,8 +104,14 @@ class Rows:
     def __post_init__(self) -> None:
         if not self.slopes:
             n, vocab = self.count, self.logits.shape[-1]
-            self.targets = torch.randint(max(vocab, 1), (n,)) if self.targets.dtype != torch.int64 else self.targets
-            names = ("logps", "entropy", "sum_squares") + ("divergence",) * (self.reference is not None)
+            self.targets = (
+                torch.randint(max(vocab, 1), (n,))
+                if self.targets.dtype != torch.int64
+                else self.targets
+            )
+            names = ("logps", "entropy", "sum_squares") + ("divergence",) * (
+                self.reference is not None
+            )
             live = torch.ones(n) if self.mask is None else self.mask.float()
             self.slopes = {name: torch.randn(n) * live for name in names}
 
@@ -92,7 +126,9 @@ class Rows:
     @property
     def divergence_alone(self) -> Rows:
         """As the loss of a divergence has its slopes."""
-        return replace(self, slopes={"logps": torch.zeros(self.count), "divergence": self.slopes["divergence"]})
+        return replace(
+            self, slopes={"logps": torch.zeros(self.count), "divergence": self.slopes["divergence"]}
+        )
 
     def at(self, lo: int, hi: int) -> Rows:
         """Some of its rows alone, [hi - lo, 1, V] in memory of their own."""
@@ -101,14 +137,39 @@ class Rows:
             return x.reshape(self.count, 1, x.shape[-1])[rows].clone()
 
         rows = slice(lo, hi)
-        second = None if self.reference is None else self.reference.select(rows)._replace(logits=alone(self.reference.logits))
-        slopes, read = {name: x[rows] for name, x in self.slopes.items()}, None if self.mask is None else self.mask[rows]
-        return Rows(alone(self.logits), self.transform.select(rows), second, read, self.targets[rows], slopes)
+        second = (
+            None
+            if self.reference is None
+            else self.reference.select(rows)._replace(logits=alone(self.reference.logits))
+        )
+        slopes, read = (
+            {name: x[rows] for name, x in self.slopes.items()},
+            None if self.mask is None else self.mask[rows],
+        )
+        return Rows(
+            alone(self.logits),
+            self.transform.select(rows),
+            second,
+            read,
+            self.targets[rows],
+            slopes,
+        )
 
 
-def beside(r: Rows, logits: Tensor, second: tuple[str, float], transform: RowTransform = PLAIN) -> Rows:
-    """Rows with a second stream for a divergence: its kind, its mixture. GradientCoefficients are new."""
-    return Rows(r.logits, r.transform, ReferenceRows(logits.view(r.logits.shape), transform, *second), r.mask, r.targets)
+def beside(
+    r: Rows, logits: Tensor, second: tuple[str, float], transform: RowTransform = PLAIN
+) -> Rows:
+    """Rows with a second stream for a divergence:
+
+    its kind, its mixture. GradientCoefficients are new.
+    """
+    return Rows(
+        r.logits,
+        r.transform,
+        ReferenceRows(logits.view(r.logits.shape), transform, *second),
+        r.mask,
+        r.targets,
+    )
 
 
 # ---- by the kernels
@@ -126,7 +187,9 @@ def stats_of(kernels: Backend, r: Rows, part: tuple[int, int] | None = None) -> 
 
 
 def values_of(stats: SoftmaxSums, r: Rows) -> dict[str, Tensor]:
-    names = ("logps", "entropy", "sum_squares", "top_prob") + ("divergence",) * (r.reference is not None)
+    names = ("logps", "entropy", "sum_squares", "top_prob") + ("divergence",) * (
+        r.reference is not None
+    )
     return {name: getattr(stats, name) for name in names}
 
 
@@ -134,11 +197,19 @@ def slopes_of(stats: SoftmaxSums, slopes: dict[str, Tensor]) -> GradientCoeffici
     return GradientCoefficients.from_gradients(stats, slopes, None)
 
 
-def visited(kernels: Backend, r: Rows, out: Tensor | None = None, part: tuple[int, int] | None = None) -> Found:
+def visited(
+    kernels: Backend, r: Rows, out: Tensor | None = None, part: tuple[int, int] | None = None
+) -> Found:
     """In two visits: the statistics, and what is pulled through them."""
     stats, of = stats_of(kernels, r, part), slice(*part) if part else slice(None)
-    out = torch.full_like(r.logits, torch.nan, memory_format=torch.contiguous_format) if out is None else out
-    kernels.softmax_gradient(given(r, part), stats, slopes_of(stats, {name: x[of] for name, x in r.slopes.items()}), out)
+    out = (
+        torch.full_like(r.logits, torch.nan, memory_format=torch.contiguous_format)
+        if out is None
+        else out
+    )
+    kernels.softmax_gradient(
+        given(r, part), stats, slopes_of(stats, {name: x[of] for name, x in r.slopes.items()}), out
+    )
     return values_of(stats, r), out
 
 
@@ -149,34 +220,54 @@ def stage_of(r: Rows, surrogate: Surrogate | None = None) -> TokenStage:
         r.targets, r.mask, advantages=-r.slopes["logps"], policy_weight=torch.ones(n), divergence_weight=r.slopes.get("divergence"),
         entropy_weight=None if bonus is None else -bonus,
     )  # fmt: skip
-    return Objective(surrogate or PolicyGradient(), entropy_coef=0.0 if bonus is None else 0.3).stage(rows)
+    return Objective(
+        surrogate or PolicyGradient(), entropy_coef=0.0 if bonus is None else 0.3
+    ).stage(rows)
 
 
-def fused(kernels: Backend, r: Rows, out: Tensor | None = None, part: tuple[int, int] | None = None) -> Found:
+def fused(
+    kernels: Backend, r: Rows, out: Tensor | None = None, part: tuple[int, int] | None = None
+) -> Found:
     """The loss in one call."""
-    out = torch.full_like(r.logits, torch.nan, memory_format=torch.contiguous_format) if out is None else out
-    found = kernels.fused_loss(given(r, part), stage_of(r).at(slice(*part)) if part else stage_of(r), out)
+    out = (
+        torch.full_like(r.logits, torch.nan, memory_format=torch.contiguous_format)
+        if out is None
+        else out
+    )
+    found = kernels.fused_loss(
+        given(r, part), stage_of(r).at(slice(*part)) if part else stage_of(r), out
+    )
     return dict(zip(("logps", "entropy", "losses", "divergence"), found, strict=False)), out
 
 
 def ways(r: Rows) -> list[tuple[Callable[..., Found], Rows]]:
-    """What kernels make of rows, each with the slopes that it takes: all statistics in two visits; losses in one call, with an
-    entropy bonus and without, of the divergence alone where there is one."""
+    """What kernels make of rows, each with the slopes that it takes: all statistics in two visits;
+    losses in one call, with an entropy bonus and without, of the divergence alone where there is
+    one.
+    """
     names = ("logps", "entropy") + ("divergence",) * (r.reference is not None)
-    return [(visited, r), (fused, r.only(*names)), (fused, r.only("logps") if r.reference is None else r.divergence_alone)]
+    return [
+        (visited, r),
+        (fused, r.only(*names)),
+        (fused, r.only("logps") if r.reference is None else r.divergence_alone),
+    ]
 
 
 # ---- in float64
 
 
 def exact(r: Rows, dtype: torch.dtype = torch.float64) -> Found:
-    """Statistics and losses, and the gradient [n, V], by autograd in a dtype: NaN of a target that is no id, 0 where a row is not
-    read."""
+    """Statistics and losses, and the gradient [n, V], by autograd in a dtype: NaN of a target that
+    is no id, 0 where a row is not read.
+    """
     live = torch.ones(r.count, dtype=torch.bool) if r.mask is None else r.mask
     leaf = r.logits.detach().reshape(r.count, r.logits.shape[-1])[live].to(dtype).requires_grad_()
     log_p = transformed(leaf, r.transform.select(live)).log_softmax(-1)
     p, targets = log_p.exp(), r.targets[live]
-    finite, no_id = log_p.masked_fill(p == 0, 0.0), torch.where((targets < 0) | (targets >= leaf.shape[-1]), torch.nan, 1.0)
+    finite, no_id = (
+        log_p.masked_fill(p == 0, 0.0),
+        torch.where((targets < 0) | (targets >= leaf.shape[-1]), torch.nan, 1.0),
+    )
     found = {
         "logps": log_p.gather(1, torch.where(no_id.isnan(), 0, targets)[:, None])[:, 0] * no_id.to(dtype),
         "entropy": -(p * finite).sum(-1), "sum_squares": p.square().sum(-1), "top_prob": p.amax(-1),
@@ -184,39 +275,65 @@ def exact(r: Rows, dtype: torch.dtype = torch.float64) -> Found:
     if r.reference is not None:
         w = r.reference.logits.reshape(r.count, leaf.shape[-1])[live].to(dtype)
         log_q = transformed(w, r.reference.transform.select(live)).log_softmax(-1)
-        found["divergence"] = oracle.divergence(log_p, log_q, r.reference.direction, r.reference.mixture)
+        found["divergence"] = oracle.divergence(
+            log_p, log_q, r.reference.direction, r.reference.mixture
+        )
     slopes = {name: x[live].to(dtype) for name, x in r.slopes.items()}
     found["losses"] = torch.zeros(len(leaf), dtype=dtype)
     for name in slopes.keys() - {"sum_squares"}:
         left_out = (slopes[name] == 0) & (name == "divergence")
         found["losses"] = found["losses"] + torch.where(left_out, 0.0, slopes[name] * found[name])
-    (gradient,) = torch.autograd.grad(sum((x * found[name]).sum() for name, x in slopes.items()), leaf)  # type: ignore[union-attr]
+    (gradient,) = torch.autograd.grad(
+        sum((x * found[name]).sum() for name, x in slopes.items()), leaf
+    )  # type: ignore[union-attr]
 
     def spread(x: Tensor, elsewhere: float = 0.0) -> Tensor:
         return torch.full((r.count, *x.shape[1:]), elsewhere, dtype=torch.float64).masked_scatter(
             live.view(-1, *[1] * (x.dim() - 1)), x.detach().double()
         )
 
-    return {name: spread(x, float(name == "top_prob")) for name, x in found.items()}, spread(gradient)
+    return {name: spread(x, float(name == "top_prob")) for name, x in found.items()}, spread(
+        gradient
+    )
 
 
 def first_order(r: Rows) -> tuple[Any, Any]:
-    """How far the value [n] and the gradient [n, V] of a total variation may be off, which a log-ratio off by its rounding in fp32
-    is of first order in: of columns whose log-ratio is no larger than that, either sign is right. 0 of other divergences."""
+    """How far the value [n] and the gradient [n, V] of a total variation may be off, which a
+    log-ratio off by its rounding in fp32 is of first order in: of columns whose log-ratio is no
+    larger than that, either sign is right. 0 of other divergences.
+    """
     if r.reference is None or r.reference.direction != "tv" or "divergence" not in r.slopes:
         return 0.0, 0.0
     transforms = (r.transform, r.reference.transform)
-    z, w = (transformed(x.double().flatten(0, 1), t) for x, t in zip((r.logits, r.reference.logits), transforms, strict=True))
-    (top, top_w), (p, q) = (x.amax(-1, keepdim=True) for x in (z, w)), (x.softmax(-1) for x in (z, w))
-    log_ratio, d, apart = z.log_softmax(-1) - w.log_softmax(-1), (z - top) - (w - top_w), (top - top_w).abs()
-    size = (z - w).abs() + apart + (log_ratio - d).abs() + (p * d.abs()).nan_to_num(0.0).sum(-1, keepdim=True)
+    z, w = (
+        transformed(x.double().flatten(0, 1), t)
+        for x, t in zip((r.logits, r.reference.logits), transforms, strict=True)
+    )
+    (top, top_w), (p, q) = (
+        (x.amax(-1, keepdim=True) for x in (z, w)),
+        (x.softmax(-1) for x in (z, w)),
+    )
+    log_ratio, d, apart = (
+        z.log_softmax(-1) - w.log_softmax(-1),
+        (z - top) - (w - top_w),
+        (top - top_w).abs(),
+    )
+    size = (
+        (z - w).abs()
+        + apart
+        + (log_ratio - d).abs()
+        + (p * d.abs()).nan_to_num(0.0).sum(-1, keepdim=True)
+    )
     of_each = z.abs() + w.abs() + top.abs() + top_w.abs() + 1.0
     near_and_plain = (apart <= 4.0) & all(t is PLAIN for t in transforms)
     rounding = 4 * EPS * torch.where(near_and_plain, size, size + of_each)
     rounding = torch.where(log_ratio.isfinite(), rounding, 0.0)
     near = ((log_ratio != 0) & (log_ratio.abs() <= rounding)).double()
     t = r.transform.inverse_temperature
-    steep = abs(r.transform.scale) * (t if isinstance(t, Tensor) else torch.tensor(t)).double().view(-1, 1).abs()
+    steep = (
+        abs(r.transform.scale)
+        * (t if isinstance(t, Tensor) else torch.tensor(t)).double().view(-1, 1).abs()
+    )
     steep = steep * r.slopes["divergence"].double().abs()[:, None]
     of_value = (torch.maximum(p, q) * rounding).sum(-1) / 2.0
     of_gradient = p * (near + (p * near).sum(-1, keepdim=True))
@@ -224,11 +341,18 @@ def first_order(r: Rows) -> tuple[Any, Any]:
 
 
 def check(r: Rows, *found: Found) -> None:
-    """None of them is further from float64 than a careful computation in fp32, but for a rounding or two. NaN shows, but
-    in losses without a slope."""
-    (right, exactly), (naive, theirs), (of_value, of_gradient) = exact(r), exact(r, torch.float32), first_order(r)
+    """None of them is further from float64 than a careful computation in fp32, but for a rounding
+    or two. NaN shows, but in losses without a slope.
+    """
+    (right, exactly), (naive, theirs), (of_value, of_gradient) = (
+        exact(r),
+        exact(r, torch.float32),
+        first_order(r),
+    )
     z = transformed(r.logits.double().reshape(exactly.shape), r.transform)
-    counts = z.isfinite() & (z > z.nan_to_num(neginf=-1e300).amax(-1, keepdim=True) - 200.0)  # others have no probability
+    counts = z.isfinite() & (
+        z > z.nan_to_num(neginf=-1e300).amax(-1, keepdim=True) - 200.0
+    )  # others have no probability
     size = torch.where(counts, z.abs(), 0.0).amax(-1, keepdim=True).clamp(min=1.0)
     rounded = 0.0 if r.transform is PLAIN else 0.5 * EPS * size[:, 0]  # of transformed logits
     for values, _ in found:
@@ -244,7 +368,9 @@ def check(r: Rows, *found: Found) -> None:
                 else off + 3e-6 * y + 1e-12 + of_value + rounded * y.abs().sqrt()
             )
             error = (x.double() - y).abs()
-            assert (error <= room)[known].all(), f"{name}: off by {(error - room)[known].max():.3g} beyond the room"
+            assert (error <= room)[known].all(), (
+                f"{name}: off by {(error - room)[known].max():.3g} beyond the room"
+            )
             assert name not in ("divergence", "entropy", "sum_squares") or (x[known] >= 0).all()
             note(name, (error / (1 + y.abs()))[known])
     t = r.transform.inverse_temperature
@@ -254,16 +380,24 @@ def check(r: Rows, *found: Found) -> None:
         size_of = 1.0 if name == "logps" else 1 + right[name].abs()
         of_slopes[:, 0] += torch.where(slope == 0, 0.0, slope.double().abs() * size_of)
     steepest, fine = exactly.abs().amax(-1, keepdim=True), exactly.isfinite().all(-1)
-    room = (theirs - exactly).abs().amax(-1, keepdim=True) + EPS * (4 + size) * of_slopes * abs(r.transform.scale) * t
-    if r.reference is not None:  # the divergence is taken off each log-ratio, which cancels where it is large
+    room = (theirs - exactly).abs().amax(-1, keepdim=True) + EPS * (4 + size) * of_slopes * abs(
+        r.transform.scale
+    ) * t
+    if (
+        r.reference is not None
+    ):  # the divergence is taken off each log-ratio, which cancels where it is large
         room = room + 1e-6 * steepest + of_gradient
     for _, gradient in found:
         gradient = gradient.reshape(exactly.shape)
-        stored = UNIT[gradient.dtype] * exactly.abs() + (2.0**-24 if gradient.dtype == torch.float16 else 0.0)
+        stored = UNIT[gradient.dtype] * exactly.abs() + (
+            2.0**-24 if gradient.dtype == torch.float16 else 0.0
+        )
         error = (gradient.double() - exactly).abs() - stored
         note("gradients", (error / (of_slopes + 1e-30))[fine])
         room = room.expand_as(error)
-        assert (error <= room)[fine].all(), f"gradient: {(error - room)[fine].max():.3g} beyond the room"
+        assert (error <= room)[fine].all(), (
+            f"gradient: {(error - room)[fine].max():.3g} beyond the room"
+        )
 
 
 def same(found: Found, expected: Found, what: object = "") -> None:
@@ -274,8 +408,9 @@ def same(found: Found, expected: Found, what: object = "") -> None:
 
 
 def row_pairs(vocab: int) -> tuple[Tensor, Tensor]:
-    """fp32 [10, vocab] twice: flat, peaked, nearly one-hot rows, nearly disjoint ones, equal ones, some far from 0, and a teacher
-    that agrees but for one id; two maxima stand late in a row."""
+    """fp32 [10, vocab] twice: flat, peaked, nearly one-hot rows, nearly disjoint ones, equal ones,
+    some far from 0, and a teacher that agrees but for one id; two maxima stand late in a row.
+    """
     flat, peaked = torch.randn(2, vocab) * 0.1, torch.randn(2, vocab) * 6.0
     one_hot, other, half = torch.zeros(vocab), torch.zeros(vocab), torch.arange(vocab) < vocab // 2
     one_hot[vocab // 2], other[vocab - 1] = 25.0, 25.0
@@ -302,7 +437,9 @@ def slots_of(lists: Sequence[Sequence[int]]) -> Pairs:
 
 
 def random_slots(n: int, vocab: int) -> Pairs:
-    """Rows of 0 to 9 slots with repeated ids and some that are not used; id 0 is in every third row, id 1 in none."""
+    """Rows of 0 to 9 slots with repeated ids and some that are not used; id 0 is in every third
+    row, id 1 in none.
+    """
     g = torch.Generator().manual_seed(0)
     lists = []
     for i in range(n):

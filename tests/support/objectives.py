@@ -1,5 +1,6 @@
-"""Presets, objectives as a user writes them, and options of one, each with what the papers say it is; the token stage of an
-objective, and what float64 says of it."""
+"""Presets, objectives as a user writes them, and options of one, each with what the papers say it
+is; the token stage of an objective, and what float64 says of it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import Exact, Objective, TokenBatch
-from grpo_kernels.formulas.filters import EntropyFloor, EntropyQuantile, OffPolicySequences, TrustRegion
+from grpo_kernels.formulas.filters import (
+    EntropyFloor,
+    EntropyQuantile,
+    OffPolicySequences,
+    TrustRegion,
+)
 from grpo_kernels.formulas.kl import Kl
 from grpo_kernels.formulas.surrogates import (
     A2po,
@@ -34,7 +40,10 @@ from support.oracle import Spec
 
 MEAN, SUM = "seq-mean-token-mean", "seq-mean-token-sum"
 CLIP, ISAMPLE = Spec(), Spec("importance-sampling")
-TV, KL = replace(ISAMPLE, trust=("tv", 0.2, 0.2, "old")), replace(ISAMPLE, trust=("kl", 0.05, 0.05, "old"))
+TV, KL = (
+    replace(ISAMPLE, trust=("tv", 0.2, 0.2, "old")),
+    replace(ISAMPLE, trust=("kl", 0.05, 0.05, "old")),
+)
 IPO = replace(ISAMPLE, trust=("symmetric-tv", 0.1, 0.1, "old"))
 CLIP_COV, KL_COV = Spec("clip-cov", share=2e-4), Spec("kl-cov", share=2e-4)
 #: Presets, as the papers have them.
@@ -71,18 +80,33 @@ OBJECTIVES: dict[str, tuple[Callable[[], Objective], Spec]] = {
         name: (partial(Objective.preset, name), PAPERS[name])
         for name in "grpo dapo bnpo gspo cispo reinforce sapo gmpo vespo rloo importance_sampling dppo_tv".split()
     },
-    "dr_grpo": (lambda: Objective.preset("dr_grpo", max_tokens=9), replace(PAPERS["dr_grpo"], max_tokens=9)),
+    "dr_grpo": (
+        lambda: Objective.preset("dr_grpo", max_tokens=9),
+        replace(PAPERS["dr_grpo"], max_tokens=9),
+    ),
     "means of groups": (lambda: Objective(aggregate="group-mean"), Spec(aggregate="group-mean")),
     "empty sequences do not count": (
         lambda: Objective(aggregate=MEAN, count_empty=False),
         Spec(aggregate=MEAN, count_empty=False),
     ),
     "delta": (lambda: Objective(Clip(0.2, 0.28, delta=3.0)), Spec(eps_high=0.28, delta=3.0)),
-    "delta below 1 + eps_high": (lambda: Objective(Clip(0.2, 0.28, delta=1.1)), Spec(eps_high=0.28, delta=1.1)),
-    "grpo, k1": (lambda: Objective.preset("grpo", beta=0.3, kl="k1"), Spec(aggregate=MEAN, beta=0.3, kl="k1")),
-    "dapo, k2": (lambda: Objective.preset("dapo", beta=0.3, kl="k2"), Spec(eps_high=0.28, beta=0.3, kl="k2")),
+    "delta below 1 + eps_high": (
+        lambda: Objective(Clip(0.2, 0.28, delta=1.1)),
+        Spec(eps_high=0.28, delta=1.1),
+    ),
+    "grpo, k1": (
+        lambda: Objective.preset("grpo", beta=0.3, kl="k1"),
+        Spec(aggregate=MEAN, beta=0.3, kl="k1"),
+    ),
+    "dapo, k2": (
+        lambda: Objective.preset("dapo", beta=0.3, kl="k2"),
+        Spec(eps_high=0.28, beta=0.3, kl="k2"),
+    ),
     "dapo, k3": (lambda: Objective.preset("dapo", beta=0.04), Spec(eps_high=0.28, beta=0.04)),
-    "dapo, entropy": (lambda: Objective.preset("dapo", entropy_coef=0.1), Spec(eps_high=0.28, entropy_coef=0.1)),
+    "dapo, entropy": (
+        lambda: Objective.preset("dapo", entropy_coef=0.1),
+        Spec(eps_high=0.28, entropy_coef=0.1),
+    ),
     "grpo, k3 and entropy": (
         lambda: Objective.preset("grpo", beta=0.1, entropy_coef=-0.05),
         Spec(aggregate=MEAN, beta=0.1, entropy_coef=-0.05),
@@ -99,8 +123,14 @@ OBJECTIVES: dict[str, tuple[Callable[[], Objective], Spec]] = {
         lambda: Objective(Clip(0.2, 0.28), level="sequence", beta=0.1, entropy_coef=0.02),
         Spec(eps_high=0.28, level="sequence", beta=0.1, entropy_coef=0.02),
     ),
-    "cispo, two-sided": (lambda: Objective(Cispo(cap=1.28, low=0.8)), Spec("cispo", cap=1.28, low=0.8)),
-    "cispo, sequence": (lambda: Objective(Cispo(cap=1.3), level="sequence"), Spec("cispo", cap=1.3, level="sequence")),
+    "cispo, two-sided": (
+        lambda: Objective(Cispo(cap=1.28, low=0.8)),
+        Spec("cispo", cap=1.28, low=0.8),
+    ),
+    "cispo, sequence": (
+        lambda: Objective(Cispo(cap=1.3), level="sequence"),
+        Spec("cispo", cap=1.3, level="sequence"),
+    ),
     "reinforce, k2, sequence-sum": (
         lambda: Objective(PolicyGradient(), aggregate=SUM, beta=0.2, kl="k2"),
         Spec("policy-gradient", aggregate=SUM, beta=0.2, kl="k2"),
@@ -111,7 +141,9 @@ OBJECTIVES: dict[str, tuple[Callable[[], Objective], Spec]] = {
         Spec("sapo", tau=(2.0, 3.0), level="sequence-token"),
     ),
     "gmpo, k3 by the ratio": (
-        lambda: Objective(Gmpo(0.2, 0.3), level="sequence", beta=0.3, kl=Kl("k3", weighting="ratio")),
+        lambda: Objective(
+            Gmpo(0.2, 0.3), level="sequence", beta=0.3, kl=Kl("k3", weighting="ratio")
+        ),
         Spec("gmpo", eps_low=0.2, eps_high=0.3, level="sequence", beta=0.3, kl_weighting="ratio"),
     ),
     "dro": (lambda: Objective(Dro(0.7)), Spec("dro", pull=0.7)),
@@ -127,10 +159,14 @@ OBJECTIVES: dict[str, tuple[Callable[[], Objective], Spec]] = {
     # ---- filters, bounds
     "dppo-tv, numerics of verl": (
         lambda: Objective.preset("dppo_tv", numerics="verl"),
-        Spec("cispo", cap=3.0, trust=("tv", 0.2, 0.2, "old"), bounds=(-20.0, 20.0), count_empty=False),
+        Spec(
+            "cispo", cap=3.0, trust=("tv", 0.2, 0.2, "old"), bounds=(-20.0, 20.0), count_empty=False
+        ),
     ),
     "dppo-kl to the sampler, k3": (
-        lambda: Objective(ImportanceSampling(), filters=(TrustRegion("kl", 0.05, 0.05, "sampler"),), beta=0.1),
+        lambda: Objective(
+            ImportanceSampling(), filters=(TrustRegion("kl", 0.05, 0.05, "sampler"),), beta=0.1
+        ),
         Spec("importance-sampling", trust=("kl", 0.05, 0.05, "sampler"), beta=0.1),
     ),
     "ipo, k2": (
@@ -146,7 +182,12 @@ OBJECTIVES: dict[str, tuple[Callable[[], Objective], Spec]] = {
         Spec(entropy_floor=1.2, entropy_coef=0.2),
     ),
     "entropy quantile, bonus of its own": (
-        lambda: Objective(aggregate=MEAN, filters=(EntropyQuantile(0.6),), entropy_coef=0.1, entropy_aggregate="token-mean"),
+        lambda: Objective(
+            aggregate=MEAN,
+            filters=(EntropyQuantile(0.6),),
+            entropy_coef=0.1,
+            entropy_aggregate="token-mean",
+        ),
         Spec(aggregate=MEAN, entropy_share=0.6, entropy_coef=0.1, entropy_aggregate="token-mean"),
     ),
     "off-policy sequences": (
@@ -154,7 +195,9 @@ OBJECTIVES: dict[str, tuple[Callable[[], Objective], Spec]] = {
         Spec(eps_low=0.4, eps_high=0.5, level="sequence", off_policy=0.1),
     ),
     "bounded log-ratio": (
-        lambda: Objective(Clip(delta=3.0), log_ratio_bounds=(-0.7, 0.5), entropy_coef=0.02, count_empty=False),
+        lambda: Objective(
+            Clip(delta=3.0), log_ratio_bounds=(-0.7, 0.5), entropy_coef=0.02, count_empty=False
+        ),
         Spec(delta=3.0, bounds=(-0.7, 0.5), entropy_coef=0.02, count_empty=False),
     ),
     "bounded log-ratio, sequence": (
@@ -171,7 +214,9 @@ OBJECTIVES: dict[str, tuple[Callable[[], Objective], Spec]] = {
         Spec(level="sequence", beta=0.3, kl_weighting="ratio"),
     ),
     "dapo, k1 by the score, clamped": (
-        lambda: Objective.preset("dapo", beta=0.3, kl=Kl("k1", weighting="score", clamp_log=1.1, clamp=0.9)),
+        lambda: Objective.preset(
+            "dapo", beta=0.3, kl=Kl("k1", weighting="score", clamp_log=1.1, clamp=0.9)
+        ),
         Spec(eps_high=0.28, beta=0.3, kl="k1", kl_weighting="score", clamp_log=1.1, clamp=0.9),
     ),
     "dapo, k3+ of its own": (
@@ -187,25 +232,46 @@ OBJECTIVES: dict[str, tuple[Callable[[], Objective], Spec]] = {
         Spec("policy-gradient", beta=1.0, kl="distillation"),
     ),
     # ---- exact divergences; `exact_of` puts in another than the reverse KL
-    "dapo, exact": (lambda: Objective.preset("dapo", beta=0.3, kl=Exact()), Spec(eps_high=0.28, beta=0.3, kl="exact")),
+    "dapo, exact": (
+        lambda: Objective.preset("dapo", beta=0.3, kl=Exact()),
+        Spec(eps_high=0.28, beta=0.3, kl="exact"),
+    ),
     "gspo, exact": (
         lambda: Objective.preset("gspo", beta=0.3, kl=Exact()),
         Spec(eps_low=3e-4, eps_high=4e-4, level="sequence", aggregate=MEAN, beta=0.3, kl="exact"),
     ),
-    "distillation, exact": (lambda: Objective.preset("distillation", kl=Exact()), Spec("none", beta=1.0, kl="exact")),
+    "distillation, exact": (
+        lambda: Objective.preset("distillation", kl=Exact()),
+        Spec("none", beta=1.0, kl="exact"),
+    ),
 }
 
-FIELDS = ("advantages", "mask", "old_logps", "ref_logps", "weights", "sampler_logps", "nll_weights", "groups")
+FIELDS = (
+    "advantages",
+    "mask",
+    "old_logps",
+    "ref_logps",
+    "weights",
+    "sampler_logps",
+    "nll_weights",
+    "groups",
+)
 
 
 def packed(n: int = 6, length: int = 3, **fields: Any) -> TokenBatch:
     """n tokens in packed sequences of this length."""
     fields.setdefault("advantages", torch.ones(n))
-    return TokenBatch(torch.zeros(n, dtype=torch.int64), cu_seqlens=torch.arange(0, n + 1, length), **fields)
+    return TokenBatch(
+        torch.zeros(n, dtype=torch.int64), cu_seqlens=torch.arange(0, n + 1, length), **fields
+    )
 
 
 def run(
-    objective: Objective, batch: TokenBatch, logps: Tensor, entropy: Tensor | None = None, normalizer: Any = None
+    objective: Objective,
+    batch: TokenBatch,
+    logps: Tensor,
+    entropy: Tensor | None = None,
+    normalizer: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(losses, slopes of the log-probs, slopes of the entropies) [n]."""
     return objective.token_stage(logps, entropy, objective.token_rows(batch, normalizer), batch)[:3]
@@ -231,10 +297,16 @@ def near(ours: Tensor, theirs: Tensor, what: str) -> None:
 
 
 def check(
-    spec: Spec, objective: Objective, batch: TokenBatch, logps: Tensor, entropy: Tensor, normalizer: Any = None
+    spec: Spec,
+    objective: Objective,
+    batch: TokenBatch,
+    logps: Tensor,
+    entropy: Tensor,
+    normalizer: Any = None,
 ) -> oracle.Result:
-    """Loss and gradients are the oracle's, and a token that is not trained has none. Nothing is checked where a number lies on a
-    bound, which the margin of the result tells."""
+    """Loss and gradients are the oracle's, and a token that is not trained has none. Nothing is
+    checked where a number lies on a bound, which the margin of the result tells.
+    """
     result, d_x, d_h = exact(spec, batch, logps, entropy, normalizer)
     if result.margin < 1e-5:
         return result
@@ -278,7 +350,10 @@ SURROGATES: list[tuple[Surrogate, dict[str, Any]]] = [
     (Gmpo(0.2, 0.25), {"surrogate": "gmpo", "eps_low": 0.2, "eps_high": 0.25}),
     (Dro(0.5), {"surrogate": "dro", "pull": 0.5}),
     (A2po(0.5), {"surrogate": "regression", "pull": 0.5}),
-    (ClipCov(0.2, 0.3, share=1.0, low=0.1, high=0.6), {"surrogate": "clip-cov", "eps_high": 0.3, "band": (0.1, 0.6)}),
+    (
+        ClipCov(0.2, 0.3, share=1.0, low=0.1, high=0.6),
+        {"surrogate": "clip-cov", "eps_high": 0.3, "band": (0.1, 0.6)},
+    ),
     (KlCov(0.7, share=0.4), {"surrogate": "kl-cov", "pull": 0.7, "share": 0.4}),
 ]
 LEVELS = ("token", "sequence", "sequence-token", "sequence-sum")
@@ -286,7 +361,11 @@ LEVELS = ("token", "sequence", "sequence-token", "sequence-sum")
 
 def trust(*args: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
     kind, low, high, anchor = args
-    return f"{kind} to {anchor}", {"filters": (TrustRegion(kind, low, high, anchor),)}, {"trust": args}
+    return (
+        f"{kind} to {anchor}",
+        {"filters": (TrustRegion(kind, low, high, anchor),)},
+        {"trust": args},
+    )
 
 
 FILTERS = options(
@@ -318,7 +397,11 @@ FILTERS = options(
 
 def kl(name: str, **fields: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
     theirs = {"kl_weighting" if k == "weighting" else k: v for k, v in fields.items()}
-    return f"{name} {fields}", {"beta": 0.3, "kl": Kl(name, **fields)}, {"beta": 0.3, "kl": name, **theirs}
+    return (
+        f"{name} {fields}",
+        {"beta": 0.3, "kl": Kl(name, **fields)},
+        {"beta": 0.3, "kl": name, **theirs},
+    )
 
 
 KLS = options(

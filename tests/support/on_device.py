@@ -1,15 +1,18 @@
 r"""A pytest plugin that runs tests written for the CPU on another device, unchanged:
 
-    GRPO_KERNELS_TEST_DEVICE=cuda GRPO_KERNELS_TEST_BACKENDS=triton python -m pytest -p support.on_device \
+    GRPO_KERNELS_TEST_DEVICE=cuda GRPO_KERNELS_TEST_BACKENDS=triton python -m pytest -p
+    support.on_device \
       tests/core/test_objectives.py
 
-Tensors that a test makes without naming a device are made there (the package has to name its own); random ones are drawn on
-the CPU and moved, so that the numbers are those the tests were written with.
+Tensors that a test makes without naming a device are made there (the package has to name its own);
+random ones are drawn on the CPU and moved, so that the numbers are those the tests were written
+with.
 
-Tests run in an order for a run that may be cut off: each value of a parameter comes before its other combinations, which
-GRPO_KERNELS_TEST_FIRST=1 leaves out (what tests/repository/versions.py runs with --quick).
-With GRPO_KERNELS_TEST_REPORT=file, the number of tests and each outcome are appended to it as lines of JSON at once.
-benchmarks/gpu_kit.py uses all of it."""
+Tests run in an order for a run that may be cut off: each value of a parameter comes before its
+other combinations, which GRPO_KERNELS_TEST_FIRST=1 leaves out (what tests/repository/versions.py
+runs with --quick). With GRPO_KERNELS_TEST_REPORT=file, the number of tests and each outcome are
+appended to it as lines of JSON at once. benchmarks/gpu_kit.py uses all of it.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +38,18 @@ MADE = RANDOM | {
 }  # fmt: skip
 FIRST: set[str] = set()  # the tests of the first wave
 #: Errors after which a CUDA context cannot be used any more.
-FATAL = ("illegal memory access", "device-side assert", "misaligned address", "unspecified launch failure")
+FATAL = (
+    "illegal memory access",
+    "device-side assert",
+    "misaligned address",
+    "unspecified launch failure",
+)
 
 
 class OnDevice(TorchFunctionMode):
-    """Like torch.device as a context, but for random tensors (see above) and pinned memory, which is the host's. Sets made of lists
-    are tensors that a test makes."""
+    """Like torch.device as a context, but for random tensors (see above) and pinned memory, which
+    is the host's. Sets made of lists are tensors that a test makes.
+    """
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -51,7 +60,9 @@ class OnDevice(TorchFunctionMode):
 
         def of_lists(cls: type, *given: Any, device: Any = None, **named: Any) -> TokenSets:
             beside = named.get("generated") is not None  # these say where
-            return made(cls, *given, device=device if device is not None or beside else self.device, **named)
+            return made(
+                cls, *given, device=device if device is not None or beside else self.device, **named
+            )
 
         self.patch = mock.patch.object(TokenSets, "from_lists", classmethod(of_lists))
         self.patch.start()
@@ -61,9 +72,15 @@ class OnDevice(TorchFunctionMode):
         super().__exit__(*raised)
         self.patch.stop()
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
-        if func not in MADE or any(kwargs.get(name) is not None for name in ("device", "pin_memory", "out")) or in_package():
+        if (
+            func not in MADE
+            or any(kwargs.get(name) is not None for name in ("device", "pin_memory", "out"))
+            or in_package()
+        ):
             return func(*args, **kwargs)
         if func not in RANDOM:
             return func(*args, **kwargs, device=self.device)
@@ -72,11 +89,17 @@ class OnDevice(TorchFunctionMode):
 
 
 def in_package() -> bool:
-    """Whether the function that `__torch_function__` stands in for was called by the package under test."""
+    """Whether the function that `__torch_function__` stands in for was called by the package under
+    test.
+    """
     frame = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__") == "conftest":  # which poisons new memory
+    while (
+        frame is not None and frame.f_globals.get("__name__") == "conftest"
+    ):  # which poisons new memory
         frame = frame.f_back
-    return frame is not None and str(frame.f_globals.get("__name__")).split(".")[0] == "grpo_kernels"
+    return (
+        frame is not None and str(frame.f_globals.get("__name__")).split(".")[0] == "grpo_kernels"
+    )
 
 
 MODE = OnDevice(os.environ.get("GRPO_KERNELS_TEST_DEVICE", "cpu"))
@@ -101,8 +124,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def in_waves(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Sorts the tests. First come as many cases of each test as are needed for every value of each parameter to occur, file by
-    file. In a file they alternate between the tests. Then the remaining cases follow in their order."""
+    """Sorts the tests. First come as many cases of each test as are needed for every value of each
+    parameter to occur, file by file. In a file they alternate between the tests. Then the remaining
+    cases follow in their order.
+    """
     values: dict[tuple[str, str], list[int]] = {}
     for item in items:
         for name, value in parameters(item).items():
@@ -112,11 +137,19 @@ def in_waves(items: list[pytest.Item]) -> list[pytest.Item]:
 
     def on_the_diagonal(item: pytest.Item) -> bool:
         known = [values[test_of(item), name] for name in parameters(item)]
-        places = [k.index(id(value)) for k, value in zip(known, parameters(item).values(), strict=True)]
-        along = max(zip(map(len, known), places, strict=True), default=(0, 0), key=lambda pair: pair[0])[1]
+        places = [
+            k.index(id(value)) for k, value in zip(known, parameters(item).values(), strict=True)
+        ]
+        along = max(
+            zip(map(len, known), places, strict=True), default=(0, 0), key=lambda pair: pair[0]
+        )[1]
         return all(place == along % len(k) for place, k in zip(places, known, strict=True))
 
-    files, turn, seen = list(dict.fromkeys(item.path for item in items)), Counter[str](), set[tuple[str, str, int]]()
+    files, turn, seen = (
+        list(dict.fromkeys(item.path for item in items)),
+        Counter[str](),
+        set[tuple[str, str, int]](),
+    )
     first: dict[pytest.Item, tuple[int, int]] = {}
     for wanted in (on_the_diagonal, lambda item: item not in first):
         for item in filter(wanted, items):
@@ -145,17 +178,28 @@ def write(**line: Any) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    if os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0" and session.items:  # the process that starts workers has none
+    if (
+        os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0" and session.items
+    ):  # the process that starts workers has none
         names = [item.nodeid for item in session.items]
-        files, first = (Counter(name.split("::")[0] for name in some) for some in (names, FIRST.intersection(names)))
+        files, first = (
+            Counter(name.split("::")[0] for name in some)
+            for some in (names, FIRST.intersection(names))
+        )
         write(collected=files, first=first)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     finished = report.when == "call" or report.outcome != "passed"
-    if finished and "PYTEST_XDIST_WORKER" not in os.environ:  # the process that started the workers hears of all
+    if (
+        finished and "PYTEST_XDIST_WORKER" not in os.environ
+    ):  # the process that started the workers hears of all
         crash = getattr(report.longrepr, "reprcrash", None)
-        message = "" if report.passed else str(report.longrepr if crash is None else crash.message).strip()[:500]
+        message = (
+            ""
+            if report.passed
+            else str(report.longrepr if crash is None else crash.message).strip()[:500]
+        )
         write(
             test=report.nodeid, outcome=report.outcome, seconds=round(report.duration, 3), message=message,
             properties=dict(report.user_properties),
@@ -164,7 +208,10 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown() -> None:
-    """Returns the memory of a test before the next one: several processes share a GPU, and an oracle in float64 takes gigabytes."""
+    """Returns the memory of a test before the next one:
+
+    several processes share a GPU, and an oracle in float64 takes gigabytes.
+    """
     if MODE.device != "cpu":
         gc.collect()
         torch.get_device_module(MODE.device).empty_cache()

@@ -1,11 +1,14 @@
-"""The reference that everything else is measured against: plain torch and autograd, float64, slow and obvious.
+"""The reference that everything else is measured against: plain torch and autograd, float64, slow
+and obvious.
 
-Written from the papers (PPO 1707.06347, GRPO 2402.03300, DAPO 2503.14476, Dr. GRPO 2503.20783, INTELLECT-2 2505.07291, CISPO
-2506.13585, GSPO 2507.18071, GMPO 2507.20673, SAPO 2511.20347, VESPO 2602.10693, RLOO 2402.14740, A*-PO 2505.20686, Clip-Cov and
-KL-Cov 2505.22617, GKD 2306.13649, DPPO 2602.04879, DeepSeek-V3.2 2512.02556, 80/20 rule 2506.01939; KL estimators: Schulman
-2020). It imports nothing of the package under test.
+Written from the papers (PPO 1707.06347, GRPO 2402.03300, DAPO 2503.14476, Dr. GRPO 2503.20783,
+INTELLECT-2 2505.07291, CISPO 2506.13585, GSPO 2507.18071, GMPO 2507.20673, SAPO 2511.20347, VESPO
+2602.10693, RLOO 2402.14740, A*-PO 2505.20686, Clip-Cov and KL-Cov 2505.22617, GKD 2306.13649, DPPO
+2602.04879, DeepSeek-V3.2 2512.02556, 80/20 rule 2506.01939; KL estimators: Schulman 2020). It
+imports nothing of the package under test.
 
-Masked rows are left out by indexing, never multiplied by 0, so that their values, even NaN, cannot reach a result.
+Masked rows are left out by indexing, never multiplied by 0, so that their values, even NaN, cannot
+reach a result.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ if TYPE_CHECKING:
 class Spec:
     """The loss to compute: one field per choice."""
 
-    #: clip, cispo, policy-gradient, importance-sampling, sapo, vespo, gmpo, dro, regression, clip-cov, kl-cov
+    #: clip, cispo, policy-gradient, importance-sampling, sapo, vespo, gmpo, dro, regression,
+    #: clip-cov, kl-cov
     surrogate: str = "clip"
     eps_low: float = 0.2
     eps_high: float = 0.2
@@ -41,7 +45,12 @@ class Spec:
     entropy_coef: float = 0.0
     max_tokens: int | None = None
     tau: tuple[float, float] = (1.0, 1.05)  # sapo: A > 0, else
-    vespo: tuple[float, float, float, float] = (2.0, 3.0, 3.0, 2.0)  # k, lambda for A >= 0; k, lambda for A < 0
+    vespo: tuple[float, float, float, float] = (
+        2.0,
+        3.0,
+        3.0,
+        2.0,
+    )  # k, lambda for A >= 0; k, lambda for A < 0
     pull: float = 1.0  # beta of dro and of the regression, coefficient of kl-cov
     share: float = 1.0  # of tokens selected by clip-cov and kl-cov
     band: tuple[float, float] = (1.0, 5.0)  # clip-cov: of covariances
@@ -62,7 +71,10 @@ class Spec:
 
 @dataclass(frozen=True)
 class Result:
-    """Tensors are flat [N]; rows that are not trained hold 0 (from log_ratio on: trained rows only, in order)."""
+    """Tensors are flat [N]; rows that are not trained hold 0 (from log_ratio on:
+
+    trained rows only, in order).
+    """
 
     loss: Tensor
     logps: Tensor
@@ -102,18 +114,26 @@ def to_rows(value: float | Tensor, sequences: list[list[int]], dtype: torch.dtyp
     return out
 
 
-def log_probs(logits: Tensor, labels: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
+def log_probs(
+    logits: Tensor, labels: Tensor, temperature: float | Tensor = 1.0
+) -> tuple[Tensor, Tensor]:
     """Log-probs of the labels, entropies, in float64; a row with p = 0 somewhere is fine."""
     p = torch.log_softmax(logits.double() / temperature, -1)
-    return p.gather(-1, labels[..., None])[..., 0], -(p.exp() * torch.where(p == -torch.inf, 0.0, p)).sum(-1)
+    return p.gather(-1, labels[..., None])[..., 0], -(
+        p.exp() * torch.where(p == -torch.inf, 0.0, p)
+    ).sum(-1)
 
 
 def by_sign(positive: Tensor, yes: float, no: float) -> Tensor:
     """Of two numbers, in float64 (torch.where of two numbers is fp32)."""
-    return torch.where(positive, torch.tensor(yes, dtype=torch.float64), torch.tensor(no, dtype=torch.float64))
+    return torch.where(
+        positive, torch.tensor(yes, dtype=torch.float64), torch.tensor(no, dtype=torch.float64)
+    )
 
 
-def surrogate(spec: Spec, log_ratio: Tensor, logp: Tensor, advantage: Tensor, selected: Tensor | None = None) -> Tensor:
+def surrogate(
+    spec: Spec, log_ratio: Tensor, logp: Tensor, advantage: Tensor, selected: Tensor | None = None
+) -> Tensor:
     """Per-token policy loss; autograd through it is the definition of the slope."""
     r = torch.exp(log_ratio)
     if spec.surrogate == "none":
@@ -141,7 +161,9 @@ def surrogate(spec: Spec, log_ratio: Tensor, logp: Tensor, advantage: Tensor, se
         return -r * advantage + torch.where(selected, spec.pull * log_ratio.abs(), 0.0)
     assert spec.surrogate in ("clip", "clip-cov")
     unclipped = r if spec.delta is None else r.clamp(max=spec.delta)
-    clipped = -torch.minimum(unclipped * advantage, r.clamp(1 - spec.eps_low, 1 + spec.eps_high) * advantage)
+    clipped = -torch.minimum(
+        unclipped * advantage, r.clamp(1 - spec.eps_low, 1 + spec.eps_high) * advantage
+    )
     return clipped if selected is None else torch.where(selected, 0.0, clipped)
 
 
@@ -151,7 +173,10 @@ def kl_estimate(name: str, logp: Tensor, ref: Tensor, clamp_log: float = math.in
 
 
 def kl_term(spec: Spec, logp: Tensor, old: Tensor, ref: Tensor, log_ratio: Tensor) -> Tensor:
-    """Per-token KL with its weight; autograd through it is the definition of the slope. old is detached."""
+    """Per-token KL with its weight; autograd through it is the definition of the slope.
+
+    old is detached.
+    """
     if spec.kl == "distillation":
         x = logp - old
         keep = logp.detach().exp() - old.exp() >= -0.2
@@ -200,7 +225,9 @@ class Tokens:
     sequences: list[list[int]]
 
 
-def trusts(kind: str, low: float, high: float, logp: float, anchor: float, advantage: float, margin: Margin) -> bool:
+def trusts(
+    kind: str, low: float, high: float, logp: float, anchor: float, advantage: float, margin: Margin
+) -> bool:
     """Whether the policy has stayed near the anchor; a token without one is not trusted."""
     if math.isnan(anchor):
         return False
@@ -214,7 +241,10 @@ def trusts(kind: str, low: float, high: float, logp: float, anchor: float, advan
     if kind == "kl":
         divergence = q * (anchor - logp) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
         margin(divergence, high if advantage > 0 else low)
-        return not ((advantage > 0 and divergence > high and p > q) or (advantage < 0 and divergence > low and p < q))
+        return not (
+            (advantage > 0 and divergence > high and p > q)
+            or (advantage < 0 and divergence > low and p < q)
+        )
     assert kind == "ratio"
     margin(p / q, 1 - low, 1 + high)
     return 1 - low < p / q < 1 + high
@@ -230,10 +260,14 @@ def filters(spec: Spec, tokens: Tokens, margin: Margin) -> tuple[list[bool], lis
         anchors = old if anchor == "old" else tokens.sampler
         assert anchors is not None
         for i in range(n):
-            keep[i] &= trusts(kind, low, high, tokens.logp[i], anchors[i], tokens.advantage[i], margin)
+            keep[i] &= trusts(
+                kind, low, high, tokens.logp[i], anchors[i], tokens.advantage[i], margin
+            )
     if spec.off_policy is not None:
         for at in tokens.sequences:
-            moved = [(old if tokens.sampler is None else tokens.sampler)[i] - tokens.logp[i] for i in at]
+            moved = [
+                (old if tokens.sampler is None else tokens.sampler)[i] - tokens.logp[i] for i in at
+            ]
             mean = math.fsum(0.0 if math.isnan(d) else d for d in moved) / max(len(at), 1)
             margin(mean, spec.off_policy)
             advantages = [tokens.advantage[i] for i in at]
@@ -259,10 +293,16 @@ def filters(spec: Spec, tokens: Tokens, margin: Margin) -> tuple[list[bool], lis
 
 
 def selection(spec: Spec, tokens: Tokens, margin: Margin) -> list[bool]:
-    """Clip-Cov (of those that qualify the first: with share=1, where all are taken, no lot is drawn) and KL-Cov, token by token."""
+    """Clip-Cov (of those that qualify the first:
+
+    with share=1, where all are taken, no lot is drawn) and KL-Cov, token by token.
+    """
     n = len(tokens.logp)
     mean_a, mean_logp = (math.fsum(v) / max(n, 1) for v in (tokens.advantage, tokens.logp))
-    cov = [(a - mean_a) * (logp - mean_logp) for a, logp in zip(tokens.advantage, tokens.logp, strict=True)]
+    cov = [
+        (a - mean_a) * (logp - mean_logp)
+        for a, logp in zip(tokens.advantage, tokens.logp, strict=True)
+    ]
     if spec.surrogate == "kl-cov":
         order = sorted(range(n), key=lambda i: -cov[i])
         count = max(math.floor(spec.share * n), 1)
@@ -275,26 +315,43 @@ def selection(spec: Spec, tokens: Tokens, margin: Margin) -> list[bool]:
     for i in range(n):
         r, a = math.exp(tokens.logp[i] - old[i]), tokens.advantage[i]
         margin(cov[i], *spec.band)
-        takes = spec.band[0] < cov[i] < spec.band[1] and not (a > 0 and r > high) and not (a < 0 and r < low)
+        takes = (
+            spec.band[0] < cov[i] < spec.band[1]
+            and not (a > 0 and r > high)
+            and not (a < 0 and r < low)
+        )
         out.append(takes and sum(out) < max(math.floor(spec.share * n), 1))
     return out
 
 
 def combine(
-    spec: Spec, aggregate: str, terms: list[Tensor], groups: list[int] | None, normalizer: float | None, zero: Tensor
+    spec: Spec,
+    aggregate: str,
+    terms: list[Tensor],
+    groups: list[int] | None,
+    normalizer: float | None,
+    zero: Tensor,
 ) -> Tensor:
     """One number from the terms of the trained tokens of each sequence.
 
     Without a normalizer the denominator is that of one process and one micro-batch, at least 1."""
-    total, count = zero, float(len(terms) if spec.count_empty else sum(t.numel() > 0 for t in terms))
+    total, count = (
+        zero,
+        float(len(terms) if spec.count_empty else sum(t.numel() > 0 for t in terms)),
+    )
     if aggregate == "group-mean":
         assert groups is not None
-        joined = [torch.cat([t for t, g in zip(terms, groups, strict=True) if g == group]) for group in sorted(set(groups))]
+        joined = [
+            torch.cat([t for t, g in zip(terms, groups, strict=True) if g == group])
+            for group in sorted(set(groups))
+        ]
         count = float(len(joined) if spec.count_empty else sum(t.numel() > 0 for t in joined))
         terms = joined
     for t in terms:
         if t.numel():
-            total = total + (t.mean() if aggregate in ("seq-mean-token-mean", "group-mean") else t.sum())
+            total = total + (
+                t.mean() if aggregate in ("seq-mean-token-mean", "group-mean") else t.sum()
+            )
     if aggregate == "token-mean":
         count = float(sum(t.numel() for t in terms))
     elif aggregate == "token-sum":
@@ -327,11 +384,12 @@ def objective(
 ) -> Result:
     """The loss of flat log-probs and entropies [N], sequence by sequence.
 
-    normalizer: of the policy term, or of (policy term, KL, bonus); None is the policy term's for a term that shares its
-    aggregate, and that of this batch for others.
-    selected: bool [N], the tokens that Clip-Cov or KL-Cov take; None: see `selection`.
-    kl_logps: [N], those that the KL compares; None: logps. divergences: [N], exact ones in place of a KL estimate.
-    listed: [N], terms beside those of the policy, which a trust region does not drop."""
+    normalizer: of the policy term, or of (policy term, KL, bonus); None is the policy term's for a
+    term that shares its aggregate, and that of this batch for others. selected: bool [N], the
+    tokens that Clip-Cov or KL-Cov take; None: see `selection`. kl_logps: [N], those that the KL
+    compares; None: logps. divergences: [N], exact ones in place of a KL estimate. listed: [N],
+    terms beside those of the policy, which a trust region does not drop.
+    """
     dtype, rows = logps.dtype, logps.numel()
     trained = torch.ones(rows, dtype=torch.bool) if mask is None else mask.reshape(-1) != 0
     kept_rows = trained.tolist()
@@ -389,17 +447,22 @@ def objective(
             for value in x[selected[at] & (x != 0)].tolist():
                 margin(value, 0.0)
         low, high = spec.bounds or (-math.inf, math.inf)
-        term = surrogate(spec, x.clamp(low, high), logp, a, None if selected is None else selected[at])
+        term = surrogate(
+            spec, x.clamp(low, high), logp, a, None if selected is None else selected[at]
+        )
         weighted = torch.where(w == 0, 0.0, (1.0 if spec.surrogate == "vespo" else w) * term)
         policy_terms.append(torch.where(keep[0][at], weighted, 0.0))
         if listed is not None:
-            beside = torch.where(keep[2][at] & (w != 0), (1.0 if spec.surrogate == "vespo" else w) * listed[at], 0.0)
+            beside = torch.where(
+                keep[2][at] & (w != 0), (1.0 if spec.surrogate == "vespo" else w) * listed[at], 0.0
+            )
             policy_terms[-1] = policy_terms[-1] + beside
         if divergences is not None:
             kl_terms.append(divergences[at])
             kl[at] = kl_terms[-1].detach()
         elif ref is not None:
-            # The product over a whole sequence would be far larger than the KL of a token, so the token's own ratio is used there.
+            # The product over a whole sequence would be far larger than the KL of a token, so the
+            # token's own ratio is used there.
             kl_terms.append(
                 kl_term(
                     spec,
@@ -410,7 +473,9 @@ def objective(
                 )
             )
             kl[at] = kl_terms[-1].detach()
-            for d, value in zip((ref[at] - logp).tolist(), kl_estimate("k3", logp, ref[at]).tolist(), strict=True):
+            for d, value in zip(
+                (ref[at] - logp).tolist(), kl_estimate("k3", logp, ref[at]).tolist(), strict=True
+            ):
                 margin(d, -spec.clamp_log, spec.clamp_log, *((0.0,) if spec.kl == "abs" else ()))
                 margin(value, spec.clamp)
         entropy_terms.append(entropy[at])
@@ -422,16 +487,24 @@ def objective(
     total = combine(spec, spec.aggregate, policy_terms, where, D, zero) + nll_total
     if spec.beta != 0:
         own_mean = D if kl_D is None and not spec.kl_aggregate else kl_D
-        total = total + spec.beta * combine(spec, spec.kl_aggregate or spec.aggregate, kl_terms, where, own_mean, zero)
+        total = total + spec.beta * combine(
+            spec, spec.kl_aggregate or spec.aggregate, kl_terms, where, own_mean, zero
+        )
     if spec.entropy_coef != 0:
-        if spec.entropy_share is not None and spec.entropy_aggregate == "token-mean":  # a mean of what is left
+        if (
+            spec.entropy_share is not None and spec.entropy_aggregate == "token-mean"
+        ):  # a mean of what is left
             entropy_terms = [h[keep[1][at]] for h, at in zip(entropy_terms, ids, strict=True)]
             if entropy_D is not None:  # which counts all tokens: these stand for theirs
                 entropy_D *= sum(h.numel() for h in entropy_terms) / max(len(order), 1)
         else:
-            entropy_terms = [torch.where(keep[1][at], h, 0.0) for h, at in zip(entropy_terms, ids, strict=True)]
+            entropy_terms = [
+                torch.where(keep[1][at], h, 0.0) for h, at in zip(entropy_terms, ids, strict=True)
+            ]
         own_mean = D if entropy_D is None and not spec.entropy_aggregate else entropy_D
-        bonus = combine(spec, spec.entropy_aggregate or spec.aggregate, entropy_terms, where, own_mean, zero)
+        bonus = combine(
+            spec, spec.entropy_aggregate or spec.aggregate, entropy_terms, where, own_mean, zero
+        )
         total = total - spec.entropy_coef * bonus
     low, high = ratio_bounds(spec)
     r = log_ratio[trained].exp()
@@ -455,16 +528,19 @@ def in_sequence(spec: Spec, x: Tensor, advantage: Tensor, weight: Tensor, margin
             margin(value, *([spec.eps_high] if a > 0 else [-spec.eps_low] if a < 0 else []))
         sign = advantage.sign()
         return sign * torch.minimum(sign * x, sign * x.clamp(-spec.eps_low, spec.eps_high))
-    if spec.surrogate == "vespo":  # sampler weights are factors of the sequence's ratio; 0 takes its token out
+    if (
+        spec.surrogate == "vespo"
+    ):  # sampler weights are factors of the sequence's ratio; 0 takes its token out
         logs = torch.where(weight == 0, 1.0, weight).log().clamp(math.log(1e-8), 20.0)
         return x.clamp(-20.0, 20.0) + logs
     return x
 
 
 def divergence(logps: Tensor, teacher_logps: Tensor, kind: str, mixture: float = 0.0) -> Tensor:
-    """[n]: the KL, JSD or total variation of rows of log-probs [n, V], by the definition of each. "jsd" has the mixture
-    (1 - mixture) p + mixture q (TRL's beta; GKD, 2306.13649). A column counts nothing where the distribution in front has
-    probability 0 there."""
+    """[n]: the KL, JSD or total variation of rows of log-probs [n, V], by the definition of each.
+    "jsd" has the mixture (1 - mixture) p + mixture q (TRL's beta; GKD, 2306.13649). A column counts
+    nothing where the distribution in front has probability 0 there.
+    """
 
     def kl(a: Tensor, b: Tensor) -> Tensor:
         nothing = a == -math.inf
@@ -480,7 +556,10 @@ def divergence(logps: Tensor, teacher_logps: Tensor, kind: str, mixture: float =
         apart = p.exp() - q.exp()
         return (torch.where(apart.isnan(), apart, apart.sign()).detach() * apart).sum(-1) / 2.0
     nothing = (p == -math.inf) & (q == -math.inf)
-    m = torch.logaddexp(p.masked_fill(nothing, 0.0) + math.log1p(-mixture), q.masked_fill(nothing, 0.0) + math.log(mixture))
+    m = torch.logaddexp(
+        p.masked_fill(nothing, 0.0) + math.log1p(-mixture),
+        q.masked_fill(nothing, 0.0) + math.log(mixture),
+    )
     m = m.masked_fill(nothing, -math.inf)
     return mixture * kl(q, m) + (1.0 - mixture) * kl(p, m)
 
@@ -489,14 +568,20 @@ def divergence(logps: Tensor, teacher_logps: Tensor, kind: str, mixture: float =
 
 EPS = 2.0**-23
 #: Half a unit in the last place of the dtypes that gradients are stored in, relative and absolute.
-ROUNDING = {torch.float32: (2.0**-24, 1.2e-38), torch.bfloat16: (2.0**-9, 1.2e-38), torch.float16: (2.0**-12, 2.0**-25)}
+ROUNDING = {
+    torch.float32: (2.0**-24, 1.2e-38),
+    torch.bfloat16: (2.0**-9, 1.2e-38),
+    torch.float16: (2.0**-12, 2.0**-25),
+}
 
 
 def project(leaves: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
     """Logits [N, V] of hidden states, weight and bias, or the logits that are there."""
     if "logits" in leaves:
         return leaves["logits"].reshape(-1, leaves["logits"].shape[-1]).to(dtype)
-    hidden, weight, bias = (None if x is None else x.to(dtype) for x in map(leaves.get, ("hidden", "weight", "bias")))
+    hidden, weight, bias = (
+        None if x is None else x.to(dtype) for x in map(leaves.get, ("hidden", "weight", "bias"))
+    )
     assert hidden is not None and weight is not None
     return torch.nn.functional.linear(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
 
@@ -521,7 +606,9 @@ class Rows:
         else:
             size = torch.where(z.isfinite(), z.detach().abs(), 0.0)
             row = 2 + 2 * size.amax(1, keepdim=True) + math.log(x.shape[1])
-            self.log_p = torch.log_softmax(z + EPS * (1 + size) * signs(z, noise), -1) + EPS * row * signs(row, noise)
+            self.log_p = torch.log_softmax(
+                z + EPS * (1 + size) * signs(z, noise), -1
+            ) + EPS * row * signs(row, noise)
         self.keep = self.log_p.detach() > -math.inf
         self.chosen = self.log_p.gather(1, ids[:, None])[:, 0]
         finite = torch.where(self.keep, self.log_p, 0.0)
@@ -531,7 +618,11 @@ class Rows:
 
 
 def signs(like: Tensor, noise: int) -> Tensor:
-    """Those of errors. Between an even number and the next every second column changes: in one of them two neighbours differ."""
+    """Those of errors.
+
+    Between an even number and the next every second column changes: in one of them two neighbours
+    differ.
+    """
     g = torch.Generator().manual_seed(noise // 2)
     found = torch.where(torch.rand(like.shape, generator=g) < 0.5, -1.0, 1.0).to(like.dtype)
     return found * (1 - 2 * (torch.arange(like.shape[-1]) % 2)) ** (noise % 2)
@@ -540,14 +631,20 @@ def signs(like: Tensor, noise: int) -> Tensor:
 def listed_divergence(
     log_p: Tensor, log_q: Tensor, ids: list[list[int]], kind: str, share: float, tail: str
 ) -> Tensor:  # fmt: skip
-    """[N] from the log-probs [N, V] of both sides at the ids of each row, by the formulas of the four tails; 0 without ids."""
+    """[N] from the log-probs [N, V] of both sides at the ids of each row, by the formulas of the
+    four tails; 0 without ids.
+    """
     values = []
     for p_row, q_row, listed in zip(log_p, log_q, ids, strict=True):
         lp, lq = p_row[listed], q_row[listed]
         if tail == "bin":
-            # The probability of all other ids is the rest of 1, whose error is that of the listed ones.
+            # The probability of all other ids is the rest of 1, whose error is that of the listed
+            # ones.
             rest = 1 - lp.exp().sum(), 1 - lq.exp().sum()
-            lp, lq = (torch.cat([x, mass.clamp(min=1e-7).log()[None]]) for x, mass in zip((lp, lq), rest, strict=True))
+            lp, lq = (
+                torch.cat([x, mass.clamp(min=1e-7).log()[None]])
+                for x, mass in zip((lp, lq), rest, strict=True)
+            )
         elif tail == "renormalise":
             lp, lq = lp.log_softmax(0), lq.log_softmax(0)
         value = divergence(lp[None], lq[None], kind, share)[0]
@@ -572,7 +669,10 @@ class Answer:
 
 def answer(p: Problem, noise: int | None = None) -> Answer:
     """What the call of a problem returns, in float64, and the gradients of its leaves."""
-    r, leaves = p.recipe, {name: x.detach().double().requires_grad_() for name, x in p.clean.items()}
+    r, leaves = (
+        p.recipe,
+        {name: x.detach().double().requires_grad_() for name, x in p.clean.items()},
+    )
     N, live = len(p.ids), p.trained.nonzero()[:, 0]
     x = project(leaves, torch.float64)
     if noise is not None and r.source == "hidden":
@@ -582,7 +682,10 @@ def answer(p: Problem, noise: int | None = None) -> Answer:
     temperature = to_rows(p.transform["temperature"], p.sequences, torch.float64)
 
     def rows(x: Tensor, transform: dict[str, Any], keep: Tensor | None, of_other: int = 0) -> Rows:
-        own = {**transform, "temperature": to_rows(transform["temperature"], p.sequences, torch.float64)[live]}
+        own = {
+            **transform,
+            "temperature": to_rows(transform["temperature"], p.sequences, torch.float64)[live],
+        }
         return Rows(
             x[live],
             p.ids[live],
@@ -612,7 +715,10 @@ def answer(p: Problem, noise: int | None = None) -> Answer:
     of_logits, *found = torch.autograd.grad(
         total, [logits, *wanted.values(), *inner], materialize_grads=True, allow_unused=True
     )
-    gradients, slopes = dict(zip(wanted, found, strict=False)), [x.abs() for x in found[len(wanted) :]]
+    gradients, slopes = (
+        dict(zip(wanted, found, strict=False)),
+        [x.abs() for x in found[len(wanted) :]],
+    )
     steep = abs(p.transform["scale"]) / temperature[live, None]
     sizes = torch.zeros(N, x.shape[1], dtype=torch.float64)
     of_pairs = torch.zeros(N, dtype=torch.float64)
@@ -622,16 +728,26 @@ def answer(p: Problem, noise: int | None = None) -> Answer:
         of_pairs[live] += all_of_row[:, 0] * steep[:, 0]
     if p.other is not None:  # log-ratios of two near rows cancel
         sizes[live] += sets.p.detach() * slopes[-1][live, None] * steep
-    if r.source == "hidden" and (r.other == "listed" or any(y is not None for y in (p.at, p.terms, p.rows))):
+    if r.source == "hidden" and (
+        r.other == "listed" or any(y is not None for y in (p.at, p.terms, p.rows))
+    ):
         # Logits at further ids are computed again, and rounded in another way.
         arrives = slopes[0].sum(1, keepdim=True)
-        if r.other == "listed" and r.exact == "tv":  # whose slope is 0 where p = q, and jumps beside it
+        if (
+            r.other == "listed" and r.exact == "tv"
+        ):  # whose slope is 0 where p = q, and jumps beside it
             arrives = arrives + slopes[-1][live, None]
-        sizes[live] += sets.p.detach() * arrives * steep**2 * x.detach()[live].abs().amax(1, keepdim=True)
-    if r.extreme == "absent" and r.door == "logprobs":  # a sum of nearly 1 is rounded, which is most of so small an entropy
+        sizes[live] += (
+            sets.p.detach() * arrives * steep**2 * x.detach()[live].abs().amax(1, keepdim=True)
+        )
+    if (
+        r.extreme == "absent" and r.door == "logprobs"
+    ):  # a sum of nearly 1 is rounded, which is most of so small an entropy
         sizes[live] += sets.p.detach() * p.upstream["entropy"].reshape(-1)[live, None].abs() * steep
     if r.also in ("log_kept_mass", "all"):  # the difference of two log-probs of the target
-        sizes[live, p.ids[live]] += p.upstream["log_kept_mass"].reshape(-1)[live].abs() * steep[:, 0]
+        sizes[live, p.ids[live]] += (
+            p.upstream["log_kept_mass"].reshape(-1)[live].abs() * steep[:, 0]
+        )
     named = named_ids(p, x.shape[1])
     if p.rows is not None:
         num_rows = p.leading.numel()
@@ -639,7 +755,8 @@ def answer(p: Problem, noise: int | None = None) -> Answer:
         of_pairs = torch.zeros(num_rows, dtype=torch.float64).index_add(0, p.rows, of_pairs)
         named = torch.zeros(num_rows, x.shape[1], dtype=torch.float64).index_add(0, p.rows, named)
     if r.is_composed:
-        # The likeliest of the ids of a row gets the gradients of all of them twice, with both signs.
+        # The likeliest of the ids of a row gets the gradients of all of them twice, with both
+        # signs.
         sizes = sizes + (named > 0) * of_pairs[:, None]
     return Answer(
         {name: value.detach() for name, value in values.items()},
@@ -654,14 +771,20 @@ def named_ids(p: Problem, vocab: int) -> Tensor:
     """[N, V]: 1 at the target of each token and at its further ids, else 0."""
     named = torch.zeros(len(p.ids), vocab, dtype=torch.float64)
     named[torch.arange(len(p.ids)), p.ids] = 1.0
-    lists = [p.at, None if p.terms is None else p.terms[0], None if p.other is None else p.other.ids]
+    lists = [
+        p.at,
+        None if p.terms is None else p.terms[0],
+        None if p.other is None else p.other.ids,
+    ]
     for ids_of_tokens in lists:
         for token, ids in enumerate(ids_of_tokens or []):
             named[token, ids] = 1.0
     return named
 
 
-def _divergence(p: Problem, other: Other, ours: Rows, rows: Callable[..., Rows], live: Tensor) -> Tensor:
+def _divergence(
+    p: Problem, other: Other, ours: Rows, rows: Callable[..., Rows], live: Tensor
+) -> Tensor:
     """[n] of the trained rows, over their sets."""
     r = p.recipe
     kind, _, share = r.exact.partition(" ")
@@ -670,21 +793,27 @@ def _divergence(p: Problem, other: Other, ours: Rows, rows: Callable[..., Rows],
     if other.ids is None:
         return divergence(ours.log_p, theirs.log_p.detach(), kind, mixture)
     listed = [other.ids[i] for i in live.tolist()]
-    return listed_divergence(ours.log_p, theirs.log_p.detach().float().double(), listed, kind, mixture, r.tail)
+    return listed_divergence(
+        ours.log_p, theirs.log_p.detach().float().double(), listed, kind, mixture, r.tail
+    )
 
 
 def _total(
     p: Problem, values: dict[str, Tensor], divergences: Tensor | None, sets: Rows, whole: Rows, live: Tensor,
     noise: int | None,
 ) -> tuple[Tensor, bool]:  # fmt: skip
-    """(the scalar whose gradient is asked for, whether it is clear); adds to `values` what else the call returns."""
+    """(the scalar whose gradient is asked for, whether it is clear); adds to `values` what else the
+    call returns.
+    """
     r, up = p.recipe, {name: x.reshape(-1) for name, x in p.upstream.items()}
     if r.door == "divergence":
         return (values["divergence"] * up["divergence"]).sum(), True
     if r.door == "loss":
         seen = {name: x for name, x in p.seen.items() if name != "cu_seqlens"}
         if noise is not None:  # terms of a slope may cancel
-            seen["advantages"] = seen["advantages"] * (1 + 2 * EPS * signs(seen["advantages"], noise))
+            seen["advantages"] = seen["advantages"] * (
+                1 + 2 * EPS * signs(seen["advantages"], noise)
+            )
         result = objective(
             p.spec, values["logps"], values["entropy"], p.sequences, normalizer=r.normalizer,
             divergences=divergences, listed=_listed_terms(p, sets, live), **seen,
@@ -695,24 +824,45 @@ def _total(
     if r.also not in ("nothing", "detached"):
         total = total + (values["entropy"] * up["entropy"]).sum()
     if r.also in ("sum_squares", "all"):
-        values["sum_squares"] = torch.zeros_like(values["logps"]).index_put((live,), sets.sum_squares)
+        values["sum_squares"] = torch.zeros_like(values["logps"]).index_put(
+            (live,), sets.sum_squares
+        )
         total = total + (values["sum_squares"] * up["sum_squares"]).sum()
     if r.also in ("log_kept_mass", "all"):
-        mass = torch.logsumexp(torch.where(sets.keep, whole.log_p, -math.inf), 1) if p.keep is not None else 0.0 * sets.chosen
-        mass = torch.where(torch.tensor([bool(ids) for ids in p.sets or p.ids.new_zeros(len(p.ids))])[live], mass, 0.0)
+        mass = (
+            torch.logsumexp(torch.where(sets.keep, whole.log_p, -math.inf), 1)
+            if p.keep is not None
+            else 0.0 * sets.chosen
+        )
+        mass = torch.where(
+            torch.tensor([bool(ids) for ids in p.sets or p.ids.new_zeros(len(p.ids))])[live],
+            mass,
+            0.0,
+        )
         values["log_kept_mass"] = torch.zeros_like(values["logps"]).index_put((live,), mass)
         total = total + (values["log_kept_mass"] * up["log_kept_mass"]).sum()
     if p.at is not None:
         values["at"], where = at_ids(p, p.at, sets, live)
-        outside = torch.tensor(False) if p.keep is None else ~p.keep[where]  # a log-prob of -inf has no gradient only there
+        outside = (
+            torch.tensor(False) if p.keep is None else ~p.keep[where]
+        )  # a log-prob of -inf has no gradient only there
         total = total + (torch.where(outside, 0.0, values["at"]) * up["at"]).sum()
     return total, True
 
 
-def at_ids(p: Problem, lists: list[list[int]], softmax: Rows, live: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """(log-probs [k] of the ids listed for each row, 0 in rows that are not trained; their rows and ids)."""
-    where = [i for i, listed in enumerate(lists) for _ in listed], [j for listed in lists for j in listed]
-    log_p = torch.zeros(len(p.ids), softmax.log_p.shape[1], dtype=torch.float64).index_put((live,), softmax.log_p)
+def at_ids(
+    p: Problem, lists: list[list[int]], softmax: Rows, live: Tensor
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """(log-probs [k] of the ids listed for each row, 0 in rows that are not trained; their rows and
+    ids).
+    """
+    where = (
+        [i for i, listed in enumerate(lists) for _ in listed],
+        [j for listed in lists for j in listed],
+    )
+    log_p = torch.zeros(len(p.ids), softmax.log_p.shape[1], dtype=torch.float64).index_put(
+        (live,), softmax.log_p
+    )
     index = tuple(torch.tensor(x, dtype=torch.int64) for x in where)
     return log_p[index], index  # type: ignore[return-value]
 
@@ -723,51 +873,86 @@ def _listed_terms(p: Problem, sets: Rows, live: Tensor) -> Tensor | None:
         return None
     lists, c, of_p = p.terms
     log_p, (rows, _) = at_ids(p, lists, sets, live)
-    return torch.zeros(len(p.ids), dtype=torch.float64).index_add(0, rows, c * log_p + of_p * log_p.exp())
+    return torch.zeros(len(p.ids), dtype=torch.float64).index_add(
+        0, rows, c * log_p + of_p * log_p.exp()
+    )
 
 
 def rooms(p: Problem, exact: Answer) -> Answer:
-    """How far fp32 may be from each number: what errors of its size in every logit and log-prob do, some roundings of the number
-    and of what it is a sum of, and one of the dtype that a gradient is stored in."""
+    """How far fp32 may be from each number: what errors of its size in every logit and log-prob do,
+    some roundings of the number and of what it is a sum of, and one of the dtype that a gradient is
+    stored in.
+    """
     r = p.recipe
-    # The slope of a total variation jumps where p = q: as often as it takes for every sign that is open to be both.
+    # The slope of a total variation jumps where p = q: as often as it takes for every sign that is
+    # open to be both.
     others = [answer(p, noise) for noise in range(1, 25 if r.exact == "tv" else 8)]
 
     def room(x: Tensor, moved: list[Tensor], size: Tensor, dtype: torch.dtype) -> Tensor:
-        off = torch.stack([torch.where(y.isfinite() & x.isfinite(), y - x, 0.0).abs() for y in moved]).amax(0)
+        off = torch.stack(
+            [torch.where(y.isfinite() & x.isfinite(), y - x, 0.0).abs() for y in moved]
+        ).amax(0)
         finite = torch.where(x.isfinite(), x, 0.0).abs()
         relative, absolute = ROUNDING[dtype]
         if r.is_composed:  # two gradients are rounded before they are added
             finite = finite + size
-        stored = relative * finite + absolute * max(1.0, r.upstream)  # in memory of 16 bits before the upstream gradient
+        stored = relative * finite + absolute * max(
+            1.0, r.upstream
+        )  # in memory of 16 bits before the upstream gradient
         return 16 * off + 12 * EPS * (finite + size) + 2.2 * stored + 1e-12
 
     values = {
-        name: room(x, [o.values[name] for o in others], torch.zeros_like(x), torch.float32) for name, x in exact.values.items()
+        name: room(x, [o.values[name] for o in others], torch.zeros_like(x), torch.float32)
+        for name, x in exact.values.items()
     }
-    size = {"logits": exact.sizes.view(p.clean["logits"].shape)} if "logits" in p.clean else products(p, exact.sizes)
+    size = (
+        {"logits": exact.sizes.view(p.clean["logits"].shape)}
+        if "logits" in p.clean
+        else products(p, exact.sizes)
+    )
     gradients = {
         name: room(x, [o.gradients[name] for o in others], size[name], p.clean[name].dtype)
         for name, x in exact.gradients.items()
     }
-    if r.weight_grad == "of weight":  # is added to memory of its dtype twice, and half of that is compared
+    if (
+        r.weight_grad == "of weight"
+    ):  # is added to memory of its dtype twice, and half of that is compared
         gradients["weight"] *= 1.5
     if "hidden" in p.clean:
-        # Operands of 16 bits round the gradient of the logits, which is off by fp32's errors before.
+        # Operands of 16 bits round the gradient of the logits, which is off by fp32's errors
+        # before.
         dtypes = {x.dtype for x in p.clean.values()}
-        relative = 1.1 * 2.0**-8 if torch.bfloat16 in dtypes else 2.0**-10 if torch.float16 in dtypes else 0.0
+        relative = (
+            1.1 * 2.0**-8
+            if torch.bfloat16 in dtypes
+            else 2.0**-10
+            if torch.float16 in dtypes
+            else 0.0
+        )
         # What several passes give is rounded before it cancels.
         several = r.is_composed
         of_logits = size if several else products(p, exact.of_logits.abs())
         gradients = {name: x + relative * of_logits[name] for name, x in gradients.items()}
-        waits = p.spec.level != "token" or p.spec.surrogate.endswith("-cov") or (p.sets and r.rows + r.listed != "ownnone")
+        waits = (
+            p.spec.level != "token"
+            or p.spec.surrogate.endswith("-cov")
+            or (p.sets and r.rows + r.listed != "ownnone")
+        )
         if r.door == "loss" and waits and "weight" in gradients:
-            gradients["weight"] += relative * of_logits["weight"]  # hidden states times the slopes of rows that wait for others
+            gradients["weight"] += (
+                relative * of_logits["weight"]
+            )  # hidden states times the slopes of rows that wait for others
     return Answer(values, gradients)
 
 
 def products(p: Problem, of_logits: Tensor) -> dict[str, Tensor]:
-    """The gradients of hidden states and head that gradients >= 0 of the logits give when nothing cancels."""
+    """The gradients of hidden states and head that gradients >= 0 of the logits give when nothing
+    cancels.
+    """
     hidden, weight = p.clean["hidden"].double().abs(), p.clean["weight"].double().abs()
     of_weight = of_logits.T @ hidden.flatten(0, -2)
-    return {"hidden": (of_logits @ weight).view(hidden.shape), "weight": of_weight, "bias": of_logits.sum(0)}
+    return {
+        "hidden": (of_logits @ weight).view(hidden.shape),
+        "weight": of_weight,
+        "bias": of_logits.sum(0),
+    }

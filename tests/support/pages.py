@@ -1,4 +1,7 @@
-"""The pages of the documentation: their links, headings and examples, and the variables for the examples."""
+"""The pages of the documentation:
+
+their links, headings and examples, and the variables for the examples.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,9 @@ def examples(page: Path) -> list[Example]:
     for match in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         before = text[: match.start()]
         marker = NOT_RUN.search(before)
-        found.append(Example(page, before.count("\n") + 1, match[1], marker["what"] if marker else ""))
+        found.append(
+            Example(page, before.count("\n") + 1, match[1], marker["what"] if marker else "")
+        )
     return found
 
 
@@ -49,7 +54,9 @@ def example(part: str) -> str:
 
 def without_code(text: str) -> str:
     """The text without blocks of code and inline code, in which brackets are not links."""
-    return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+    return re.sub(
+        r"`[^`\n]*`", "", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    )
 
 
 def links(page: Path) -> list[str]:
@@ -64,7 +71,9 @@ def anchors(page: Path) -> set[str]:
 
 def slug(heading: str) -> str:
     """Lower case, words joined by hyphens, without punctuation and marks."""
-    return re.sub(r"[\s]", "-", re.sub(r"[^\w\s-]", "", re.sub(r"[`*]", "", heading)).strip().lower())
+    return re.sub(
+        r"[\s]", "-", re.sub(r"[^\w\s-]", "", re.sub(r"[`*]", "", heading)).strip().lower()
+    )
 
 
 def tracked(*patterns: str) -> list[Path]:
@@ -72,7 +81,9 @@ def tracked(*patterns: str) -> list[Path]:
     if not (ROOT / ".git").exists():
         return sorted(path for pattern in patterns for path in ROOT.rglob(pattern))
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    listed = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
     return sorted(ROOT / name for name in listed if (ROOT / name).exists())
 
 
@@ -102,7 +113,8 @@ def given() -> dict[str, Any]:
     objective = Objective.preset("dapo")
     batch = TokenBatch(targets, advantages, mask=mask, old_logps=old_logps)
     drawn = [
-        [sorted({token, (token + 3) % V, 5}) for token in row[m].tolist()] for row, m in zip(ids, completion_mask, strict=True)
+        [sorted({token, (token + 3) % V, 5}) for token in row[m].tolist()]
+        for row, m in zip(ids, completion_mask, strict=True)
     ]
     teacher_ids = torch.stack([torch.randperm(V, generator=g)[:5] for _ in range(B * T)])
     return {

@@ -1,4 +1,7 @@
-"""Cases of parametrised tests: every pair of options in place of the product of all, refusals as tables, how many random ones."""
+"""Cases of parametrised tests:
+
+every pair of options in place of the product of all, refusals as tables, how many random ones.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,13 @@ MANY = int(os.environ.get("GRPO_KERNELS_FUZZ", "3000"))
 
 
 def pairs(**axes: Iterable[Any]) -> list[dict[str, Any]]:
-    """List cases, each with one value of every axis, so that every two values of two axes meet in one of them.
+    """List cases, each with one value of every axis, so that every two values of two axes meet in
+    one of them.
 
-    Greedy and the same in each run: a case starts with the first pair that is missing, and each further axis takes the value
-    that adds the most missing pairs; among equals, the one that has met the others least often."""
+    Greedy and the same in each run: a case starts with the first pair that is missing, and each
+    further axis takes the value that adds the most missing pairs; among equals, the one that has
+    met the others least often.
+    """
     names, options = list(axes), [[*values] for values in axes.values()]
     if len(names) == 1:
         return [{names[0]: value} for value in options[0]]
@@ -32,9 +38,17 @@ def pairs(**axes: Iterable[Any]) -> list[dict[str, Any]]:
     cases = []
     while missing:
         chosen = dict(next(iter(missing)))
-        for axis in sorted(set(range(len(names))) - set(chosen), key=lambda axis: -len(options[axis])):
-            made = [[tuple(sorted([(axis, value), other])) for other in chosen.items()] for value in range(len(options[axis]))]
-            gains = [(sum(pair in missing for pair in each), -sum(met[pair] for pair in each)) for each in made]
+        for axis in sorted(
+            set(range(len(names))) - set(chosen), key=lambda axis: -len(options[axis])
+        ):
+            made = [
+                [tuple(sorted([(axis, value), other])) for other in chosen.items()]
+                for value in range(len(options[axis]))
+            ]
+            gains = [
+                (sum(pair in missing for pair in each), -sum(met[pair] for pair in each))
+                for each in made
+            ]
             chosen[axis] = gains.index(max(gains))
         for pair in combinations(sorted(chosen.items()), 2):
             met[pair] += 1
@@ -53,9 +67,13 @@ Refused = list[tuple[Callable[..., Any], dict[str, Any], dict[str, dict[str, Any
 
 
 def refusals(table: Refused) -> Any:
-    """Parametrise a test by functions that check one refusal each; unknown keywords raise TypeError, all else ValueError."""
+    """Parametrise a test by functions that check one refusal each; unknown keywords raise
+    TypeError, all else ValueError.
+    """
 
-    def checked(call: Callable[..., Any], given: dict[str, Any], message: str, changes: dict[str, Any]) -> None:
+    def checked(
+        call: Callable[..., Any], given: dict[str, Any], message: str, changes: dict[str, Any]
+    ) -> None:
         call(**given)
         with pytest.raises(TypeError if "no argument" in message else ValueError, match=message):
             call(**{**given, **changes})

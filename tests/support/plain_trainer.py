@@ -1,8 +1,10 @@
-"""A step of the reference trainer once more: plain float64, a completion at a time, without padding, cache or kernel. Imports
-nothing of the package.
+"""A step of the reference trainer once more: plain float64, a completion at a time, without
+padding, cache or kernel. Imports nothing of the package.
 
-What a run does is seen from outside: its reward functions are told the sampled ids, and each optimizer step shows parameters
-and gradients. From these, `Plain` computes the gradients and metrics that should have come."""
+What a run does is seen from outside: its reward functions are told the sampled ids, and each
+optimizer step shows parameters and gradients. From these, `Plain` computes the gradients and
+metrics that should have come.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class Watch:
         self.updates: list[Update] = []
 
     def told(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def reward(prompts: list[str], completions: list[str], *, completion_ids: Any, **columns: Any) -> Any:
+        def reward(
+            prompts: list[str], completions: list[str], *, completion_ids: Any, **columns: Any
+        ) -> Any:
             found = function(prompts, completions, completion_ids=completion_ids, **columns)
             self.calls.append(Call(prompts, completions, completion_ids, found))
             return found
@@ -60,7 +64,13 @@ class Watch:
     def note(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         named = [*self.model.named_parameters()]
         gradients = {name: p.grad.clone() for name, p in named}
-        self.updates.append(Update({n: p.detach().clone() for n, p in named}, gradients, optimizer.param_groups[0]["lr"]))
+        self.updates.append(
+            Update(
+                {n: p.detach().clone() for n, p in named},
+                gradients,
+                optimizer.param_groups[0]["lr"],
+            )
+        )
 
     def __enter__(self) -> Watch:
         self.calls.clear()
@@ -76,7 +86,9 @@ def kept_ids(logits: Tensor, c: Any) -> list[int]:
     """What min-p, top-k and top-p, in the order of vLLM, leave of one row, in Python floats."""
     top = float(logits.max())
     shares = [math.exp((z - top) / c.temperature) for z in logits.tolist()]
-    kept = sorted((i for i, s in enumerate(shares) if s >= c.min_p), key=lambda i: -shares[i])[: c.top_k or None]
+    kept = sorted((i for i, s in enumerate(shares) if s >= c.min_p), key=lambda i: -shares[i])[
+        : c.top_k or None
+    ]
     total, before, count = sum(shares[i] for i in kept), 0.0, 0
     while count < len(kept) and before < c.top_p * total:
         before += shares[kept[count]]
@@ -86,9 +98,11 @@ def kept_ids(logits: Tensor, c: Any) -> list[int]:
 
 @dataclass
 class Plain:
-    """The steps of a configuration `c` from a model on. Of the fields, `spec` is the objective; `advantages` makes them from the
-    rewards [K][B]: numbers, or a list for each completion; `weigh` gives the weights of a completion's tokens from
-    (log-prob of the policy - of the sampler, whether it ended), None where it is not trained on."""
+    """The steps of a configuration `c` from a model on. Of the fields, `spec` is the objective;
+    `advantages` makes them from the rewards [K][B]: numbers, or a list for each completion; `weigh`
+    gives the weights of a completion's tokens from (log-prob of the policy - of the sampler,
+    whether it ended), None where it is not trained on.
+    """
 
     c: Any
     tok: Any
@@ -108,7 +122,12 @@ class Plain:
     def logits(self, model: Any) -> Tensor:
         """[N, V] of the tokens of all completions."""
         pairs = zip(self.prompts, self.ids, strict=True)
-        return torch.cat([model(input_ids=torch.tensor([p + ids])).logits[0, len(p) - 1 : -1] for p, ids in pairs])
+        return torch.cat(
+            [
+                model(input_ids=torch.tensor([p + ids])).logits[0, len(p) - 1 : -1]
+                for p, ids in pairs
+            ]
+        )
 
     def over(self, keep: Tensor | None, logits: Tensor) -> oracle.Rows:
         """Their softmaxes, over the ids of `keep`."""
@@ -121,11 +140,15 @@ class Plain:
     def greedy(self, prompt: list[int], ends: Sequence[int]) -> list[int]:
         ids: list[int] = []
         while len(ids) < self.c.max_new_tokens and not (ids and ids[-1] in ends):
-            ids.append(int(self.model(input_ids=torch.tensor([prompt + ids])).logits[0, -1].argmax()))
+            ids.append(
+                int(self.model(input_ids=torch.tensor([prompt + ids])).logits[0, -1].argmax())
+            )
         return ids
 
     def load(self, parameters: dict[str, Tensor]) -> None:
-        self.model.load_state_dict({name: p.double() for name, p in parameters.items()}, strict=False)
+        self.model.load_state_dict(
+            {name: p.double() for name, p in parameters.items()}, strict=False
+        )
 
     @property
     def groups(self) -> list[int]:
@@ -136,7 +159,9 @@ class Plain:
         self.load(parameters)
         self.prompts, self.ids = [self.tok(text)["input_ids"] for text in call.prompts], call.ids
         ends = torch.tensor([len(ids) for ids in self.ids]).cumsum(0).tolist()
-        self.sequences = [[*range(end - len(ids), end)] for end, ids in zip(ends, self.ids, strict=True)]
+        self.sequences = [
+            [*range(end - len(ids), end)] for end, ids in zip(ends, self.ids, strict=True)
+        ]
         logits = self.logits(self.model).detach()
         self.keep = torch.zeros_like(logits, dtype=torch.bool)
         for row, at in zip(logits, self.keep, strict=True):
@@ -157,7 +182,9 @@ class Plain:
         assert all(ids[-1] in ends or len(ids) == self.c.max_new_tokens for ids in self.ids)
         assert not any(i in ends for ids in self.ids for i in ids[:-1])
         rewards = [call.rewards for call in drawn]
-        values = self.of_groups(rewards) if self.advantages is None else self.advantages(self, rewards)
+        values = (
+            self.of_groups(rewards) if self.advantages is None else self.advantages(self, rewards)
+        )
         pairs = zip(values, self.ids, strict=True)
         advantages = torch.tensor(
             [x for v, ids in pairs for x in (v if isinstance(v, (list, tuple)) else [v] * len(ids))]
@@ -171,7 +198,10 @@ class Plain:
 
     def of_groups(self, rewards: list[list[float]], **options: Any) -> list[float]:
         weights = self.c.reward_weights or [1.0] * len(rewards)
-        totals = [math.fsum(w * r for w, r in zip(weights, row, strict=True)) for row in zip(*rewards, strict=True)]
+        totals = [
+            math.fsum(w * r for w, r in zip(weights, row, strict=True))
+            for row in zip(*rewards, strict=True)
+        ]
         return advantage_oracle.group_advantages(totals, self.groups, **options)
 
     def update(
@@ -184,7 +214,9 @@ class Plain:
             other = self.over(self.keep, self.logits(self.reference))
         kind = "reverse" if self.c.preset == "distillation" else KINDS.get(self.c.kl or "")
         mask = ~weights.isnan()
-        some = (advantages[mask] != 0) | (not self.c.drop_zero_variance)  # of which the metrics tell
+        some = (advantages[mask] != 0) | (
+            not self.c.drop_zero_variance
+        )  # of which the metrics tell
         result = oracle.objective(
             self.spec, own.chosen, own.entropy, self.sequences, advantages=advantages, old_logps=old, ref_logps=other.chosen, mask=mask,
             weights=weights.nan_to_num(1.0), divergences=oracle.divergence(own.log_p, other.log_p, kind, 0.5) if kind else None,
@@ -198,4 +230,6 @@ class Plain:
             "grad_norm": torch.stack([g.norm() for g in gradients]).norm(),
         }  # fmt: skip
         names = [name for name, _ in self.model.named_parameters()]
-        return dict(zip(names, gradients, strict=True)), {name: float(x) for name, x in told.items()}
+        return dict(zip(names, gradients, strict=True)), {
+            name: float(x) for name, x in told.items()
+        }

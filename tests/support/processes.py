@@ -16,7 +16,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-#: Makes `import NAME` fail as if it were not installed; without "grpo_kernels._cpu" no installed copy offers one either.
+#: Makes `import NAME` fail as if it were not installed; without "grpo_kernels._cpu" no installed
+#: copy offers one either.
 WITHOUT = """
 import gc, importlib.metadata, sys
 gc.set_threshold(50_000)
@@ -35,9 +36,12 @@ importlib.metadata.distribution = known
 
 
 def start(code: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-    """Starts a Python process that can import the same modules as this one, including those of the tests."""
+    """Starts a Python process that can import the same modules as this one, including those of the
+    tests.
+    """
     paths = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
-    code = f"import gc; gc.set_threshold(50_000)\n{code}"  # its imports are a quarter quicker, and it ends before much is lost
+    # its imports are a quarter quicker, and it ends before much is lost
+    code = f"import gc; gc.set_threshold(50_000)\n{code}"
     return subprocess.Popen(
         [sys.executable, "-c", code, *arguments], env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | environment,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -48,21 +52,31 @@ def finish(*processes: subprocess.Popen[str]) -> None:
     """Waits for all processes, and shows the output of those that failed."""
     try:
         outputs = [process.communicate(timeout=900)[0] for process in processes]
-        failed = [out[-4000:] for process, out in zip(processes, outputs, strict=True) if process.returncode != 0]
+        failed = [
+            out[-4000:]
+            for process, out in zip(processes, outputs, strict=True)
+            if process.returncode != 0
+        ]
         assert not failed, "\n\n".join(failed)
     finally:
         for process in processes:
             process.kill()
 
 
-def start_ranks(ranks: int, function: Callable[..., None], *arguments: Any, imports: str = "") -> subprocess.Popen[str]:
-    """`function(rank, *arguments)` on so many ranks. One process imports its module (and `imports`, and what that names in
-    BEFORE_THE_RANKS) and then becomes them: the imports take longer than most checks."""
+def start_ranks(
+    ranks: int, function: Callable[..., None], *arguments: Any, imports: str = ""
+) -> subprocess.Popen[str]:
+    """`function(rank, *arguments)` on so many ranks. One process imports its module (and `imports`,
+    and what that names in BEFORE_THE_RANKS) and then becomes them: the imports take longer than
+    most checks.
+    """
     call = (ranks, function.__module__, function.__name__, arguments, imports)
     return start(f"from support import processes; processes.become_ranks(*{call!r})")
 
 
-def become_ranks(ranks: int, module: str, function: str, arguments: tuple[Any, ...], imports: str) -> None:
+def become_ranks(
+    ranks: int, module: str, function: str, arguments: tuple[Any, ...], imports: str
+) -> None:
     for name in getattr(importlib.import_module(imports or module), "BEFORE_THE_RANKS", ()):
         importlib.import_module(name)
     run, children = getattr(importlib.import_module(module), function), {}
@@ -79,14 +93,18 @@ def become_ranks(ranks: int, module: str, function: str, arguments: tuple[Any, .
         del children[child]
         if status and not failed:
             failed = 1
-            signal.signal(signal.SIGALRM, lambda *_: [os.kill(other, signal.SIGKILL) for other in children])
+            signal.signal(
+                signal.SIGALRM, lambda *_: [os.kill(other, signal.SIGKILL) for other in children]
+            )
             signal.alarm(5)  # the others may wait for the one that failed, or have more to say
     sys.exit(failed)
 
 
 def become_rank(run: Callable[..., None], rank: int, *arguments: Any) -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: killed with the process that it came from
+        ctypes.CDLL(None).prctl(
+            1, signal.SIGKILL
+        )  # PR_SET_PDEATHSIG: killed with the process that it came from
     status = 1
     try:
         run(rank, *arguments)
@@ -100,14 +118,23 @@ def become_rank(run: Callable[..., None], rank: int, *arguments: Any) -> None:
 
 
 def for_its_own_pytest() -> dict[str, str]:
-    """The environment for a pytest in a process of its own: it is no worker of this one, and does not take its options."""
-    return {k: v for k, v in os.environ.items() if k != "PYTEST_ADDOPTS" and not k.startswith("PYTEST_XDIST")}
+    """The environment for a pytest in a process of its own:
+
+    it is no worker of this one, and does not take its options.
+    """
+    return {
+        k: v
+        for k, v in os.environ.items()
+        if k != "PYTEST_ADDOPTS" and not k.startswith("PYTEST_XDIST")
+    }
 
 
 def said(command: Sequence[str], **how: Any) -> str:
     """What a command prints, which has to succeed."""
     run = subprocess.run(command, capture_output=True, text=True, **how)
-    assert run.returncode == 0, f"{run.returncode}: {' '.join(command)}\n{run.stdout[-6000:]}\n{run.stderr[-6000:]}"
+    assert run.returncode == 0, (
+        f"{run.returncode}: {' '.join(command)}\n{run.stdout[-6000:]}\n{run.stderr[-6000:]}"
+    )
     return run.stdout
 
 
@@ -126,13 +153,19 @@ def interpreted(cases: Path) -> None:
 
 def checks_of(module: str) -> dict[str, Callable[[int, int], None]]:
     """Functions check_*(rank, ranks) of a test module, in their order."""
-    return {name: value for name, value in vars(importlib.import_module(module)).items() if name.startswith("check_")}
+    return {
+        name: value
+        for name, value in vars(importlib.import_module(module)).items()
+        if name.startswith("check_")
+    }
 
 
 def run_checks(module: str, ranks: int, folder: Path) -> dict[str, str]:
-    """The outcome of each check of `module` on `ranks` gloo processes: "ok", or the error of the first rank that reports one.
+    """The outcome of each check of `module` on `ranks` gloo processes: "ok", or the error of the
+    first rank that reports one.
 
-    The first failure ends the run, since the other ranks may be waiting for that one."""
+    The first failure ends the run, since the other ranks may be waiting for that one.
+    """
     process = start_ranks(ranks, check_as_rank, module, ranks, str(folder), imports=module)
     output = ""
     try:
@@ -156,7 +189,9 @@ def check_as_rank(rank: int, module: str, ranks: int, folder: str) -> None:
 
     report = {}
     store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
+    dist.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120)
+    )
     for name, check in checks_of(module).items():
         try:
             check(rank, ranks)

@@ -22,7 +22,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Recipe:
-    """A call in a few plain values, which print well. A value that has no meaning beside the others is put right by `legal`."""
+    """A call in a few plain values, which print well.
+
+    A value that has no meaning beside the others is put right by `legal`.
+    """
 
     door: str = "loss"  # loss, logprobs, divergence
     source: str = "logits"  # logits, hidden
@@ -34,11 +37,15 @@ class Recipe:
     rows: str = "own"  # of tokens: own, shared: by several of them, shuffled: in another order
     mask: str = "some"  # none, some, all of the tokens
     spread: float = 3.0  # of the logits
-    #: far: a target up to 700 below the rest; confident: an id 20 above; absent: logits of -inf; ends: those at the ends of fp16
+    #: far: a target up to 700 below the rest; confident: an id 20 above; absent: logits of -inf;
+    #: ends: those at the ends of fp16
     extreme: str = "none"
-    transform: str = "none"  # none, temperature, softcap, scale, everything, per sequence, per token
+    transform: str = (
+        "none"  # none, temperature, softcap, scale, everything, per sequence, per token
+    )
     objective: str = "dapo"  # a key of objectives.OBJECTIVES
-    given: str = "everything"  # on-policy: without old log-probs and weights; column: advantages [B, 1]; token: one a token
+    # on-policy: without old log-probs and weights; column: advantages [B, 1]; token: one a token
+    given: str = "everything"
     normalizer: Any = None  # None, a number, or one for policy term, KL and bonus
     upstream: float = 1.0  # gradient that arrives at the loss
     inplace: bool = False
@@ -47,23 +54,31 @@ class Recipe:
     head: str = "of hidden"  # dtype of the weight beside fp32 hidden states: of hidden, bfloat16
     width: int = 8  # of the hidden states
     frozen: str = "nothing"  # nothing, weight, hidden
-    kept: str = (
-        "none"  # rows with a set of ids: none, some, all, empty: sets without ids, whole: of the vocabulary, long: of any size
-    )
+    # rows with a set of ids: none, some, all, empty: sets without ids, whole: of the vocabulary,
+    # long: of any size
+    kept: str = "none"
     missing: str = "include"  # of a target that its set lacks: include, full, mask
-    #: A second distribution: whole, near, listed, own: with a transform of its own, itself: the same logits under it
+    #: A second distribution: whole, near, listed, own: with a transform of its own, itself: the
+    #: same logits under it
     other: str = "none"
     exact: str = "reverse"  # reverse, forward, jsd, jsd .1, tv
     tail: str = "bin"  # of listed ids: bin, ignore, renormalise, generalised
     squared: bool = False  # divergence times the temperature's square
     listed: str = "none"  # terms of a loss at further ids: none, some
-    also: str = "entropy"  # of log-probs: nothing, entropy, detached, sum_squares, at: further ids, log_kept_mass, all
-    weight_grad: str = "none"  # memory that the gradient of the weight is added to: none, float32, of weight
+    # of log-probs: nothing, entropy, detached, sum_squares, at: further ids, log_kept_mass, all
+    also: str = "entropy"
+    weight_grad: str = (
+        "none"  # memory that the gradient of the weight is added to: none, float32, of weight
+    )
     ranks: int = 1  # that the vocabulary is cut over
     seed: int = 0
 
     def __str__(self) -> str:
-        changed = (f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default)
+        changed = (
+            f"{f.name}={getattr(self, f.name)!r}"
+            for f in fields(self)
+            if getattr(self, f.name) != f.default
+        )
         return f"Recipe({', '.join(changed)})"
 
     @property
@@ -72,8 +87,15 @@ class Recipe:
 
     @property
     def is_composed(self) -> bool:
-        """Whether statistics of tokens are composed of several calls, whose gradients are rounded one by one."""
-        pairs = self.rows != "own" or self.other == "listed" or self.listed != "none" or self.also in ("at", "all")
+        """Whether statistics of tokens are composed of several calls, whose gradients are rounded
+        one by one.
+        """
+        pairs = (
+            self.rows != "own"
+            or self.other == "listed"
+            or self.listed != "none"
+            or self.also in ("at", "all")
+        )
         return self.kept != "none" or pairs
 
 
@@ -89,7 +111,15 @@ AXES: dict[str, tuple[Any, ...]] = {
     "mask": ("some", "none", "all"),
     "spread": (3.0, 0.05, 30.0),
     "extreme": ("none", "far", "confident", "absent"),
-    "transform": ("none", "temperature", "softcap", "scale", "everything", "per sequence", "per token"),
+    "transform": (
+        "none",
+        "temperature",
+        "softcap",
+        "scale",
+        "everything",
+        "per sequence",
+        "per token",
+    ),
     "objective": tuple(SPECS),
     "given": ("everything", "on-policy", "token", "column"),
     "normalizer": (None, 7.0, (7.0, 3.0, None), (None, 3.0, 5.0)),
@@ -111,7 +141,8 @@ AXES: dict[str, tuple[Any, ...]] = {
     "rows": ("own", "shared", "shuffled"),
     "listed": ("none", "some"),
 }
-#: Objectives that differ in what they ask of the rest: levels, passes, filters, KLs, bonuses, selections, groups.
+#: Objectives that differ in what they ask of the rest: levels, passes, filters, KLs, bonuses,
+#: selections, groups.
 KINDS = (
     "dapo", "gspo, k3 by the ratio", "grpo, k3 and entropy", "vespo", "clip-cov", "entropy quantile, bonus of its own",
     "dppo-kl to the sampler, k3", "off-policy sequences", "distillation", "dapo, exact", "distillation, exact",
@@ -121,11 +152,19 @@ PAIRED = tuple(name for name in AXES if name not in ("lengths", "upstream", "nor
 
 
 def legal(r: Recipe) -> Recipe:
-    """The recipe with every value that means nothing, or is refused, beside the others put back to what is plain."""
+    """The recipe with every value that means nothing, or is refused, beside the others put back to
+    what is plain.
+    """
     plain: dict[str, Any] = {}
     spec = SPECS[r.objective]
     if r.source == "logits":
-        plain |= {"bias": "none", "head": "of hidden", "width": 8, "frozen": "nothing", "weight_grad": "none"}
+        plain |= {
+            "bias": "none",
+            "head": "of hidden",
+            "width": 8,
+            "frozen": "nothing",
+            "weight_grad": "none",
+        }
     else:
         plain |= {"inplace": False, "extreme": "none"}
         if r.dtype != "float32":
@@ -133,15 +172,26 @@ def legal(r: Recipe) -> Recipe:
         if r.frozen != "nothing":
             plain["weight_grad"] = "none"
     if r.door != "loss":
-        plain |= {"objective": "dapo", "given": "everything", "normalizer": None, "skip_inactive": False}
+        plain |= {
+            "objective": "dapo",
+            "given": "everything",
+            "normalizer": None,
+            "skip_inactive": False,
+        }
         plain |= {"upstream": 1.0, "layout": "padded" if r.layout == "packed" else r.layout}
         if r.door == "divergence":
-            plain |= {"other": "whole" if r.other == "none" else r.other, "also": "nothing", "missing": "include"}
+            plain |= {
+                "other": "whole" if r.other == "none" else r.other,
+                "also": "nothing",
+                "missing": "include",
+            }
         else:
             plain["other"] = "none"
     else:
         plain["also"] = "nothing"
-        if r.layout == "without offsets" and (spec.level != "token" or not _counts_tokens(spec) or spec.off_policy is not None):
+        if r.layout == "without offsets" and (
+            spec.level != "token" or not _counts_tokens(spec) or spec.off_policy is not None
+        ):
             plain["layout"] = "packed"
         if spec.beta and spec.kl != "exact":
             plain["other"] = "none"
@@ -171,7 +221,9 @@ def legal(r: Recipe) -> Recipe:
         plain["rows"] = "own"
     elif now.rows != "own" and now.transform.startswith("per "):
         plain["transform"] = "temperature"
-    if now.extreme == "absent" and plain.get("rows", now.rows) != "own":  # no target may be among those that are absent
+    if (
+        now.extreme == "absent" and plain.get("rows", now.rows) != "own"
+    ):  # no target may be among those that are absent
         plain["extreme"] = "none"
     if now.door != "loss" or now.extreme == "absent":
         plain["listed"] = "none"
@@ -182,14 +234,24 @@ def legal(r: Recipe) -> Recipe:
 
 
 def _counts_tokens(spec: Any) -> bool:
-    return {spec.aggregate, spec.kl_aggregate, spec.entropy_aggregate} <= {"token-mean", "token-sum", None}
+    return {spec.aggregate, spec.kl_aggregate, spec.entropy_aggregate} <= {
+        "token-mean",
+        "token-sum",
+        None,
+    }
 
 
 def covering(seed: int = 0, **fixed: Any) -> list[Recipe]:
-    """Recipes in which every two values of two axes meet, where they may. `fixed`: axes of one value.
+    """Recipes in which every two values of two axes meet, where they may. `fixed`: axes of one
+    value.
 
-    A pair that is missing is put into a few random recipes, of which the one is taken that holds the most missing pairs."""
-    rng, axes = random.Random(seed), {name: dict.fromkeys(AXES[name]) for name in PAIRED if name not in fixed}
+    A pair that is missing is put into a few random recipes, of which the one is taken that holds
+    the most missing pairs.
+    """
+    rng, axes = (
+        random.Random(seed),
+        {name: dict.fromkeys(AXES[name]) for name in PAIRED if name not in fixed},
+    )
     axes |= {"objective": dict.fromkeys(KINDS)} if "objective" in axes else {}
     met: set[Any] = set()
     found: list[Recipe] = []
@@ -202,8 +264,15 @@ def covering(seed: int = 0, **fixed: Any) -> list[Recipe]:
         for pair in product(((a, x) for x in of_a), ((b, x) for x in of_b)):
             if pair in met:
                 continue
-            drawn = [random_recipe(rng, **{"objective": rng.choice(KINDS), **dict(pair), **fixed}) for _ in range(6)]
-            kept = [r for r in drawn if all(getattr(r, name) == value for name, value in (*pair, *fixed.items()))]
+            drawn = [
+                random_recipe(rng, **{"objective": rng.choice(KINDS), **dict(pair), **fixed})
+                for _ in range(6)
+            ]
+            kept = [
+                r
+                for r in drawn
+                if all(getattr(r, name) == value for name, value in (*pair, *fixed.items()))
+            ]
             if kept:
                 found.append(max(kept, key=lambda r: len(pairs(r) - met)))
                 met |= pairs(found[-1])
@@ -225,7 +294,10 @@ def random_recipe(rng: random.Random, **fixed: Any) -> Recipe:
     """One at random in which axes have the values `fixed`, where they may."""
     chosen = {name: rng.choice(values) for name, values in AXES.items()}
     # A plain value half of the time: what is unusual meets little else that is.
-    chosen = {name: value if rng.random() < 0.5 else getattr(Recipe(), name) for name, value in chosen.items()}
+    chosen = {
+        name: value if rng.random() < 0.5 else getattr(Recipe(), name)
+        for name, value in chosen.items()
+    }
     chosen["door"], chosen["source"] = rng.choice(AXES["door"]), rng.choice(AXES["source"])
     return legal(Recipe(**{**chosen, "seed": rng.randrange(10**6), **fixed}))
 
@@ -246,8 +318,9 @@ class Other:
 
 @dataclass
 class Problem:
-    """All tensors of a call. `given` holds what the caller passes: NaN and rubbish where nobody may read; `clean` the same
-    values with 0 there, contiguous, which the oracle reads."""
+    """All tensors of a call. `given` holds what the caller passes: NaN and rubbish where nobody may
+    read; `clean` the same values with 0 there, contiguous, which the oracle reads.
+    """
 
     recipe: Recipe
     given: dict[str, Tensor]  # logits, or hidden, weight, bias
@@ -265,9 +338,15 @@ class Problem:
     other: Other | None = None
     at: list[list[int]] | None = None
     rows: Tensor | None = None  # int64 [N]: the row of each token; None: its own
-    terms: tuple[list[list[int]], Tensor, Tensor] | None = None  # ids listed for each token, c of c log p and r of r p for each
-    upstream: dict[str, Tensor] = field(default_factory=dict)  # gradients that arrive at log-probs and statistics
-    columns: slice = field(default_factory=lambda: slice(None))  # of the vocabulary, that this rank has
+    terms: tuple[list[list[int]], Tensor, Tensor] | None = (
+        None  # ids listed for each token, c of c log p and r of r p for each
+    )
+    upstream: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # gradients that arrive at log-probs and statistics
+    columns: slice = field(
+        default_factory=lambda: slice(None)
+    )  # of the vocabulary, that this rank has
 
     @property
     def spec(self) -> Any:
@@ -281,7 +360,12 @@ class Problem:
         """bool [N, ...] of tokens -> [rows, ...]: of any token of a row."""
         if self.rows is None:
             return x
-        return torch.zeros(self.leading.numel(), *x.shape[1:], dtype=torch.int64).index_add(0, self.rows, x.long()) > 0
+        return (
+            torch.zeros(self.leading.numel(), *x.shape[1:], dtype=torch.int64).index_add(
+                0, self.rows, x.long()
+            )
+            > 0
+        )
 
     @property
     def leading(self) -> torch.Size:
@@ -290,19 +374,30 @@ class Problem:
 
 
 def taken(p: Problem, rows: list[int], some: Callable[[Tensor], Tensor], **changes: Any) -> Problem:
-    """Some rows of a problem: `some` takes them, or their sequences, out of a tensor that has one of each."""
+    """Some rows of a problem:
+
+    `some` takes them, or their sequences, out of a tensor that has one of each.
+    """
 
     def of(x: Any) -> Any:
         if isinstance(x, dict):
-            return {name: value if name in ("weight", "bias") else of(value) for name, value in x.items()}
+            return {
+                name: value if name in ("weight", "bias") else of(value)
+                for name, value in x.items()
+            }
         return some(x) if isinstance(x, Tensor) and x.dim() else x
 
     def lists(x: Any) -> Any:
         return None if x is None else [x[i] for i in rows]
 
     o = p.other
-    other = None if o is None else replace(o, rows=o.rows[rows], given=of(o.given), ids=lists(o.ids))
-    parts = {name: of(getattr(p, name)) for name in ("given", "targets", "fields", "transform", "temperature")}
+    other = (
+        None if o is None else replace(o, rows=o.rows[rows], given=of(o.given), ids=lists(o.ids))
+    )
+    parts = {
+        name: of(getattr(p, name))
+        for name in ("given", "targets", "fields", "transform", "temperature")
+    }
     return replace(p, **{**parts, "other": other, "sets": lists(p.sets), **changes})
 
 
@@ -328,14 +423,22 @@ def of_sequences(p: Problem, sequences: list[int]) -> Problem:
 
 def sliced(tensors: dict[str, Tensor], columns: slice) -> dict[str, Tensor]:
     """The part of logits, weight and bias that belongs to these columns of the vocabulary."""
-    part = {"logits": lambda x: x[..., columns], "weight": lambda x: x[columns], "bias": lambda x: x[columns]}
+    part = {
+        "logits": lambda x: x[..., columns],
+        "weight": lambda x: x[columns],
+        "bias": lambda x: x[columns],
+    }
     return {name: part[name](x) if name in part else x for name, x in tensors.items()}
 
 
 #: How rows lie in memory.
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "whole": lambda x: x,
-    "transposed": lambda x: x.transpose(0, -2 if x.dim() > 2 else -1).contiguous().transpose(0, -2 if x.dim() > 2 else -1),
+    "transposed": lambda x: (
+        x.transpose(0, -2 if x.dim() > 2 else -1)
+        .contiguous()
+        .transpose(0, -2 if x.dim() > 2 else -1)
+    ),
     "columns apart": lambda x: torch.stack([x, torch.full_like(x, math.nan)], -1)[..., 0],
     "rows apart": lambda x: torch.cat([x, torch.full_like(x, math.nan)], -1)[..., : x.shape[-1]],
 }
@@ -357,7 +460,9 @@ def problem(r: Recipe) -> Problem:
     shape = (B, max(r.lengths, default=4)) if r.layout == "padded" else (N,)
     n = math.prod(shape)
     offsets = (
-        torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(torch.int32) if r.layout == "packed" else None
+        torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(torch.int32)
+        if r.layout == "packed"
+        else None
     )
 
     def normal(*size: int) -> Tensor:
@@ -366,8 +471,14 @@ def problem(r: Recipe) -> Problem:
     def uniform(*size: int) -> Tensor:
         return torch.rand(size or shape, generator=g, dtype=torch.float64)
 
-    inside = (torch.arange(shape[1]) < lengths[:, None]) if len(shape) == 2 else torch.ones(shape, dtype=torch.bool)
-    mask = {"none": inside, "some": inside & (uniform() < 0.75), "all": torch.zeros_like(inside)}[r.mask]
+    inside = (
+        (torch.arange(shape[1]) < lengths[:, None])
+        if len(shape) == 2
+        else torch.ones(shape, dtype=torch.bool)
+    )
+    mask = {"none": inside, "some": inside & (uniform() < 0.75), "all": torch.zeros_like(inside)}[
+        r.mask
+    ]
     has_mask = r.mask != "none" or not bool(inside.all())
     trained = mask.reshape(-1)
     ids, row_of = torch.randint(V, (n,), generator=g), None
@@ -376,7 +487,11 @@ def problem(r: Recipe) -> Problem:
         leaves, of_rows = _leaves(r, shape, ids, transform, normal, g)
     else:  # of shared ones nobody names some, and half of the tokens of a row are one id
         count = n if r.rows == "shuffled" else n // 2 + 1
-        row_of = torch.randperm(n, generator=g) if r.rows == "shuffled" else torch.randint(count, (n,), generator=g)
+        row_of = (
+            torch.randperm(n, generator=g)
+            if r.rows == "shuffled"
+            else torch.randint(count, (n,), generator=g)
+        )
         ids = torch.where(uniform(n) < 0.5, row_of % V, ids) if r.rows == "shared" else ids
         of_one = torch.zeros(count, dtype=torch.int64).index_put((row_of,), ids)
         leaves, of_rows = _leaves(r, (count,), of_one, transform, normal, g)
@@ -393,7 +508,11 @@ def problem(r: Recipe) -> Problem:
     whole = trained.view(shape)
 
     def spoil(x: Any) -> Any:
-        return torch.where(whole, x, rubbish).float() if isinstance(x, Tensor) and x.shape == whole.shape else x
+        return (
+            torch.where(whole, x, rubbish).float()
+            if isinstance(x, Tensor) and x.shape == whole.shape
+            else x
+        )
 
     fields = {name: spoil(x.float() if isinstance(x, Tensor) else x) for name, x in seen.items()}
     if r.seed % 4 == 3:  # from NumPy
@@ -405,12 +524,18 @@ def problem(r: Recipe) -> Problem:
     named = (
         {}
         if row_of is None
-        else {"rows": torch.where(mask, row_of.view(shape), 10**6 - 2 * 10**6 * (torch.arange(n).view(shape) % 2))}
+        else {
+            "rows": torch.where(
+                mask, row_of.view(shape), 10**6 - 2 * 10**6 * (torch.arange(n).view(shape) % 2)
+            )
+        }
     )
     if "group-mean" in (spec.aggregate, spec.kl_aggregate, spec.entropy_aggregate):
         own["groups"] = torch.arange(len(sequences)) // 2
     targets = (
-        torch.where(mask, ids.view(shape), V + 7 - 2000 * (torch.arange(n).view(shape) % 2)) if has_mask else ids.view(shape)
+        torch.where(mask, ids.view(shape), V + 7 - 2000 * (torch.arange(n).view(shape) % 2))
+        if has_mask
+        else ids.view(shape)
     )
     p = Problem(
         r, {}, leaves, handed(targets, r.seed), ids, sequences, {**fields, **own, **named}, {**seen, **own, "mask": whole}, trained, transform,
@@ -422,13 +547,17 @@ def problem(r: Recipe) -> Problem:
     if r.also in ("at", "all"):
         counts = torch.randint(0, min(V, 4) + 1, (n,), generator=g).tolist()
         p.at = [torch.randperm(V, generator=g)[:count].tolist() for count in counts]
-    p.upstream = {name: normal() for name in ("logps", "entropy", "sum_squares", "log_kept_mass", "divergence")}
+    p.upstream = {
+        name: normal()
+        for name in ("logps", "entropy", "sum_squares", "log_kept_mass", "divergence")
+    }
     p.upstream["loss"] = torch.tensor(r.upstream)
     p.upstream["at"] = normal(sum(map(len, p.at or [])))
     if r.listed != "none":  # some of the ids of its softmax, its target among them or not
         inside = torch.ones(n, V, dtype=torch.bool) if keep is None else keep
         lists = [
-            row.nonzero()[:, 0][torch.randperm(int(row.sum()), generator=g)][: i % 5].tolist() for i, row in enumerate(inside)
+            row.nonzero()[:, 0][torch.randperm(int(row.sum()), generator=g)][: i % 5].tolist()
+            for i, row in enumerate(inside)
         ]
         c, of_p = normal(2, sum(map(len, lists))).float()
         p.terms = lists, c, of_p
@@ -437,7 +566,10 @@ def problem(r: Recipe) -> Problem:
 
 def _transform(r: Recipe, shape: tuple[int, ...], uniform: Callable[..., Tensor]) -> dict[str, Any]:
     plain: dict[str, Any] = {"temperature": 1.0, "softcap": None, "scale": 1.0}
-    rows = {"per sequence": (len(r.lengths), 1) if len(shape) == 2 else (len(r.lengths),), "per token": shape}
+    rows = {
+        "per sequence": (len(r.lengths), 1) if len(shape) == 2 else (len(r.lengths),),
+        "per token": shape,
+    }
     if r.transform in rows:
         return {**plain, "temperature": 0.4 + 1.6 * uniform(*rows[r.transform]).float()}
     chosen = {
@@ -448,14 +580,22 @@ def _transform(r: Recipe, shape: tuple[int, ...], uniform: Callable[..., Tensor]
 
 
 def _leaves(
-    r: Recipe, shape: tuple[int, ...], ids: Tensor, transform: dict[str, Any], normal: Callable[..., Tensor], g: torch.Generator
+    r: Recipe,
+    shape: tuple[int, ...],
+    ids: Tensor,
+    transform: dict[str, Any],
+    normal: Callable[..., Tensor],
+    g: torch.Generator,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """(the tensors that get a gradient, rounded to their dtype; the logits [N, V] in float64)."""
     V, dtype, n = r.vocab, DTYPES[r.dtype], ids.numel()
     if r.source == "hidden":
         width = r.width
         head = torch.bfloat16 if r.head == "bfloat16" else dtype
-        leaves = {"hidden": normal(*shape, width).to(dtype), "weight": (r.spread * width**-0.5 * normal(V, width)).to(head)}
+        leaves = {
+            "hidden": normal(*shape, width).to(dtype),
+            "weight": (r.spread * width**-0.5 * normal(V, width)).to(head),
+        }
         if r.bias != "none":
             leaves["bias"] = normal(V).to(head)
         rows = oracle.project(leaves, torch.float64)
@@ -463,24 +603,36 @@ def _leaves(
     x = (r.spread * normal(n, V)).clamp(-6e4, 6e4)
     sign = math.copysign(1.0, transform["scale"])
     if r.extreme == "far":
-        below = torch.tensor([0.0, 60.0, 88.0, 100.0, 300.0, 700.0])[torch.randint(6, (n,), generator=g)]
-        x.scatter_add_(1, (ids if r.seed % 2 else torch.zeros_like(ids))[:, None], -sign * below[:, None].double())
+        below = torch.tensor([0.0, 60.0, 88.0, 100.0, 300.0, 700.0])[
+            torch.randint(6, (n,), generator=g)
+        ]
+        x.scatter_add_(
+            1,
+            (ids if r.seed % 2 else torch.zeros_like(ids))[:, None],
+            -sign * below[:, None].double(),
+        )
     elif r.extreme == "confident":
-        x.scatter_add_(1, torch.randint(V, (n, 1), generator=g), torch.full((n, 1), 20.0 * sign, dtype=torch.float64))
+        x.scatter_add_(
+            1,
+            torch.randint(V, (n, 1), generator=g),
+            torch.full((n, 1), 20.0 * sign, dtype=torch.float64),
+        )
     elif r.extreme == "absent":  # of a fifth of the rows all but the target
         gone = (torch.rand(n, V, generator=g) < 0.4) | (torch.arange(n) % 5 == 2)[:, None]
         x.masked_fill_(gone.scatter(1, ids[:, None], False), -sign * math.inf)
     elif r.extreme == "ends":  # far from 0, where a constant changes nothing, and far apart
-        x = (x + torch.tensor([-6e4, 6e4, 1e4, 0.0])[torch.arange(n) % 4, None]) * torch.tensor([1, 1, 1, 1e4])[
-            torch.arange(n) % 4, None
-        ]
+        x = (x + torch.tensor([-6e4, 6e4, 1e4, 0.0])[torch.arange(n) % 4, None]) * torch.tensor(
+            [1, 1, 1, 1e4]
+        )[torch.arange(n) % 4, None]
         x.clamp_(-65_504, 65_504)
     x = x.to(dtype)
     return {"logits": x.view(*shape, V)}, x.double()
 
 
 def _sets(r: Recipe, ids: Tensor, g: torch.Generator) -> tuple[list[list[int]], Tensor, Tensor]:
-    """(ids of each row's set, bool [N, V] what each softmax runs over, bool [N] targets that their sets lack)."""
+    """(ids of each row's set, bool [N, V] what each softmax runs over, bool [N] targets that their
+    sets lack).
+    """
     n, V = len(ids), r.vocab
     sizes = torch.randint(1, min(V, V if r.kept == "long" else 9) + 1, (n,), generator=g).tolist()
     share = {"some": 0.6, "all": 1.1, "empty": 0.0, "whole": 1.1, "long": 0.9}[r.kept]
@@ -489,7 +641,9 @@ def _sets(r: Recipe, ids: Tensor, g: torch.Generator) -> tuple[list[list[int]], 
     for i, target in enumerate(ids.tolist()):
         order = torch.randperm(V, generator=g).tolist()
         chosen = order if r.kept == "whole" else order[: sizes[i]]
-        if i % 3 == 0 and target not in chosen:  # a third of the targets is put in, a third left out, a third as it falls
+        if (
+            i % 3 == 0 and target not in chosen
+        ):  # a third of the targets is put in, a third left out, a third as it falls
             chosen[-1] = target
         elif i % 3 == 1 and target in chosen and V > 1 and r.kept != "whole":
             chosen = [x for x in chosen if x != target] or [(target + 1) % V]
@@ -511,7 +665,9 @@ def _fields(
     uniform: Callable[..., Tensor],
 ) -> dict[str, Any]:
     spec = SPECS[r.objective]
-    advantages = {"token": normal(), "column": normal(len(sequences), 1)}.get(r.given, normal(len(sequences), 1))
+    advantages = {"token": normal(), "column": normal(len(sequences), 1)}.get(
+        r.given, normal(len(sequences), 1)
+    )
     if r.layout == "without offsets":
         advantages = normal()
     elif r.given != "column" and r.given != "token" and len(sequences) != logps.numel():
@@ -519,20 +675,27 @@ def _fields(
     advantages = torch.where(uniform(*advantages.shape) < 0.15, 0.0, advantages)
     old = logps - torch.where(uniform() < 0.5, 0.1, 0.6) * normal()
     old = old.clamp(-300.0, -1e-2) if spec.trust else old
-    by_sequence = r.given == "column" and r.layout != "without offsets" and spec.surrogate != "vespo"
+    by_sequence = (
+        r.given == "column" and r.layout != "without offsets" and spec.surrogate != "vespo"
+    )
     each = (len(sequences), 1) if by_sequence else logps.shape
     seen = {
         "advantages": advantages, "old_logps": old, "ref_logps": logps + 0.7 * normal(), "sampler_logps": (old + 0.3 * normal()).clamp(-300.0, -1e-2),
         "weights": torch.where(uniform(*each) < 0.1, 0.0, 0.3 + uniform(*each)), "nll_weights": 0.1 * uniform(),
     }  # fmt: skip
-    gone = {"on-policy": ("old_logps", "weights", "nll_weights"), "column": ("nll_weights",)}.get(r.given, ())
+    gone = {"on-policy": ("old_logps", "weights", "nll_weights"), "column": ("nll_weights",)}.get(
+        r.given, ()
+    )
     gone = gone if r.other == "none" else (*gone, "ref_logps")
     # In fp32, as the caller has them.
     return {name: x.float().double() for name, x in seen.items() if name not in gone}
 
 
 def _poisoned(p: Problem) -> dict[str, Tensor]:
-    """What the caller passes: rubbish in rows that are not read, in logits and weights outside of all sets, between the rows."""
+    """What the caller passes:
+
+    rubbish in rows that are not read, in logits and weights outside of all sets, between the rows.
+    """
     r, given, read = p.recipe, dict(p.clean), p.by_row(p.trained)
     rubbish, outside = torch.tensor(RUBBISH).repeat(len(read) // 4 + 1)[: len(read), None], None
     if p.keep is not None and r.also not in ("log_kept_mass", "all"):
@@ -579,7 +742,11 @@ def _other(p: Problem, rows: Tensor, normal: Callable[..., Tensor], g: torch.Gen
         given = {"hidden": VIEWS[r.view](hidden), "weight": VIEWS[r.view](w)}
     else:
         dtype = (torch.float32, torch.bfloat16)[r.seed % 2]
-        x = torch.where(rows.isfinite(), rows, 0.0) + 0.3 * normal(n, V) if kind == "near" else 3.0 * normal(n, V)
+        x = (
+            torch.where(rows.isfinite(), rows, 0.0) + 0.3 * normal(n, V)
+            if kind == "near"
+            else 3.0 * normal(n, V)
+        )
         x = rows if kind == "itself" else x.to(dtype)
         logits = x.clone()
         logits[~read] = math.nan

@@ -1,4 +1,7 @@
-"""Short runs of the reference trainer on a tiny model, made and looked at as a user would: options, rewards, files."""
+"""Short runs of the reference trainer on a tiny model, made and looked at as a user would:
+
+options, rewards, files.
+"""
 
 from __future__ import annotations
 
@@ -52,15 +55,24 @@ def varied(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     return [sum(map(ord, text)) % 7 / 7 for text in completions]
 
 
-def of_steps(prompts: list[str], completions: list[str], *, completion_ids: list[list[int]], **_: Any) -> list[Any]:
+def of_steps(
+    prompts: list[str], completions: list[str], *, completion_ids: list[list[int]], **_: Any
+) -> list[Any]:
     """A process reward at every other token."""
-    return [[float(i % 2 == 0) if t % 2 == 0 else None for t, i in enumerate(ids)] for ids in completion_ids]
+    return [
+        [float(i % 2 == 0) if t % 2 == 0 else None for t, i in enumerate(ids)]
+        for ids in completion_ids
+    ]
 
 
 def noisy(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     """Rewards that can only be reproduced with the state of all three shared random generators."""
-    draws = [random.random() + float(numpy.random.rand()) + torch.rand(()).item() for _ in completions]
-    return [score + 0.1 * draw for score, draw in zip(evens(prompts, completions), draws, strict=True)]
+    draws = [
+        random.random() + float(numpy.random.rand()) + torch.rand(()).item() for _ in completions
+    ]
+    return [
+        score + 0.1 * draw for score, draw in zip(evens(prompts, completions), draws, strict=True)
+    ]
 
 
 def seed(value: int) -> None:
@@ -75,18 +87,23 @@ _smooth: list[Any] = []
 
 
 def smooth_optimizers() -> None:
-    """Set AdamW's eps to 0.25 at each optimizer step of this process, until `usual_optimizers` is called.
+    """Set AdamW's eps to 0.25 at each optimizer step of this process, until `usual_optimizers` is
+    called.
 
-    With eps=1e-8 an element of the gradient that is mostly rounding error still moves its parameter by up to the learning rate,
-    so that two right runs differ as far. With an eps above the gradients the step is a smooth function of them, and the parameters
-    of two runs are as close as their gradients."""
+    With eps=1e-8 an element of the gradient that is mostly rounding error still moves its parameter
+    by up to the learning rate, so that two right runs differ as far. With an eps above the
+    gradients the step is a smooth function of them, and the parameters of two runs are as close as
+    their gradients.
+    """
 
     def set_eps(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
             group["eps"] = SMOOTH_EPS
             for p in group["params"]:
                 gradient = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
-                assert gradient is None or (gradient.abs() < SMOOTH_EPS).all(), "a gradient is above eps"
+                assert gradient is None or (gradient.abs() < SMOOTH_EPS).all(), (
+                    "a gradient is above eps"
+                )
 
     if not _smooth:
         _smooth.append(register_optimizer_step_pre_hook(set_eps))
@@ -135,7 +152,11 @@ def on_disk(tok: Any, folder: Path) -> list[str]:
 
 def flags(**options: Any) -> list[str]:
     """Options as the command line takes them."""
-    return [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", *str(value).split())]
+    return [
+        text
+        for name, value in options.items()
+        for text in (f"--{name.replace('_', '-')}", *str(value).split())
+    ]
 
 
 def read(path: Path) -> list[Line]:
@@ -145,12 +166,19 @@ def read(path: Path) -> list[Line]:
 def lines(out: Path) -> list[Line]:
     """The metrics of a run, but for those that differ whenever it is run."""
     found = read(out / "metrics.jsonl")
-    return [{k: v for k, v in x.items() if not k.endswith(("seconds", "per_second", "memory_gb"))} for x in found]
+    return [
+        {k: v for k, v in x.items() if not k.endswith(("seconds", "per_second", "memory_gb"))}
+        for x in found
+    ]
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
     """The model that a run has saved, as transformers loads it."""
-    return dict(transformers.AutoModelForCausalLM.from_pretrained(out / "model", dtype=torch.float32).state_dict())
+    return dict(
+        transformers.AutoModelForCausalLM.from_pretrained(
+            out / "model", dtype=torch.float32
+        ).state_dict()
+    )
 
 
 def saved_steps(out: Path) -> list[Path]:
@@ -165,14 +193,23 @@ def saved(out: Path, which: int = -1) -> dict[str, Any]:
 
 #: Everything that has a state.
 RUN: dict[str, Any] = dict(
-    beta=0.1, ref_refresh_steps=2, num_updates=2, eval_steps=2, eval_prompts=4, warmup_steps=2, weight_decay=0.1
+    beta=0.1,
+    ref_refresh_steps=2,
+    num_updates=2,
+    eval_steps=2,
+    eval_prompts=4,
+    warmup_steps=2,
+    weight_decay=0.1,
 )
 
 # ---- a run that is killed at random moments and resumed after each, in a process of its own
 
-#: Events that are counted, so that the moments are the same on a busy and on an idle machine: before each of these something is
-#: not yet there that will be after it. Between two of them nothing changes on the disk but the end of a file that is written.
-EVENTS = set("open os.rename os.remove os.mkdir os.rmdir os.truncate shutil.rmtree fcntl.flock fcntl.lockf".split())
+#: Events that are counted, so that the moments are the same on a busy and on an idle machine:
+#: before each of these something is not yet there that will be after it. Between two of them
+#: nothing changes on the disk but the end of a file that is written.
+EVENTS = set(
+    "open os.rename os.remove os.mkdir os.rmdir os.truncate shutil.rmtree fcntl.flock fcntl.lockf".split()
+)
 
 
 def kill_at(metrics: Path, after: int, at: int) -> None:
@@ -206,7 +243,9 @@ def ended_with(argv: list[str], *kill: Any) -> int:
 
 
 def killed(argv: list[str], folder: str, steps: int, kills: int, seed: int) -> None:
-    """`argv` runs straight, and with kills, each after a step of its own; every fifth while the run still starts."""
+    """`argv` runs straight, and with kills, each after a step of its own; every fifth while the run
+    still starts.
+    """
     import transformers.hf_argparser
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401  # so that each run has everything imported
 
@@ -216,6 +255,8 @@ def killed(argv: list[str], folder: str, steps: int, kills: int, seed: int) -> N
     argv = [*argv, "--resume", "--out", f"{folder}/killed"]
     for i in range(kills):
         after = 0 if i % 5 == 4 else 1 + (steps - 4) * i // kills
-        ended = ended_with(argv, Path(folder, "killed", "metrics.jsonl"), after, rng.randrange(1, 25))
+        ended = ended_with(
+            argv, Path(folder, "killed", "metrics.jsonl"), after, rng.randrange(1, 25)
+        )
         assert os.WIFSIGNALED(ended), "it ended before it was killed"
     assert ended_with(argv) == 0

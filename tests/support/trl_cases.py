@@ -1,4 +1,7 @@
-"""TRL's GRPOTrainer with a tiny model made from a configuration: what the tests of the TRL adapter share."""
+"""TRL's GRPOTrainer with a tiny model made from a configuration:
+
+what the tests of the TRL adapter share.
+"""
 
 from __future__ import annotations
 
@@ -39,25 +42,39 @@ def tokenizer() -> Any:
         eos_token="<eos>",
         pad_token="<pad>",
         padding_side="left",
-        model_input_names=["input_ids", "attention_mask"],  # before transformers 5 token types are among them
+        model_input_names=[
+            "input_ids",
+            "attention_mask",
+        ],  # before transformers 5 token types are among them
     )
 
 
 def save_model(path: Path, kind: str = "Qwen2", **changes: Any) -> str:
-    """TRL loads the reference of a run with beta from the path in the policy's config, so it has to be on disk."""
+    """TRL loads the reference of a run with beta from the path in the policy's config, so it has to
+    be on disk.
+    """
     if not path.exists():
         torch.manual_seed(0)
-        config = getattr(transformers, f"{kind}Config")(**SIZES | {"tie_word_embeddings": True} | changes)
+        config = getattr(transformers, f"{kind}Config")(
+            **SIZES | {"tie_word_embeddings": True} | changes
+        )
         getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(path)
     return str(path)
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
-    """A reward for letters at the start of the alphabet and for short answers. It is neither zero nor equal within a group."""
-    return [sum(LETTERS.index(x) < 8 for x in text) / 12 + (12 - len(text)) / 24 for text in completions]
+    """A reward for letters at the start of the alphabet and for short answers.
+
+    It is neither zero nor equal within a group.
+    """
+    return [
+        sum(LETTERS.index(x) < 8 for x in text) / 12 + (12 - len(text)) / 24 for text in completions
+    ]
 
 
-def make_trainer(path: str, output: Path, cls: Callable[..., Any] = GRPOTrainer, steps: int = 10, **options: Any) -> Any:
+def make_trainer(
+    path: str, output: Path, cls: Callable[..., Any] = GRPOTrainer, steps: int = 10, **options: Any
+) -> Any:
     """`options` go to GRPOConfig; `keywords` among them to the trainer."""
     keywords, prepare = options.pop("keywords", {}), options.pop("prepare", lambda model: model)
     settings: dict[str, Any] = {
@@ -84,12 +101,18 @@ CLOCKS = ("step_time", "train_runtime", "train_samples_per_second", "train_steps
 
 def history(trainer: Any) -> list[dict[str, float]]:
     """What was logged at each step: loss, gradient norm and all metrics."""
-    return [{k: v for k, v in entry.items() if k not in CLOCKS} for entry in trainer.state.log_history]
+    return [
+        {k: v for k, v in entry.items() if k not in CLOCKS} for entry in trainer.state.log_history
+    ]
 
 
-def assert_same_history(got: list[dict[str, float]], want: list[dict[str, float]], tolerance: float) -> None:
+def assert_same_history(
+    got: list[dict[str, float]], want: list[dict[str, float]], tolerance: float
+) -> None:
     """Every number of every step, by name; relative to the number, or to 1 where it is smaller."""
     for step, (a, b) in enumerate(zip(got, want, strict=True)):
         assert [*a] == [*b], step
-        ours, theirs = ({name: math.nan if x is None else x for name, x in logged.items()} for logged in (a, b))
+        ours, theirs = (
+            {name: math.nan if x is None else x for name, x in logged.items()} for logged in (a, b)
+        )
         assert ours == pytest.approx(theirs, rel=tolerance, abs=tolerance, nan_ok=True), step

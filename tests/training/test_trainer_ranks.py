@@ -1,7 +1,8 @@
-"""The reference trainer on two processes: the curve of one, whatever is split; checkpoints that go anywhere; launchers.
+"""The reference trainer on two processes: the curve of one, whatever is split; checkpoints that go
+anywhere; launchers.
 
-All runs of two ranks are made by one pair of processes on gloo; what they leave is compared with runs of one process here. Ranks
-have prompts, and so data, of their own.
+All runs of two ranks are made by one pair of processes on gloo; what they leave is compared with
+runs of one process here. Ranks have prompts, and so data, of their own.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ ROOT = Path(__file__).parents[2]
 
 def small_first(prompts, completions, **_):
     """Completions differ in reward where the problem starts with 0 or 1, nowhere else."""
-    return [s if p[0] in "01" else 0.7 for p, s in zip(prompts, varied(prompts, completions), strict=True)]
+    return [
+        s if p[0] in "01" else 0.7
+        for p, s in zip(prompts, varied(prompts, completions), strict=True)
+    ]
 
 
 #: Five prompts are three and two; in micro-batches of five completions three passes and two.
@@ -85,7 +89,13 @@ RUNS = {
 def make(out, name, *, own=0, rewards=None, **changes):
     _, functions, options = RUNS[name]
     model = tiny(tokenizer(), own, tie_word_embeddings=name == "steps")
-    return trainer(tokenizer(), out, model=model, rewards=rewards or functions, **{"lr": RATE} | options | changes)
+    return trainer(
+        tokenizer(),
+        out,
+        model=model,
+        rewards=rewards or functions,
+        **{"lr": RATE} | options | changes,
+    )
 
 
 def run(out, name, **changes):
@@ -98,21 +108,30 @@ def run(out, name, **changes):
 
 
 def layouts(folder, rank):
-    """Rank 1 brings another model, which must not matter; what a rank has at the end is what the other has."""
+    """Rank 1 brings another model, which must not matter; what a rank has at the end is what the
+    other has.
+    """
     for name, (layout, *_) in RUNS.items():
         t = run(folder / name, name, parallel=layout, own=rank)
         kinds = {type(p).__name__ for p in t.model.parameters()}
         assert kinds == {"Parameter" if layout == "ddp" else "DTensor"}, kinds
         if layout == "ddp":
-            first, second = t.ranks.gather(float(sum(p.detach().double().abs().sum() for p in t.model.parameters())))
+            first, second = t.ranks.gather(
+                float(sum(p.detach().double().abs().sum() for p in t.model.parameters()))
+            )
             assert first == second
     # Without a prompt to evaluate a rank samples all the same, and has nothing.
-    completions = make(folder / "one row", "uneven", own=rank).rollouts.sample([PROMPTS[0] | {"prompt_ids": [1, 2]}], 3)
+    completions = make(folder / "one row", "uneven", own=rank).rollouts.sample(
+        [PROMPTS[0] | {"prompt_ids": [1, 2]}], 3
+    )
     assert len(completions.ids) == len(completions.tokens) == (0 if rank else 3)
 
 
 def continued(folder, rank):
-    """Runs of two steps, and what goes on from them: the other layout, a damaged checkpoint, another number of processes."""
+    """Runs of two steps, and what goes on from them:
+
+    the other layout, a damaged checkpoint, another number of processes.
+    """
     again = {"resume": True, "own": 5, "checkpoint_steps": 1}
     for layout in ("ddp", "fsdp2"):
         run(folder / f"half {layout}", "uneven", parallel=layout, steps=2, checkpoint_steps=1)
@@ -125,7 +144,11 @@ def continued(folder, rank):
     for name in ("half ddp", "half fsdp2", "ddp then fsdp2", "one then fsdp2"):
         run(folder / name, "uneven", parallel=name.split()[-1], **again)
     # Rewards of random numbers that each rank draws for itself.
-    for name, count, resume in (("noisy", 3, False), ("noisy again", 2, False), ("noisy again", 3, True)):
+    for name, count, resume in (
+        ("noisy", 3, False),
+        ("noisy again", 2, False),
+        ("noisy again", 3, True),
+    ):
         seed(1000 + rank if resume else 7 + rank)
         run(folder / name, "uneven", parallel="fsdp2", rewards=[noisy], steps=count, resume=resume)
 
@@ -150,7 +173,11 @@ def stopped(folder, rank):
     def gone():
         raise RuntimeError("the grader is gone")
 
-    t = make(folder / "signal", "uneven", rewards=[evens_at(lambda: os.kill(os.getpid(), signal.SIGTERM))])
+    t = make(
+        folder / "signal",
+        "uneven",
+        rewards=[evens_at(lambda: os.kill(os.getpid(), signal.SIGTERM))],
+    )
     found["signal"] = [t.train(), len(lines(t.out)), t.stopped_by]
     with pytest.raises(RuntimeError) as caught:
         make(folder / "grader", "uneven", rewards=[evens_at(gone)], parallel="fsdp2").train()
@@ -168,7 +195,12 @@ def main(rank, path, argv, port):
     torch.save(stopped(folder, rank), folder / f"rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    os.environ |= {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": str(rank),
+    }
     sys.path.insert(0, path)
     command_line(["train", *argv])  # which ends the process
 
@@ -192,7 +224,11 @@ def folder(request, tmp_path_factory):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    finish(start_ranks(2, main, str(folder), command(folder, out=folder / "command", parallel="fsdp2"), port))
+    finish(
+        start_ranks(
+            2, main, str(folder), command(folder, out=folder / "command", parallel="fsdp2"), port
+        )
+    )
     return folder
 
 
@@ -210,10 +246,11 @@ def alone(tmp_path_factory):
 def assert_same_run(got, want):
     """The same curve and the same parameters but for rounding.
 
-    `test_a_step_is_the_plain_one` allows an fp32 gradient a relative error of 1e-4 against float64, so two runs may differ by
-    2e-4. An update m / (sqrt(v) + eps) with eps above every gradient is at most four times as sensitive, relative to the distance
-    that a parameter moves: twice because both moments carry the error, twice because sqrt(v) is at most eps. Metrics may differ by
-    twice what that test allows them, and by what the parameters add.
+    `test_a_step_is_the_plain_one` allows an fp32 gradient a relative error of 1e-4 against float64,
+    so two runs may differ by 2e-4. An update m / (sqrt(v) + eps) with eps above every gradient is
+    at most four times as sensitive, relative to the distance that a parameter moves: twice because
+    both moments carry the error, twice because sqrt(v) is at most eps. Metrics may differ by twice
+    what that test allows them, and by what the parameters add.
     """
     pairs = [*zip(lines(got), lines(want), strict=True)]
     assert pairs
@@ -238,17 +275,23 @@ def test_curve_and_parameters_are_those_of_one_process(folder, alone, name):
 
 
 def test_the_runs_hold_the_cases_that_they_are_about(alone):
-    """Steps without any advantage, and with one on one rank only; a ratio that is not 1; sets; else a gradient in every step."""
+    """Steps without any advantage, and with one on one rank only; a ratio that is not 1; sets; else
+    a gradient in every step.
+    """
     assert {line["dropped"] for line in lines(alone / "masked")} >= {0.875, 0.5}
     for name in RUNS:
-        assert name == "masked" or all(line["grad_norm"] > 0.1 for line in lines(alone / name) if "grad_norm" in line), name
+        assert name == "masked" or all(
+            line["grad_norm"] > 0.1 for line in lines(alone / name) if "grad_norm" in line
+        ), name
     for line in [*lines(alone / "uneven")[1:-1], *lines(alone / "sets")]:
         assert line["ratio_max"] > 1 + 1e-3
 
 
 @pytest.mark.parametrize("name", ["half ddp", "half fsdp2", "ddp then fsdp2", "one then fsdp2"])
 def test_a_run_goes_on_with_two_processes(folder, alone, name):
-    """From a checkpoint before the damaged newest, of the same layout, of the other one, of one process."""
+    """From a checkpoint before the damaged newest, of the same layout, of the other one, of one
+    process.
+    """
     assert_same_run(folder / name, alone / "uneven")
 
 
@@ -260,9 +303,14 @@ def test_a_run_of_two_processes_goes_on_with_one(folder, alone, name):
 
 def test_a_resumed_run_of_two_processes_is_bitwise_the_same(folder):
     """The random states of both come back."""
-    assert lines(folder / "noisy again") == lines(folder / "noisy") and len(lines(folder / "noisy")) == 4
+    assert (
+        lines(folder / "noisy again") == lines(folder / "noisy")
+        and len(lines(folder / "noisy")) == 4
+    )
     want = weights(folder / "noisy")
-    assert all(torch.equal(value, want[name]) for name, value in weights(folder / "noisy again").items())
+    assert all(
+        torch.equal(value, want[name]) for name, value in weights(folder / "noisy again").items()
+    )
 
 
 def test_what_happens_to_one_process_happens_to_all(folder):
@@ -276,8 +324,12 @@ def test_what_happens_to_one_process_happens_to_all(folder):
 
 
 def command(folder, **changes):
-    """Options of `python -m grpo_kernels train`, with a model, a data set and a reward function on disk."""
-    (folder / "launch_rewards.py").write_text("from support.runs import evens, smooth_optimizers\n\nsmooth_optimizers()\n")
+    """Options of `python -m grpo_kernels train`, with a model, a data set and a reward function on
+    disk.
+    """
+    (folder / "launch_rewards.py").write_text(
+        "from support.runs import evens, smooth_optimizers\n\nsmooth_optimizers()\n"
+    )
     options = dict(
         rewards="launch_rewards:evens", prompts_per_step=3, group_size=4, max_new_tokens=4, lr=RATE, beta=0.1, micro_batch=5,
         eval_steps=2, eval_prompts=5, steps=3,
@@ -302,9 +354,19 @@ def test_a_run_of_two_processes_from_the_command_line(folder, monkeypatch):
 
 def launch(arguments, folder, **environment):
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(folder), *filter(None, sys.path)])
-    variables = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHON": sys.executable} | environment
+    variables = {
+        "PYTHONPATH": paths,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHON": sys.executable,
+    } | environment
     return subprocess.Popen(
-        arguments, cwd=folder, env=os.environ | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        arguments,
+        cwd=folder,
+        env=os.environ | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
@@ -321,5 +383,10 @@ def test_launchers(tmp_path, monkeypatch, launcher):
     module, *rest = LAUNCHERS[launcher].split()
     pytest.importorskip(module.partition(".")[0])
     arguments = command(tmp_path, out=tmp_path / "run", parallel="fsdp2")
-    finish(launch([sys.executable, "-m", module, *rest, "-m", "grpo_kernels", "train", *arguments], tmp_path))
+    finish(
+        launch(
+            [sys.executable, "-m", module, *rest, "-m", "grpo_kernels", "train", *arguments],
+            tmp_path,
+        )
+    )
     assert_as_alone(tmp_path, tmp_path / "run", monkeypatch)

@@ -1,4 +1,6 @@
-"""Runs that stop, fail, are killed and go on; files that a crash leaves; the output folder, which belongs to one run."""
+"""Runs that stop, fail, are killed and go on; files that a crash leaves; the output folder, which
+belongs to one run.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ import filelock
 from support.processes import finish, start
 from support.runs import RUN, flags, lines, noisy, on_disk, saved, saved_steps, seed, tiny, trainer
 
-#: A run of four steps with everything that has a state, and its three steps with checkpoints of the last two.
+#: A run of four steps with everything that has a state, and its three steps with checkpoints of the
+#: last two.
 FULL = {**RUN, "steps": 4, "checkpoint_steps": 1}
 
 
@@ -33,7 +36,9 @@ def begun(tok, out, reward=noisy, **changes):
 def resumed(tok, out, **changes):
     """A trainer with another model and another random state: a resumed run must replace both."""
     seed(99)
-    return trainer(tok, out, model=tiny(tok, seed=5), rewards=[noisy], resume=True, **FULL | changes)
+    return trainer(
+        tok, out, model=tiny(tok, seed=5), rewards=[noisy], resume=True, **FULL | changes
+    )
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +70,9 @@ def assert_same(out, straight):
 
 
 def acting(act, at):
-    """The rewards of `noisy`, with something that happens in step `at`; what is asked about fewer completions is no step."""
+    """The rewards of `noisy`, with something that happens in step `at`; what is asked about fewer
+    completions is no step.
+    """
     calls = []
 
     def noisy_(prompts, completions, **_):
@@ -82,7 +89,8 @@ def signalled(number):
     return lambda: os.kill(os.getpid(), number)
 
 
-#: The last is not over when it is stopped, for the schedule of a run is that of its own number of steps.
+#: The last is not over when it is stopped, for the schedule of a run is that of its own number of
+#: steps.
 OTHERS = [
     {"top_k": 9, "top_p": 0.8, "micro_batch": 5, "ratio_to": "sampler"}, {"top_k": 9, "replay": False},
     {"lr_schedule": "cosine", "entropy_target": 3.0, "preset": "dapo", "advantages": "remax"},
@@ -94,7 +102,13 @@ def test_other_runs_of_two_parts(tok, tmp_path, changes):
     assert begun(tok, tmp_path / "a", acting(int, 2), **changes).train()
     cut = begun(tok, tmp_path / "b", acting(signalled(signal.SIGTERM), 2), **changes)
     assert not cut.train() and 0 < cut.step < 4
-    again = {**FULL, **changes, "model": tiny(tok, seed=5), "rewards": [acting(int, 0)], "resume": True}
+    again = {
+        **FULL,
+        **changes,
+        "model": tiny(tok, seed=5),
+        "rewards": [acting(int, 0)],
+        "resume": True,
+    }
     assert trainer(tok, tmp_path / "b", **again).train()
     assert_same(tmp_path / "b", tmp_path / "a")
 
@@ -129,13 +143,22 @@ def test_killed_at_random_moments_and_resumed_it_is_the_same_run(tok, tmp_path, 
     )  # fmt: skip
     argv = ["train", *on_disk(tok, tmp_path), *flags(**options), "--no-progress"]
     number = 20260 if steps == 6 else int.from_bytes(os.urandom(4), "little")
-    finish(start(f"from support import runs; runs.killed(*{(argv, str(tmp_path), steps, kills, number)!r})"))
+    finish(
+        start(
+            "from support import runs;"
+            f" runs.killed(*{(argv, str(tmp_path), steps, kills, number)!r})"
+        )
+    )
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     assert_same(killed, straight)
-    assert len(lines(straight)) == steps + 1 and all(line["grad_norm"] > 0 for line in lines(straight)[:-1])
+    assert len(lines(straight)) == steps + 1 and all(
+        line["grad_norm"] > 0 for line in lines(straight)[:-1]
+    )
     want, got = (tree_leaves(saved(out) | {"config": 0, "sizes": 0}) for out in (straight, killed))
     pairs = [*zip(want, got, strict=True)]
-    assert len(pairs) > 50 and all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
+    assert len(pairs) > 50 and all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs
+    )
 
 
 # ---- files that are damaged, or not of this run
@@ -165,12 +188,17 @@ HARMS = {
 
 
 @pytest.mark.parametrize("harm", HARMS)
-def test_a_damaged_checkpoint_gives_way_to_its_predecessor(tok, three, straight, capsys, harm, monkeypatch):
+def test_a_damaged_checkpoint_gives_way_to_its_predecessor(
+    tok, three, straight, capsys, harm, monkeypatch
+):
     monkeypatch.chdir(three.parent)
     HARMS[harm](saved_steps(three)[-1])
     newest = saved_steps(three)[-1]
     assert resumed(tok, three).train()
-    assert f"checkpoint passed over: {newest}" in capsys.readouterr().err and not Path("a program ran").exists()
+    assert (
+        f"checkpoint passed over: {newest}" in capsys.readouterr().err
+        and not Path("a program ran").exists()
+    )
     assert_same(three, straight)
     assert [path.name[:13] for path in saved_steps(three)] == ["step-00000003", "step-00000004"]
     assert saved(three, -2)["step"] == 3
@@ -181,24 +209,33 @@ def test_a_damaged_checkpoint_displaces_no_good_one(tok, tmp_path):
     assert begun(tok, tmp_path, checkpoint_steps=2).train()
     flip(saved_steps(tmp_path)[-1])
     stop = acting(signalled(signal.SIGTERM), 0)
-    assert not trainer(tok, tmp_path, rewards=[stop], resume=True, **FULL | {"checkpoint_steps": 0}).train()
+    assert not trainer(
+        tok, tmp_path, rewards=[stop], resume=True, **FULL | {"checkpoint_steps": 0}
+    ).train()
     assert [path.name[:13] for path in saved_steps(tmp_path)] == ["step-00000002", "step-00000003"]
 
 
-@pytest.mark.parametrize("harm", [flip, lambda path: (path.unlink(), path.with_suffix("").mkdir())], ids=["damaged", "other"])
+@pytest.mark.parametrize(
+    "harm",
+    [flip, lambda path: (path.unlink(), path.with_suffix("").mkdir())],
+    ids=["damaged", "other"],
+)
 def test_damaged_checkpoints_only_are_not_a_fresh_start(tok, three, harm):
     """Nor are those of another version."""
     before = (three / "metrics.jsonl").read_text()
     for checkpoint in saved_steps(three):
         harm(checkpoint)
-    with pytest.raises(ValueError, match="holds damaged checkpoints only, or those of another version"):
+    with pytest.raises(
+        ValueError, match="holds damaged checkpoints only, or those of another version"
+    ):
         resumed(tok, three).train()
     assert (three / "metrics.jsonl").read_text() == before
 
 
 def test_lines_that_a_crash_leaves(tok, three, straight):
-    """A torn last line, which no checkpoint knows, costs nothing; one that is damaged is left out of what a run came to, and where
-    the file is gone the run goes on all the same."""
+    """A torn last line, which no checkpoint knows, costs nothing; one that is damaged is left out
+    of what a run came to, and where the file is gone the run goes on all the same.
+    """
     other = shutil.copytree(three, three.parent / "other")
     with open(three / "metrics.jsonl", "a") as file:
         file.write('{"step": 3, "rew')
@@ -206,14 +243,19 @@ def test_lines_that_a_crash_leaves(tok, three, straight):
     assert_same(three, straight)
     (other / "metrics.jsonl").unlink()
     assert resumed(tok, other).train()
-    assert lines(other) == lines(straight)[3:] and "1 steps in" in (other / "summary.txt").read_text()
+    assert (
+        lines(other) == lines(straight)[3:] and "1 steps in" in (other / "summary.txt").read_text()
+    )
     first, rest = (three / "metrics.jsonl").read_bytes().split(b"\n", 1)
     (three / "metrics.jsonl").write_bytes(b"\0" * len(first) + b"\n" + rest)
     assert resumed(tok, three).train() and "3 steps in" in (three / "summary.txt").read_text()
 
 
 def test_a_checkpoint_is_on_the_disk_before_an_older_one_goes(tok, tmp_path, monkeypatch):
-    """A crash of the machine at any moment leaves one: content and name are synced before what they replace is removed."""
+    """A crash of the machine at any moment leaves one:
+
+    content and name are synced before what they replace is removed.
+    """
     events = []
 
     def noted(owner, name, path_of=str):
@@ -229,7 +271,12 @@ def test_a_checkpoint_is_on_the_disk_before_an_older_one_goes(tok, tmp_path, mon
     noted(Path, "rename")
     noted(Path, "unlink")
     assert begun(tok, tmp_path, keep_checkpoints=3).train()
-    assert events[-5:-1] == ["fsync draft.pt", "rename draft.pt", "fsync checkpoints", "unlink step-00000001"]
+    assert events[-5:-1] == [
+        "fsync draft.pt",
+        "rename draft.pt",
+        "fsync checkpoints",
+        "unlink step-00000001",
+    ]
     assert [path.name[12] for path in saved_steps(tmp_path)] == ["2", "3", "4"]
 
 
@@ -237,23 +284,34 @@ def test_a_checkpoint_is_on_the_disk_before_an_older_one_goes(tok, tmp_path, mon
 
 
 def test_two_runs_in_one_folder_do_not_destroy_each_other(tok, tmp_path):
-    """The second is refused while the first is there, also to resume; one that has ended, or cannot start, gives it back."""
-    with pytest.raises(ValueError, match="prompts are longer") as held:  # with the trainer, as a notebook does
+    """The second is refused while the first is there, also to resume; one that has ended, or cannot
+    start, gives it back.
+    """
+    with pytest.raises(
+        ValueError, match="prompts are longer"
+    ) as held:  # with the trainer, as a notebook does
         trainer(tok, tmp_path, max_prompt_tokens=1)
     first = trainer(tok, tmp_path)
     for resume in (False, True):
-        with pytest.raises(ValueError, match=r"out=.* is in use by another run: wait for that run to end"):
+        with pytest.raises(
+            ValueError, match=r"out=.* is in use by another run: wait for that run to end"
+        ):
             trainer(tok, tmp_path, resume=resume)
     assert first.train() and held
     with pytest.raises(ValueError, match="holds a run: continue it with resume"):
         trainer(tok, tmp_path)
-    assert trainer(tok, tmp_path, steps=3, resume=True).train() and [x["step"] for x in lines(tmp_path)] == [0, 1, 2]
+    assert trainer(tok, tmp_path, steps=3, resume=True).train() and [
+        x["step"] for x in lines(tmp_path)
+    ] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("answer", [errno.ENOLCK, errno.EOPNOTSUPP])
 def test_a_file_system_without_locks_is_told_of(tok, tmp_path, monkeypatch, capsys, answer):
     monkeypatch.setattr(filelock.FileLock, "acquire", Mock(side_effect=OSError(answer, "none")))
-    assert trainer(tok, tmp_path) and "is not safe from a second run: it cannot be locked" in capsys.readouterr().err
+    assert (
+        trainer(tok, tmp_path)
+        and "is not safe from a second run: it cannot be locked" in capsys.readouterr().err
+    )
 
 
 def test_a_full_disk_is_reported_before_training(tok, tmp_path, monkeypatch):

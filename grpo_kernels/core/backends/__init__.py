@@ -74,7 +74,9 @@ class Backend(ABC):
             sums.set_sums(unknown, eager_sums.values[len(BASIC_SUMS) :])
         return sums
 
-    def softmax_gradient(self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor) -> None:
+    def softmax_gradient(
+        self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor
+    ) -> None:
         """Write d loss / d logits of rows into the same rows of `out`.
 
         sums           the sums of the rows, from `softmax_sums`
@@ -99,7 +101,9 @@ class Backend(ABC):
         """Return MIXTURE_SUMS, fp32 [2, num_rows], from the other sums of whole rows."""
 
     @abstractmethod
-    def kernel_gradient(self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor) -> None:
+    def kernel_gradient(
+        self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor
+    ) -> None:
         """Write the gradient as `softmax_gradient` does, for coefficients that the kernels know."""
 
     def fused_loss(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> Tensor:
@@ -113,7 +117,9 @@ class Backend(ABC):
         """
         return self.loss_in_two_passes(rows, stage, out, max(1, rows.num_rows))
 
-    def loss_in_two_passes(self, rows: LogitRows, stage: TokenStage, out: Tensor | None, block_rows: int) -> Tensor:
+    def loss_in_two_passes(
+        self, rows: LogitRows, stage: TokenStage, out: Tensor | None, block_rows: int
+    ) -> Tensor:
         """Compute `fused_loss` as sums, formula in torch and gradient, `block_rows` rows at a time.
 
         If a block fits the cache, its second pass costs nearly nothing.
@@ -150,12 +156,16 @@ class Backend(ABC):
             losses = torch.where(rows.mask, losses, 0.0)
         results.insert(2, losses)
         if out is not None:
-            coefficients = GradientCoefficients.from_gradients(sums, grads, rows.mask, entropy=entropy)
+            coefficients = GradientCoefficients.from_gradients(
+                sums, grads, rows.mask, entropy=entropy
+            )
             self.softmax_gradient(rows, sums, coefficients, out)
         return torch.stack(results)
 
     @abstractmethod
-    def evaluate_formula(self, stage: TokenStage, logps: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def evaluate_formula(
+        self, stage: TokenStage, logps: Tensor, entropy: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the loss of each row of a token stage and its gradients, fp32 [num_rows].
 
         These are (losses, d loss / d log-prob, d loss / d entropy). The last is None without an
@@ -181,7 +191,9 @@ class Backend(ABC):
         """Return hidden[row] . weight[id] of each pair, fp32 [num_pairs]; -inf if it is unused."""
 
     @abstractmethod
-    def add_grad_hidden_of_pairs(self, values: Tensor, pairs: Pairs, weight: Tensor, out: Tensor) -> None:
+    def add_grad_hidden_of_pairs(
+        self, values: Tensor, pairs: Pairs, weight: Tensor, out: Tensor
+    ) -> None:
         """Write out[row] = sum of values * weight[id] over the pairs of each row.
 
         values   fp32 [num_pairs]
@@ -189,7 +201,9 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def add_grad_weight_of_pairs(self, values: Tensor, pairs: Pairs, hidden: Tensor, out: Tensor) -> None:
+    def add_grad_weight_of_pairs(
+        self, values: Tensor, pairs: Pairs, hidden: Tensor, out: Tensor
+    ) -> None:
         """Add the sum of values * hidden[row] over the pairs of each id to out[id].
 
         values   fp32 [num_pairs]
@@ -322,7 +336,8 @@ def pick(backend: str, device: torch.device, strict: bool = False) -> Backend:
         reason = "the data is on the CPU" if is_cpu else f"no kernels for {device.type} tensors"
     if reason is not None:
         raise RuntimeError(
-            f'backend="{backend}" cannot run: {reason}. Use backend="auto", or see `python -m grpo_kernels doctor`.'
+            f'backend="{backend}" cannot run: {reason}. Use backend="auto", or see `python -m'
+            " grpo_kernels doctor`."
         )
     return _make_backend(backend, strict)
 
@@ -332,7 +347,10 @@ def _pick_automatically(device: torch.device, strict: bool) -> Backend:
     if reason is None:
         falls_back = name == "triton" and not strict
         return _make_backend("triton_or_eager" if falls_back else name, strict)
-    message = f"grpo_kernels falls back to eager PyTorch, which is slow: {reason}. `python -m grpo_kernels doctor` says more."
+    message = (
+        f"grpo_kernels falls back to eager PyTorch, which is slow: {reason}. `python -m"
+        " grpo_kernels doctor` says more."
+    )
     if strict:
         raise RuntimeError(f"{message} (strict mode: no fallback)")
     warn_once(message)
@@ -351,4 +369,7 @@ def _make_backend(name: str, strict: bool) -> Backend:
 
 def fall_back(instead: str, reason: str) -> None:
     """Warn once that a fallback runs in place of a kernel."""
-    warn_once(f"grpo_kernels falls back to {instead}: {reason}. `python -m grpo_kernels doctor` says more.")
+    warn_once(
+        f"grpo_kernels falls back to {instead}: {reason}. `python -m grpo_kernels doctor` says"
+        " more."
+    )

@@ -67,7 +67,10 @@ def available() -> str | None:
         return native.why_not_here()
     if _cpu is None:
         command = native.build_command(native.package())
-        return f"the compiled module is missing: {_import_error}. `{command}` builds it, with a C++17 compiler"
+        return (
+            f"the compiled module is missing: {_import_error}. `{command}` builds it, with a C++17"
+            " compiler"
+        )
     return None if _cpu.isa() else NO_AVX2
 
 
@@ -125,7 +128,9 @@ class Kernels(Backend):
         )
         return result
 
-    def kernel_gradient(self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor) -> None:
+    def kernel_gradient(
+        self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor
+    ) -> None:
         """Write d loss / d logits, see `Backend`."""
         num_rows = count_rows(rows)
         sums_table = sums_argument(sums)  # checks the sums before anything follows from them
@@ -174,7 +179,9 @@ class Kernels(Backend):
         )
         return results
 
-    def evaluate_formula(self, stage: TokenStage, logps: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def evaluate_formula(
+        self, stage: TokenStage, logps: Tensor, entropy: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the losses and their gradients, see `Backend`."""
         traced = self.trace(stage)
         if traced is None:
@@ -235,7 +242,9 @@ class Kernels(Backend):
         )
         return logits
 
-    def add_grad_hidden_of_pairs(self, values: Tensor, pairs: Pairs, weight: Tensor, out: Tensor) -> None:
+    def add_grad_hidden_of_pairs(
+        self, values: Tensor, pairs: Pairs, weight: Tensor, out: Tensor
+    ) -> None:
         """Write the gradient of each row of hidden states, see `Backend`."""
         _cpu.add_grad_hidden_of_pairs(
             vector("values", values, torch.float32, pairs.ids.numel()),
@@ -245,7 +254,9 @@ class Kernels(Backend):
             torch.get_num_threads(),
         )
 
-    def add_grad_weight_of_pairs(self, values: Tensor, pairs: Pairs, hidden: Tensor, out: Tensor) -> None:
+    def add_grad_weight_of_pairs(
+        self, values: Tensor, pairs: Pairs, hidden: Tensor, out: Tensor
+    ) -> None:
         """Add the sum of each row of the weight, see `Backend`."""
         _cpu.add_grad_weight_of_pairs(
             vector("values", values, torch.float32, pairs.ids.numel()),
@@ -388,7 +399,9 @@ def memory(
     reason: object = ""
     try:
         if x.is_cpu:
-            return make(x.data_ptr(), DTYPES[x.dtype], x.shape, x.stride(), rows.first_row, num_rows, *more)
+            return make(
+                x.data_ptr(), DTYPES[x.dtype], x.shape, x.stride(), rows.first_row, num_rows, *more
+            )
     except (KeyError, TypeError, ValueError) as error:
         reason = error
     expected = f"rows {list(rows.logits.shape)} in fp32, bf16 or fp16 with unit stride in V"
@@ -403,7 +416,9 @@ def count_rows(rows: LogitRows) -> int:
     return shape[0] * shape[1]
 
 
-def logits_argument(name: str, logits: Tensor, transform: RowTransform, rows: LogitRows, num_rows: int) -> _cpu.LogitRows:
+def logits_argument(
+    name: str, logits: Tensor, transform: RowTransform, rows: LogitRows, num_rows: int
+) -> _cpu.LogitRows:
     """Return logits with their transform."""
     inverse = transform.inverse_temperature
     if isinstance(inverse, Tensor):
@@ -443,7 +458,9 @@ def logit_arguments(
     reference = rows.reference
     if reference is None:
         return policy, None
-    reference_logits = logits_argument("reference.logits", reference.logits, reference.transform, rows, num_rows)
+    reference_logits = logits_argument(
+        "reference.logits", reference.logits, reference.transform, rows, num_rows
+    )
     return policy, _cpu.ReferenceRows(
         reference_logits,
         DIRECTIONS.index(reference.direction),

@@ -105,7 +105,9 @@ class Kernels(Backend):
             results[:, block] = torch.stack([sum_rows(x) for x in terms])
         return results if rows.mask is None else torch.where(rows.mask, results, 0.0)
 
-    def kernel_gradient(self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor) -> None:
+    def kernel_gradient(
+        self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor
+    ) -> None:
         """Write d loss / d logits, see `Backend`."""
         transform = rows.transform
         factors = GradientFactors.from_coefficients(sums, coefficients, transform)
@@ -130,7 +132,9 @@ class Kernels(Backend):
                 z = workspace.transformed(logits, transform.select(block))
                 w = reference_block(rows, rows.reference, block)
                 factor = (divergence * factors.dz_dx)[block, None]
-                add_divergence_gradient(grad, factor, z, w, exps, sums.select(block), rows.reference)
+                add_divergence_gradient(
+                    grad, factor, z, w, exps, sums.select(block), rows.reference
+                )
             if transform.softcap:
                 scaled = logits.float() * (transform.scale / transform.softcap)
                 grad.mul_(1.0 - scaled.tanh_().square_())
@@ -144,18 +148,24 @@ class Kernels(Backend):
         The gradient of a block reuses the exponentials of its sums.
         """
         num_results = 3 if rows.reference is None else 4
-        results = torch.zeros(num_results, rows.num_rows, dtype=torch.float32, device=rows.logits.device)
+        results = torch.zeros(
+            num_results, rows.num_rows, dtype=torch.float32, device=rows.logits.device
+        )
         kernels = Kernels(workspace=Workspace.for_rows(rows))
         for block, _ in blocks_of(rows, rows.logits):
             block_rows = rows.slice_rows(block.start, block.stop)
-            results[:, block] = kernels.loss_in_two_passes(block_rows, stage.at(block), out, block_rows.num_rows)
+            results[:, block] = kernels.loss_in_two_passes(
+                block_rows, stage.at(block), out, block_rows.num_rows
+            )
         return results
 
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
         """Multiply a gradient by a factor in place."""
         gradient.mul_(factor)
 
-    def evaluate_formula(self, stage: TokenStage, logps: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def evaluate_formula(
+        self, stage: TokenStage, logps: Tensor, entropy: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the losses and their gradients, see `Backend`."""
         terms = stage.terms(logps, entropy)
         return terms.losses, terms.d_logps, terms.d_entropy
@@ -171,12 +181,16 @@ class Kernels(Backend):
             logits[block] = sum_rows(products).masked_fill_(ids < 0, -torch.inf)
         return logits
 
-    def add_grad_hidden_of_pairs(self, values: Tensor, pairs: Pairs, weight: Tensor, out: Tensor) -> None:
+    def add_grad_hidden_of_pairs(
+        self, values: Tensor, pairs: Pairs, weight: Tensor, out: Tensor
+    ) -> None:
         """Write the gradient of each row of hidden states, see `Backend`."""
         is_used = (pairs.ids >= 0) & (values != 0)
         sum_by_key(pairs.rows, pairs.ids, is_used, values, weight, out, adds_to_out=False)
 
-    def add_grad_weight_of_pairs(self, values: Tensor, pairs: Pairs, hidden: Tensor, out: Tensor) -> None:
+    def add_grad_weight_of_pairs(
+        self, values: Tensor, pairs: Pairs, hidden: Tensor, out: Tensor
+    ) -> None:
         """Add the sum of each row of the weight, see `Backend`."""
         is_used = (pairs.ids >= 0) & (values != 0)
         sum_by_key(pairs.ids, pairs.rows, is_used, values, hidden, out, adds_to_out=True)
@@ -284,7 +298,9 @@ def find_targets(targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
 # ---- sums of a block
 
 
-def policy_sums(z: Tensor, targets: Tensor, names: tuple[str, ...], workspace: Workspace) -> dict[str, Tensor]:
+def policy_sums(
+    z: Tensor, targets: Tensor, names: tuple[str, ...], workspace: Workspace
+) -> dict[str, Tensor]:
     """Return those of POLICY_SUMS that are named, and BASIC_SUMS, [r] each.
 
     Leaves differences and exponentials in the workspace.
@@ -315,7 +331,9 @@ def policy_sums(z: Tensor, targets: Tensor, names: tuple[str, ...], workspace: W
     return sums
 
 
-def reference_sums(rows: LogitRows, block: slice, z: Tensor, exps: Tensor, max_logit: Tensor) -> dict[str, Tensor]:
+def reference_sums(
+    rows: LogitRows, block: slice, z: Tensor, exps: Tensor, max_logit: Tensor
+) -> dict[str, Tensor]:
     """Return REFERENCE_SUMS by name, [r] each.
 
     z, exps     transformed logits of the policy and exp(z - max_logit), [r, V]
@@ -394,7 +412,9 @@ class GradientFactors(NamedTuple):
             at_target = at_target + prob * probs * probs
         return cls(per_exp * dz_dx / sum_exp, per_difference, per_square, at_target * dz_dx, dz_dx)
 
-    def write_gradient(self, block: slice, targets: Tensor, exps: Tensor, differences: Tensor, out: Tensor) -> None:
+    def write_gradient(
+        self, block: slice, targets: Tensor, exps: Tensor, differences: Tensor, out: Tensor
+    ) -> None:
         """Write the gradient of a block into out [r, V], fp32.
 
         exps, differences   e and d, [r, V]; differences are overwritten
@@ -508,7 +528,9 @@ def sum_groups(terms: Tensor, groups: Tensor) -> Tensor:
     return sums.index_put_((groups,), terms, accumulate=True)
 
 
-def write_complete_sums(sums: Tensor, keys: Tensor, is_complete: Tensor, out: Tensor, adds_to_out: bool) -> None:
+def write_complete_sums(
+    sums: Tensor, keys: Tensor, is_complete: Tensor, out: Tensor, adds_to_out: bool
+) -> None:
     """Write the sums of complete groups into their rows of out.
 
     The host does not know which these are: every other group writes what the first complete group

@@ -1,7 +1,9 @@
 """The compiled module `grpo_kernels._cpu`: where it is, and what it was built from.
 
-Python started in a checkout imports the package from there, even if `pip install .` has put the compiled module into
-site-packages. A checkout without a compiled module uses that of the installed copy, if it was built from the same sources."""
+Python started in a checkout imports the package from there, even if `pip install .` has put the
+compiled module into site-packages. A checkout without a compiled module uses that of the installed
+copy, if it was built from the same sources.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-#: The name that this package was imported by: another one in a build for the Hub, which has no compiled module.
+#: The name that this package was imported by: another one in a build for the Hub, which has no
+#: compiled module.
 HOME = __name__.partition(".")[0]
 NAME = f"{HOME}._cpu"
 PACKAGE = Path(__file__).parents[2]
@@ -52,7 +55,9 @@ def why_not_here() -> str | None:
     """Why no build of the module runs on this machine; None where one may."""
     machine = platform.machine()
     return (
-        None if machine in ("x86_64", "AMD64") else f"the C++ kernels are for x86-64 with AVX2, and this machine is {machine}"
+        None
+        if machine in ("x86_64", "AMD64")
+        else f"the C++ kernels are for x86-64 with AVX2, and this machine is {machine}"
     )
 
 
@@ -63,10 +68,16 @@ def why_missing(error: str) -> str:
         return "a build for the Hub has none"
     if not files:
         return f"it was not built in {PACKAGE} ({error})"
-    if any(name == "_cpu" + suffix for name in files for suffix in importlib.machinery.EXTENSION_SUFFIXES):
+    if any(
+        name == "_cpu" + suffix
+        for name in files
+        for suffix in importlib.machinery.EXTENSION_SUFFIXES
+    ):
         return f"its file is there but does not load ({error})"
     expected = sysconfig.get_config_var("EXT_SUFFIX")
-    return f"{', '.join(files)} was built for another Python or system, this one loads _cpu{expected}"
+    return (
+        f"{', '.join(files)} was built for another Python or system, this one loads _cpu{expected}"
+    )
 
 
 def module_files() -> list[str]:
@@ -78,19 +89,26 @@ def module_files() -> list[str]:
 
 
 def sources(root: Path = PACKAGE.parent) -> str | None:
-    """The digest of what the checkout at `root` builds the module from, as CMakeLists.txt computes it; None: no checkout."""
+    """The digest of what the checkout at `root` builds the module from, as CMakeLists.txt computes
+    it; None: no checkout.
+    """
     if not (root / "csrc").is_dir() or not (root / "CMakeLists.txt").is_file():
         return None
     names = [
         "CMakeLists.txt",
         *(f"csrc/{p.name}" for p in (root / "csrc").iterdir() if p.suffix in (".cpp", ".h")),
     ]
-    digests = (f"{name} {hashlib.sha256((root / name).read_bytes()).hexdigest()}\n" for name in sorted(names))
+    digests = (
+        f"{name} {hashlib.sha256((root / name).read_bytes()).hexdigest()}\n"
+        for name in sorted(names)
+    )
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def built_from(module: Path) -> str | None:
-    """The digest that the build left in the file, which need not be loaded; None in one of an older version."""
+    """The digest that the build left in the file, which need not be loaded; None in one of an older
+    version.
+    """
     match = re.search(rb"grpo_kernels built from sha256:([0-9a-f]{64})", module.read_bytes())
     return match[1].decode() if match else None
 
@@ -99,8 +117,9 @@ def built_from(module: Path) -> str | None:
 
 
 def package() -> dict[str, Any]:
-    """{"path", "kind": "checkout", "editable install" or "install", "shadows": an installed package that is not the one
-    imported, "source": what it was installed from}."""
+    """{"path", "kind": "checkout", "editable install" or "install", "shadows": an installed package
+    that is not the one imported, "source": what it was installed from}.
+    """
     facts: dict[str, Any] = {
         "path": str(PACKAGE),
         "kind": "checkout",
@@ -114,7 +133,11 @@ def package() -> dict[str, Any]:
     direct = json.loads(distribution.read_text("direct_url.json") or "{}")
     facts["source"] = direct.get("url", "").removeprefix("file://") or None
     editable = direct.get("dir_info", {}).get("editable", False)
-    installed = Path(facts["source"]) / "grpo_kernels" if editable else Path(str(distribution.locate_file("grpo_kernels")))
+    installed = (
+        Path(facts["source"]) / "grpo_kernels"
+        if editable
+        else Path(str(distribution.locate_file("grpo_kernels")))
+    )
     if installed.resolve() == PACKAGE.resolve():
         facts["kind"] = "editable install" if editable else "install"
     else:
@@ -128,11 +151,16 @@ def build_command(facts: dict[str, Any]) -> str:
         return "pip install grpo_kernels"
     if facts["kind"] != "install":
         return f"pip install -v --no-deps -e {PACKAGE.parent}"
-    return f"pip install -v --no-deps --no-cache-dir --force-reinstall {facts['source'] or 'grpo_kernels'}"
+    return (
+        "pip install -v --no-deps --no-cache-dir --force-reinstall"
+        f" {facts['source'] or 'grpo_kernels'}"
+    )
 
 
 def installed_module() -> tuple[Path | None, str | None]:
-    """(the installed copy's module, None) if this checkout may use it, else (None, why not); (None, None): there is no copy."""
+    """(the installed copy's module, None) if this checkout may use it, else (None, why not); (None,
+    None): there is no copy.
+    """
     if HOME != "grpo_kernels":
         return None, None
     try:

@@ -1,2 +1,3 @@
-"""Runs on the CPU what Triton compiles for a GPU: `program` reads PTX, `machine.c` executes it and checks each access, and through
-`launches` Triton's own launches do so."""
+"""Runs on the CPU what Triton compiles for a GPU: `program` reads PTX, `machine.c` executes it and
+checks each access, and through `launches` Triton's own launches do so.
+"""

@@ -1,11 +1,14 @@
-"""Triton's launches, with CPU tensors, run what Triton compiles for a GPU: `with executing("sm_90"): kernel[grid](...)`.
+"""Triton's launches, with CPU tensors, run what Triton compiles for a GPU: `with
+executing("sm_90"): kernel[grid](...)`.
 
 As a plugin of pytest, every test of a run does so; support.processes.executed starts such a run:
 
-    GRPO_KERNELS_TEST_TARGET=sm_90 GRPO_KERNELS_TEST_ORDER=0 python -m pytest -p support.ptx.launches FILE ...
+    GRPO_KERNELS_TEST_TARGET=sm_90 GRPO_KERNELS_TEST_ORDER=0 python -m pytest -p
+    support.ptx.launches FILE ...
 
-GRPO_KERNELS_TEST_FIRST=1: only the first case of each test; GRPO_KERNELS_TEST_REPORT=FILE: what was run is written there, as JSON.
-Triton compiles to PTX only, with a cache of its own."""
+GRPO_KERNELS_TEST_FIRST=1: only the first case of each test; GRPO_KERNELS_TEST_REPORT=FILE: what was
+run is written there, as JSON. Triton compiles to PTX only, with a cache of its own.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,9 @@ class _Executor(_Driver):
 
 @contextlib.contextmanager
 def executing(target: str, order: int = 0) -> Iterator[list[Executed]]:
-    """Inside, a launch is compiled for `target` and run, with warps in that `order`; each is appended to the list."""
+    """Inside, a launch is compiled for `target` and run, with warps in that `order`; each is
+    appended to the list.
+    """
     launches: list[Executed] = []
     run = JITFunction.run
 
@@ -105,13 +110,21 @@ def _word(kind: str, value: Any) -> int:
 
 # ---- the plugin
 
-REPORT: dict[str, Any] = {"outcomes": Counter(), "launches": Counter(), "done": Counter(), "largest": LARGEST}
+REPORT: dict[str, Any] = {
+    "outcomes": Counter(),
+    "launches": Counter(),
+    "done": Counter(),
+    "largest": LARGEST,
+}
 KERNELS: set[Program] = set()
 
 
 @pytest.fixture(autouse=True)
 def executed() -> Iterator[None]:
-    target, order = os.environ.get("GRPO_KERNELS_TEST_TARGET", "sm_90"), int(os.environ.get("GRPO_KERNELS_TEST_ORDER", "0"))
+    target, order = (
+        os.environ.get("GRPO_KERNELS_TEST_TARGET", "sm_90"),
+        int(os.environ.get("GRPO_KERNELS_TEST_ORDER", "0")),
+    )
     with executing(target, order) as launches:
         yield
     for launch in launches:
@@ -134,4 +147,6 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_sessionfinish() -> None:
     if path := os.environ.get("GRPO_KERNELS_TEST_REPORT"):
-        Path(path).write_text(json.dumps(REPORT | {"triton": triton.__version__, "kernels": len(KERNELS)}))
+        Path(path).write_text(
+            json.dumps(REPORT | {"triton": triton.__version__, "kernels": len(KERNELS)})
+        )

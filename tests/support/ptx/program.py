@@ -1,13 +1,16 @@
-"""A compiled kernel as the machine runs it: reads the PTX that Triton emits for our kernels on sm_90 and sm_100, and nothing else.
+"""A compiled kernel as the machine runs it: reads the PTX that Triton emits for our kernels on
+sm_90 and sm_100, and nothing else.
 
     Program(ptx).run(arguments, programs, shared, order)
 
-Warps run one after the other, each from barrier to barrier, in an order that is chosen; asynchronous copies arrive when they are
-waited for. A faulty access (see FAULTS) raises Fault once the kernel has ended; an instruction that machine.c does not know raises
-UnknownInstruction when the kernel is read.
+Warps run one after the other, each from barrier to barrier, in an order that is chosen;
+asynchronous copies arrive when they are waited for. A faulty access (see FAULTS) raises Fault once
+the kernel has ended; an instruction that machine.c does not know raises UnknownInstruction when the
+kernel is read.
 
-What this does not show: ptxas, which makes machine code of the PTX, the order of memory that the hardware keeps within a warp,
-by how much it misses what it approximates, and any time."""
+What this does not show: ptxas, which makes machine code of the PTX, the order of memory that the
+hardware keeps within a warp, by how much it misses what it approximates, and any time.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,8 @@ BITS = {
     "bf16x2": 32, "b64": 64, "u64": 64, "s64": 64, "f32x2": 64,
     "f64": 64,
 }  # fmt: skip
-#: Changes no result: all jumps of a warp alike or not, how a copy is cached, and that a policy has a share of the lines.
+#: Changes no result: all jumps of a warp alike or not, how a copy is cached, and that a policy has
+#: a share of the lines.
 NO_EFFECT = {"uni", "ca", "cg", "fractional"}
 
 
@@ -62,7 +66,14 @@ class Fault(AssertionError):
     """A kernel did what it must not do. `faults`: how often it did which of FAULTS."""
 
     def __init__(self, kernel: str, faults: dict[str, int], said: Sequence[str]) -> None:
-        super().__init__("\n".join([f"{kernel}: {', '.join(f'{count} x {name}' for name, count in faults.items())}", *said]))
+        super().__init__(
+            "\n".join(
+                [
+                    f"{kernel}: {', '.join(f'{count} x {name}' for name, count in faults.items())}",
+                    *said,
+                ]
+            )
+        )
         self.faults = faults
 
 
@@ -96,7 +107,9 @@ class _Machine(ctypes.Structure):
 
 
 class _Layout(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_int32) for name in ("file_bytes", "constants", "thread", "program"))
+    _fields_ = tuple(
+        (name, ctypes.c_int32) for name in ("file_bytes", "constants", "thread", "program")
+    )
 
 
 @functools.cache
@@ -106,14 +119,20 @@ def machine() -> ctypes.CDLL:
     built = Path(tempfile.gettempdir()) / f"grpo_kernels_ptx_{os.getuid()}_{key}.so"
     if not built.exists():
         part = built.with_suffix(f".{os.getpid()}")
-        subprocess.run([os.environ.get("CC", "cc"), *FLAGS, "-o", str(part), str(SOURCE), "-lm"], check=True)
+        subprocess.run(
+            [os.environ.get("CC", "cc"), *FLAGS, "-o", str(part), str(SOURCE), "-lm"], check=True
+        )
         part.replace(built)
     return ctypes.CDLL(str(built))
 
 
 def _processor() -> bytes:
     info = Path("/proc/cpuinfo")
-    return b"" if not info.exists() else next((x for x in info.read_bytes().splitlines() if x.startswith(b"flags")), b"")
+    return (
+        b""
+        if not info.exists()
+        else next((x for x in info.read_bytes().splitlines() if x.startswith(b"flags")), b"")
+    )
 
 
 @dataclass(frozen=True)
@@ -124,7 +143,11 @@ class Statement:
 
 @dataclass(frozen=True)
 class Counts:
-    """What a launch did: instructions of warps, barriers of programs, bytes of device memory, those of asynchronous copies."""
+    """What a launch did:
+
+    instructions of warps, barriers of programs, bytes of device memory, those of asynchronous
+    copies.
+    """
 
     instructions: int
     barriers: int
@@ -147,7 +170,9 @@ class Program:
         self.files = dict(re.findall(r'^\s*\.file\s+(\d+) (?:"[^"]*" )?"([^"]*)"', ptx, re.M))
         self._registers: dict[str, tuple[int, int]] = {}  # name: its place in the file and its bits
         self._bytes = 0
-        self._constants: dict[tuple[str, int], int] = {}  # (name or number, bits): its place among the constants
+        self._constants: dict[
+            tuple[str, int], int
+        ] = {}  # (name or number, bits): its place among the constants
         self._constant_bytes = 0
         self._shared_names = set(re.findall(r"\.extern \.shared .* (\w+)\[\]", ptx))
         statements, self._labels = self._split(body)
@@ -162,7 +187,9 @@ class Program:
             try:
                 self._read(self._code[i], statement.text)
             except UnknownInstruction as error:
-                raise UnknownInstruction(f"{self.name}: `{statement.text}` of {statement.place}: {error}") from None
+                raise UnknownInstruction(
+                    f"{self.name}: `{statement.text}` of {statement.place}: {error}"
+                ) from None
         self._code[len(statements)].control, self._code[len(statements)].guard = END, -1
         for instruction in self._code:  # constants lie behind the registers
             for i, place in enumerate(instruction.at):
@@ -186,7 +213,9 @@ class Program:
             if line.endswith(":"):
                 labels[line[:-1]] = len(statements)
                 continue
-            statements += [Statement(" ".join(x.split()), place) for x in line.split(";") if x.strip()]
+            statements += [
+                Statement(" ".join(x.split()), place) for x in line.split(";") if x.strip()
+            ]
         return statements, labels
 
     def _declare(self, name: str, bits: int) -> None:
@@ -194,7 +223,10 @@ class Program:
         self._bytes += LANES * bits // 8
 
     def _constant(self, name: str, bits: int) -> int:
-        """The place of a number, or of what a launch knows by that name: -1 for the first, and down from there."""
+        """The place of a number, or of what a launch knows by that name:
+
+        -1 for the first, and down from there.
+        """
         if (name, bits) not in self._constants:
             self._constants[name, bits] = self._constant_bytes
             self._constant_bytes += LANES * bits // 8
@@ -224,7 +256,11 @@ class Program:
         into.guard = -1
         guarded = re.match(r"@(!?)(%\w+) (.*)", text)
         if guarded:
-            into.unless, into.guard, text = bool(guarded[1]), self._operand(guarded[2], 8), guarded[3]
+            into.unless, into.guard, text = (
+                bool(guarded[1]),
+                self._operand(guarded[2], 8),
+                guarded[3],
+            )
         name, _, rest = text.partition(" ")
         operands = re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,|\s]+", rest)
         words = [x.replace("shared::cta", "shared") for x in name.split(".")]
@@ -249,7 +285,11 @@ class Program:
                 if kind[0] == "s" and register != int(bits):
                     raise UnknownInstruction("it fills a wider register with the sign")
                 wider = [] if register == int(bits) else ["in", f"b{register}"]
-                self._set(into, [*words[:2], f"b{bits}", *wider], [*(self._operand(x, register) for x in elements), place])
+                self._set(
+                    into,
+                    [*words[:2], f"b{bits}", *wider],
+                    [*(self._operand(x, register) for x in elements), place],
+                )
             case ["ldmatrix" | "stmatrix", *_]:
                 pointer, values = operands[:2] if words[0] == "stmatrix" else operands[1::-1]
                 elements = [x.strip() for x in values.strip("{} ").split(",")]
@@ -264,9 +304,15 @@ class Program:
                 value = self._constant(f"{parameter}.{kind}", bits)
                 self._set(into, ["mov", f"b{bits}"], [self._operand(operands[0], bits), value])
             case ["cp", "async", "shared", "global"]:
-                places = [self._address(x, bits) for x, bits in zip(operands, (32, 64), strict=False)]
+                places = [
+                    self._address(x, bits) for x, bits in zip(operands, (32, 64), strict=False)
+                ]
                 into.target = int(operands[2], 0)
-                given = operands[3] if len(operands) > 3 and not operands[3].startswith("%rd") else operands[2]
+                given = (
+                    operands[3]
+                    if len(operands) > 3 and not operands[3].startswith("%rd")
+                    else operands[2]
+                )
                 into.elements, into.offset = (offset for _, offset in places)
                 self._set(into, words, [*(place for place, _ in places), self._operand(given, 32)])
             case ["cp", "async", "commit_group"]:
@@ -275,7 +321,9 @@ class Program:
                 into.target = int(operands[0], 0) if operands else -1
                 self._set(into, ["cp", "async", "wait_group"], [])
             case ["createpolicy", kind]:
-                self._set(into, ["mov", kind], [self._operand(operands[0], 64), self._operand("0", 64)])
+                self._set(
+                    into, ["mov", kind], [self._operand(operands[0], 64), self._operand("0", 64)]
+                )
             case ["mov", kind] if "{" in rest:
                 vector = operands[0] if operands[0].startswith("{") else operands[1]
                 parts = [x.strip() for x in vector.strip("{} ").split(",")]
@@ -283,17 +331,23 @@ class Program:
                 places = [self._operand(x, half) for x in parts]
                 if vector is operands[0]:
                     self._set(
-                        into, ["mov", f"b{BITS[kind]}", f"to{len(parts)}"], [*places, self._operand(operands[1], BITS[kind])]
+                        into,
+                        ["mov", f"b{BITS[kind]}", f"to{len(parts)}"],
+                        [*places, self._operand(operands[1], BITS[kind])],
                     )
                 else:
                     self._set(
-                        into, ["mov", f"b{BITS[kind]}", f"of{len(parts)}"], [self._operand(operands[0], BITS[kind]), *places]
+                        into,
+                        ["mov", f"b{BITS[kind]}", f"of{len(parts)}"],
+                        [self._operand(operands[0], BITS[kind]), *places],
                     )
             case _:
                 bits = self._bits(words, operands)
                 if words in (["max", "f32"], ["min", "f32"]) and len(operands) == 4:
                     words[0] += "3"  # of three
-                self._set(into, words, [self._operand(x, b) for x, b in zip(operands, bits, strict=True)])
+                self._set(
+                    into, words, [self._operand(x, b) for x, b in zip(operands, bits, strict=True)]
+                )
                 takes = ctypes.c_int32.in_dll(machine(), f"operands_{'_'.join(words)}").value
                 if takes != len(operands):
                     raise UnknownInstruction(f"{len(operands)} operands, not {takes}")
@@ -337,14 +391,29 @@ class Program:
 
     # ---- running
 
-    def run(self, arguments: Sequence[int], tensors: Sequence[Tensor], programs: int, shared: int, order: int = 0) -> Counts:
-        """Runs it on CPU tensors. `arguments`: the words of the parameters. `shared`: bytes of shared memory. `order` of warps and
-        programs: 0 as they are, 1 reversed, others shuffled by that seed."""
-        # Parameters beyond the kernel's own are Triton's, for memory that no kernel of ours asks for.
-        known = dict.fromkeys(self.parameters, 0) | dict(zip(self.parameters, arguments, strict=False))
-        known |= {"%tid.x": 0, "%ctaid.x": 0, "%nctaid.x": programs, "%ntid.x": self.threads} | dict.fromkeys(
-            self._shared_names, 0
+    def run(
+        self,
+        arguments: Sequence[int],
+        tensors: Sequence[Tensor],
+        programs: int,
+        shared: int,
+        order: int = 0,
+    ) -> Counts:
+        """Runs it on CPU tensors. `arguments`: the words of the parameters. `shared`: bytes of
+        shared memory. `order` of warps and programs: 0 as they are, 1 reversed, others shuffled by
+        that seed.
+        """
+        # Parameters beyond the kernel's own are Triton's, for memory that no kernel of ours asks
+        # for.
+        known = dict.fromkeys(self.parameters, 0) | dict(
+            zip(self.parameters, arguments, strict=False)
         )
+        known |= {
+            "%tid.x": 0,
+            "%ctaid.x": 0,
+            "%nctaid.x": programs,
+            "%ntid.x": self.threads,
+        } | dict.fromkeys(self._shared_names, 0)
         constants = bytearray(self._constant_bytes)
         for (name, bits), place in self._constants.items():
             parameter, _, kind = name.rpartition(".")
@@ -355,13 +424,21 @@ class Program:
                 if name in known
                 else int(name)
             )
-            constants[place : place + LANES * bits // 8] = (value % 2**bits).to_bytes(bits // 8, "little") * LANES
+            constants[place : place + LANES * bits // 8] = (value % 2**bits).to_bytes(
+                bits // 8, "little"
+            ) * LANES
         regions, alive = _regions(tensors)
         m = _Machine(
-            code=ctypes.addressof(self._code), regions=ctypes.addressof(regions), n_regions=len(regions), shared_bytes=shared
+            code=ctypes.addressof(self._code),
+            regions=ctypes.addressof(regions),
+            n_regions=len(regions),
+            shared_bytes=shared,
         )
         layout = _Layout(
-            self._bytes + len(constants), self._bytes, self._bytes - self._thread - 1, self._bytes - self._program - 1
+            self._bytes + len(constants),
+            self._bytes,
+            self._bytes - self._thread - 1,
+            self._bytes - self._program - 1,
         )
         machine().ptx_launch(
             ctypes.byref(m),
@@ -380,8 +457,9 @@ class Program:
     def _said(self, report: _Report) -> str:
         statement = self.statements[report.instruction]
         return (
-            f"  {FAULTS[report.kind]}: {statement.place} `{statement.text}`, {report.bytes} bytes at {report.address:#x}, program"
-            f" {report.program}, warp {report.warp}, lane {report.lane}"
+            f"  {FAULTS[report.kind]}: {statement.place} `{statement.text}`, {report.bytes} bytes"
+            f" at {report.address:#x}, program {report.program}, warp {report.warp}, lane"
+            f" {report.lane}"
         )
 
 
@@ -393,7 +471,10 @@ def _read_as(kind: str, word: int) -> int:
 
 
 def _regions(tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
-    """The memory of these tensors, and what keeps the map of their elements alive: gaps between the rows of one are not its own."""
+    """The memory of these tensors, and what keeps the map of their elements alive:
+
+    gaps between the rows of one are not its own.
+    """
     storages: dict[int, list[Tensor]] = {}
     for x in tensors:
         assert x.device.type == "cpu", x.device
@@ -401,7 +482,10 @@ def _regions(tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
             storages.setdefault(x.untyped_storage().data_ptr(), []).append(x)
     regions, alive = (_Region * len(storages))(), []
     for region, some in zip(regions, storages.values(), strict=True):
-        spans = [(x.data_ptr(), 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))) for x in some]
+        spans = [
+            (x.data_ptr(), 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)))
+            for x in some
+        ]
         grain = min(x.element_size() for x in some)
         begin = min(at for at, _ in spans)
         end = max(at + n * x.element_size() for (at, n), x in zip(spans, some, strict=True))
@@ -412,6 +496,11 @@ def _regions(tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
             elements.as_strided(x.shape, x.stride()).fill_(1)
             first = (at - begin) // grain
             allowed[first : first + n * each].view(n, each).bitwise_or_(elements[:, None])
-        region.begin, region.end, region.grain, region.allowed = begin, end, grain, allowed.data_ptr()
+        region.begin, region.end, region.grain, region.allowed = (
+            begin,
+            end,
+            grain,
+            allowed.data_ptr(),
+        )
         alive.append(allowed)
     return regions, alive

@@ -1,4 +1,6 @@
-"""Runs of the cases of the Triton kernels, in processes that execute what Triton compiles for a GPU."""
+"""Runs of the cases of the Triton kernels, in processes that execute what Triton compiles for a
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,21 @@ TARGETS, ORDERS = ("sm_90", "sm_100"), (0, 1, 7)
 
 
 def known(triton: str) -> bool:
-    """Whether the executor has read what this version of Triton emits: 3.6, and the newest from 3.9 on."""
+    """Whether the executor has read what this version of Triton emits:
+
+    3.6, and the newest from 3.9 on.
+    """
     version = tuple(map(int, triton.split(".")[:2]))
     return version == (3, 6) or version >= (3, 9)
 
 
-def executed(cases: Sequence[Path], target: str, order: int, *, first: bool = False, triton: str = "") -> dict[str, Any]:
-    """Asserts that all cases of these files, or the `first` of each test, pass and none is skipped, where launches run what Triton
-    compiles for `target` with warps in that `order` (see support.ptx). What was run. `triton`: a folder with another version."""
+def executed(
+    cases: Sequence[Path], target: str, order: int, *, first: bool = False, triton: str = ""
+) -> dict[str, Any]:
+    """Asserts that all cases of these files, or the `first` of each test, pass and none is skipped,
+    where launches run what Triton compiles for `target` with warps in that `order` (see
+    support.ptx). What was run. `triton`: a folder with another version.
+    """
     paths = os.pathsep.join([*filter(None, [triton]), *sys.path])
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"

@@ -139,7 +139,9 @@ class Kernels(Backend):
         )
         return result
 
-    def kernel_gradient(self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor) -> None:
+    def kernel_gradient(
+        self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor
+    ) -> None:
         """Write d loss / d logits, see `Backend`."""
         reference = rows.reference
         if coefficients.get("divergence") is None:
@@ -157,7 +159,9 @@ class Kernels(Backend):
         coefficient_table = call.table("coefficients", coefficients.values)
         names = " ".join(coefficients.names)
         if reference is None:
-            call.launch("one_pass", softmax_gradient_kernel, *arguments, *coefficient_table, NAMES=names)
+            call.launch(
+                "one_pass", softmax_gradient_kernel, *arguments, *coefficient_table, NAMES=names
+            )
             return
         call.launch(
             launch.reference_gradient_kind(rows.transform.softcap, reference.transform.softcap),
@@ -178,7 +182,9 @@ class Kernels(Backend):
                 return results
         return super().fused_loss(rows, stage, out)
 
-    def loss_in_one_call(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> Tensor | None:
+    def loss_in_one_call(
+        self, rows: LogitRows, stage: TokenStage, out: Tensor | None
+    ) -> Tensor | None:
         """Compute `fused_loss` of whole logits without a reference.
 
         Raises KernelFailure or FormulaRefused; `OrEager` returns None instead.
@@ -207,7 +213,9 @@ class Kernels(Backend):
         )
         return results
 
-    def evaluate_formula(self, stage: TokenStage, logps: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def evaluate_formula(
+        self, stage: TokenStage, logps: Tensor, entropy: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the losses and their gradients, see `Backend`."""
         if self.strict:
             stage.compare_once(Program.__call__)
@@ -285,7 +293,9 @@ class Kernels(Backend):
         )
         return logits
 
-    def add_grad_hidden_of_pairs(self, values: Tensor, pairs: Pairs, weight: Tensor, out: Tensor) -> None:
+    def add_grad_hidden_of_pairs(
+        self, values: Tensor, pairs: Pairs, weight: Tensor, out: Tensor
+    ) -> None:
         """Write the gradient of each row of hidden states, see `Backend`."""
         num_rows, width = out.shape
         run_over_columns(
@@ -301,7 +311,9 @@ class Kernels(Backend):
             width,
         )
 
-    def add_grad_weight_of_pairs(self, values: Tensor, pairs: Pairs, hidden: Tensor, out: Tensor) -> None:
+    def add_grad_weight_of_pairs(
+        self, values: Tensor, pairs: Pairs, hidden: Tensor, out: Tensor
+    ) -> None:
         """Add the sum of each row of the weight, see `Backend`."""
         num_pairs = pairs.ids.numel()
         vocab_size, width = out.shape
@@ -405,7 +417,9 @@ class OrEager(Kernels):
             fall_back(EAGER, failure.reason)
         return eager.Kernels().mixture_sums(rows, sums)
 
-    def kernel_gradient(self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor) -> None:
+    def kernel_gradient(
+        self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor
+    ) -> None:
         """Write d loss / d logits, see `Backend`."""
         try:
             return super().kernel_gradient(rows, sums, coefficients, out)
@@ -413,7 +427,9 @@ class OrEager(Kernels):
             fall_back(EAGER, failure.reason)
         eager.Kernels().kernel_gradient(rows, sums, coefficients, out)
 
-    def loss_in_one_call(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> Tensor | None:
+    def loss_in_one_call(
+        self, rows: LogitRows, stage: TokenStage, out: Tensor | None
+    ) -> Tensor | None:
         """Compute `fused_loss`, or return None: kernels without the formula may run."""
         try:
             return super().loss_in_one_call(rows, stage, out)
@@ -421,7 +437,9 @@ class OrEager(Kernels):
             fall_back(TWO_PASSES, reason_of(failure))
         return None
 
-    def evaluate_formula(self, stage: TokenStage, logps: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def evaluate_formula(
+        self, stage: TokenStage, logps: Tensor, entropy: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the losses and their gradients, see `Backend`."""
         try:
             return super().evaluate_formula(stage, logps, entropy)
@@ -445,7 +463,9 @@ class OrEager(Kernels):
             fall_back(EAGER, failure.reason)
         return eager.Kernels().pair_logits(hidden, weight, pairs)
 
-    def add_grad_hidden_of_pairs(self, values: Tensor, pairs: Pairs, weight: Tensor, out: Tensor) -> None:
+    def add_grad_hidden_of_pairs(
+        self, values: Tensor, pairs: Pairs, weight: Tensor, out: Tensor
+    ) -> None:
         """Write the gradient of each row of hidden states, see `Backend`."""
         try:
             return super().add_grad_hidden_of_pairs(values, pairs, weight, out)
@@ -453,7 +473,9 @@ class OrEager(Kernels):
             fall_back(EAGER, failure.reason)
         eager.Kernels().add_grad_hidden_of_pairs(values, pairs, weight, out)
 
-    def add_grad_weight_of_pairs(self, values: Tensor, pairs: Pairs, hidden: Tensor, out: Tensor) -> None:
+    def add_grad_weight_of_pairs(
+        self, values: Tensor, pairs: Pairs, hidden: Tensor, out: Tensor
+    ) -> None:
         """Add the sum of each row of the weight, see `Backend`."""
         try:
             return super().add_grad_weight_of_pairs(values, pairs, hidden, out)

@@ -51,7 +51,9 @@ LN2_PER_EXPONENT_BIT = tl.constexpr(math.log(2.0) / 2**23)
 #:     base, reference_base                   p = exp(z - base) * inverse_sum
 #:     inverse_sum, reference_inverse_sum     likewise for q
 #:     log_sum_ratio                          log p - log q = d + log_sum_ratio
-BothSoftmaxes = namedtuple("BothSoftmaxes", "base reference_base inverse_sum reference_inverse_sum log_sum_ratio")
+BothSoftmaxes = namedtuple(
+    "BothSoftmaxes", "base reference_base inverse_sum reference_inverse_sum log_sum_ratio"
+)
 
 
 # ---- functions of log-ratios
@@ -230,7 +232,9 @@ def add_both_tiles(sums, tiles, FORWARD, LEVEL):
         tile_reference_max = tl.maximum(tile_reference_max, ws[i])
     max_logit = tl.maximum(old_max, tl.max(tile_max, axis=1))
     reference_max = tl.maximum(old_reference_max, tl.max(tile_reference_max, axis=1))
-    sum_exp, reference_sum_exp, log_ratio, excess, shifted, squared = rescale_sums(max_logit, reference_max, FORWARD, *sums)
+    sum_exp, reference_sum_exp, log_ratio, excess, shifted, squared = rescale_sums(
+        max_logit, reference_max, FORWARD, *sums
+    )
     base = finite_max(max_logit)[:, None]
     reference_base = finite_max(reference_max)[:, None]
     tile_sum_exp = tl.zeros(zs[0].shape, tl.float32)
@@ -296,7 +300,9 @@ def compute_sums_of_both(row, reference, FORWARD, LEVEL, TILE):
 
     max_logit = tl.max(sums[0], axis=0)
     reference_max = tl.max(sums[1], axis=0)
-    sum_exp, reference_sum_exp, log_ratio, excess, shifted, squared = rescale_sums(max_logit, reference_max, FORWARD, *sums)
+    sum_exp, reference_sum_exp, log_ratio, excess, shifted, squared = rescale_sums(
+        max_logit, reference_max, FORWARD, *sums
+    )
     sum_exp = tl.sum(sum_exp, axis=0)
     reference_sum_exp = tl.sum(reference_sum_exp, axis=0)
     # Rounding can make a sum smaller, although the maximum itself adds 1.
@@ -380,7 +386,9 @@ def mixture_terms(z, w, softmaxes, b, one_minus_b, DIRECTION):
         policy_term = half_sign(d) * tl.where(policy_is_larger, 1.0, ratio)
         reference_term = -0.5 * ratio_minus_1
     else:
-        policy_term, reference_term = jsd_terms(policy_is_larger, distance, ratio, psi, ratio_minus_1, b, one_minus_b)
+        policy_term, reference_term = jsd_terms(
+            policy_is_larger, distance, ratio, psi, ratio_minus_1, b, one_minus_b
+        )
     exponent = tl.where(policy_is_larger, z - softmaxes.base, w - softmaxes.reference_base)
     inverse_sum = tl.where(policy_is_larger, softmaxes.inverse_sum, softmaxes.reference_inverse_sum)
     return policy_term, reference_term, fast_exp(exponent) * inverse_sum
@@ -392,7 +400,9 @@ def add_mixture_tile(sums, row, reference, start, softmaxes, shares, DIRECTION, 
     policy_sum, reference_sum = sums
     zs, ws = load_both_tiles(row, reference, start, PIECES, END)
     for i in tl.static_range(PIECES):
-        policy_term, reference_term, larger_prob = mixture_terms(zs[i], ws[i], softmaxes, *shares, DIRECTION)
+        policy_term, reference_term, larger_prob = mixture_terms(
+            zs[i], ws[i], softmaxes, *shares, DIRECTION
+        )
         policy_sum = fma(larger_prob, policy_term, policy_sum)
         reference_sum = fma(larger_prob, reference_term, reference_sum)
     return policy_sum, reference_sum

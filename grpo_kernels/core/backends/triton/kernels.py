@@ -182,7 +182,9 @@ def softmax_sums_kernel(
     if load_or(mask, i, True):
         temperature = load_number(inverse_temperature, i)
         row = Row(
-            *row_fields(logits, V, first_row + i, T, stride_a, stride_t, temperature, transform, TILE),
+            *row_fields(
+                logits, V, first_row + i, T, stride_a, stride_t, temperature, transform, TILE
+            ),
             *transform,
         )
         target_u = load_unscaled_logit(row, tl.load(targets + i))
@@ -230,7 +232,9 @@ def softmax_gradient_kernel(
     if has_gradient:
         temperature = load_number(inverse_temperature, i)
         row = Row(
-            *row_fields(logits, V, first_row + i, T, stride_a, stride_t, temperature, transform, TILE),
+            *row_fields(
+                logits, V, first_row + i, T, stride_a, stride_t, temperature, transform, TILE
+            ),
             *transform,
         )
         max_logit = tl.load(sums + i)
@@ -463,7 +467,9 @@ def load_softmaxes(sums, reference_sums, stride, log_sum_ratio, i):
     sum_exp = tl.load(sums + stride + i)
     inverse_sum = 1.0 / sum_exp
     reference_inverse_sum = 1.0 / tl.load(reference_sums + stride + i)
-    softmaxes = BothSoftmaxes(base, reference_base, inverse_sum, reference_inverse_sum, tl.load(log_sum_ratio + i))
+    softmaxes = BothSoftmaxes(
+        base, reference_base, inverse_sum, reference_inverse_sum, tl.load(log_sum_ratio + i)
+    )
     return softmaxes, sum_exp
 
 
@@ -500,7 +506,9 @@ def reference_sums_kernel(
     if load_or(mask, i, True):
         temperature = load_number(inverse_temperature, i)
         row = Row(
-            *row_fields(logits, V, first_row + i, T, stride_a, stride_t, temperature, transform, TILE),
+            *row_fields(
+                logits, V, first_row + i, T, stride_a, stride_t, temperature, transform, TILE
+            ),
             *transform,
         )
         reference_temperature = load_number(reference_inverse_temperature, i)
@@ -576,7 +584,9 @@ def mixture_sums_kernel(
     if load_or(mask, i, True):
         temperature = load_number(inverse_temperature, i)
         row = Row(
-            *row_fields(logits, V, first_row + i, T, stride_a, stride_t, temperature, transform, TILE),
+            *row_fields(
+                logits, V, first_row + i, T, stride_a, stride_t, temperature, transform, TILE
+            ),
             *transform,
         )
         reference_temperature = load_number(reference_inverse_temperature, i)
@@ -610,7 +620,9 @@ def mixture_sums_kernel(
                 TILE.ACCESSES,
                 False,
             )
-        lane_sums = add_mixture_tile(lane_sums, row, reference_row, end, softmaxes, shares, DIRECTION, TILE.ACCESSES, True)
+        lane_sums = add_mixture_tile(
+            lane_sums, row, reference_row, end, softmaxes, shares, DIRECTION, TILE.ACCESSES, True
+        )
         nan_without_divergence = 0.0 * softmaxes.log_sum_ratio
         for k in tl.static_range(2):
             total = tl.sum(tl.sum(lane_sums[k], axis=1), axis=0)
@@ -666,7 +678,9 @@ def reference_gradient_kernel(
     if has_gradient:
         temperature = load_number(inverse_temperature, i)
         row = Row(
-            *row_fields(logits, V, first_row + i, T, stride_a, stride_t, temperature, transform, TILE),
+            *row_fields(
+                logits, V, first_row + i, T, stride_a, stride_t, temperature, transform, TILE
+            ),
             *transform,
         )
         reference_temperature = load_number(reference_inverse_temperature, i)

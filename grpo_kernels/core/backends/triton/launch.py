@@ -56,7 +56,10 @@ def available() -> str | None:
     if INTERPRETED:
         return None
     if not any(backend.driver.is_active() for backend in triton.backends.backends.values()):
-        return "Triton finds no device that it has a driver for (TRITON_INTERPRET=1 runs the kernels on the CPU, slowly)"
+        return (
+            "Triton finds no device that it has a driver for (TRITON_INTERPRET=1 runs the kernels"
+            " on the CPU, slowly)"
+        )
     return driver_failure()
 
 
@@ -415,7 +418,10 @@ def run(
                     sizes = first_tile.size
                     if tile is not first_tile:
                         sizes = f"{first_tile.size} down to {tile.size}"
-                    reason = f"the Triton kernel {kernel_name(kernel)} does not run with tiles of {sizes} logits: {message}"
+                    reason = (
+                        f"the Triton kernel {kernel_name(kernel)} does not run with tiles of"
+                        f" {sizes} logits: {message}"
+                    )
                     _remembered[key] = reason
                     raise KernelFailure(reason) from error
                 halvings += 1
@@ -428,7 +434,9 @@ def run(
         )
 
 
-def failed_before_start(error: Exception, kernel: Any, arguments: Sequence[Any], compiled_for: Mapping[str, Any]) -> bool:
+def failed_before_start(
+    error: Exception, kernel: Any, arguments: Sequence[Any], compiled_for: Mapping[str, Any]
+) -> bool:
     """Return whether a kernel failed in the compiler or at the launch, before it wrote anything."""
     if isinstance(error, triton.TritonError):  # OutOfResources, PTXASError, CompilationError
         # The interpreter does not compile, so there the kernel was running.
@@ -512,14 +520,20 @@ def check_vectors(n: int, **vectors: Tensor | None) -> tuple[Tensor | None, ...]
     """
     for name, x in vectors.items():
         if x is not None and x.shape != (n,):
-            raise ValueError(f"{name} has shape {list(x.shape)}: the Triton kernels take one value for each of {n} rows.")
+            raise ValueError(
+                f"{name} has shape {list(x.shape)}: the Triton kernels take one value for each of"
+                f" {n} rows."
+            )
     return tuple(None if x is None else x.contiguous() for x in vectors.values())
 
 
 def check_table(name: str, n: int, x: Tensor) -> tuple[Tensor, int]:
     """Return a table [num_names, n] whose rows are contiguous, and the stride of its rows."""
     if x.dim() != 2 or x.shape[1] != n:
-        raise ValueError(f"{name} has shape {list(x.shape)}: the Triton kernels take one value for each of {n} rows.")
+        raise ValueError(
+            f"{name} has shape {list(x.shape)}: the Triton kernels take one value for each of {n}"
+            " rows."
+        )
     if x.stride(1) != 1 and n > 1:
         x = x.contiguous()
     return x, x.stride(0)

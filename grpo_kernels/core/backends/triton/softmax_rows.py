@@ -414,7 +414,9 @@ def write_gradient_tile(xs, out, start, row, LEVEL, END, HINT, unit, factors):
 
 
 @triton.jit
-def write_gradient(row, out, kept, target, target_u, logp, unit, factor, max_v, sum_exp, LEVEL, coefficients, TILE):
+def write_gradient(
+    row, out, kept, target, target_u, logp, unit, factor, max_v, sum_exp, LEVEL, coefficients, TILE
+):
     """Write d loss / dx of a row, see `GradientCoefficients`.
 
     row, out        the logits, and a pointer to the gradient of the row, which may overwrite them
@@ -460,9 +462,13 @@ def write_gradient(row, out, kept, target, target_u, logp, unit, factor, max_v, 
     for i in tl.static_range(ENDS - 1, -1, -1):
         tile = ends[i * ACCESSES : (i + 1) * ACCESSES]
         start = end + i * TILE.BLOCK
-        write_gradient_tile(tile, aligned_out, start, aligned_row, LEVEL, i == ENDS - 1, HINT, unit, factors)
+        write_gradient_tile(
+            tile, aligned_out, start, aligned_row, LEVEL, i == ENDS - 1, HINT, unit, factors
+        )
     for done in tl.range(0, end, TILE.BLOCK, num_stages=TILE.STAGES):
         start = end - TILE.BLOCK - done
         tile = load_tile(aligned_row, start, ACCESSES, False, HINT)
-        write_gradient_tile(tile, aligned_out, start, aligned_row, LEVEL, False, HINT, unit, factors)
+        write_gradient_tile(
+            tile, aligned_out, start, aligned_row, LEVEL, False, HINT, unit, factors
+        )
     store_target_gradient(out, target, row, target_u, logp, LEVEL, *coefficients)
