@@ -362,13 +362,16 @@ class FusedLogitsLoss(torch.autograd.Function):
         grad_logits = None
         if ctx.needs_input_grad[0] and grad_enabled:
             grad_logits = logits.detach() if inplace else empty_like(logits.detach())
-        logps, entropy, losses, *divergence = kernels.fused_loss(rows, stage, grad_logits)
+        values = kernels.fused_loss(rows, stage, grad_logits)
+        statistics = [values.logps, values.entropy]
+        if values.divergence is not None:
+            statistics.append(values.divergence)
         if inplace and grad_logits is not None:
             torch.autograd.graph.increment_version(logits)
         ctx.gradients = PrecomputedGradients(kernels, [grad_logits], [logits.dtype])
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(logps, entropy, *divergence)
-        return sum_losses(losses), logps, entropy, *divergence
+        ctx.mark_non_differentiable(*statistics)
+        return sum_losses(values.losses), *statistics
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:

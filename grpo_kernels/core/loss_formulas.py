@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..formulas.token_stage import Terms, TokenStage
-from .backends import SUMS_OF_ENTROPY, Backend
+from .backends import SUMS_OF_ENTROPY, Backend, FusedLossValues
 from .linear import ChunkValues, RowOrder, write_unit_gradient
 from .softmax import LogitRows
 
@@ -49,12 +49,13 @@ class TokenFormula:
         self.kernels = kernels
         self.order = order
         self.stage = stage if order.is_identity else stage.at(order.row_ids)
-        self.num_values = 4 if has_reference else 3
+        self.num_values = FusedLossValues.num_values(has_reference)
         self.chunks = ChunkValues(order)
 
     def process_chunk(self, chunk: slice, rows: LogitRows, grad_logits: Tensor | None) -> None:
         """Compute the losses of a chunk and their gradient in one kernel call."""
-        self.chunks.add(chunk, self.kernels.fused_loss(rows, self.stage.at(chunk), grad_logits))
+        values = self.kernels.fused_loss(rows, self.stage.at(chunk), grad_logits)
+        self.chunks.add(chunk, values.table)
 
     def row_scale(self, block: slice) -> None:
         """Return None: `process_chunk` wrote the whole gradient."""
@@ -63,10 +64,9 @@ class TokenFormula:
         """Return the loss of all rows that were processed."""
         device = self.order.row_ids.device
         default = torch.zeros(self.num_values, self.order.num_rows, device=device)
-        logps, entropy, losses, *divergence = self.chunks.in_batch_order(default)
-        return FormulaResult(
-            sum_losses(losses), logps, entropy, divergence[0] if divergence else None
-        )
+        values = FusedLossValues(self.chunks.in_batch_order(default))
+        loss = sum_losses(values.losses)
+        return FormulaResult(loss, values.logps, values.entropy, values.divergence)
 
 
 class SequenceFormula:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from grpo_kernels.checks import logit_rows, overlap, whole_rows
 from grpo_kernels.core import backends, linear, linear_memory, matmuls
-from grpo_kernels.core.backends import cpu_matmuls, eager
+from grpo_kernels.core.backends import FusedLossValues, cpu_matmuls, eager
 from grpo_kernels.core.backends import native as native
 from grpo_kernels.core.backends.cpu import _cpu
 from grpo_kernels.core.compiled import CompiledLogits, CompiledProjection
@@ -321,9 +321,9 @@ class NoRows(eager.Kernels):
     def kernel_gradient(self, rows: LogitRows, sums: Any, coefficients: Any, out: Tensor) -> None:
         assert apart_or_in_place(rows.logits, out)
 
-    def fused_loss(self, rows: LogitRows, stage: Any, out: Tensor | None) -> Tensor:
+    def fused_loss(self, rows: LogitRows, stage: Any, out: Tensor | None) -> FusedLossValues:
         assert out is None or apart_or_in_place(rows.logits, out)
-        return rows.logits.new_empty(3, rows.num_rows)
+        return FusedLossValues(rows.logits.new_empty(3, rows.num_rows))
 
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
         pass

@@ -234,10 +234,13 @@ def fused(
         if out is None
         else out
     )
-    found = kernels.fused_loss(
+    values = kernels.fused_loss(
         given(r, part), stage_of(r).at(slice(*part)) if part else stage_of(r), out
     )
-    return dict(zip(("logps", "entropy", "losses", "divergence"), found, strict=False)), out
+    found = {"logps": values.logps, "entropy": values.entropy, "losses": values.losses}
+    if values.divergence is not None:
+        found["divergence"] = values.divergence
+    return found, out
 
 
 def ways(r: Rows) -> list[tuple[Callable[..., Found], Rows]]:

@@ -13,7 +13,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,41 @@ if TYPE_CHECKING:
 
 #: Names of the sums that log-prob and entropy follow from.
 SUMS_OF_ENTROPY = sums_for(("entropy",))
+
+
+class FusedLossValues(NamedTuple):
+    """The statistics and losses that `Backend.fused_loss` computes.
+
+    table   fp32 [3, num_rows], or [4, num_rows] with a reference: a row for each property, in
+            their order. Masked rows of logits have 0.
+    """
+
+    table: Tensor
+
+    @property
+    def logps(self) -> Tensor:
+        """Log-prob of each target, [num_rows]."""
+        return self.table[0]
+
+    @property
+    def entropy(self) -> Tensor:
+        """Entropy of each row in nats, [num_rows]."""
+        return self.table[1]
+
+    @property
+    def losses(self) -> Tensor:
+        """Loss of each row, [num_rows]. Their sum is the loss."""
+        return self.table[2]
+
+    @property
+    def divergence(self) -> Tensor | None:
+        """Divergence of each row from the reference, [num_rows]; None without a reference."""
+        return self.table[3] if len(self.table) == 4 else None
+
+    @staticmethod
+    def num_values(has_reference: bool) -> int:
+        """Return the number of rows of the table."""
+        return 4 if has_reference else 3
 
 
 class Backend(ABC):
@@ -106,11 +141,8 @@ class Backend(ABC):
     ) -> None:
         """Write the gradient as `softmax_gradient` does, for coefficients that the kernels know."""
 
-    def fused_loss(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> Tensor:
-        """Compute a token-level loss and its gradient in one call.
-
-        Returns log-probs, entropies and losses, whose sum is the loss, fp32 [3, num_rows]. With a
-        reference also the divergence from it, [4, num_rows]. Masked rows have 0.
+    def fused_loss(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> FusedLossValues:
+        """Compute a token-level loss, its statistics and its gradient in one call.
 
         out   [A, T, V]: memory for d loss / d logits, possibly the logits themselves. None: no
               gradient is computed.
@@ -119,23 +151,27 @@ class Backend(ABC):
 
     def loss_in_two_passes(
         self, rows: LogitRows, stage: TokenStage, out: Tensor | None, block_rows: int
-    ) -> Tensor:
+    ) -> FusedLossValues:
         """Compute `fused_loss` as sums, formula in torch and gradient, `block_rows` rows at a time.
 
         If a block fits the cache, its second pass costs nearly nothing.
         """
         num_rows = rows.num_rows
-        results = []
+        tables = []
         for start in range(0, num_rows, block_rows):
             stop = min(start + block_rows, num_rows)
             block = rows.slice_rows(start, stop)
-            results.append(self._loss_of_block(block, stage.at(slice(start, stop)), out))
-        if not results:
-            num_results = 3 if rows.reference is None else 4
-            return torch.zeros(num_results, 0, dtype=torch.float32, device=rows.logits.device)
-        return concatenate(results, 1)
+            tables.append(self._loss_of_block(block, stage.at(slice(start, stop)), out).table)
+        if not tables:
+            num_values = FusedLossValues.num_values(rows.reference is not None)
+            tables.append(
+                torch.zeros(num_values, 0, dtype=torch.float32, device=rows.logits.device)
+            )
+        return FusedLossValues(concatenate(tables, 1))
 
-    def _loss_of_block(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> Tensor:
+    def _loss_of_block(
+        self, rows: LogitRows, stage: TokenStage, out: Tensor | None
+    ) -> FusedLossValues:
         names = SUMS_OF_ENTROPY
         if rows.reference is not None:
             names = sums_for(("entropy", "divergence"), rows.reference.direction)
@@ -144,23 +180,22 @@ class Backend(ABC):
         terms = stage.terms(logps, entropy)
         losses = terms.losses
         grads = terms.upstream
-        results = [logps, entropy]
+        divergences = []
         if rows.reference is not None:
             divergence = sums.divergence
-            results.append(divergence)
+            divergences.append(divergence)
             weight = stage.rows.divergence_weight
             if weight is not None:
                 losses = losses + torch.where(weight == 0, 0.0, weight * divergence)
                 grads["divergence"] = weight
         if rows.mask is not None:
             losses = torch.where(rows.mask, losses, 0.0)
-        results.insert(2, losses)
         if out is not None:
             coefficients = GradientCoefficients.from_gradients(
                 sums, grads, rows.mask, entropy=entropy
             )
             self.softmax_gradient(rows, sums, coefficients, out)
-        return torch.stack(results)
+        return FusedLossValues(torch.stack([logps, entropy, losses, *divergences]))
 
     @abstractmethod
     def evaluate_formula(

@@ -30,7 +30,7 @@ from ..softmax import (
     RowTransform,
     SoftmaxSums,
 )
-from . import Backend, eager, fall_back, native
+from . import Backend, FusedLossValues, eager, fall_back, native
 
 if TYPE_CHECKING:
     import grpo_kernels._cpu as _cpu
@@ -151,7 +151,7 @@ class Kernels(Backend):
             torch.get_num_threads(),
         )
 
-    def fused_loss(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> Tensor:
+    def fused_loss(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> FusedLossValues:
         """Compute a loss and its gradient, see `Backend`.
 
         One thread takes a row through both passes, with the formula between them.
@@ -160,8 +160,8 @@ class Kernels(Backend):
         if traced is None:
             return self.loss_in_two_passes(rows, stage, out, rows_of_cached_block(rows))
         num_rows = count_rows(rows)
-        num_results = 3 if rows.reference is None else 4
-        results = torch.empty(num_results, num_rows, dtype=torch.float32)
+        num_values = FusedLossValues.num_values(rows.reference is not None)
+        values = FusedLossValues(torch.empty(num_values, num_rows, dtype=torch.float32))
         inputs = stage.inputs(traced.program)
         weight = None
         if rows.reference is not None and stage.rows.divergence_weight is not None:
@@ -174,10 +174,10 @@ class Kernels(Backend):
             *logit_arguments(rows, num_rows, weight=weight),
             *target_arguments(rows, num_rows),
             None if out is None else memory(_cpu.Rows, "out", out, rows, num_rows),
-            table("results", results, (1 << num_results) - 1),
+            table("values", values.table, (1 << num_values) - 1),
             torch.get_num_threads(),
         )
-        return results
+        return values
 
     def evaluate_formula(
         self, stage: TokenStage, logps: Tensor, entropy: Tensor

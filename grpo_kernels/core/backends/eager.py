@@ -30,7 +30,7 @@ from ..softmax import (
     RowTransform,
     SoftmaxSums,
 )
-from . import Backend
+from . import Backend, FusedLossValues
 
 if TYPE_CHECKING:
     from ..pairs import Pairs
@@ -142,22 +142,23 @@ class Kernels(Backend):
             if grad is not grad_logits:
                 grad_logits.copy_(grad)
 
-    def fused_loss(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> Tensor:
+    def fused_loss(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> FusedLossValues:
         """Compute a loss and its gradient, see `Backend`.
 
         The gradient of a block reuses the exponentials of its sums.
         """
-        num_results = 3 if rows.reference is None else 4
-        results = torch.zeros(
-            num_results, rows.num_rows, dtype=torch.float32, device=rows.logits.device
+        num_values = FusedLossValues.num_values(rows.reference is not None)
+        table = torch.zeros(
+            num_values, rows.num_rows, dtype=torch.float32, device=rows.logits.device
         )
         kernels = Kernels(workspace=Workspace.for_rows(rows))
         for block, _ in blocks_of(rows, rows.logits):
             block_rows = rows.slice_rows(block.start, block.stop)
-            results[:, block] = kernels.loss_in_two_passes(
+            values = kernels.loss_in_two_passes(
                 block_rows, stage.at(block), out, block_rows.num_rows
             )
-        return results
+            table[:, block] = values.table
+        return FusedLossValues(table)
 
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
         """Multiply a gradient by a factor in place."""

@@ -25,7 +25,7 @@ from torch import Tensor
 from ....formulas.program import FormulaRefused, Program
 from ....formulas.token_stage import INPUTS, TokenStage
 from ...softmax import POLICY_SUMS, GradientCoefficients, LogitRows, SoftmaxSums, sums_for
-from .. import Backend, eager, fall_back
+from .. import Backend, FusedLossValues, eager, fall_back
 from . import launch as launch
 from .kernels import (
     evaluate_formula_kernel,
@@ -174,17 +174,17 @@ class Kernels(Backend):
             DIRECTION=reference.direction,
         )
 
-    def fused_loss(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> Tensor:
+    def fused_loss(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> FusedLossValues:
         """Compute a loss and its gradient in one kernel call if there is no reference."""
         if rows.reference is None:
-            results = self.loss_in_one_call(rows, stage, out)
-            if results is not None:
-                return results
+            values = self.loss_in_one_call(rows, stage, out)
+            if values is not None:
+                return values
         return super().fused_loss(rows, stage, out)
 
     def loss_in_one_call(
         self, rows: LogitRows, stage: TokenStage, out: Tensor | None
-    ) -> Tensor | None:
+    ) -> FusedLossValues | None:
         """Compute `fused_loss` of whole logits without a reference.
 
         Raises KernelFailure or FormulaRefused; `OrEager` returns None instead.
@@ -196,7 +196,10 @@ class Kernels(Backend):
         formula, numbers_taken = formula_function(program)
         inputs = stage.inputs(program)
         call = RowCall(rows, out)
-        results = torch.empty(3, call.num_rows, dtype=torch.float32, device=rows.logits.device)
+        num_values = FusedLossValues.num_values(has_reference=False)
+        table = torch.empty(
+            num_values, call.num_rows, dtype=torch.float32, device=rows.logits.device
+        )
         call.launch(
             launch.fused_kind(rows.logits.dtype, rows.transform.softcap),
             fused_loss_kernel,
@@ -207,11 +210,11 @@ class Kernels(Backend):
             *call.vectors(targets=rows.targets, mask=rows.mask),
             *call.vectors(**{name: inputs.get(name) for name in INPUTS}),
             tuple(numbers[i] for i in numbers_taken),
-            results,
+            table,
             call.num_rows,
             FORMULA=formula,
         )
-        return results
+        return FusedLossValues(table)
 
     def evaluate_formula(
         self, stage: TokenStage, logps: Tensor, entropy: Tensor
@@ -429,7 +432,7 @@ class OrEager(Kernels):
 
     def loss_in_one_call(
         self, rows: LogitRows, stage: TokenStage, out: Tensor | None
-    ) -> Tensor | None:
+    ) -> FusedLossValues | None:
         """Compute `fused_loss`, or return None: kernels without the formula may run."""
         try:
             return super().loss_in_one_call(rows, stage, out)
