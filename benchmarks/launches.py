@@ -38,7 +38,7 @@ from grpo_kernels.core.softmax import (
 )
 from grpo_kernels.formulas.filters import EntropyFloor
 from grpo_kernels.formulas.kl import ESTIMATORS, WEIGHTINGS, Kl
-from grpo_kernels.formulas.token_stage import TokenRows
+from grpo_kernels.formulas.token_loss import TokenInputs
 from grpo_kernels.objective import PRESETS, Objective
 
 KERNELS = backend.Kernels()
@@ -288,11 +288,14 @@ class Case:
             d and torch.zeros(1, n, self.stride, dtype=d)[..., : self.vocab] for d in dtypes
         )
         objective = replace(OBJECTIVES[self.objective], entropy_coef=0.01 if self.entropy else 0.0)
-        of_tokens, transform = token_rows(n, objective, self.without), TRANSFORMS[self.transform](n)
+        of_tokens, transform = (
+            token_inputs(n, objective, self.without),
+            TRANSFORMS[self.transform](n),
+        )
         second = (
             None if teacher is None else ReferenceRows(teacher, transform, self.divergence, 0.5)
         )
-        read = of_tokens.read if second is None else None
+        read = of_tokens.processed if second is None else None
         rows = LogitRows(logits, of_tokens.targets, read, transform, second)
         partials = SoftmaxSums.masked(self.partials, n, logits.device, second)
         slopes = (
@@ -303,7 +306,7 @@ class Case:
         )
         match self.kernel:
             case "fused":
-                KERNELS.fused_loss(rows, objective.stage(of_tokens), out)
+                KERNELS.fused_loss(rows, objective.loss_formula(of_tokens), out)
             case "stats" | "two_stats":
                 KERNELS.kernel_sums(rows, self.partials)
             case "mixed":
@@ -335,16 +338,16 @@ class Case:
                 KERNELS.add_grad_weight_of_pairs(torch.ones(m), slots, read[:n], second)
 
 
-def token_rows(
+def token_inputs(
     n: int, objective: Objective, without: str | None = None, offset: int = 0
-) -> TokenRows:
+) -> TokenInputs:
     """Vectors [n] that start at `offset` in their memory."""
     targets, zeros = torch.zeros(1, n + offset, dtype=torch.int64), torch.zeros(1, n + offset)
     optional: dict[str, Tensor] = {"mask": targets == 0, "old_logps": zeros, "ref_logps": zeros}
     batch = TokenBatch(
         targets, zeros, **{name: x for name, x in optional.items() if name != without}
     )
-    return objective.token_rows(batch, normalizer=1.0)[offset:]
+    return objective.token_inputs(batch, normalizer=1.0)[offset:]
 
 
 def _objectives() -> dict[str, Objective]:
@@ -354,7 +357,7 @@ def _objectives() -> dict[str, Objective]:
     presets = {
         name: replace(preset, aggregate="token-mean")
         for name, preset in PRESETS.items()
-        if preset.one_pass and preset.exact is None
+        if preset.gradient_is_per_token and preset.exact is None
     }
     grpo = presets["grpo"]
     kls = [

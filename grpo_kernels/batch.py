@@ -468,7 +468,7 @@ class TokenBatch(Checked):
         masked = torch.where(self.mask, torch.stack([*given.values()]), 0.0).flatten(1)
         return dict(zip(given, masked.unbind(), strict=True))
 
-    def marked(self, kind: str) -> Tensor | None:
+    def named_mask(self, kind: str) -> Tensor | None:
         """bool [N] of a kind, None standing for all rows. "trained": the mask. "contributing":
         trained, with a nonzero advantage or listed ids and a nonzero weight, or with a likelihood
         term. "sequences": trained, in a sequence that holds a contributing token.
@@ -478,7 +478,7 @@ class TokenBatch(Checked):
             return mask
         base, *of_whole = kind.split(WHOLE)
         if of_whole:
-            marked, without = self.marked(base), self.without_set
+            marked, without = self.named_mask(base), self.without_set
             return without if marked is None else marked & without
         contributing = self._contributing()
         if kind == "contributing" or self.sequences is None:
@@ -487,7 +487,7 @@ class TokenBatch(Checked):
         return alive if mask is None else alive & mask
 
     def _contributing(self) -> Tensor:
-        """bool [N]: see `marked`."""
+        """bool [N]: see `named_mask`."""
         shape, nonzero = self.targets.shape, {}
         for name in WIDE:
             if (value := getattr(self, name)) is not None:
@@ -496,8 +496,8 @@ class TokenBatch(Checked):
             contributing = torch.zeros(shape, dtype=torch.bool, device=self.targets.device)
         else:
             contributing = nonzero["advantages"]
-        if self.listed is not None:
-            contributing = contributing | (self.listed.counts > 0).view(shape)
+        if self.extra_ids is not None:
+            contributing = contributing | (self.extra_ids.counts > 0).view(shape)
         if self.weights is not None:
             contributing = contributing & nonzero["weights"]
         if self.nll_weights is not None:
@@ -514,9 +514,9 @@ class TokenBatch(Checked):
             self._put(name, known)
         return known[1]
 
-    def count(self, kind: str, marked: Tensor | None = None) -> int:
-        """Number of rows of a kind, as a Python number; see `counts`."""
-        marked = self.marked(kind) if marked is None else marked
+    def count_in_mask(self, kind: str, marked: Tensor | None = None) -> int:
+        """Number of rows of a kind, as a Python number; see `counts_by_sequence`."""
+        marked = self.named_mask(kind) if marked is None else marked
         if not sends_ahead(self.targets.device):
             return self.tokens if marked is None else int(marked.sum())
         sent = sum(self._sent(kind)[0])
@@ -526,17 +526,17 @@ class TokenBatch(Checked):
             )
         return sent
 
-    def counts(self, kind: str, marked: Tensor | None = None) -> tuple[int, ...]:
+    def counts_by_sequence(self, kind: str, marked: Tensor | None = None) -> tuple[int, ...]:
         """Number of rows of a kind in each sequence of this process, or in all where the sequences
-        are not known, as Python numbers. `marked`: what `marked(kind)` returned, if the caller has
-        it already. On a CPU the rows are counted now; on a GPU the numbers were sent to the host
-        when the batch was made.
+        are not known, as Python numbers. `marked`: what `named_mask(kind)` returned, if the caller
+        has it already. On a CPU the rows are counted now; on a GPU the numbers were sent to the
+        host when the batch was made.
 
         On a GPU, a write that torch does not see (through DLPack or `.data`, or in inference mode,
         or between replays of a graph) makes these numbers stale. An asynchronous assertion on the
         device then stops the program; the host does not wait for it.
         """
-        marked = self.marked(kind) if marked is None else marked
+        marked = self.named_mask(kind) if marked is None else marked
         own = self._own_sum(self.trained if marked is None else marked).long()
         if not sends_ahead(self.targets.device):
             return tuple(own.tolist())
@@ -548,7 +548,7 @@ class TokenBatch(Checked):
         return sent
 
     def _sent(self, kind: str) -> tuple[tuple[int, ...], Tensor]:
-        """`counts` as the host knows them, and on the device."""
+        """`counts_by_sequence` as the host knows them, and on the device."""
         counts, place = self._counts(), self._kinds.index(kind)
         return tuple(of_sequence[place] for of_sequence in counts.on_host), counts.counts[:, place]
 
@@ -568,7 +568,7 @@ class TokenBatch(Checked):
         return (given & ~held).sum() / given.sum().clamp(min=1).float()
 
     @property
-    def listed(self) -> TokenSets | None:
+    def extra_ids(self) -> TokenSets | None:
         """The ids of `logp_terms` and `prob_terms`."""
         return self.prob_terms if self.logp_terms is None else self.logp_terms
 

@@ -18,7 +18,7 @@ Example:
 
     extra = TokenSets.from_padded(ids, values=coefficients)      # ids of each row, with numbers
     result = logprobs_with_extra_ids(source, targets, extra, names=("entropy",))
-    terms = objective.listed_terms(batch)
+    terms = objective.extra_id_terms(batch)
     loss_of_tokens = auxiliary_loss(terms, result.extra_logps, advantages)      # [num_tokens]
 """
 
@@ -34,7 +34,7 @@ from .checks import check_named
 from .core.autograd import apply_function
 from .core.sources import Reference, RowSource
 from .formulas.ops import times
-from .formulas.token_stage import LEAST_OUTSIDE, ListedTerms
+from .formulas.token_loss import LEAST_OUTSIDE, ExtraIdTerms
 from .segments import Segments, find_largest, replace_values, subtract_largest
 from .token_sets import TokenSets, check_sets
 
@@ -258,10 +258,10 @@ def give_to_tokens(
 # ---- losses of further ids
 
 
-def auxiliary_loss(terms: ListedTerms, extra_logps: Tensor, advantages: Tensor) -> Tensor:
+def auxiliary_loss(terms: ExtraIdTerms, extra_logps: Tensor, advantages: Tensor) -> Tensor:
     """Return the loss of each token that depends on the log-probs of its further ids.
 
-    terms         functions of log-probs with their values, from `Objective.listed_terms(batch)`:
+    terms         functions of log-probs with their values, from `Objective.extra_id_terms(batch)`:
                   the terms of `TokenBatch(logp_terms=, prob_terms=)`, or score centering. Each
                   returns the term of each id, and the derivative of the loss of a token with
                   respect to each log-prob. This derivative is the gradient here. It need not be

@@ -11,7 +11,7 @@ from torch import Tensor
 from .batch import TokenBatch
 from .checks import require, values_are_checked
 from .core.backends import is_strict
-from .formulas.token_stage import TokenRows
+from .formulas.token_loss import TokenInputs
 from .loss_output import LossOutput
 from .objective import Objective
 from .options import Options
@@ -68,7 +68,7 @@ def refuses_values(options: Options) -> bool:
     return options.strict if torch.compiler.is_compiling() else is_strict(options.strict)
 
 
-def refuse_nan(rows: TokenRows, batch: TokenBatch, options: Options) -> None:
+def refuse_nan(rows: TokenInputs, batch: TokenBatch, options: Options) -> None:
     """Raise ValueError in strict mode if an input of a processed token is NaN."""
     if not refuses_values(options):
         return
@@ -98,7 +98,7 @@ def refuse_infinite_kl(out: LossOutput, options: Options) -> None:
 
 
 def refuse_infinite_terms(
-    batch: TokenBatch, objective: Objective, rows: TokenRows, options: Options
+    batch: TokenBatch, objective: Objective, rows: TokenInputs, options: Options
 ) -> None:
     """Raise ValueError in strict mode for values of further ids that make a term infinite.
 
@@ -138,7 +138,7 @@ def any_of_token(of_ids: Tensor, sets: TokenSets, num_tokens: int) -> Tensor:
 
 
 def refuse_tokens(
-    is_bad: Tensor, what: str, remedy: str, rows: TokenRows, batch: TokenBatch
+    is_bad: Tensor, what: str, remedy: str, rows: TokenInputs, batch: TokenBatch
 ) -> None:
     """Raise ValueError if a processed token is bad, with the positions of the first ones.
 
@@ -147,14 +147,14 @@ def refuse_tokens(
     is_bad   bool [num_tokens]
     what     what is bad, the beginning of the message
     """
-    if rows.read is not None:
-        is_bad = is_bad & rows.read
+    if rows.processed is not None:
+        is_bad = is_bad & rows.processed
     if not values_are_checked(is_bad):
         torch._assert_async(~is_bad.any(), f"{what} at a trained token, which strict mode refuses")
     elif is_bad.any():
         positions = is_bad.view(batch.targets.shape).nonzero().tolist()
         shown = ", ".join(map(str, positions[:5])) + ", ..." * (len(positions) > 5)
-        num_trained = is_bad.numel() if rows.trained is None else int(rows.trained.sum())
+        num_trained = is_bad.numel() if rows.loss_mask is None else int(rows.loss_mask.sum())
         raise ValueError(
             f"{what} at {len(positions)} of {num_trained} trained tokens, {shown}: {remedy}"
         )

@@ -14,7 +14,7 @@ from torch import Tensor
 from .batch import TokenBatch
 from .checks import describe, near_name, nearest
 from .formulas.ops import bounded_exp
-from .formulas.token_stage import TokenRows
+from .formulas.token_loss import TokenInputs
 from .objective import Objective
 from .set_alignment import warn_of_misaligned_sets
 
@@ -86,7 +86,7 @@ class LossOutput:
     entropy: Tensor
     _objective: Objective = field(repr=False)
     _batch: TokenBatch = field(repr=False)
-    rows: TokenRows = field(repr=False)
+    rows: TokenInputs = field(repr=False)
     _log_ratio: Tensor | None = field(default=None, repr=False)
     divergence: Tensor | None = field(default=None, repr=False)
     __repr__ = describe
@@ -130,7 +130,7 @@ class LossOutput:
         rows = self.rows
         logps = self.logps.flatten()
         trained = rows.mask
-        processed = trained if rows.read is None else rows.read
+        processed = trained if rows.processed is None else rows.processed
         count = processed.sum().float()
         tokens = count.clamp(min=1.0)
 
@@ -179,7 +179,7 @@ class LossOutput:
         if self._objective.filters:
             kept = processed
             for f in self._objective.filters:
-                over_ranks = self._batch.context_group is not None and not f.one_pass
+                over_ranks = self._batch.context_group is not None and not f.is_per_token
                 if over_ranks or getattr(f, "process_group", None) is not None:
                     continue  # reading metrics must not start a collective
                 kept = kept & f.keep(logps, self.entropy.flatten(), rows, self._batch)

@@ -39,7 +39,7 @@ from .core.sources import GivenLogits, KnownOrder, ProjectedLogits, Reference
 from .divergences import reference_divergence_over_candidates
 from .extra_ids import auxiliary_loss as auxiliary_loss_of_ids
 from .formulas.ops import times
-from .formulas.token_stage import Terms, TokenRows
+from .formulas.token_loss import TokenInputs, TokenLosses
 from .inputs import RowLayout, RowSource, make_reference
 from .logprobs import (
     TEACHER_WITH_SETS,
@@ -109,11 +109,11 @@ def grpo_loss(
                  known at these ids only. No gradient flows to them.
     options      backend, strict mode, vocabulary shard, see `Options`
 
-    An objective whose gradient is per token (`Objective.one_pass`) reads each logit once and writes
-    its gradient once; the others read the logits twice. fp16 logits form the gradient in the
-    backward, where the loss scale is known. The gradient of one pass is handed over once: a second
-    backward raises RuntimeError. A loss near 0 is normal on-policy (ratio 1, advantages that sum to
-    0); its gradient is not 0.
+    An objective whose gradient is per token (`Objective.gradient_is_per_token`) reads each logit
+    once and writes its gradient once; the others read the logits twice. fp16 logits form the
+    gradient in the backward, where the loss scale is known. The gradient of one pass is handed over
+    once: a second backward raises RuntimeError. A loss near 0 is normal on-policy (ratio 1,
+    advantages that sum to 0); its gradient is not 0.
 
     Raises ValueError naming the argument that is wrong, before any work.
     """
@@ -214,7 +214,7 @@ def objective_loss(
     wrong.
     """
     check_batch_and_objective(batch, objective)
-    if batch.listed is not None and auxiliary_loss is None:
+    if batch.extra_ids is not None and auxiliary_loss is None:
         raise ValueError(
             "logp_terms and prob_terms need log-probs of their ids, which objective_loss does not "
             "have: leave them out and pass their sum for each token as auxiliary_loss, or use "
@@ -248,14 +248,14 @@ def objective_loss(
     if auxiliary_loss is not None:
         batch = replace(batch, logp_terms=None, prob_terms=None)
         objective = replace(objective, listed=None)
-    rows = objective.token_rows(batch, normalizer)
+    rows = objective.token_inputs(batch, normalizer)
     refuse_nan(rows, batch, DEFAULT_OPTIONS)
     if token_weights is not None:
         rows = rows.weighted(
             per_token("token_weights", token_weights, batch.targets.shape, batch.cu_seqlens)
         )
     flat_statistics = {
-        name: flatten_and_mask(x, rows.trained) for name, x in statistics.items() if x is not None
+        name: flatten_and_mask(x, rows.loss_mask) for name, x in statistics.items() if x is not None
     }
     out = loss_of_statistics(flat_statistics, batch, objective, rows)
     refuse_infinite_kl(out, DEFAULT_OPTIONS)
@@ -286,7 +286,7 @@ def compute_loss(
     check_reference(reference, reference_name, batch, objective)
     exact = objective.exact
     if is_traced() and leaves_the_graph(
-        options, batch.context_group, exact, batch.kept, batch.listed, batch.rows
+        options, batch.context_group, exact, batch.kept, batch.extra_ids, batch.rows
     ):
         return run_outside_graph(
             compute_loss,
@@ -302,7 +302,7 @@ def compute_loss(
         )
     is_composed = (
         batch.kept is not None
-        or batch.listed is not None
+        or batch.extra_ids is not None
         or batch.rows is not None
         or isinstance(reference, TokenSets)
     )
@@ -331,11 +331,11 @@ def compute_loss(
             ref_logps = reference_logprobs(checked_reference, batch, objective, normalizer, options)
             batch = batch.with_ref_logps(ref_logps)
             checked_reference = None
-    rows = objective.token_rows(batch, normalizer, options.skip_inactive)
+    rows = objective.token_inputs(batch, normalizer, options.skip_inactive)
     refuse_nan(rows, batch, options)
     if exact is not None and exact.temperature_squared:
         assert rows.divergence_weight is not None
-        factor = squared_inverse_temperature(source.transform, rows.read)
+        factor = squared_inverse_temperature(source.transform, rows.processed)
         rows = replace(rows, divergence_weight=rows.divergence_weight / factor)
 
     if is_composed:
@@ -355,7 +355,7 @@ def loss_of_source(
     source: RowSource,
     batch: TokenBatch,
     objective: Objective,
-    rows: TokenRows,
+    rows: TokenInputs,
     reference: Reference | None,
 ) -> LossOutput:
     """Compute the loss of one target a row over the whole vocabulary.
@@ -370,15 +370,15 @@ def loss_of_source(
         # An fp16 gradient is stored after it is multiplied by the loss scale, which arrives in the
         # backward. With a shard the ranks exchange statistics between two passes anyway.
         is_fp16 = source.logits.dtype == torch.float16 and torch.is_grad_enabled()
-        if objective.one_pass and not is_fp16 and source.shard is None:
-            result = source.fused_loss(objective.stage(rows), rows.read, reference)
+        if objective.gradient_is_per_token and not is_fp16 and source.shard is None:
+            result = source.fused_loss(objective.loss_formula(rows), rows.processed, reference)
             return make_output(result, batch, objective, rows)
         statistics = dense_statistics(source, objective, rows, reference, None)
         return loss_of_statistics(statistics, batch, objective, rows)
 
     order, has_gradient = order_rows(batch, rows, objective)
-    if objective.one_pass:
-        result = source.fused_loss(objective.stage(rows), order, reference)
+    if objective.gradient_is_per_token:
+        result = source.fused_loss(objective.loss_formula(rows), order, reference)
         return make_output(result, batch, objective, rows)
     _, weight, bias = source.tensors
     trains_weight = torch.is_grad_enabled() and weight.requires_grad
@@ -387,19 +387,19 @@ def loss_of_source(
     # scalar must depend on the row's sequence only. With a
     # frozen head both ways take two matmuls, unless the entropy has a gradient.
     has_one_scalar = not objective.needs_entropy and reference is None and not trains_bias
-    is_per_sequence = objective.by_sequence and batch.context_group is None
+    is_per_sequence = objective.gradient_is_per_sequence and batch.context_group is None
     if trains_weight and has_one_scalar and is_per_sequence:
         log_ratios: list[Tensor] = []
 
-        def compute_losses(logps: Tensor, entropy: Tensor) -> Terms:
+        def compute_losses(logps: Tensor, entropy: Tensor) -> TokenLosses:
             log_ratios[:] = [objective.log_ratio(logps, rows, batch)]
-            return objective.token_stage(logps, entropy, rows, batch, log_ratios[0])
+            return objective.token_losses(logps, entropy, rows, batch, log_ratios[0])
 
         result_of_sequences = source.fused_sequence_loss(
             rows.targets,
             compute_losses,
             order,
-            batch.counts(objective.active_rows, has_gradient),
+            batch.counts_by_sequence(objective.gradient_mask, has_gradient),
         )
         if result_of_sequences is not None:
             return make_output(result_of_sequences, batch, objective, rows, log_ratios[0])
@@ -426,7 +426,7 @@ def layout_of_batch(x: Any, batch: TokenBatch) -> RowLayout:
 def dense_statistics(
     source: RowSource,
     objective: Objective,
-    rows: TokenRows,
+    rows: TokenInputs,
     reference: Reference | None,
     order: RowOrder | None,
 ) -> dict[str, Tensor]:
@@ -434,15 +434,17 @@ def dense_statistics(
     names = ("entropy",) if reference is None else ("entropy", "divergence")
     detached = () if objective.needs_entropy else ("entropy",)
     if order is not None and isinstance(source, ProjectedLogits):
-        source = replace(source, known_order=KnownOrder(rows.read, order))
-    return source.statistics(rows.targets, rows.read, names, detached=detached, reference=reference)
+        source = replace(source, known_order=KnownOrder(rows.processed, order))
+    return source.statistics(
+        rows.targets, rows.processed, names, detached=detached, reference=reference
+    )
 
 
 def statistics_of_composed_batch(
     source: RowSource,
     batch: TokenBatch,
     objective: Objective,
-    rows: TokenRows,
+    rows: TokenInputs,
     reference: Reference | None,
     teacher: TokenSets | None,
 ) -> dict[str, Tensor]:
@@ -452,55 +454,55 @@ def statistics_of_composed_batch(
     teacher     a teacher that is known at some ids of each token, for kl=Exact(...)
     """
     flat_rows = None if batch.rows is None else flat(batch.rows).long()
-    listed = batch.listed
+    extra_ids = batch.extra_ids
     exact = objective.exact
     detached = () if objective.needs_entropy else ("entropy",)
     if batch.rows is None and isinstance(source, ProjectedLogits):
         # The batch has counted the rows of its mask, so that the host need not wait for them.
         order, _ = order_rows(batch, rows, objective)
-        source = replace(source, known_order=KnownOrder(rows.read, order))
+        source = replace(source, known_order=KnownOrder(rows.processed, order))
     if teacher is not None:
         assert exact is not None
         name = "ref_logits" if isinstance(source, GivenLogits) else "reference"
         require(batch.kept is None, name, "TokenSets", TEACHER_WITH_SETS)
         check_teacher(name, teacher, batch.targets, exact, source.vocab_size)
-        if listed is None:  # then one pass serves both
+        if extra_ids is None:  # then one pass serves both
             return logprobs_with_teacher(
                 source,
                 rows.targets,
                 teacher,
                 exact,
-                mask=rows.read,
+                mask=rows.processed,
                 rows=flat_rows,
                 names=("entropy",),
                 detached=detached,
             )
-    if listed is not None:
+    if extra_ids is not None:
         name = "prob_terms" if batch.logp_terms is None else "logp_terms"
-        check_ids(name, listed, source.vocab_size)
+        check_ids(name, extra_ids, source.vocab_size)
     # A reference's divergence is computed in the same pass, unless it is over candidate sets.
     is_dense_reference = reference is not None and batch.kept is None
     statistics = composed_statistics(
         source,
         rows.targets,
-        rows.read,
+        rows.processed,
         ("entropy", "divergence") if is_dense_reference else ("entropy",),
         kept=batch.kept,
         missing=missing_of(batch),
-        at=listed,
+        at=extra_ids,
         rows=flat_rows,
         detached=detached,
         reference=reference if is_dense_reference else None,
     )
-    if listed is not None:
-        terms = objective.listed_terms(batch)
+    if extra_ids is not None:
+        terms = objective.extra_id_terms(batch)
         statistics["auxiliary_loss"] = auxiliary_loss_of_ids(
             terms, statistics.pop("at"), rows.advantages
         )
     if teacher is not None:
         assert exact is not None
         statistics["divergence"] = teacher_divergence(
-            source, teacher, exact, mask=rows.read, rows=flat_rows
+            source, teacher, exact, mask=rows.processed, rows=flat_rows
         )
     elif reference is not None and batch.kept is not None:
         assert exact is not None
@@ -510,7 +512,7 @@ def statistics_of_composed_batch(
             batch.kept,
             exact,
             targets=rows.targets,
-            mask=rows.read,
+            mask=rows.processed,
             rows=flat_rows,
             missing=missing_of(batch),
         )
@@ -518,7 +520,7 @@ def statistics_of_composed_batch(
 
 
 def loss_of_statistics(
-    statistics: dict[str, Tensor], batch: TokenBatch, objective: Objective, rows: TokenRows
+    statistics: dict[str, Tensor], batch: TokenBatch, objective: Objective, rows: TokenInputs
 ) -> LossOutput:
     """Compute the loss from differentiable statistics of tokens, fp32 [num_tokens] each.
 
@@ -532,9 +534,9 @@ def loss_of_statistics(
     constant_logps = logps.detach()
     constant_entropy = None if entropy is None else entropy.detach()
     log_ratio = None
-    if not objective.one_pass:
+    if not objective.gradient_is_per_token:
         log_ratio = objective.log_ratio(constant_logps, rows, batch)
-    terms = objective.token_stage(
+    token_losses = objective.token_losses(
         constant_logps,
         constant_entropy,
         rows,
@@ -542,15 +544,15 @@ def loss_of_statistics(
         log_ratio,
         None if auxiliary_loss is None else auxiliary_loss.detach(),
     )
-    grad_auxiliary_loss = None if auxiliary_loss is None else terms.d_listed
+    grad_auxiliary_loss = None if auxiliary_loss is None else token_losses.grad_auxiliary_loss
     loss = apply_function(
         LossOfStatistics,
-        terms.losses,
+        token_losses.losses,
         logps,
         entropy,
         auxiliary_loss,
-        terms.d_logps,
-        terms.d_entropy,
+        token_losses.grad_logps,
+        token_losses.grad_entropy,
         grad_auxiliary_loss,
     )
     if divergence is not None:
@@ -567,7 +569,7 @@ def make_output(
     result: FormulaResult,
     batch: TokenBatch,
     objective: Objective,
-    rows: TokenRows,
+    rows: TokenInputs,
     log_ratio: Tensor | None = None,
 ) -> LossOutput:
     """Return the loss with its statistics in the shape of targets.
@@ -608,14 +610,14 @@ def reference_logprobs(
     # Which rows are processed does not depend on the values of ref_logps.
     placeholder = torch.zeros(batch.targets.shape, device=batch.targets.device)
     batch = batch.with_ref_logps(placeholder)
-    rows = objective.token_rows(batch, normalizer, options.skip_inactive)
+    rows = objective.token_inputs(batch, normalizer, options.skip_inactive)
     source = reference.source
     with torch.no_grad():
         if batch.kept is not None or batch.rows is not None:
             statistics = composed_statistics(
                 source,
                 rows.targets,
-                rows.read,
+                rows.processed,
                 (),
                 kept=batch.kept,
                 missing=missing_of(batch),
@@ -623,11 +625,11 @@ def reference_logprobs(
                 rows=None if batch.rows is None else flat(batch.rows).long(),
             )
         elif isinstance(source, GivenLogits):
-            statistics = source.statistics(rows.targets, rows.read)
+            statistics = source.statistics(rows.targets, rows.processed)
         else:
             order, _ = order_rows(batch, rows, objective)
-            source = replace(source, known_order=KnownOrder(rows.read, order))
-            statistics = source.statistics(rows.targets, rows.read)
+            source = replace(source, known_order=KnownOrder(rows.processed, order))
+            statistics = source.statistics(rows.targets, rows.processed)
     return statistics["logps"].view(batch.targets.shape)
 
 
@@ -655,7 +657,7 @@ def missing_of(batch: TokenBatch) -> str:
 
 
 def order_rows(
-    batch: TokenBatch, rows: TokenRows, objective: Objective
+    batch: TokenBatch, rows: TokenInputs, objective: Objective
 ) -> tuple[RowOrder, Tensor | None]:
     """Return the rows to process, those that can have a gradient first, and a mask of the latter.
 
@@ -664,9 +666,9 @@ def order_rows(
     """
     device = rows.targets.device
     num_rows = rows.targets.numel()
-    kind = objective.active_rows
-    all_have_gradient = rows.read is not rows.trained or kind == "trained"
-    has_gradient = rows.read if all_have_gradient else batch.marked(kind)
+    mask_name = objective.gradient_mask
+    all_have_gradient = rows.processed is not rows.loss_mask or mask_name == "trained"
+    has_gradient = rows.processed if all_have_gradient else batch.named_mask(mask_name)
     if has_gradient is None:  # then no row is masked either
         return RowOrder.of_all_rows(num_rows, device), None
 
@@ -675,16 +677,16 @@ def order_rows(
         first = has_gradient.nonzero()[:, 0]
         row_ids = first
         if not all_have_gradient:
-            others = ~has_gradient if rows.read is None else rows.read & ~has_gradient
+            others = ~has_gradient if rows.processed is None else rows.processed & ~has_gradient
             row_ids = torch.cat([first, others.nonzero()[:, 0]])
         return RowOrder(row_ids, len(first), num_rows), has_gradient
 
     rank = has_gradient.view(torch.uint8)
-    if not all_have_gradient and rows.read is not None:
-        rank = rank + rows.read.view(torch.uint8)
+    if not all_have_gradient and rows.processed is not None:
+        rank = rank + rows.processed.view(torch.uint8)
     row_ids = torch.argsort(rank, stable=True, descending=True)
-    num_with_gradient = batch.count(kind, has_gradient)
+    num_with_gradient = batch.count_in_mask(mask_name, has_gradient)
     num_processed = num_with_gradient
     if not all_have_gradient:
-        num_processed = batch.count("trained", rows.read)
+        num_processed = batch.count_in_mask("trained", rows.processed)
     return RowOrder(row_ids[:num_processed], num_with_gradient, num_rows), has_gradient

@@ -2,7 +2,7 @@
 an aggregation.
 
 Everything but the surrogate, the filters and the KL estimator is a weight per token, see
-token_stage.py. At the end stand the published objectives by name, and what trainers do differently
+token_loss.py. At the end stand the published objectives by name, and what trainers do differently
 in each: clip widths, clamps, denominators, the KL.
 """
 
@@ -58,13 +58,13 @@ from .formulas.surrogates import (
     Vespo,
     check_log_ratio_bounds,
 )  # fmt: skip
-from .formulas.token_stage import (
-    ListedFunction,
-    ListedTerms,
-    Terms,
+from .formulas.token_loss import (
+    ExtraIdFunction,
+    ExtraIdTerms,
     TokenFormula,
-    TokenRows,
-    TokenStage,
+    TokenInputs,
+    TokenLosses,
+    TokenLossFormula,
     logp_term,
     prob_term,
     ratio_of_kl,
@@ -147,7 +147,7 @@ class Objective(Checked):
                   has it (verl: -20, 20). None: it is bounded in the exponent only, at 60, and keeps
                   its slope.
     listed        what the terms of a batch's `logp_terms` are: a function (logp, values, advantage,
-                  sums) -> (term, slope) of listed ids, see formulas/token_stage.py; None: c log p.
+                  sums) -> (term, slope) of listed ids, see formulas/token_loss.py; None: c log p.
                   They are weighted, filtered and aggregated like the policy term, but that a
                   `TrustRegion` drops the token alone.
     kl_aggregate, entropy_aggregate  None: like `aggregate`, with the same D. Otherwise their own,
@@ -171,7 +171,7 @@ class Objective(Checked):
     kl_aggregate: str | None = None
     entropy_aggregate: str | None = None
     count_empty: bool = True
-    listed: ListedFunction | None = None
+    listed: ExtraIdFunction | None = None
     ranges = (
         ("beta", "the KL weight is a finite number >= 0.", 0, LARGEST),
         ("entropy_coef", "it must be a finite number.", -LARGEST, LARGEST),
@@ -214,7 +214,7 @@ class Objective(Checked):
             check_log_ratio_bounds(self.log_ratio_bounds, self.surrogate)
         # Not fields, because they follow from them: read in every call.
         alone = not (self.surrogate.selects or self.surrogate.in_torch)
-        one_pass = self.level == "token" and alone and all(f.one_pass for f in self.filters)
+        one_pass = self.level == "token" and alone and all(f.is_per_token for f in self.filters)
         object.__setattr__(self, "_one_pass", one_pass)
         object.__setattr__(
             self, "_fixed", all(map(_is_fixed, (self.surrogate, self.kl_spec, *self.filters)))
@@ -276,16 +276,18 @@ class Objective(Checked):
         return (self.aggregate, kl or self.aggregate, entropy or self.aggregate)
 
     @property
-    def one_pass(self) -> bool:
+    def gradient_is_per_token(self) -> bool:
         """True where a token's slope depends on that token alone, so that a kernel reads each row
         of logits once.
         """
         return self.__dict__["_one_pass"]
 
     @property
-    def by_sequence(self) -> bool:
+    def gradient_is_per_sequence(self) -> bool:
         """True where a token's slope depends on the tokens of its sequence at most."""
-        return not self.surrogate.selects and all(f.one_pass or f.by_sequence for f in self.filters)
+        return not self.surrogate.selects and all(
+            f.is_per_token or f.is_per_sequence for f in self.filters
+        )
 
     @property
     def reads_advantages(self) -> bool:
@@ -307,8 +309,8 @@ class Objective(Checked):
         )
 
     @property
-    def active_rows(self) -> str:
-        """Which rows can have a gradient, as `TokenBatch.marked` names them.
+    def gradient_mask(self) -> str:
+        """Which rows can have a gradient, as `TokenBatch.named_mask` names them.
 
         The others have exactly none.
         """
@@ -415,12 +417,12 @@ class Objective(Checked):
             .to(batch.targets.device, torch.float32, non_blocking=True)
         )
 
-    def token_rows(
+    def token_inputs(
         self,
         batch: TokenBatch,
         normalizer: float | Tensor | Denominators | None = None,
         skip_inactive: bool = False,
-    ) -> TokenRows:
+    ) -> TokenInputs:
         """Flat rows and their weights. Nothing here waits for the device. Raises ValueError where
         the batch lacks something that the objective needs.
 
@@ -471,7 +473,7 @@ class Objective(Checked):
                 None if x is None else self._check_normalizer(x, batch)
                 for x in (D, kl_D, entropy_D)
             )
-        mask = batch.marked("trained")
+        mask = batch.named_mask("trained")
         weight = self._weights(batch, mask, self.aggregate, D)
 
         def scaled(coef: float, aggregate: str | None, own: float | Tensor | None) -> Tensor | None:
@@ -481,7 +483,11 @@ class Objective(Checked):
                 return coef * weight
             return coef * self._weights(batch, mask, aggregate or self.aggregate, own)
 
-        read = batch.marked(self.active_rows) if skip_inactive and self.one_pass else mask
+        processed = (
+            batch.named_mask(self.gradient_mask)
+            if skip_inactive and self.gradient_is_per_token
+            else mask
+        )
         compared = (("ref_logps",) if estimated else ()) + (("sampler_logps",) if sampler else ())
         given = batch.table("advantages", "weights", "nll_weights", "old_logps", *compared)
         if batch.advantages is None:
@@ -503,15 +509,15 @@ class Objective(Checked):
                 else weight * weights
             )
         kl_weight = scaled(self.beta, self.kl_aggregate, kl_D)
-        return TokenRows(
+        return TokenInputs(
             targets=flat(batch.targets).long(),
-            read=read,
+            processed=processed,
             policy_weight=policy_weight,
             kl_weight=kl_weight if estimated else None,
             divergence_weight=None if estimated else kl_weight,
             entropy_weight=scaled(self.entropy_coef, self.entropy_aggregate, entropy_D),
             nll_weight=given.pop("nll_weights", None),
-            trained=mask,
+            loss_mask=mask,
             **given,
         )
 
@@ -553,69 +559,76 @@ class Objective(Checked):
         }
         return TokenFormula(chosen, numbers)
 
-    def stage(self, rows: TokenRows) -> TokenStage:
+    def loss_formula(self, rows: TokenInputs) -> TokenLossFormula:
         """The token stage of an objective of one pass, for the kernels.
 
-        `rows`: what `token_rows` returned, or some of it.
+        `rows`: what `token_inputs` returned, or some of it.
         """
-        return TokenStage(self.formula, rows)
+        return TokenLossFormula(self.formula, rows)
 
-    def listed_terms(self, batch: TokenBatch) -> ListedTerms:
+    def extra_id_terms(self, batch: TokenBatch) -> ExtraIdTerms:
         """The terms of a batch, which lists ids, in the log-probs of these."""
-        assert batch.listed is not None
+        assert batch.extra_ids is not None
         parts = ((self.listed or logp_term, batch.logp_terms), (prob_term, batch.prob_terms))
         values = (
             (function, of.values)
             for function, of in parts
             if of is not None and of.values is not None
         )
-        return ListedTerms(
-            tuple((function, x.detach().float()) for function, x in values), batch.listed.offsets
+        return ExtraIdTerms(
+            tuple((function, x.detach().float()) for function, x in values), batch.extra_ids.offsets
         )
 
-    def token_stage(
+    def token_losses(
         self,
         logps: Tensor,
         entropy: Tensor | None,
-        rows: TokenRows,
+        rows: TokenInputs,
         batch: TokenBatch | None = None,
         log_ratio: Tensor | None = None,
-        listed: Tensor | None = None,
-    ) -> Terms:
+        auxiliary_loss: Tensor | None = None,
+    ) -> TokenLosses:
         """Losses and slopes of flat rows: sum(losses) is the loss.
 
         logps and entropy are fp32 [n], exactly 0 where masked. `batch` supplies the sequences; a
         one-pass objective does not need it and can take any slice of rows. `log_ratio`: the result
-        of the method of that name, if the caller has it. `listed` fp32 [n]: each row's terms in the
-        log-probs of listed ids.
+        of the method of that name, if the caller has it. `auxiliary_loss` fp32 [n]: each row's
+        terms in the log-probs of listed ids.
         """
-        if self.one_pass:
-            return self.stage(rows).terms(logps, entropy, listed)
+        if self.gradient_is_per_token:
+            return self.loss_formula(rows).compute(logps, entropy, auxiliary_loss)
         assert batch is not None
         x = self.log_ratio(logps, rows, batch) if log_ratio is None else log_ratio
         rows = self._filtered(logps, entropy, rows, batch)
         formula, given = (
             self.formula,
-            {"logps": logps, "entropy": entropy, "listed": listed, **rows.given()},
+            {
+                "logps": logps,
+                "entropy": entropy,
+                "auxiliary_loss": auxiliary_loss,
+                **rows.program_inputs(),
+            },
         )
         params = formula.numbers["surrogate_params"]
         if self.surrogate.selects:
             old = logps if rows.old_logps is None else rows.old_logps
             params = (*params, self.surrogate.select(logps, old, rows.advantages, rows.mask))
-        losses, d_logps, d_ratio, d_entropy, d_listed = formula.terms(
+        losses, grad_logps, d_ratio, grad_entropy, grad_auxiliary_loss = formula.terms(
             given, x, surrogate_params=params
         )
         if self.through_sequence:
             # The log-ratio is a mean or sum over tokens: its slope goes back to these tokens.
             d_ratio = torch.where(rows.mask, self._over_sequences(d_ratio, batch), 0.0)
-            d_logps = (
-                d_logps
+            grad_logps = (
+                grad_logps
                 + d_ratio
                 * self.surrogate.in_sequence(_own_log_ratio(logps, rows), rows.advantages)[1]
             )
-        return Terms(losses, d_logps, d_entropy if self.needs_entropy else None, d_listed)
+        return TokenLosses(
+            losses, grad_logps, grad_entropy if self.needs_entropy else None, grad_auxiliary_loss
+        )
 
-    def log_ratio(self, logps: Tensor, rows: TokenRows, batch: TokenBatch) -> Tensor:
+    def log_ratio(self, logps: Tensor, rows: TokenInputs, batch: TokenBatch) -> Tensor:
         """logp - old_logp at this objective's level, fp32 [n]: per token, or the mean or sum over
         the sequence's trained tokens. `logps` fp32 [n] of `rows`, the flat rows of `batch`.
         """
@@ -631,7 +644,7 @@ class Objective(Checked):
         return self._over_sequences(torch.where(rows.mask, x, 0.0), batch)
 
     def kl_terms(
-        self, logps: Tensor, rows: TokenRows, log_ratio: Tensor
+        self, logps: Tensor, rows: TokenInputs, log_ratio: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The KL term of flat rows as `kl.kl_terms` has it, fp32 [n] each, the value first. `logps`
         fp32 [n] of `rows`; `log_ratio`: what the method of that name returns.
@@ -654,13 +667,13 @@ class Objective(Checked):
         ).float()
 
     def _filtered(
-        self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch
-    ) -> TokenRows:
+        self, logps: Tensor, entropy: Tensor | None, rows: TokenInputs, batch: TokenBatch
+    ) -> TokenInputs:
         """The rows, with weights of 0 where a filter that needs the whole batch leaves a token out,
         and of NaN where a filter of entropy keeps a token whose entropy is NaN.
         """
         for f in self.filters:
-            if f.one_pass:  # `token_terms` does
+            if f.is_per_token:  # `token_loss` does
                 continue
             keep = f.keep(logps, entropy, rows, batch)
             policy_weight = torch.where(keep, rows.policy_weight, 0.0)
@@ -687,7 +700,7 @@ class Objective(Checked):
 NO_KL = Kl()
 
 
-def _own_log_ratio(logps: Tensor, rows: TokenRows) -> Tensor:
+def _own_log_ratio(logps: Tensor, rows: TokenInputs) -> Tensor:
     return (
         torch.where(logps.isnan(), logps, 0.0) if rows.old_logps is None else logps - rows.old_logps
     )

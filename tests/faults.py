@@ -107,7 +107,7 @@ FAULTS: list[Fault] = [
             RANKS,
         ),
     ),
-    *of("grpo_kernels/formulas/token_stage.py", "tests/core/test_listed.py",
+    *of("grpo_kernels/formulas/token_loss.py", "tests/core/test_listed.py",
         ("a coefficient is doubled", "values * logp), values", "values * logp), 2 * values"),
         ("a probability has no slope", "return term, term", "return term, 0 * term"),
     ),
@@ -117,11 +117,11 @@ FAULTS: list[Fault] = [
         ("the tail's ratio is upside down", "self.weighted(-rest.log()", "self.weighted(rest.log()"),
         ("a trust region is not looked at", "self.trust.keeps(logp - rare, sampler - rare, advantage)", "weighted == weighted"),
     ),
-    *of("grpo_kernels/formulas/token_stage.py", "tests/core/test_listed.py",
+    *of("grpo_kernels/formulas/token_loss.py", "tests/core/test_listed.py",
         ("a token that is dropped takes its row's ids along", "ops.where(out_of_listed, 0.0, policy_weight)", "ops.where(out, 0.0, policy_weight)"),
         ("the probability outside of a list is not bounded", ".clamp(min=LEAST_OUTSIDE)", ""),
     ),
-    *of("grpo_kernels/formulas/token_stage.py", NAN,
+    *of("grpo_kernels/formulas/token_loss.py", NAN,
         ("a NaN has no slope", "policy_weight = ops.where(sound, policy_weight, smallest)", "pass"),
         ("a NaN advantage is not looked for", "log_ratio, advantage)", "log_ratio, log_ratio)"),
         ("a NaN old log-prob is not looked for", "smallest = ops.minimum(smallest, old_logp)", "pass"),
@@ -998,10 +998,10 @@ FAULTS: list[Fault] = [
         ("every block of a formula is written to the first", "output_vectors[k] + first", "output_vectors[k]"),
     ),
     *of("grpo_kernels/core/backends/cpu.py", "tests/rows/test_evaluate.py",
-        ("the inputs of a formula change places", '{"logps": logps, "entropy": entropy, **stage', '{"logps": entropy, "entropy": logps, **stage'),
+        ("the inputs of a formula change places", '{"logps": logps, "entropy": entropy, **loss_formula', '{"logps": entropy, "entropy": logps, **loss_formula'),
         (
             "a loss without a bonus has a gradient of the entropy",
-            "None if stage.rows.entropy_weight is None else grad_entropy", "grad_entropy",
+            "None if loss_formula.inputs.entropy_weight is None else grad_entropy", "grad_entropy",
         ),
     ),
     *of("csrc/program.cpp", "tests/formulas/test_program.py",
@@ -1359,8 +1359,8 @@ FAULTS: list[Fault] = [
     *of("grpo_kernels/core/loss_formulas.py", PRODUCTS,
         (
             "inputs of a loss are not in the order of the rows",
-            "stage if order.is_identity else stage.at(order.row_ids)",
-            "stage",
+            "loss_formula if order.is_identity else loss_formula.select(order.row_ids)",
+            "loss_formula",
         ),
         (
             "a log-prob of NaN has a gradient that nothing arrives at",
@@ -1658,8 +1658,8 @@ FAULTS: list[Fault] = [
     *of("grpo_kernels/losses.py", PRODUCTS,
         (
             "all processed rows have a gradient",
-            "rows.read if all_have_gradient else batch.marked(kind)",
-            "rows.read",
+            "rows.processed if all_have_gradient else batch.named_mask(mask_name)",
+            "rows.processed",
         ),
         (
             "rows that are trained without a gradient are left out",
@@ -1669,10 +1669,10 @@ FAULTS: list[Fault] = [
         (
             "tokens that cannot contribute are processed",
             (
-                "rows = objective.token_rows(batch, normalizer, options.skip_inactive)\n"
+                "rows = objective.token_inputs(batch, normalizer, options.skip_inactive)\n"
                 "    refuse_nan"
             ),
-            "rows = objective.token_rows(batch, normalizer, False)\n    refuse_nan",
+            "rows = objective.token_inputs(batch, normalizer, False)\n    refuse_nan",
             LINEAR_PASS,
         ),
         (
@@ -1683,7 +1683,7 @@ FAULTS: list[Fault] = [
         ),
         (
             "on a GPU rows without a gradient are not processed",
-            'num_processed = batch.count("trained", rows.read)',
+            'num_processed = batch.count_in_mask("trained", rows.processed)',
             "pass",
             WAITS,
         ),
@@ -1732,7 +1732,7 @@ FAULTS: list[Fault] = [
         ),
         (
             "a batch with further ids is a plain one",
-            'batch.kept is not None\n        or batch.listed is not None\n        or batch.rows', "batch.kept is not None or batch.rows",
+            'batch.kept is not None\n        or batch.extra_ids is not None\n        or batch.rows', "batch.kept is not None or batch.rows",
             LISTED,
         ),
         (
@@ -1743,7 +1743,7 @@ FAULTS: list[Fault] = [
         ),
         (
             "a loss of further ids has no gradient",
-            "None if auxiliary_loss is None else terms.d_listed",
+            "None if auxiliary_loss is None else token_losses.grad_auxiliary_loss",
             "None",
             LISTED,
         ),

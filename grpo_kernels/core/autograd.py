@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..checks import versions_of
-from ..formulas.token_stage import TokenStage
+from ..formulas.token_loss import TokenLossFormula
 from .backends import Backend
 from .linear import (
     Formula,
@@ -354,7 +354,7 @@ class FusedLogitsLoss(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         rows: LogitRows,
-        stage: TokenStage,
+        loss_formula: TokenLossFormula,
         kernels: Backend,
         inplace: bool,
         grad_enabled: bool,
@@ -362,7 +362,7 @@ class FusedLogitsLoss(torch.autograd.Function):
         grad_logits = None
         if ctx.needs_input_grad[0] and grad_enabled:
             grad_logits = logits.detach() if inplace else empty_like(logits.detach())
-        values = kernels.fused_loss(rows, stage, grad_logits)
+        values = kernels.fused_loss(rows, loss_formula, grad_logits)
         statistics = [values.logps, values.entropy]
         if values.divergence is not None:
             statistics.append(values.divergence)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..formulas.token_stage import Terms, TokenStage
+from ..formulas.token_loss import TokenLosses, TokenLossFormula
 from .backends import SUMS_OF_ENTROPY, Backend, FusedLossValues
 from .linear import ChunkValues, RowOrder, write_unit_gradient
 from .softmax import LogitRows
@@ -38,23 +38,25 @@ class TokenFormula:
     """A loss whose gradient with respect to a row's statistics depends on this row alone.
 
     kernels         evaluate the formula inside the row kernel
-    stage           the formula with the inputs of all rows
+    loss_formula    the formula with the inputs of all rows
     order           the rows that the pass processes
     has_reference   whether the loss contains the divergence from a reference
     """
 
     def __init__(
-        self, kernels: Backend, stage: TokenStage, order: RowOrder, has_reference: bool
+        self, kernels: Backend, loss_formula: TokenLossFormula, order: RowOrder, has_reference: bool
     ) -> None:
         self.kernels = kernels
         self.order = order
-        self.stage = stage if order.is_identity else stage.at(order.row_ids)
+        self.loss_formula = (
+            loss_formula if order.is_identity else loss_formula.select(order.row_ids)
+        )
         self.num_values = FusedLossValues.num_values(has_reference)
         self.chunks = ChunkValues(order)
 
     def process_chunk(self, chunk: slice, rows: LogitRows, grad_logits: Tensor | None) -> None:
         """Compute the losses of a chunk and their gradient in one kernel call."""
-        values = self.kernels.fused_loss(rows, self.stage.at(chunk), grad_logits)
+        values = self.kernels.fused_loss(rows, self.loss_formula.select(chunk), grad_logits)
         self.chunks.add(chunk, values.table)
 
     def row_scale(self, block: slice) -> None:
@@ -85,7 +87,7 @@ class SequenceFormula:
     def __init__(
         self,
         kernels: Backend,
-        compute_losses: Callable[[Tensor, Tensor], Terms],
+        compute_losses: Callable[[Tensor, Tensor], TokenLosses],
         order: RowOrder,
     ) -> None:
         self.kernels = kernels
@@ -107,7 +109,7 @@ class SequenceFormula:
         """Return c = d loss / d log-prob of rows whose sequences were processed completely."""
         # The log-probs of sequences in later blocks are still 0. They do not affect c of these
         # rows, because no sequence is in two blocks.
-        grad_logps = self.compute_losses(self.logps, self.entropy).d_logps
+        grad_logps = self.compute_losses(self.logps, self.entropy).grad_logps
         is_nan = self.logps.isnan() & (grad_logps != 0)
         return grad_logps.masked_fill(is_nan, torch.nan)[self.order.row_ids_at(block)]
 

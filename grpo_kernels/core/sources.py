@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..checks import plain
-from ..formulas.token_stage import Terms, TokenStage
+from ..formulas.token_loss import TokenLosses, TokenLossFormula
 from .autograd import (
     FusedLinearLoss,
     FusedLogitsLoss,
@@ -216,12 +216,12 @@ class GivenLogits:
         return transform_pairs(self, logits, row_ids, token_ids)
 
     def fused_loss(
-        self, stage: TokenStage, mask: Tensor | None, reference: Reference | None
+        self, loss_formula: TokenLossFormula, mask: Tensor | None, reference: Reference | None
     ) -> FormulaResult:
         """Return a token-level loss, in one kernel call that also writes the gradient."""
         rows = LogitRows(
             self.logits.detach(),
-            stage.rows.targets,
+            loss_formula.inputs.targets,
             mask,
             self.transform,
             reference_rows(reference),
@@ -230,7 +230,7 @@ class GivenLogits:
             FusedLogitsLoss,
             self.logits,
             rows,
-            stage,
+            loss_formula,
             self.kernels,
             self.inplace,
             torch.is_grad_enabled(),
@@ -472,7 +472,7 @@ class ProjectedLogits:
 
     def fused_loss(
         self,
-        stage: TokenStage,
+        loss_formula: TokenLossFormula,
         order: RowOrder,
         reference: Reference | None,
     ) -> FormulaResult:
@@ -480,14 +480,16 @@ class ProjectedLogits:
 
         Three matmuls with the head, two if it is frozen, one if nothing requires a gradient.
         """
-        formula = TokenFormula(self.kernels, stage, order, has_reference=reference is not None)
-        inputs = self.make_inputs(stage.rows.targets, reference_projection(reference))
+        formula = TokenFormula(
+            self.kernels, loss_formula, order, has_reference=reference is not None
+        )
+        inputs = self.make_inputs(loss_formula.inputs.targets, reference_projection(reference))
         return self._apply_formula(inputs, formula, order, None)
 
     def fused_sequence_loss(
         self,
         targets: Tensor,
-        compute_losses: Callable[[Tensor, Tensor], Terms],
+        compute_losses: Callable[[Tensor, Tensor], TokenLosses],
         order: RowOrder,
         rows_per_sequence: Sequence[int],
     ) -> FormulaResult | None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..checks import as_number, require, require_whole
-from ..formulas.token_stage import TokenStage
+from ..formulas.token_loss import TokenLossFormula
 from .backends import Backend
 from .softmax import (
     MIXTURE_SUMS,
@@ -259,10 +259,10 @@ class VocabParallel(Backend):
     # ---- what needs no exchange
 
     def evaluate_formula(
-        self, stage: TokenStage, logps: Tensor, entropy: Tensor
+        self, loss_formula: TokenLossFormula, logps: Tensor, entropy: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the losses and their gradients, see `Backend`."""
-        return self.kernels.evaluate_formula(stage, logps, entropy)
+        return self.kernels.evaluate_formula(loss_formula, logps, entropy)
 
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
         """Multiply a gradient by a factor in place."""

@@ -1,6 +1,6 @@
 """Score centering:
 
-the terms at listed ids (see token_stage.py) that take the drift of a sampler out of a gradient.
+the terms at listed ids (see token_loss.py) that take the drift of a sampler out of a gradient.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from ..checks import Checked, require
 from .filters import TrustRegion
 from .surrogates import PolicyGradient, Surrogate
-from .token_stage import LEAST_OUTSIDE, logp_term, probability_outside
+from .token_loss import LEAST_OUTSIDE, logp_term, probability_outside
 
 #: How much lower the log-probs of a tail's ids are than the ratio that stands for all of them.
 RARE = 40.0

@@ -31,7 +31,7 @@ from ..batch import TokenBatch
 from ..checks import LARGEST, Checked, require, require_one_of
 from ..rewards.entropy import SHARE, entropy_threshold
 from .ops import bounded_exp, ops
-from .token_stage import TokenRows, below_floor
+from .token_loss import TokenInputs, below_floor
 
 #: A ratio beyond e^60 is useless anyway, and e^60 is still finite in fp32; see ops.bounded_exp.
 BOUND = 60.0
@@ -80,23 +80,24 @@ TRUST_REGIONS = {
 
 
 class Filter(Checked):
-    """A frozen dataclass with `keep`. With `one_pass` a token's own log-prob and entropy decide,
-    and `token_stage.token_terms` computes the decision. A filter that you write leaves it False.
+    """A frozen dataclass with `keep`. With `is_per_token` a token's own log-prob and entropy
+    decide, and `token_loss.token_loss` computes the decision. A filter that you write leaves it
+    False.
     """
 
-    one_pass: bool = False
+    is_per_token: bool = False
     #: True: a token's own sequence decides, and no other.
-    by_sequence: bool = False
+    is_per_sequence: bool = False
     #: True: tokens that are left out of the policy term are left out of the entropy bonus too.
     filters_entropy: bool = False
     #: False: the decision does not depend on advantages, which a batch may then lack.
     reads_advantages: bool = True
 
     def keep(
-        self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None
+        self, logps: Tensor, entropy: Tensor | None, rows: TokenInputs, batch: TokenBatch | None
     ) -> Tensor:
         """bool [n]: the tokens to keep. logps and entropy are detached fp32 [n], rows the flat
-        rows, and batch the batch that they come from (None where `one_pass` is True).
+        rows, and batch the batch that they come from (None where `is_per_token` is True).
         """
         raise NotImplementedError
 
@@ -117,7 +118,7 @@ class TrustRegion(Filter):
     low: float = 0.2
     high: float = 0.2
     anchor: str = "old"
-    one_pass = True
+    is_per_token = True
     ranges = (("low high", "the width of the region is a number >= 0.", 0),)
 
     def __post_init__(self) -> None:
@@ -133,7 +134,7 @@ class TrustRegion(Filter):
         return (float(self.low), float(self.high))
 
     def keep(
-        self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None
+        self, logps: Tensor, entropy: Tensor | None, rows: TokenInputs, batch: TokenBatch | None
     ) -> Tensor:
         anchor = rows.old_logps if rows.sampler_logps is None else rows.sampler_logps
         return self.keeps(logps, logps if anchor is None else anchor, rows.advantages)
@@ -153,13 +154,13 @@ class EntropyFloor(Filter):
     """
 
     threshold: float
-    one_pass = True
+    is_per_token = True
     filters_entropy = True
     reads_advantages = False
     ranges = (("threshold", "it is an entropy in nats.", -LARGEST, LARGEST),)
 
     def keep(
-        self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None
+        self, logps: Tensor, entropy: Tensor | None, rows: TokenInputs, batch: TokenBatch | None
     ) -> Tensor:
         assert entropy is not None
         return ~below_floor(entropy, self.threshold)
@@ -179,7 +180,7 @@ class EntropyQuantile(Filter):
     ranges = (("share", *SHARE),)
 
     def keep(
-        self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None
+        self, logps: Tensor, entropy: Tensor | None, rows: TokenInputs, batch: TokenBatch | None
     ) -> Tensor:
         assert entropy is not None
         return ~below_floor(
@@ -203,7 +204,7 @@ class OffPolicySequences(Filter):
 
     delta: float = 0.5
     advantage_of: str = "sequence"
-    by_sequence = True
+    is_per_sequence = True
     ranges = (("delta", *DELTA),)
 
     def __post_init__(self) -> None:
@@ -211,7 +212,7 @@ class OffPolicySequences(Filter):
         require_one_of("advantage_of", self.advantage_of, ADVANTAGES_OF)
 
     def keep(
-        self, logps: Tensor, entropy: Tensor | None, rows: TokenRows, batch: TokenBatch | None
+        self, logps: Tensor, entropy: Tensor | None, rows: TokenInputs, batch: TokenBatch | None
     ) -> Tensor:
         assert batch is not None
         now, sampler = _log_probs_now_and_then(batch, logps)

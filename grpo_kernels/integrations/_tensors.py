@@ -21,7 +21,7 @@ from ..formulas.centering import ScoreCentering
 from ..formulas.divergence import Exact, divergence_at
 from ..formulas.ops import bounded_exp
 from ..formulas.surrogates import Cispo, Clip, Sapo, Vespo
-from ..formulas.token_stage import TokenRows, probability_outside
+from ..formulas.token_loss import TokenInputs, probability_outside
 from ..logprobs import TokenLogprobs, linear_logprobs, token_logprobs
 from ..losses import LossOutput
 from ..objective import Objective
@@ -171,7 +171,7 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def terms_of(
-    objective: Objective, logps: Tensor, rows: TokenRows, batch: TokenBatch
+    objective: Objective, logps: Tensor, rows: TokenInputs, batch: TokenBatch
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(log-ratio at the objective's level, bool: where the ratio is clipped, the KL term or None
     without one), [n] of the flat rows of a batch.

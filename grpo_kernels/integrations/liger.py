@@ -45,7 +45,7 @@ from ..checks import of_a_leaf, refuse_unknown, require, values_are_checked
 from ..core.loss_formulas import sum_losses as total
 from ..distributed import global_normalizer
 from ..formulas.kl import Kl
-from ..formulas.token_stage import TokenRows
+from ..formulas.token_loss import TokenInputs
 from ..logprobs import linear_logprobs, token_logprobs
 from ..losses import grpo_loss, linear_grpo_loss, objective_loss
 from ..objective import PRESETS, Objective
@@ -240,15 +240,15 @@ def weights_with_padding(weights: Tensor, mask: Tensor) -> Tensor:
     )
 
 
-def rows_with_padding(batch: TokenBatch, objective: Objective) -> TokenRows:
+def rows_with_padding(batch: TokenBatch, objective: Objective) -> TokenInputs:
     """LUSPO's rows for Liger's result: the mean over all positions of the padded sequence, masked
     ones included, times the number of its trained tokens. The ratio of a sequence is still over its
     trained tokens.
     """
     share = batch.spread(batch.lengths).float() / batch.targets.numel()
     return replace(
-        objective.token_rows(replace(batch, mask=None), 1.0).weighted(share),
-        trained=batch.marked("trained"),
+        objective.token_inputs(replace(batch, mask=None), 1.0).weighted(share),
+        loss_mask=batch.named_mask("trained"),
     )
 
 
@@ -509,7 +509,7 @@ def triton_grpo_loss(
             logits, batch.targets, mask=batch.mask, transform=transform, inplace=bool(how)
         ).logps
         if not reduce:
-            rows = replace(objective, aggregate="token-sum").token_rows(batch, normalizer)
+            rows = replace(objective, aggregate="token-sum").token_inputs(batch, normalizer)
             losses = _TokenLosses.apply(own.flatten(), objective, rows, batch)
             of_tokens = (losses, *_kl_and_clipped(own.detach(), objective, rows, batch))
             return tuple(x if x is None else x.view(B, L + 1)[:, :-1] for x in of_tokens)
@@ -541,11 +541,11 @@ class _TokenLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logps: Tensor, objective: Objective, rows: TokenRows, batch: TokenBatch
+        ctx: Any, logps: Tensor, objective: Objective, rows: TokenInputs, batch: TokenBatch
     ) -> Tensor:
         ctx.save_for_backward(logps)
         ctx.call = objective, rows, batch
-        return objective.token_stage(logps, None, rows, batch)[0]
+        return objective.token_losses(logps, None, rows, batch)[0]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -554,7 +554,7 @@ class _TokenLosses(torch.autograd.Function):
         objective, rows, batch = ctx.call
         # Whatever arrives at masked tokens, which have weight 0.
         return (
-            objective.token_stage(logps, None, rows.weighted(d_losses), batch)[1],
+            objective.token_losses(logps, None, rows.weighted(d_losses), batch)[1],
             None,
             None,
             None,
@@ -562,7 +562,7 @@ class _TokenLosses(torch.autograd.Function):
 
 
 def _kl_and_clipped(
-    logps: Tensor, objective: Objective, rows: TokenRows, batch: TokenBatch
+    logps: Tensor, objective: Objective, rows: TokenInputs, batch: TokenBatch
 ) -> tuple[Tensor | None, Tensor]:
     """fp32 [n], 0 where masked:
 

@@ -207,8 +207,8 @@ class FusedLoss(Slots):
         skip = (
             self.skip_inactive
             and not first
-            and objective.one_pass
-            and batch.count(objective.active_rows) > 0
+            and objective.gradient_is_per_token
+            and batch.count_in_mask(objective.gradient_mask) > 0
         )
         options = Options(skip_inactive=skip)
         self._loss = call = LossCall(
@@ -586,7 +586,7 @@ class LossCall:
         self.out = out
         logps = out.logps
         entropy = out.entropy
-        read = self.batch.marked(self.objective.active_rows)
+        read = self.batch.named_mask(self.objective.gradient_mask)
         # Tokens that were not projected have a ratio of 1, and the mean entropy of the others.
         if self.options.skip_inactive and read is not None:
             others = (
@@ -623,7 +623,7 @@ class LossCall:
             (logps, entropy), gradients = (
                 [x.detach()[self.scored] for x in of] for of in (self.read, gradients)
             )
-            ours = self.objective.token_stage(logps, entropy, rows, self.batch)[1:3]
+            ours = self.objective.token_losses(logps, entropy, rows, self.batch)[1:3]
             for name, mine, want, floor in zip(
                 ("log_probs", "entropy"), ours, gradients, (terms, 0.0), strict=True
             ):

@@ -9,7 +9,7 @@ from torch import Tensor
 from grpo_kernels import Cispo, Objective, TokenBatch, TokenSets
 from grpo_kernels.extra_ids import auxiliary_loss, logprobs_at, logprobs_with_extra_ids
 from grpo_kernels.formulas.centering import ScoreCentering
-from grpo_kernels.formulas.token_stage import ListedTerms, logp_term
+from grpo_kernels.formulas.token_loss import ExtraIdTerms, logp_term
 from grpo_kernels.trees import shared_row_logprobs
 from support.composition_cases import (
     NUM_ROWS,
@@ -273,7 +273,7 @@ def test_the_gradient_of_a_loss_is_the_slope_that_its_function_returns():
     def function(logp, values, advantage, sums):
         return values * logp * advantage, torch.where(values == 3.0, torch.inf, sums(values))
 
-    terms = ListedTerms(((function, sets.values), (logp_term, sets.values)), sets.offsets)
+    terms = ExtraIdTerms(((function, sets.values), (logp_term, sets.values)), sets.offsets)
     logps = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
     losses = auxiliary_loss(terms, logps, torch.tensor([2.0, 1.0, 0.5]))
     torch.testing.assert_close(losses, torch.tensor([-15.0, 0.0, -13.5]))
@@ -294,7 +294,7 @@ def test_terms_of_a_batch(kind):
         logp_terms=sets.with_values(c),
         prob_terms=sets.with_values(r),
     )
-    terms = Objective().listed_terms(batch)
+    terms = Objective().extra_id_terms(batch)
 
     def composed(source):
         result = logprobs_with_extra_ids(source, targets, sets)
@@ -321,7 +321,7 @@ def test_score_centering(kind, tail):
     policy = Cispo(1.5)
     batch = TokenBatch(targets, advantages, logp_terms=sets.with_values(log_q))
     objective = Objective(policy, listed=ScoreCentering(policy, tail=tail))
-    terms = objective.listed_terms(batch)
+    terms = objective.extra_id_terms(batch)
 
     def composed(source):
         result = logprobs_with_extra_ids(source, targets, sets)

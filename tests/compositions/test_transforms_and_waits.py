@@ -11,7 +11,7 @@ from torch import Tensor
 from grpo_kernels import Exact, TokenSets
 from grpo_kernels.candidates import candidate_divergence, candidate_logprobs_with_extra_ids
 from grpo_kernels.extra_ids import auxiliary_loss, logprobs_at, logprobs_with_extra_ids
-from grpo_kernels.formulas.token_stage import ListedTerms, prob_term
+from grpo_kernels.formulas.token_loss import ExtraIdTerms, prob_term
 from grpo_kernels.teachers import logprobs_with_teacher, teacher_divergence
 from grpo_kernels.trees import shared_row_logprobs
 from support.composition_cases import (
@@ -60,7 +60,7 @@ def extra_ids(source: Source, inputs: Inputs) -> dict[str, Tensor]:
         mask=inputs["mask"],
         names=STATISTICS,
     )
-    terms = ListedTerms(((prob_term, torch.ones_like(result.extra_logps)),), sets.offsets)
+    terms = ExtraIdTerms(((prob_term, torch.ones_like(result.extra_logps)),), sets.offsets)
     advantages = torch.ones(NUM_ROWS, device=sets.ids.device)
     loss = auxiliary_loss(terms, result.extra_logps, advantages)
     return {"loss": loss, "extra": result.extra_logps, **result.statistics}

@@ -172,7 +172,7 @@ def test_a_batch_goes_to_another_device(missing):
         "kept": kept,
     }
     batch, there = replace(batch_of(True), **own, missing=missing), torch.device("meta")
-    batch.count("trained")  # what is kept beside the fields goes too
+    batch.count_in_mask("trained")  # what is kept beside the fields goes too
     moved = batch.to(there)
     assert (
         isinstance(moved.kept, TokenSets)

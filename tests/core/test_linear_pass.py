@@ -205,7 +205,7 @@ def test_autocast_rounds_nothing_where_no_matmul_is_faster_in_16_bits(dtype, mon
 class AllButTheFirst(Filter):
     """A filter whose decision depends on a token's own sequence at most."""
 
-    by_sequence = True
+    is_per_sequence = True
 
     def keep(self, logps, *_):
         return torch.arange(len(logps)) > 0
@@ -442,10 +442,10 @@ class WritesAnywhere(eager.Kernels):
     narrows_in_place = False
     dtypes: list[torch.dtype]
 
-    def fused_loss(self, rows, stage, out):
+    def fused_loss(self, rows, loss_formula, out):
         if out is not None:
             self.dtypes.append(out.dtype)
-        return super().fused_loss(rows, stage, out)
+        return super().fused_loss(rows, loss_formula, out)
 
 
 @needs_bf16_matmuls

@@ -165,16 +165,22 @@ def marked(batch):
     ):  # of one list of ids, which nobody need compare
         fields["prob_terms"] = fields["logp_terms"].with_values(on_meta(batch.prob_terms.values))
     made = TokenBatch(**fields)
-    object.__setattr__(made, "_numbers", {kind: batch.counts(kind) for kind in batch._kinds})
+    object.__setattr__(
+        made, "_numbers", {kind: batch.counts_by_sequence(kind) for kind in batch._kinds}
+    )
     return made
 
 
 def known_counts(monkeypatch):
     monkeypatch.setattr(
-        TokenBatch, "counts", lambda batch, kind, marked=None: batch.__dict__["_numbers"][kind]
+        TokenBatch,
+        "counts_by_sequence",
+        lambda batch, kind, mask=None: batch.__dict__["_numbers"][kind],
     )
     monkeypatch.setattr(
-        TokenBatch, "count", lambda batch, kind, marked=None: sum(batch.counts(kind))
+        TokenBatch,
+        "count_in_mask",
+        lambda batch, kind, mask=None: sum(batch.counts_by_sequence(kind)),
     )
 
 
@@ -429,13 +435,13 @@ def test_the_host_waits_for_the_counts_once(device, batch):
     loss(batch).backward()
     loss(batch.with_ref_logps(torch.zeros(2, 3))).backward()
     assert (device.recorded, device.waits) == (1, 1) and [
-        batch.count(x) for x in ("trained", "contributing")
+        batch.count_in_mask(x) for x in ("trained", "contributing")
     ] == [3, 2]
     device.capturing = True
     loss(batch).backward()
     device.capturing = False
     batch.mask[0, 1] = False
-    assert batch.count("contributing") == 1 and (device.recorded, device.waits) == (2, 2)
+    assert batch.count_in_mask("contributing") == 1 and (device.recorded, device.waits) == (2, 2)
 
 
 def test_shares_outside_of_sets_are_read_without_a_wait(device, monkeypatch):

@@ -120,9 +120,9 @@ class Poisoned(eager.Kernels):
         super().pull(rows, partials, slopes, out)
         self._after(rows.logits, out)
 
-    def fused(self, rows, stage, out):
+    def fused(self, rows, loss_formula, out):
         # Not by its own pull, which would poison what is read again.
-        found = eager.Kernels().fused(rows, stage, out)
+        found = eager.Kernels().fused(rows, loss_formula, out)
         self._after(rows.logits, out)
         return found
 

@@ -1,4 +1,4 @@
-"""`Backend.evaluate`, a token stage on vectors, of every backend against the formula in torch, in
+"""`Backend.evaluate`, a loss formula on vectors, of every backend against the formula in torch, in
 float64 and with numbers that are NaN or infinite. support/ptx/runs.py runs the same for the Triton
 kernel as compiled, benchmarks/gpu_kit.py on a GPU.
 """
@@ -17,7 +17,7 @@ from grpo_kernels.formulas.kl import Kl
 from grpo_kernels.formulas.ops import ops
 from grpo_kernels.formulas.program import FormulaRefused
 from grpo_kernels.formulas.surrogates import Cispo, Custom
-from grpo_kernels.formulas.token_stage import TokenRows, random_inputs
+from grpo_kernels.formulas.token_loss import TokenInputs, random_inputs
 from grpo_kernels.objective import PRESETS, Objective
 from support.kernel_rows import KERNELS, TRITON, kernels
 
@@ -34,7 +34,7 @@ OBJECTIVES = {
     **{
         name: objective
         for name, objective in PRESETS.items()
-        if objective.one_pass and objective.exact is None
+        if objective.gradient_is_per_token and objective.exact is None
     },
     "k3 by the ratio, clamped": Objective(
         beta=0.3, kl=Kl("k3", "ratio", clamp_log=0.4, clamp=0.05)
@@ -56,7 +56,7 @@ def module(request):
 
 def given(
     objective: Objective, n: int = ROWS, off_policy: bool = True
-) -> tuple[TokenRows, Tensor, Tensor]:
+) -> tuple[TokenInputs, Tensor, Tensor]:
     """(rows, log-probs, entropies) of plain numbers, fp32 [n]; a third of the weights are 0."""
     g = torch.Generator().manual_seed(3)
 
@@ -65,7 +65,7 @@ def given(
 
     logps = -0.01 - 5.0 * torch.rand(n, generator=g)
     weight = torch.rand(n, generator=g) * (torch.rand(n, generator=g) < 0.7)
-    rows = TokenRows(
+    rows = TokenInputs(
         torch.zeros(n, dtype=torch.int64), None, normal(1.0), weight, logps + normal(0.3) if off_policy else None,
         ref_logps=logps + normal(0.3) if objective.beta else None, kl_weight=objective.beta * weight if objective.beta else None,
         entropy_weight=objective.entropy_coef * weight if objective.entropy_coef else None, nll_weight=0.1 * weight.flip(0),
@@ -74,7 +74,7 @@ def given(
     return rows, logps, 6.0 * torch.rand(n, generator=g)
 
 
-def changed(rows: TokenRows, change) -> TokenRows:
+def changed(rows: TokenInputs, change) -> TokenInputs:
     """The rows with every fp32 tensor changed."""
     tensors = {
         f.name: x
@@ -90,10 +90,14 @@ def test_a_formula_on_vectors_is_that_of_torch(module, name, off_policy):
     """In float64. A few roundings of numbers of their size are allowed."""
     objective = OBJECTIVES[name]
     rows, logps, entropy = given(objective, off_policy=off_policy)
-    stage = objective.stage(rows)
-    found = module.evaluate_formula(stage, logps, entropy)
-    exact = objective.stage(changed(rows, Tensor.double)).terms(logps.double(), entropy.double())
-    for ours, theirs in zip(found, (exact.losses, exact.d_logps, exact.d_entropy), strict=True):
+    loss_formula = objective.loss_formula(rows)
+    found = module.evaluate_formula(loss_formula, logps, entropy)
+    exact = objective.loss_formula(changed(rows, Tensor.double)).compute(
+        logps.double(), entropy.double()
+    )
+    for ours, theirs in zip(
+        found, (exact.losses, exact.grad_logps, exact.grad_entropy), strict=True
+    ):
         assert (ours is None) == (theirs is None)
         if ours is not None:
             assert (
@@ -107,13 +111,15 @@ def test_what_is_no_number_is_what_torch_makes_of_it(module, name):
     """NaN and infinities in any input, in the same places and of the same sign."""
     objective = OBJECTIVES[name]
     rows, _, _ = given(objective, 512)
-    stage = objective.stage(rows)
-    names = ("logps", "entropy", *rows.given())
+    loss_formula = objective.loss_formula(rows)
+    names = ("logps", "entropy", *rows.program_inputs())
     logps, entropy, *odd = random_inputs(names)
-    stage = stage._replace(rows=replace(rows, **dict(zip(rows.given(), odd, strict=True))))
+    loss_formula = loss_formula._replace(
+        inputs=replace(rows, **dict(zip(rows.program_inputs(), odd, strict=True)))
+    )
     found, wanted = (
-        module.evaluate_formula(stage, logps, entropy),
-        backends.load("eager").Kernels().evaluate_formula(stage, logps, entropy),
+        module.evaluate_formula(loss_formula, logps, entropy),
+        backends.load("eager").Kernels().evaluate_formula(loss_formula, logps, entropy),
     )
     assert not wanted[0].isfinite().all()
     for ours, theirs in zip(found, wanted, strict=True):
@@ -128,10 +134,10 @@ def test_a_row_does_not_depend_on_how_many_there_are(module):
     """Of none, of one, of whole blocks and of one more."""
     objective = OBJECTIVES["entropy floor and bonus"]
     rows, logps, entropy = given(objective, 1100)
-    whole = module.evaluate_formula(objective.stage(rows), logps, entropy)
+    whole = module.evaluate_formula(objective.loss_formula(rows), logps, entropy)
     for n in (0, 1, 255, 256, 257, 512, 1025):
         some = module.evaluate_formula(
-            objective.stage(changed(rows, lambda x, n=n: x[:n])), logps[:n], entropy[:n]
+            objective.loss_formula(changed(rows, lambda x, n=n: x[:n])), logps[:n], entropy[:n]
         )
         assert all(
             x is not None and y is not None and torch.equal(x, y[:n])
@@ -142,10 +148,12 @@ def test_a_row_does_not_depend_on_how_many_there_are(module):
 def test_vectors_may_begin_anywhere(module):
     objective = OBJECTIVES["dapo"]
     rows, logps, entropy = given(objective)
-    whole = module.evaluate_formula(objective.stage(rows), logps, entropy)
+    whole = module.evaluate_formula(objective.loss_formula(rows), logps, entropy)
     for first in (1, 2, 3):
         some = module.evaluate_formula(
-            objective.stage(changed(rows, lambda x, k=first: x[k:])), logps[first:], entropy[first:]
+            objective.loss_formula(changed(rows, lambda x, k=first: x[k:])),
+            logps[first:],
+            entropy[first:],
         )
         assert all(x is y or torch.equal(x, y[first:]) for x, y in zip(some, whole, strict=True))
 
@@ -157,8 +165,8 @@ def untraced(logp, old_logp, advantage, params):
 def test_a_formula_that_is_no_program_runs_in_torch_and_strict_refuses_it(monkeypatch):
     objective = Objective(Custom(untraced))
     rows, logps, entropy = given(objective)
-    stage = objective.stage(rows)
-    wanted = stage.terms(logps, entropy)
+    loss_formula = objective.loss_formula(rows)
+    wanted = loss_formula.compute(logps, entropy)
     name = "triton" if TRITON else "cpu"
     if backends.unavailable(name):
         pytest.skip("needs the kernels")
@@ -173,11 +181,11 @@ def test_a_formula_that_is_no_program_runs_in_torch_and_strict_refuses_it(monkey
         RuntimeWarning,
         match=r"formulas in PyTorch.*untraced cannot run in the kernels: torch\.sinh",
     ):
-        losses, grad_logps, grad_entropy = falls_back.evaluate_formula(stage, logps, entropy)
+        losses, grad_logps, grad_entropy = falls_back.evaluate_formula(loss_formula, logps, entropy)
     assert (
         torch.equal(losses, wanted.losses)
-        and torch.equal(grad_logps, wanted.d_logps)
+        and torch.equal(grad_logps, wanted.grad_logps)
         and grad_entropy is None
     )
     with pytest.raises(FormulaRefused, match="untraced cannot run in the kernels"):
-        strict.evaluate_formula(stage, logps, entropy)
+        strict.evaluate_formula(loss_formula, logps, entropy)

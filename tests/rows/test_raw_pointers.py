@@ -25,7 +25,7 @@ from grpo_kernels.core.softmax import (
     sums_for,
 )
 from grpo_kernels.formulas.surrogates import PolicyGradient
-from grpo_kernels.formulas.token_stage import NOTHING, TokenRows, TokenStage
+from grpo_kernels.formulas.token_loss import NOTHING, TokenInputs, TokenLossFormula
 from support.processes import start
 
 Call = Callable[[Any, dict[str, Tensor]], Any]
@@ -67,7 +67,7 @@ def pairs(x):
 
 def fused(b, x):
     weight = x["divergence_weight"] if "reference.logits" in x else None
-    inputs = TokenRows(
+    inputs = TokenInputs(
         x["targets"],
         x["mask"],
         x["advantages"],
@@ -75,12 +75,12 @@ def fused(b, x):
         x["old_logps"],
         divergence_weight=weight,
     )
-    b.fused_loss(rows(x), TokenStage(NOTHING, inputs), x["out"])
+    b.fused_loss(rows(x), TokenLossFormula(NOTHING, inputs), x["out"])
 
 
 def evaluate(b, x):
-    inputs = TokenRows(x["targets"], None, x["advantages"], x["policy_weight"], x["old_logps"])
-    b.evaluate_formula(Objective(PolicyGradient()).stage(inputs), x["logps"], x["entropy"])
+    inputs = TokenInputs(x["targets"], None, x["advantages"], x["policy_weight"], x["old_logps"])
+    b.evaluate_formula(Objective(PolicyGradient()).loss_formula(inputs), x["logps"], x["entropy"])
 
 
 def gradient(b, x):

@@ -24,7 +24,7 @@ pytest.importorskip("triton")
 from triton.runtime.jit import JITFunction
 
 from benchmarks.assembly import code, taken
-from benchmarks.launches import KERNELS, OBJECTIVES, TARGETS, compiling, device_name, token_rows
+from benchmarks.launches import KERNELS, OBJECTIVES, TARGETS, compiling, device_name, token_inputs
 from grpo_kernels.core.backends import triton as backend
 
 pytestmark = pytest.mark.skipif(
@@ -37,16 +37,18 @@ PLAIN = RowTransform(1.0, 0.0, 1.0)
 
 def fuse(logits, objective, transform=PLAIN, rows=None):
     """A launch of the fused kernel, in place."""
-    rows = token_rows(logits.shape[0] * logits.shape[1], objective) if rows is None else rows
+    rows = token_inputs(logits.shape[0] * logits.shape[1], objective) if rows is None else rows
     KERNELS.fused_loss(
-        LogitRows(logits, rows.targets, rows.read, transform), objective.stage(rows), logits
+        LogitRows(logits, rows.targets, rows.processed, transform),
+        objective.loss_formula(rows),
+        logits,
     )
 
 
 def on_vectors(n, objective, offset=0):
     """A launch of the formula alone, on vectors that start at `offset` in their memory."""
     KERNELS.evaluate_formula(
-        objective.stage(token_rows(n, objective, offset=offset)),
+        objective.loss_formula(token_inputs(n, objective, offset=offset)),
         *torch.zeros(2, n + offset)[:, offset:],
     )
 
@@ -122,7 +124,9 @@ def test_no_length_no_schedule_and_no_mixture_compiles_again(columns):
                 draw.choice((1.0, 30.0)),
                 draw.choice((1.0, 0.5)),
             )
-            fuse(logits, objective, transform, token_rows(n, objective, offset=draw.randint(0, 3)))
+            fuse(
+                logits, objective, transform, token_inputs(n, objective, offset=draw.randint(0, 3))
+            )
             visited(
                 KERNELS,
                 Rows(logits, transform),

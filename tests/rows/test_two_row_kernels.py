@@ -26,9 +26,9 @@ from support.kernel_rows import (
     given,
     in_cpp,
     kernels,
+    loss_formula_of,
     row_pairs,
     same,
-    stage_of,
     visited,
     ways,
 )
@@ -86,7 +86,7 @@ def test_values_and_gradients(module, kind, mixture):
                 ReferenceRows(w.to(of_second)[None], transforms[1], kind, mixture),
             )
             check_each_way(module, r)
-            without = module.fused_loss(given(r), stage_of(r), None).losses
+            without = module.fused_loss(given(r), loss_formula_of(r), None).losses
             assert torch.equal(without, fused(module, r)[0]["losses"])
 
 

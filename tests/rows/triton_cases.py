@@ -20,7 +20,7 @@ from grpo_kernels.formulas.filters import TRUST_REGIONS, EntropyFloor, TrustRegi
 from grpo_kernels.formulas.kl import ESTIMATORS, WEIGHTINGS, Kl
 from grpo_kernels.formulas.ops import ops
 from grpo_kernels.formulas.surrogates import Cispo, Custom
-from grpo_kernels.formulas.token_stage import TokenRows
+from grpo_kernels.formulas.token_loss import TokenInputs
 from grpo_kernels.objective import PRESETS, Objective
 from support.kernel_rows import DTYPES, PLAIN, Rows, check, fused, given, matrix, same, slots_of
 
@@ -68,7 +68,7 @@ FAMILY = {
     **{
         name: objective
         for name, objective in PRESETS.items()
-        if objective.one_pass and objective.exact is None
+        if objective.gradient_is_per_token and objective.exact is None
     },
     **{
         f"{e}, {w}": Objective(beta=0.3, kl=Kl(e, w))
@@ -110,14 +110,14 @@ def compare_with_torch(objective, old):
     """
     r, n = drawn(531, n=6), 6
     base = -math.log(531) + 0.3 * torch.randn(n)
-    rows = TokenRows(
+    rows = TokenInputs(
         r.targets, None, torch.randn(n), torch.rand(n), base if old else None, base + 0.3 * torch.randn(n),
         kl_weight=objective.beta * torch.rand(n) if objective.beta else None, nll_weight=torch.rand(n),
         entropy_weight=objective.entropy_coef * torch.rand(n) if objective.entropy_coef else None, sampler_logps=base + 0.1 * torch.randn(n),
     )  # fmt: skip
     outs = [torch.full_like(r.logits, math.nan) for _ in range(2)]
-    ours = backend.fused_loss(given(r), objective.stage(rows), outs[0])
-    visits = backend.loss_in_two_passes(given(r), objective.stage(rows), outs[1], 8)
+    ours = backend.fused_loss(given(r), objective.loss_formula(rows), outs[0])
+    visits = backend.loss_in_two_passes(given(r), objective.loss_formula(rows), outs[1], 8)
     for got, want in ((ours.losses, visits.losses), (outs[0], outs[1])):
         assert want.abs().max() > 1e-3 and (got - want).abs().max() <= 3e-6 * want.abs().max()
 

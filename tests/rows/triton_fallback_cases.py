@@ -20,7 +20,7 @@ from grpo_kernels import Objective, Options, TokenBatch, grpo_loss
 from grpo_kernels.core import backends
 from grpo_kernels.core.backends import triton
 from grpo_kernels.formulas.surrogates import Custom
-from grpo_kernels.formulas.token_stage import TokenRows
+from grpo_kernels.formulas.token_loss import TokenInputs
 from support.doors import batch_of, compare, objective_of, run
 from support.kernel_rows import Rows, check, ways
 from support.recipes import Recipe, problem
@@ -209,22 +209,22 @@ def test_a_formula_on_vectors_runs_under_torch_where_its_kernel_cannot(refuse):
     """With one warning, and only where a fallback is allowed."""
     launches, n = refuse("evaluate_formula"), 300
     zeros, logps = torch.zeros(n, dtype=torch.int64), -torch.rand(n)
-    stage = Objective().stage(
-        TokenRows(zeros, None, torch.randn(n), torch.rand(n), logps + 0.1 * torch.randn(n))
+    loss_formula = Objective().loss_formula(
+        TokenInputs(zeros, None, torch.randn(n), torch.rand(n), logps + 0.1 * torch.randn(n))
     )
-    wanted = stage.terms(logps, logps)
+    wanted = loss_formula.compute(logps, logps)
     with pytest.warns(RuntimeWarning, match="kernel evaluate_formula does not run.*") as caught:
-        found = [triton.OrEager().evaluate_formula(stage, logps, -logps) for _ in range(2)]
+        found = [triton.OrEager().evaluate_formula(loss_formula, logps, -logps) for _ in range(2)]
     assert (
         len(caught) == 1
         and "formulas in PyTorch" in messages(caught.list)[0]
         and {name for name, _ in launches} == {"evaluate_formula"}
     )
     assert all(
-        torch.equal(x[0], wanted.losses) and torch.equal(x[1], wanted.d_logps) for x in found
+        torch.equal(x[0], wanted.losses) and torch.equal(x[1], wanted.grad_logps) for x in found
     )
     with pytest.raises(triton.KernelFailure, match="kernel evaluate_formula does not run"):
-        backend.evaluate_formula(stage, logps, -logps)
+        backend.evaluate_formula(loss_formula, logps, -logps)
 
 
 def test_a_formula_that_is_no_program_runs_under_torch(refuse):

@@ -321,7 +321,7 @@ class NoRows(eager.Kernels):
     def kernel_gradient(self, rows: LogitRows, sums: Any, coefficients: Any, out: Tensor) -> None:
         assert apart_or_in_place(rows.logits, out)
 
-    def fused_loss(self, rows: LogitRows, stage: Any, out: Tensor | None) -> FusedLossValues:
+    def fused_loss(self, rows: LogitRows, loss_formula: Any, out: Tensor | None) -> FusedLossValues:
         assert out is None or apart_or_in_place(rows.logits, out)
         return FusedLossValues(rows.logits.new_empty(3, rows.num_rows))
 

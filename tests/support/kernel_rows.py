@@ -30,7 +30,7 @@ from grpo_kernels.core.softmax import (
     sums_for,
 )
 from grpo_kernels.formulas.surrogates import PolicyGradient, Surrogate
-from grpo_kernels.formulas.token_stage import TokenRows, TokenStage
+from grpo_kernels.formulas.token_loss import TokenInputs, TokenLossFormula
 from support import oracle
 from support.bits import note
 from support.inside import executor, executors
@@ -213,16 +213,16 @@ def visited(
     return values_of(stats, r), out
 
 
-def stage_of(r: Rows, surrogate: Surrogate | None = None) -> TokenStage:
+def loss_formula_of(r: Rows, surrogate: Surrogate | None = None) -> TokenLossFormula:
     """A loss that has the slopes of log-prob, entropy and divergence."""
     n, bonus = r.count, r.slopes.get("entropy")
-    rows = TokenRows(
+    rows = TokenInputs(
         r.targets, r.mask, advantages=-r.slopes["logps"], policy_weight=torch.ones(n), divergence_weight=r.slopes.get("divergence"),
         entropy_weight=None if bonus is None else -bonus,
     )  # fmt: skip
     return Objective(
         surrogate or PolicyGradient(), entropy_coef=0.0 if bonus is None else 0.3
-    ).stage(rows)
+    ).loss_formula(rows)
 
 
 def fused(
@@ -235,7 +235,7 @@ def fused(
         else out
     )
     values = kernels.fused_loss(
-        given(r, part), stage_of(r).at(slice(*part)) if part else stage_of(r), out
+        given(r, part), loss_formula_of(r).select(slice(*part)) if part else loss_formula_of(r), out
     )
     found = {"logps": values.logps, "entropy": values.entropy, "losses": values.losses}
     if values.divergence is not None:

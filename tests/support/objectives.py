@@ -274,7 +274,9 @@ def run(
     normalizer: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(losses, slopes of the log-probs, slopes of the entropies) [n]."""
-    return objective.token_stage(logps, entropy, objective.token_rows(batch, normalizer), batch)[:3]
+    return objective.token_losses(logps, entropy, objective.token_inputs(batch, normalizer), batch)[
+        :3
+    ]
 
 
 def exact(
@@ -310,16 +312,16 @@ def check(
     result, d_x, d_h = exact(spec, batch, logps, entropy, normalizer)
     if result.margin < 1e-5:
         return result
-    losses, slopes, d_entropy = run(objective, batch, logps, entropy, normalizer)
+    losses, slopes, grad_entropy = run(objective, batch, logps, entropy, normalizer)
     assert losses.dtype == slopes.dtype == torch.float32
     near(losses.double().sum(), result.loss, "loss")
     near(slopes, d_x, "slopes")
-    assert (d_entropy is None) == (spec.entropy_coef == 0)
-    if d_entropy is not None:
-        near(d_entropy, d_h, "slopes of the entropy")
+    assert (grad_entropy is None) == (spec.entropy_coef == 0)
+    if grad_entropy is not None:
+        near(grad_entropy, d_h, "slopes of the entropy")
     if batch.mask is not None:
         masked = ~batch.mask.reshape(-1)
-        assert not any(x[masked].any() for x in (losses, slopes, d_entropy) if x is not None)
+        assert not any(x[masked].any() for x in (losses, slopes, grad_entropy) if x is not None)
     return result
 
 

@@ -1,7 +1,7 @@
 """What a backend is, and the choice of the one that runs.
 
 A backend has kernels over rows of logits and over (row, id) pairs of hidden states and weight. It
-contains no formula of reinforcement learning: what it gets of a loss is a `TokenStage`.
+contains no formula of reinforcement learning: what it gets of a loss is a `TokenLossFormula`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...checks import require, require_one_of, warn_once
-from ...formulas.token_stage import TokenStage
+from ...formulas.token_loss import TokenLossFormula
 from ..softmax import (
     BASIC_SUMS,
     COEFFICIENTS_OF_KERNELS,
@@ -141,16 +141,18 @@ class Backend(ABC):
     ) -> None:
         """Write the gradient as `softmax_gradient` does, for coefficients that the kernels know."""
 
-    def fused_loss(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> FusedLossValues:
+    def fused_loss(
+        self, rows: LogitRows, loss_formula: TokenLossFormula, out: Tensor | None
+    ) -> FusedLossValues:
         """Compute a token-level loss, its statistics and its gradient in one call.
 
         out   [A, T, V]: memory for d loss / d logits, possibly the logits themselves. None: no
               gradient is computed.
         """
-        return self.loss_in_two_passes(rows, stage, out, max(1, rows.num_rows))
+        return self.loss_in_two_passes(rows, loss_formula, out, max(1, rows.num_rows))
 
     def loss_in_two_passes(
-        self, rows: LogitRows, stage: TokenStage, out: Tensor | None, block_rows: int
+        self, rows: LogitRows, loss_formula: TokenLossFormula, out: Tensor | None, block_rows: int
     ) -> FusedLossValues:
         """Compute `fused_loss` as sums, formula in torch and gradient, `block_rows` rows at a time.
 
@@ -161,7 +163,9 @@ class Backend(ABC):
         for start in range(0, num_rows, block_rows):
             stop = min(start + block_rows, num_rows)
             block = rows.slice_rows(start, stop)
-            tables.append(self._loss_of_block(block, stage.at(slice(start, stop)), out).table)
+            tables.append(
+                self._loss_of_block(block, loss_formula.select(slice(start, stop)), out).table
+            )
         if not tables:
             num_values = FusedLossValues.num_values(rows.reference is not None)
             tables.append(
@@ -170,21 +174,21 @@ class Backend(ABC):
         return FusedLossValues(concatenate(tables, 1))
 
     def _loss_of_block(
-        self, rows: LogitRows, stage: TokenStage, out: Tensor | None
+        self, rows: LogitRows, loss_formula: TokenLossFormula, out: Tensor | None
     ) -> FusedLossValues:
         names = SUMS_OF_ENTROPY
         if rows.reference is not None:
             names = sums_for(("entropy", "divergence"), rows.reference.direction)
         sums = self.softmax_sums(rows, names)
         logps, entropy = sums.logps_and_entropy()
-        terms = stage.terms(logps, entropy)
-        losses = terms.losses
-        grads = terms.upstream
+        token_losses = loss_formula.compute(logps, entropy)
+        losses = token_losses.losses
+        grads = token_losses.statistic_grads
         divergences = []
         if rows.reference is not None:
             divergence = sums.divergence
             divergences.append(divergence)
-            weight = stage.rows.divergence_weight
+            weight = loss_formula.inputs.divergence_weight
             if weight is not None:
                 losses = losses + torch.where(weight == 0, 0.0, weight * divergence)
                 grads["divergence"] = weight
@@ -199,9 +203,9 @@ class Backend(ABC):
 
     @abstractmethod
     def evaluate_formula(
-        self, stage: TokenStage, logps: Tensor, entropy: Tensor
+        self, loss_formula: TokenLossFormula, logps: Tensor, entropy: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the loss of each row of a token stage and its gradients, fp32 [num_rows].
+        """Return the loss of each row of a loss formula and its gradients, fp32 [num_rows].
 
         These are (losses, d loss / d log-prob, d loss / d entropy). The last is None without an
         entropy bonus.

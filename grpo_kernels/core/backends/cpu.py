@@ -3,7 +3,7 @@
 The second part of the file turns tensors into arguments of the compiled module. Only there are
 addresses taken, after a check of what C++ will read or write at them.
 
-There are no formulas of reinforcement learning here. Those of token_stage.py are traced into a
+There are no formulas of reinforcement learning here. Those of token_loss.py are traced into a
 program, which C++ runs on vectors (`evaluate_formula`) or between its two passes over a row
 (`fused_loss`). A formula that cannot be traced runs in torch, which costs `fused_loss` a second
 read of the logits. `strict` refuses it.
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...formulas.program import FormulaRefused, Program
-from ...formulas.token_stage import TokenStage
+from ...formulas.token_loss import TokenLossFormula
 from ..divergence import DIRECTIONS
 from ..softmax import (
     COEFFICIENTS_OF_KERNELS,
@@ -151,26 +151,28 @@ class Kernels(Backend):
             torch.get_num_threads(),
         )
 
-    def fused_loss(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> FusedLossValues:
+    def fused_loss(
+        self, rows: LogitRows, loss_formula: TokenLossFormula, out: Tensor | None
+    ) -> FusedLossValues:
         """Compute a loss and its gradient, see `Backend`.
 
         One thread takes a row through both passes, with the formula between them.
         """
-        traced = self.trace(stage)
+        traced = self.trace(loss_formula)
         if traced is None:
-            return self.loss_in_two_passes(rows, stage, out, rows_of_cached_block(rows))
+            return self.loss_in_two_passes(rows, loss_formula, out, rows_of_cached_block(rows))
         num_rows = count_rows(rows)
         num_values = FusedLossValues.num_values(rows.reference is not None)
         values = FusedLossValues(torch.empty(num_values, num_rows, dtype=torch.float32))
-        inputs = stage.inputs(traced.program)
+        inputs = loss_formula.program_inputs(traced.program)
         weight = None
-        if rows.reference is not None and stage.rows.divergence_weight is not None:
-            weight = stage.rows.divergence_weight.contiguous()
+        if rows.reference is not None and loss_formula.inputs.divergence_weight is not None:
+            weight = loss_formula.inputs.divergence_weight.contiguous()
         _cpu.fused_loss(
             traced.compiled,
             traced.numbers,
             [vector(name, x, torch.float32, num_rows) for name, x in inputs.items()],
-            stage.rows.entropy_weight is not None,
+            loss_formula.inputs.entropy_weight is not None,
             *logit_arguments(rows, num_rows, weight=weight),
             *target_arguments(rows, num_rows),
             None if out is None else memory(_cpu.Rows, "out", out, rows, num_rows),
@@ -180,27 +182,31 @@ class Kernels(Backend):
         return values
 
     def evaluate_formula(
-        self, stage: TokenStage, logps: Tensor, entropy: Tensor
+        self, loss_formula: TokenLossFormula, logps: Tensor, entropy: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the losses and their gradients, see `Backend`."""
-        traced = self.trace(stage)
+        traced = self.trace(loss_formula)
         if traced is None:
-            return eager.Kernels().evaluate_formula(stage, logps, entropy)
-        values = {"logps": logps, "entropy": entropy, **stage.inputs(traced.program)}
+            return eager.Kernels().evaluate_formula(loss_formula, logps, entropy)
+        values = {"logps": logps, "entropy": entropy, **loss_formula.program_inputs(traced.program)}
         inputs = [values[name] for name in traced.program.inputs]
         losses, grad_logps, grad_entropy = run_program(traced.program, traced.numbers, inputs)
-        return losses, grad_logps, None if stage.rows.entropy_weight is None else grad_entropy
+        return (
+            losses,
+            grad_logps,
+            None if loss_formula.inputs.entropy_weight is None else grad_entropy,
+        )
 
-    def trace(self, stage: TokenStage) -> TracedFormula | None:
-        """Return the program of a token stage.
+    def trace(self, loss_formula: TokenLossFormula) -> TracedFormula | None:
+        """Return the program of a loss formula.
 
         If the formula cannot be traced, `strict` raises FormulaRefused. Otherwise it warns once and
         returns None.
         """
         if self.strict:
-            stage.compare_once(run_program)
+            loss_formula.compare_once(run_program)
         try:
-            program, numbers = stage.program()
+            program, numbers = loss_formula.program()
             return TracedFormula(program, compile_program(program), numbers)
         except FormulaRefused as refusal:
             if self.strict:
@@ -281,7 +287,7 @@ def rows_of_cached_block(rows: LogitRows) -> int:
 
 
 class TracedFormula(NamedTuple):
-    """The program of a token stage, compiled, with its numbers."""
+    """The program of a loss formula, compiled, with its numbers."""
 
     program: Program
     compiled: _cpu.Program

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ...formulas.token_stage import TokenStage
+from ...formulas.token_loss import TokenLossFormula
 from ..divergence import (
     divergence_gradient,
     log_ratio_terms,
@@ -142,7 +142,9 @@ class Kernels(Backend):
             if grad is not grad_logits:
                 grad_logits.copy_(grad)
 
-    def fused_loss(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> FusedLossValues:
+    def fused_loss(
+        self, rows: LogitRows, loss_formula: TokenLossFormula, out: Tensor | None
+    ) -> FusedLossValues:
         """Compute a loss and its gradient, see `Backend`.
 
         The gradient of a block reuses the exponentials of its sums.
@@ -155,7 +157,7 @@ class Kernels(Backend):
         for block, _ in blocks_of(rows, rows.logits):
             block_rows = rows.slice_rows(block.start, block.stop)
             values = kernels.loss_in_two_passes(
-                block_rows, stage.at(block), out, block_rows.num_rows
+                block_rows, loss_formula.select(block), out, block_rows.num_rows
             )
             table[:, block] = values.table
         return FusedLossValues(table)
@@ -165,11 +167,11 @@ class Kernels(Backend):
         gradient.mul_(factor)
 
     def evaluate_formula(
-        self, stage: TokenStage, logps: Tensor, entropy: Tensor
+        self, loss_formula: TokenLossFormula, logps: Tensor, entropy: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the losses and their gradients, see `Backend`."""
-        terms = stage.terms(logps, entropy)
-        return terms.losses, terms.d_logps, terms.d_entropy
+        token_losses = loss_formula.compute(logps, entropy)
+        return token_losses.losses, token_losses.grad_logps, token_losses.grad_entropy
 
     # ---- pairs
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ....formulas.program import FormulaRefused, Program
-from ....formulas.token_stage import INPUTS, TokenStage
+from ....formulas.token_loss import PROGRAM_INPUTS, TokenLossFormula
 from ...softmax import POLICY_SUMS, GradientCoefficients, LogitRows, SoftmaxSums, sums_for
 from .. import Backend, FusedLossValues, eager, fall_back
 from . import launch as launch
@@ -174,16 +174,18 @@ class Kernels(Backend):
             DIRECTION=reference.direction,
         )
 
-    def fused_loss(self, rows: LogitRows, stage: TokenStage, out: Tensor | None) -> FusedLossValues:
+    def fused_loss(
+        self, rows: LogitRows, loss_formula: TokenLossFormula, out: Tensor | None
+    ) -> FusedLossValues:
         """Compute a loss and its gradient in one kernel call if there is no reference."""
         if rows.reference is None:
-            values = self.loss_in_one_call(rows, stage, out)
+            values = self.loss_in_one_call(rows, loss_formula, out)
             if values is not None:
                 return values
-        return super().fused_loss(rows, stage, out)
+        return super().fused_loss(rows, loss_formula, out)
 
     def loss_in_one_call(
-        self, rows: LogitRows, stage: TokenStage, out: Tensor | None
+        self, rows: LogitRows, loss_formula: TokenLossFormula, out: Tensor | None
     ) -> FusedLossValues | None:
         """Compute `fused_loss` of whole logits without a reference.
 
@@ -191,10 +193,10 @@ class Kernels(Backend):
         """
         assert rows.row_range is None
         if self.strict:
-            stage.compare_once(Program.__call__)
-        program, numbers = stage.program()
+            loss_formula.compare_once(Program.__call__)
+        program, numbers = loss_formula.program()
         formula, numbers_taken = formula_function(program)
-        inputs = stage.inputs(program)
+        inputs = loss_formula.program_inputs(program)
         call = RowCall(rows, out)
         num_values = FusedLossValues.num_values(has_reference=False)
         table = torch.empty(
@@ -208,7 +210,7 @@ class Kernels(Backend):
             *call.transforms,
             *call.sizes,
             *call.vectors(targets=rows.targets, mask=rows.mask),
-            *call.vectors(**{name: inputs.get(name) for name in INPUTS}),
+            *call.vectors(**{name: inputs.get(name) for name in PROGRAM_INPUTS}),
             tuple(numbers[i] for i in numbers_taken),
             table,
             call.num_rows,
@@ -217,20 +219,20 @@ class Kernels(Backend):
         return FusedLossValues(table)
 
     def evaluate_formula(
-        self, stage: TokenStage, logps: Tensor, entropy: Tensor
+        self, loss_formula: TokenLossFormula, logps: Tensor, entropy: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the losses and their gradients, see `Backend`."""
         if self.strict:
-            stage.compare_once(Program.__call__)
-        program, numbers = stage.program()
+            loss_formula.compare_once(Program.__call__)
+        program, numbers = loss_formula.program()
         formula, numbers_taken = formula_function(program)
-        inputs = stage.inputs(program)
+        inputs = loss_formula.program_inputs(program)
         n = logps.numel()
         losses, grad_logps = torch.empty(2, n, dtype=torch.float32, device=logps.device)
         grad_entropy = None
-        if stage.rows.entropy_weight is not None:
+        if loss_formula.inputs.entropy_weight is not None:
             grad_entropy = torch.empty_like(losses)
-        vectors = {name: inputs.get(name) for name in INPUTS}
+        vectors = {name: inputs.get(name) for name in PROGRAM_INPUTS}
         arguments = (
             *check_vectors(n, logps=logps, entropy=entropy, **vectors),
             tuple(numbers[i] for i in numbers_taken),
@@ -431,24 +433,24 @@ class OrEager(Kernels):
         eager.Kernels().kernel_gradient(rows, sums, coefficients, out)
 
     def loss_in_one_call(
-        self, rows: LogitRows, stage: TokenStage, out: Tensor | None
+        self, rows: LogitRows, loss_formula: TokenLossFormula, out: Tensor | None
     ) -> FusedLossValues | None:
         """Compute `fused_loss`, or return None: kernels without the formula may run."""
         try:
-            return super().loss_in_one_call(rows, stage, out)
+            return super().loss_in_one_call(rows, loss_formula, out)
         except (KernelFailure, FormulaRefused) as failure:
             fall_back(TWO_PASSES, reason_of(failure))
         return None
 
     def evaluate_formula(
-        self, stage: TokenStage, logps: Tensor, entropy: Tensor
+        self, loss_formula: TokenLossFormula, logps: Tensor, entropy: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the losses and their gradients, see `Backend`."""
         try:
-            return super().evaluate_formula(stage, logps, entropy)
+            return super().evaluate_formula(loss_formula, logps, entropy)
         except (KernelFailure, FormulaRefused) as failure:
             fall_back(FORMULA_IN_TORCH, reason_of(failure))
-        return eager.Kernels().evaluate_formula(stage, logps, entropy)
+        return eager.Kernels().evaluate_formula(loss_formula, logps, entropy)
 
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
         """Multiply a gradient by a factor in place."""

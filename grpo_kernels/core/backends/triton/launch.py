@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ....checks import warn_once
 from ....formulas.program import Program
-from ....formulas.token_stage import INPUTS
+from ....formulas.token_loss import PROGRAM_INPUTS
 from ...softmax import LogitRows, RowTransform, SoftmaxSums
 from .kernels import softmax_sums_kernel
 from .softmax_rows import Transform, tanh
@@ -697,7 +697,7 @@ LARGEST_NUMBER = torch.finfo(torch.float32).max
 
 @functools.lru_cache(maxsize=256)
 def formula_function(program: Program) -> tuple[Any, tuple[int, ...]]:
-    """Return the program of a token stage as a Triton function (computed, i, inputs, numbers).
+    """Return the program of a loss formula as a Triton function (computed, i, inputs, numbers).
 
     Also returns which of the program's numbers the function takes. The others are constants in its
     source. Programs with the same source are the same function, and so the same kernel.
@@ -722,7 +722,7 @@ def formula_function(program: Program) -> tuple[Any, tuple[int, ...]]:
         if name in COMPUTED_INPUTS:
             assign(f"computed[{k}]")
         else:
-            assign(f"tl.load(inputs[{INPUTS.index(name)}] + i)")
+            assign(f"tl.load(inputs[{PROGRAM_INPUTS.index(name)}] + i)")
     for operation, *operand_registers in program.steps:
         template = OPERATIONS[operation]
         used = operand_registers[: template.count("{}")]

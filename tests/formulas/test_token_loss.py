@@ -107,7 +107,7 @@ def batch_with(layout, mask, without):
 
 
 def check_combination(case):
-    """Right, or refused with a ValueError, expected, by the objective or by token_rows, before
+    """Right, or refused with a ValueError, expected, by the objective or by token_inputs, before
     there are any log-probs. Returns how near a number lies to a bound.
     """
     (surrogate, theirs), level, *options, (layout, mask, without, normalizer) = case.values()
@@ -126,7 +126,7 @@ def check_combination(case):
     )
     if refused:
         with pytest.raises(ValueError, match=r"^\w+(=| is None)"):
-            Objective(surrogate, **ours).token_rows(given[0], normalizer)
+            Objective(surrogate, **ours).token_inputs(given[0], normalizer)
         return inf
     return stages.check(Spec(**spec), Objective(surrogate, **ours), *given, normalizer).margin
 
@@ -165,7 +165,7 @@ def kept(f, logps, entropy=None, **fields):
     assert (
         found
         == (
-            f.keep(logps, entropy, objective.token_rows(batch), batch)
+            f.keep(logps, entropy, objective.token_inputs(batch), batch)
             & (True if batch.mask is None else batch.mask)
         ).tolist()
     )

@@ -1,12 +1,12 @@
-"""The token stage: from log-probs and entropies to the loss and its slopes.
+"""The loss of a token and its gradients, from its log-prob and entropy.
 
-    loss_t = policy_weight_t * (surrogate_t + listed_t) + kl_weight_t * KL_t - entropy_weight_t *
-    entropy_t - nll_weight_t * logp_t
+    loss_t = policy_weight_t * (surrogate_t + auxiliary_loss_t) + kl_weight_t * KL_t
+             - entropy_weight_t * entropy_t - nll_weight_t * logp_t
 
-`token_terms` is that line for one token, given the log-ratio at the objective's level. `TokenStage`
-is what the kernels get of a loss: this line with its functions, numbers and inputs, as a program
-(program.py) or, in torch, as it stands here. Steps that need more than one token (the log-ratio of
-a sequence, filters and selections over a batch) are the objective's.
+`token_loss` is that line for one token, given the log-ratio at the objective's level.
+`TokenLossFormula` is what the kernels get of a loss: this line with its functions, numbers and
+inputs, as a program (program.py) or, in torch, as it stands here. Steps that need more than one
+token (the log-ratio of a sequence, filters and selections over a batch) are the objective's.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from .program import Made, Program, Run, Tracer, Trial, is_own, key_of
 
 # ---- terms at listed ids
 
-ListedFunction = Callable[[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]], tuple[Tensor, ...]]
+ExtraIdFunction = Callable[[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]], tuple[Tensor, ...]]
 
 #: The smallest probability of the ids that a row does not list: fp32 keeps no digit of a smaller
 #: one.
 LEAST_OUTSIDE = 1e-6
 
 
-class TermsOfRows(NamedTuple):
+class AuxiliaryLosses(NamedTuple):
     """What functions of listed ids give, of k ids in n rows.
 
     term     fp32 [n], the term of each row.
@@ -58,14 +58,14 @@ def prob_term(logp: Tensor, values: Tensor, advantage: Tensor, sums: Any) -> tup
     return term, term
 
 
-class ListedTerms(NamedTuple):
+class ExtraIdTerms(NamedTuple):
     """The terms of all rows. `parts`: functions as above with their values; ids lie in the order of
     rows.
 
     offsets   int64 [n + 1], where the ids of each row begin.
     """
 
-    parts: tuple[tuple[ListedFunction, Tensor], ...]
+    parts: tuple[tuple[ExtraIdFunction, Tensor], ...]
     offsets: Tensor
 
     @property
@@ -73,7 +73,7 @@ class ListedTerms(NamedTuple):
         """int64 [k], the row of each id. Made anew at each call."""
         return torch.repeat_interleave(self.offsets.diff(), output_size=self.parts[0][1].numel())
 
-    def of(self, logps: Tensor, advantages: Tensor) -> TermsOfRows:
+    def of(self, logps: Tensor, advantages: Tensor) -> AuxiliaryLosses:
         """The terms from log-probs [k] and advantages [n]. Sums are fp64, in the order of ids.
         Raises ValueError where a function sums or returns anything but one number of each id.
         """
@@ -109,10 +109,10 @@ class ListedTerms(NamedTuple):
             if len(result) == 3:
                 outside = result[2] if outside is None else outside + result[2]
         if outside is None:
-            return TermsOfRows(self._sums(term), slopes)
+            return AuxiliaryLosses(self._sums(term), slopes)
         # `outside` is equal for the ids of a row.
         of_first_id = torch.cat([outside, outside.new_zeros(1)])[self.offsets[:-1]]
-        return TermsOfRows(
+        return AuxiliaryLosses(
             self._sums(term), slopes, torch.where(self.offsets.diff() > 0, of_first_id, 0.0)
         )
 
@@ -129,11 +129,13 @@ def probability_outside(logp: Any, sums: Callable[[Any], Any]) -> Any:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class TokenRows:
+class TokenInputs:
     """The flat rows of a batch with the weights of an objective; every tensor is [n]."""
 
     targets: Tensor  # int64
-    read: Tensor | None  # bool: rows whose logits are read, `trained` or some of these; None = all
+    processed: (
+        Tensor | None
+    )  # bool: rows whose logits are processed, `loss_mask` or some of these; None = all
     advantages: Tensor  # fp32, like all that follow
     policy_weight: Tensor
     old_logps: Tensor | None = None  # None = on-policy
@@ -148,33 +150,35 @@ class TokenRows:
         None  # where a trust region compares with them; None = it compares with old_logps
     )
     weights: Tensor | None = None  # of the batch, as given
-    trained: Tensor | None = None  # bool: rows where the batch's mask is set; None = all
+    loss_mask: Tensor | None = None  # bool: rows where the batch's mask is set; None = all
     __repr__ = describe
 
     @property
     def mask(self) -> Tensor:
-        """bool [n]: `trained`, never None."""
+        """bool [n]: `loss_mask`, never None."""
         return (
             torch.ones_like(self.targets, dtype=torch.bool)
-            if self.trained is None
-            else self.trained
+            if self.loss_mask is None
+            else self.loss_mask
         )
 
-    def given(self, *more: str) -> dict[str, Tensor]:
-        """INPUTS, and `more` fields, of those that these rows have."""
-        return {name: x for name in (*INPUTS, *more) if (x := getattr(self, name)) is not None}
+    def program_inputs(self, *more: str) -> dict[str, Tensor]:
+        """PROGRAM_INPUTS, and `more` fields, of those that these rows have."""
+        return {
+            name: x for name in (*PROGRAM_INPUTS, *more) if (x := getattr(self, name)) is not None
+        }
 
-    def __getitem__(self, rows: slice | Tensor) -> TokenRows:
+    def __getitem__(self, rows: slice | Tensor) -> TokenInputs:
         """What the token stage takes of these rows."""
-        given = self.given("divergence_weight")
+        given = self.program_inputs("divergence_weight")
         cut = (
             torch.stack([*given.values()])[:, rows]
             if isinstance(rows, Tensor)
             else [x[rows] for x in given.values()]
         )
-        return TokenRows(self.targets[rows], None, **dict(zip(given, cut, strict=True)))
+        return TokenInputs(self.targets[rows], None, **dict(zip(given, cut, strict=True)))
 
-    def weighted(self, factor: Tensor) -> TokenRows:
+    def weighted(self, factor: Tensor) -> TokenInputs:
         """Every term of every row times `factor` [n]."""
         names = ("policy_weight", "kl_weight", "entropy_weight", "nll_weight", "divergence_weight")
         terms = {name: getattr(self, name) for name in names}
@@ -189,11 +193,11 @@ class TokenRows:
 
 
 # fmt: off
-def token_terms(
+def token_loss(
     logp, entropy, log_ratio, old_logp, ref_logp, anchor_logp, advantage,
     policy_weight, kl_weight, entropy_weight, nll_weight,
     surrogate_params, trust_params, entropy_floor, ratio_bounds, kl_clamps,
-    SURROGATE, DETACHED, LEVEL, TRUST, ESTIMATOR, SCORE, WEIGHTING, STRAIGHT_THROUGH, listed=None,
+    SURROGATE, DETACHED, LEVEL, TRUST, ESTIMATOR, SCORE, WEIGHTING, STRAIGHT_THROUGH, auxiliary_loss=None,
 ):
     """(loss, d loss / d logp, d loss / d log-ratio, d loss / d entropy, d loss / d listed) of a
     token; None leaves a term out.
@@ -239,8 +243,8 @@ def token_terms(
     loss = ops.where(out, 0.0, policy_weight * loss)
     d_logp = ops.where(out, 0.0, policy_weight * slope)
     listed_weight = zero
-    if listed is not None:
-        loss = loss + ops.where(out_of_listed, 0.0, policy_weight * listed)
+    if auxiliary_loss is not None:
+        loss = loss + ops.where(out_of_listed, 0.0, policy_weight * auxiliary_loss)
         listed_weight = ops.where(out_of_listed, 0.0, policy_weight)
     d_ratio = zero
     if LEVEL == "sequence" or LEVEL == "sequence-sum":
@@ -258,14 +262,14 @@ def token_terms(
             d_ratio = d_ratio + kl_weight * through_ratio
         else:
             d_logp = d_logp + kl_weight * both
-    d_entropy = zero
+    grad_entropy = zero
     if entropy_weight is not None:
         loss = loss - entropy_weight * entropy
-        d_entropy = -entropy_weight
+        grad_entropy = -entropy_weight
     if nll_weight is not None:
         loss = loss - ops.where(nll_weight == 0.0, 0.0, nll_weight * logp)
         d_logp = d_logp - nll_weight
-    return loss, d_logp, d_ratio, d_entropy, listed_weight
+    return loss, d_logp, d_ratio, grad_entropy, listed_weight
 # fmt: on
 
 
@@ -284,8 +288,8 @@ def ratio_of_kl(log_ratio, own, LEVEL):
         return log_ratio
 
 
-#: Inputs of a program beside log-prob and entropy, which come first: fields of `TokenRows`.
-INPUTS = (
+#: Inputs of a program beside log-prob and entropy, which come first: fields of `TokenInputs`.
+PROGRAM_INPUTS = (
     "old_logps", "ref_logps", "sampler_logps", "advantages", "policy_weight", "kl_weight", "entropy_weight", "nll_weight",
 )  # fmt: skip
 
@@ -294,7 +298,7 @@ INPUTS = (
 class TokenFormula:
     """What an objective computes for a token.
 
-    chosen   the arguments of `token_terms` that are fixed at compile time: functions and choices.
+    chosen   the arguments of `token_loss` that are fixed at compile time: functions and choices.
     numbers  those that are numbers of a call, tuples or None: changing them compiles nothing."""
 
     chosen: dict[str, Any]
@@ -304,74 +308,86 @@ class TokenFormula:
     def terms(
         self, given: dict[str, Any], log_ratio: Any = None, **numbers: Any
     ) -> tuple[Any, ...]:
-        """`token_terms` of the inputs `given`, tensors or symbols by name. `log_ratio`: None for a
+        """`token_loss` of the inputs `given`, tensors or symbols by name. `log_ratio`: None for a
         token's own. `numbers`: those that are others than usual.
         """
         logp = given["logps"]
         old = given.get("old_logps", logp)
-        return token_terms(
+        return token_loss(
             logp, given["entropy"], logp - old if log_ratio is None else log_ratio, old, given.get("ref_logps"),
             given.get("sampler_logps", old), given["advantages"],
             given["policy_weight"], given.get("kl_weight"), given.get("entropy_weight"), given.get("nll_weight"),
-            **{**self.numbers, **numbers}, **self.chosen, listed=given.get("listed"),
+            **{**self.numbers, **numbers}, **self.chosen, auxiliary_loss=given.get("auxiliary_loss"),
         )  # fmt: skip
 
 
-class Terms(NamedTuple):
+class TokenLosses(NamedTuple):
     """What the token stage makes of rows, each fp32 [n]."""
 
     losses: Tensor
-    d_logps: Tensor
-    d_entropy: Tensor | None  # None without a bonus
-    d_listed: Tensor  # d loss / d the row's term in the log-probs of listed ids
+    grad_logps: Tensor
+    grad_entropy: Tensor | None  # None without a bonus
+    grad_auxiliary_loss: Tensor  # d loss / d the row's term in the log-probs of listed ids
 
     @property
-    def upstream(self) -> dict[str, Tensor]:
+    def statistic_grads(self) -> dict[str, Tensor]:
         """What arrives at the statistics of the rows, by name."""
-        own = {"logps": self.d_logps}
-        return own if self.d_entropy is None else own | {"entropy": self.d_entropy}
+        own = {"logps": self.grad_logps}
+        return own if self.grad_entropy is None else own | {"entropy": self.grad_entropy}
 
 
-class TokenStage(NamedTuple):
+class TokenLossFormula(NamedTuple):
     """The token stage of an objective whose slopes depend on one token alone, for these rows.
     `rows.divergence_weight` is the weight of the divergence from a second stream, where there is
     one.
     """
 
     formula: TokenFormula
-    rows: TokenRows
+    inputs: TokenInputs
 
-    def at(self, rows: slice | Tensor) -> TokenStage:
+    def select(self, rows: slice | Tensor) -> TokenLossFormula:
         """That of these rows only."""
-        if isinstance(rows, slice) and rows.indices(n := self.rows.targets.numel()) == (0, n, 1):
+        if isinstance(rows, slice) and rows.indices(n := self.inputs.targets.numel()) == (0, n, 1):
             return self
-        return self._replace(rows=self.rows[rows])
+        return self._replace(inputs=self.inputs[rows])
 
-    def terms(self, logps: Tensor, entropy: Tensor | None, listed: Tensor | None = None) -> Terms:
+    def compute(
+        self, logps: Tensor, entropy: Tensor | None, auxiliary_loss: Tensor | None = None
+    ) -> TokenLosses:
         """The terms of these rows in torch.
 
-        `listed` fp32 [n]: those in the log-probs of listed ids.
+        `auxiliary_loss` fp32 [n]: those in the log-probs of listed ids.
         """
-        given = {"logps": logps, "entropy": entropy, "listed": listed, **self.rows.given()}
-        losses, d_logps, _, d_entropy, d_listed = self.formula.terms(given)
-        return Terms(
-            losses, d_logps, None if self.rows.entropy_weight is None else d_entropy, d_listed
+        given = {
+            "logps": logps,
+            "entropy": entropy,
+            "auxiliary_loss": auxiliary_loss,
+            **self.inputs.program_inputs(),
+        }
+        losses, grad_logps, _, grad_entropy, grad_auxiliary_loss = self.formula.terms(given)
+        return TokenLosses(
+            losses,
+            grad_logps,
+            None if self.inputs.entropy_weight is None else grad_entropy,
+            grad_auxiliary_loss,
         )
 
     def program(self) -> tuple[Program, list[float]]:
         """(the program, its numbers): (loss, d loss / d log-prob, d loss / d entropy) from the
-        log-prob, the entropy and those of INPUTS that the rows have. Raises FormulaRefused where a
-        formula cannot be traced.
+        log-prob, the entropy and those of PROGRAM_INPUTS that the rows have. Raises FormulaRefused
+        where a formula cannot be traced.
         """
         made, numbers, _ = self._made()
         return made.checked(), numbers
 
-    def inputs(self, program: Program) -> dict[str, Tensor]:
+    def program_inputs(self, program: Program) -> dict[str, Tensor]:
         """The inputs of the program that the rows have, which are its last, fp32 [n] in one piece,
         by name.
         """
         return {
-            name: getattr(self.rows, name).contiguous() for name in program.inputs if name in INPUTS
+            name: getattr(self.inputs, name).contiguous()
+            for name in program.inputs
+            if name in PROGRAM_INPUTS
         }
 
     def compare_once(self, run: Run) -> None:
@@ -382,14 +398,14 @@ class TokenStage(NamedTuple):
         made.compare_once(run, numbers, trial)
 
     def _made(self) -> tuple[Made, list[float], Callable[[], Trial]]:
-        formula, present = self.formula, tuple(self.rows.given())
+        formula, present = self.formula, tuple(self.inputs.program_inputs())
         cached = formula._programs.get(present)
         if cached is not None:
             theirs, keys, result = cached
             if keys == tuple(map(key_of, theirs)):
                 return result
         names, chosen, numbers = ("logps", "entropy", *present), formula.chosen, formula.numbers
-        outputs = ("loss", "d_logp", "d_ratio", "d_entropy")
+        outputs = ("loss", "d_logp", "d_ratio", "grad_entropy")
 
         def made_of(inputs: Iterable[Any], **parameters: Any) -> dict[str, Any]:
             terms = formula.terms(dict(zip(names, inputs, strict=True)), **parameters)
