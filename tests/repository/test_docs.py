@@ -13,12 +13,19 @@ import io
 import re
 import tokenize
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
-from grpo_kernels import Objective, linear_grpo_loss, linear_logprobs, objective_loss
+from grpo_kernels import (
+    Objective,
+    TokenBatch,
+    linear_grpo_loss,
+    linear_logprobs,
+    objective_loss,
+)
 from support import pages
 from support.inside import count_products
 from support.pages import EXAMPLES, README, REFERENCE, ROOT
@@ -149,6 +156,40 @@ def test_matmuls_are_those_of_the_table(row, is_frozen, monkeypatch):
     weight = names["weight"].detach().requires_grad_(not is_frozen)
     MATMULS[row](names["hidden"], weight, names).backward()
     assert sum(rows.values()) == int(counts[is_frozen]) * int(names["mask"].sum())
+
+
+def test_the_captured_loss_gives_what_a_new_call_gives(monkeypatch):
+    """The example of a CUDA graph, with a stand-in whose replay calls the captured function again.
+
+    It shows that a write into the tensors of the batch reaches the next replay.
+    """
+    names = pages.given()
+    names["advantages"] = names["advantages"].clone()  # [B, T] that may be written
+    new = SimpleNamespace(
+        hidden=names["hidden"].detach().flip(0),
+        targets=names["targets"].clone(),
+        advantages=-names["advantages"],
+        old_logps=names["old_logps"] - 0.1,
+    )
+    names["steps"] = [new]
+    results = ("loss", "clip_high", "grad_hidden", "grad_weight")
+
+    def replay():
+        for name, result in zip(results, names["step"](), strict=True):
+            names[name].copy_(result)
+
+    for name in ("CUDAGraph", "Stream", "current_stream", "graph", "stream"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    torch.cuda.CUDAGraph.return_value.replay = replay
+    exec(pages.example("torch.cuda.CUDAGraph"), names)
+    hidden = new.hidden.requires_grad_()
+    batch = TokenBatch(new.targets, new.advantages, mask=names["mask"], old_logps=new.old_logps)
+    out = linear_grpo_loss(hidden, names["weight"], batch, names["objective"])
+    expected = torch.autograd.grad(out.loss, (hidden, names["weight"]))
+    assert torch.equal(names["loss"], out.loss)
+    assert torch.equal(names["clip_high"], out.metrics["clip_high"])
+    assert torch.equal(names["grad_hidden"], expected[0])
+    assert torch.equal(names["grad_weight"], expected[1])
 
 
 # ---- files that are named
