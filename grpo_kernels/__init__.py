@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from .batch import TokenBatch
 from .checks import nearest
 from .core.backends import use
+from .draft_heads import draft_head_loss
 from .formulas.divergence import Exact
 from .formulas.filters import EntropyFloor, EntropyQuantile, OffPolicySequences, TrustRegion
 from .formulas.kl import Kl, check_kl
@@ -72,6 +73,7 @@ __all__ = [
     "Vespo",
     "check_kl",
     "check_surrogate",
+    "draft_head_loss",
     "group_advantages",
     "grpo_loss",
     "linear_divergence",

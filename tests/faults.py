@@ -55,6 +55,7 @@ KIT = "tests/benchmarks/test_gpu_kit.py"
 EXTRA_IDS = "tests/compositions/test_extra_ids.py"
 CANDIDATES = "tests/compositions/test_candidates.py"
 TEACHERS = "tests/compositions/test_teachers.py"
+DRAFT_HEADS = "tests/compositions/test_draft_heads.py"
 UNREAD = "tests/compositions/test_transforms_and_waits.py"
 LINEAR_PASS = "tests/core/test_linear_pass.py"
 BLOCKS = "tests/rows/test_blocks.py"
@@ -1069,6 +1070,20 @@ FAULTS: list[Fault] = [
         ("tokens without ids are processed", "has_ids if mask is None else mask & has_ids", "mask"),
         ("masked tokens have a divergence", "divergence if mask is None else torch.where(mask, divergence, 0.0)", "divergence"),
         ("weights pass as probabilities", "mass > LARGEST_MASS).any()", "mass > 9.0).any()"),
+    ),
+    *of("grpo_kernels/draft_heads.py", DRAFT_HEADS,
+        ("the policy's position is one behind", "range(self.first_depth + 1, self.first_depth + 1 +", "range(self.first_depth + 2, self.first_depth + 2 +"),
+        ("the token is one before", "distance = self.first_depth + i + 2", "distance = self.first_depth + i + 1"),
+        ("targets are taken from the next sequence", "both_real & same_sequence", "both_real"),
+        ("padding at the left counts", "self.is_real[:-distance] & self.is_real[distance:]", "self.is_real[distance:]"),
+        ("the loss lacks the teacher's entropy", "sums.divergence + policy.entropy", "sums.divergence"),
+        ("rows that do not count overwrite row 0", "positions.index_add_(0, row_ids, values)", "positions.index_copy_(0, row_ids, values)"),
+        ("the upstream gradient is left out", "unit_gradient * upstream", "unit_gradient"),
+        ("gradients are computed without need", "torch.is_grad_enabled() and x.requires_grad for", "True for"),
+        ("the head of hard losses is trained", "frozen_head = (detached(head[0]), detached(head[1]))", "frozen_head = head"),
+        ("draft and policy share the memory of their logits", "replace(projection, weight=policy_matmuls.weight).make_matmuls()", "policy_matmuls"),
+        ("depths have the normalizer of the first", "(losses.flatten(1).sum(1) / denominator)", "(losses.flatten(1).sum(1) / denominator.flatten()[0] if normalizer is None else losses.flatten(1).sum(1) / denominator)"),
+        ("a chunk has the logits of one side", "max_rows = memory.plan(device_type, max(num_rows, 1)).chunk", "max_rows = max(num_rows, 1)"),
     ),
     *of("grpo_kernels/trees.py", EXTRA_IDS,
         ("all tokens are processed", "        no_extra_ids,\n        mask=mask,", "        no_extra_ids,\n        mask=None,"),

@@ -1,0 +1,607 @@
+"""Losses of draft heads that are trained together with the policy (MTP, EAGLE-3).
+
+The draft of depth k sees position t and predicts the token at t + k + 2, with the output head of
+the policy:
+
+    soft   cross-entropy with the policy's own distribution at t + k + 1, H(q, p) = KL(q || p) +
+           H(q), where p is the draft's distribution and q the policy's
+    hard   cross-entropy with the token at t + k + 2
+
+Only the draft's hidden states get a gradient. For the soft loss that is (p - q) @ weight. It is
+computed in the forward, a chunk of the policy's positions at a time:
+
+    for chunk in chunks:
+        policy_logits = policy_hidden[chunk] @ weight.T                       one matmul
+        for k, hidden in enumerate(draft_hidden):
+            draft_logits  = hidden[chunk - (k + 1)] @ weight.T                matmul 1 of a depth
+            grad_hidden   = (softmax(draft_logits) - softmax(policy_logits)) @ weight   matmul 2
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .checks import (
+    DTYPES,
+    INTEGERS,
+    as_mask,
+    check_offsets,
+    describe,
+    require,
+    require_one_of,
+    require_shape,
+    require_tensor,
+    require_whole,
+    sequence_ids,
+)
+from .core.linear import split_rows, without_autocast
+from .core.linear_memory import LinearMemory
+from .core.matmuls import HeadMatmuls
+from .core.softmax import GradientCoefficients, LogitRows, ReferenceRows, SoftmaxSums, sums_for
+from .core.sources import ProjectedLogits
+from .inputs import RowLayout, make_projected_source
+from .logprobs import linear_logprobs
+from .options import (
+    Head,
+    Options,
+    as_options,
+    is_traced,
+    leaves_the_graph,
+    refuse_keywords,
+    run_outside_graph,
+)
+from .transform import LogitTransform
+
+KINDS = ("soft", "hard")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class DraftLoss:
+    """The loss of draft heads of D depths.
+
+    loss           0-d fp32, differentiable: the mean over depths of the mean over their positions
+    token_losses   fp32 [D, *positions], differentiable, 0 at positions that do not count
+    mask           bool [D, *positions]: positions that count
+    metrics        fp32 [D] each, detached:
+                   "loss"             mean loss of a position, in nats
+                   "positions"        number of positions that count
+                   "acceptance"       mean of 1 - TV(p, q): the probability that speculative
+                                      sampling accepts a draft token (only soft)
+                   "top1_agreement"   share of positions where draft and policy (hard: the token)
+                                      have the same likeliest id
+    """
+
+    loss: Tensor
+    token_losses: Tensor
+    mask: Tensor
+    metrics: dict[str, Tensor]
+    __repr__ = describe
+
+
+def draft_head_loss(
+    draft_hidden: Tensor | Sequence[Tensor],
+    policy_hidden: Tensor | None,
+    weight: Tensor | Head,
+    *,
+    kind: str = "soft",
+    ids: Tensor | None = None,
+    depth: int = 0,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    transform: LogitTransform | None = None,
+    normalizer: float | Tensor | None = None,
+    metrics: bool = True,
+    options: Options | None = None,
+    **unknown: NoReturn,
+) -> DraftLoss:
+    """Compute the loss of draft heads from hidden states, without logits [num_positions, V].
+
+        draft_hidden = mtp(hidden.detach(), ids)
+        out = draft_head_loss(draft_hidden, hidden, lm_head.weight, mask=attention_mask)
+        (policy_loss + 0.1 * out.loss).backward()
+
+    draft_hidden    [B, T, H] or packed [N, H]: what the output head gets from the draft of `depth`,
+                    the row of position t at index t. Or a list of such tensors, for consecutive
+                    depths from `depth` on. They alone get a gradient.
+    policy_hidden   the same shape: what the output head gets from the policy. None for "hard".
+    weight          [V, H], or `Head(weight, bias, transform)`: the head of both, which gets no
+                    gradient
+    kind            "soft" (cross-entropy with the policy's distribution) or "hard" (with `ids`)
+    ids             int64 [B, T] or [N], for "hard": the token at each position, not shifted
+    depth           depth of the first draft, from 0: depth k predicts the token at t + k + 2
+    mask            bool [B, T] or [N]: real tokens, or those that may count. Position t counts if t
+                    and t + k + 1 (hard: t + k + 2) are in the mask and in the same sequence. None:
+                    all.
+    cu_seqlens      int [num_sequences + 1]: boundaries of packed sequences
+    transform       temperature, softcap and scale of both sides, see `LogitTransform`. Acceptance
+                    is that of sampling at this temperature.
+    normalizer      number of positions that each depth's sum is divided by, for example over all
+                    micro-batches; a number or 0-d tensor. None: the positions of this call, at
+                    least 1.
+    metrics         False: only "loss" and "positions"; saves three passes over the logits
+    options         backend, strict mode, vocabulary shard, see `Options`. Padding ids of a shard
+                    take no part in either softmax.
+
+    Soft: one matmul for the policy, which all depths share, and two for each depth. Hard: two for
+    each depth (`linear_logprobs` with a frozen head). The gradient for unit losses is kept in fp32
+    until the backward, [num_positions, H] for each depth. On a GPU the host waits once for the
+    positions that count.
+
+    Source: DeepSeek-V3 (arXiv 2412.19437, section 2.2) for the depths; speculative sampling (arXiv
+    2211.17192, section 3.2) for the acceptance. Raises ValueError naming the argument that is
+    wrong.
+    """
+    if unknown:
+        refuse_keywords(draft_head_loss, unknown)
+    options = as_options(options, weight)
+    if is_traced() and leaves_the_graph(options, None, kind):
+        return run_outside_graph(
+            draft_head_loss,
+            draft_hidden,
+            policy_hidden,
+            weight,
+            kind=kind,
+            ids=ids,
+            depth=depth,
+            mask=mask,
+            cu_seqlens=cu_seqlens,
+            transform=transform,
+            normalizer=normalizer,
+            metrics=metrics,
+            options=options,
+        )
+    require_one_of("kind", kind, KINDS)
+    require_whole("depth", depth, "it is a whole number, 0 for the first draft.", 0)
+    drafts = check_drafts(draft_hidden)
+    positions = Positions.check(drafts[0], mask, cu_seqlens)
+    check_teacher_of_kind(kind, policy_hidden, ids, drafts[0])
+    head, transform = Head.parts(weight, transform)
+    frozen_head = (detached(head[0]), detached(head[1]))
+    call = DraftCall(drafts, frozen_head, positions, depth, transform, options, metrics)
+    if kind == "soft":
+        assert policy_hidden is not None
+        token_values = call.soft_values(policy_hidden)
+    else:
+        assert ids is not None
+        token_values = call.hard_values(ids)
+    return make_output(token_values, normalizer)
+
+
+def detached(x: Any) -> Any:
+    """Return a tensor without gradient, and anything else as it is, for a check to refuse."""
+    return x.detach() if isinstance(x, Tensor) else x
+
+
+# ---- checks
+
+
+def check_drafts(draft_hidden: Any) -> list[Tensor]:
+    """Return the hidden states of each depth, which have one shape."""
+    remedy = "a tensor [B, T, H] or [N, H], or a list of them, one for each depth"
+    drafts = list(draft_hidden) if isinstance(draft_hidden, (list, tuple)) else [draft_hidden]
+    require(bool(drafts), "draft_hidden", draft_hidden, f"pass {remedy}.")
+    for i, hidden in enumerate(drafts):
+        name = f"draft_hidden[{i}]" if len(drafts) > 1 else "draft_hidden"
+        require_tensor(name, hidden, DTYPES, remedy)
+        require(hidden.dim() > 1, f"{name}.shape", list(hidden.shape), f"pass {remedy}.")
+        require_shape(name, hidden, drafts[0].shape, "draft_hidden[0]")
+    return drafts
+
+
+def check_teacher_of_kind(kind: str, policy_hidden: Any, ids: Any, draft: Tensor) -> None:
+    """Raise ValueError unless the call has what its kind learns from, and not the other."""
+    if kind == "soft":
+        require(ids is None, "ids", "given", 'kind="soft" learns from policy_hidden: leave it out.')
+        remedy = "the policy's hidden states, the shape of draft_hidden"
+        require_tensor("policy_hidden", policy_hidden, DTYPES, remedy)
+        require_shape("policy_hidden", policy_hidden, draft.shape, "draft_hidden")
+    else:
+        remedy = 'kind="hard" learns from ids: pass None.'
+        require(policy_hidden is None, "policy_hidden", "given", remedy)
+        require_tensor("ids", ids, INTEGERS, "int64, the token at each position of draft_hidden")
+        require_shape("ids", ids, draft.shape[:-1], "the positions of draft_hidden")
+
+
+@dataclass(frozen=True, eq=False)
+class Positions:
+    """The positions of a call, flat in the order of memory.
+
+    shape          leading shape of the hidden states
+    is_real        bool [num_positions]: positions of the mask
+    sequence_ids   int64 [num_positions]: the sequence of each position
+    cu_seqlens     boundaries of packed sequences, or None
+    """
+
+    shape: torch.Size
+    is_real: Tensor
+    sequence_ids: Tensor
+    cu_seqlens: Tensor | None
+
+    @classmethod
+    def check(cls, hidden: Tensor, mask: Any, cu_seqlens: Any) -> Positions:
+        """Return the positions of hidden states [..., H]. Raises ValueError for what misfits."""
+        shape = hidden.shape[:-1]
+        device = hidden.device
+        is_real = torch.ones(shape, dtype=torch.bool, device=device)
+        if mask is not None:
+            is_real = as_mask("mask", mask, shape)
+        if cu_seqlens is not None:
+            check_offsets("draft_hidden[..., 0]", hidden[..., 0], cu_seqlens)
+            sequences = sequence_ids(cu_seqlens, shape.numel())
+        else:
+            length = shape[-1] if len(shape) > 1 else shape.numel()
+            sequences = torch.arange(shape.numel(), device=device) // max(length, 1)
+        return cls(shape, is_real.flatten(), sequences, cu_seqlens)
+
+    def counted(self, distance: int) -> Tensor:
+        """Return the positions t for which t and t + distance are real and in one sequence.
+
+        The result is bool [num_positions].
+        """
+        counts = torch.zeros_like(self.is_real)
+        both_real = self.is_real[:-distance] & self.is_real[distance:]
+        same_sequence = self.sequence_ids[:-distance] == self.sequence_ids[distance:]
+        counts[:-distance] = both_real & same_sequence
+        return counts
+
+
+# ---- from the losses of positions to the result
+
+
+@dataclass(frozen=True, eq=False)
+class TokenValues:
+    """What is computed for each position, fp32 [D, *positions]; any number where mask is False.
+
+    losses           differentiable
+    mask             bool
+    top1_agreement   whether the likeliest ids are equal, bool; None without metrics
+    acceptance       1 - TV; None without metrics and for the hard loss
+    """
+
+    losses: Tensor
+    mask: Tensor
+    top1_agreement: Tensor | None = None
+    acceptance: Tensor | None = None
+
+
+def make_output(values: TokenValues, normalizer: float | Tensor | None) -> DraftLoss:
+    """Return the loss and the metrics of each depth."""
+    mask = values.mask
+    losses = torch.where(mask, values.losses, 0.0)
+    count = mask.flatten(1).sum(1).float()
+    at_least_one = count.clamp(min=1.0)
+
+    def mean(x: Tensor) -> Tensor:
+        return torch.where(mask, x, 0.0).flatten(1).sum(1) / at_least_one
+
+    metrics = {"loss": mean(losses.detach()), "positions": count}
+    if values.acceptance is not None:
+        metrics["acceptance"] = mean(values.acceptance)
+    if values.top1_agreement is not None:
+        metrics["top1_agreement"] = mean(values.top1_agreement.float())
+    denominator = at_least_one if normalizer is None else normalizer
+    loss = (losses.flatten(1).sum(1) / denominator).mean()
+    return DraftLoss(loss, losses, mask, metrics)
+
+
+@dataclass(frozen=True, eq=False)
+class DraftCall:
+    """The checked arguments of a call that both kinds share.
+
+    drafts        hidden states of each depth, [..., H]
+    head          (weight, bias or None), detached
+    first_depth   depth of the first draft
+    """
+
+    drafts: list[Tensor]
+    head: tuple[Tensor, Tensor | None]
+    positions: Positions
+    first_depth: int
+    transform: LogitTransform | None
+    options: Options
+    has_metrics: bool
+
+    def hard_values(self, ids: Tensor) -> TokenValues:
+        """Return the cross-entropy with the token at t + depth + 2."""
+        shape = self.positions.shape
+        losses = []
+        masks = []
+        agreements = []
+        for i, hidden in enumerate(self.drafts):
+            distance = self.first_depth + i + 2
+            mask = self.positions.counted(distance).view(shape)
+            labels = ids.flatten().roll(-distance).view(shape)
+            result = linear_logprobs(
+                hidden,
+                Head(*self.head),
+                labels,
+                mask=mask,
+                transform=self.transform,
+                also=("top_id",) if self.has_metrics else (),
+                options=self.options,
+            )
+            losses.append(-result.logps)
+            masks.append(mask)
+            if self.has_metrics:
+                agreements.append(result.also["top_id"] == labels)
+        return TokenValues(
+            torch.stack(losses),
+            torch.stack(masks),
+            torch.stack(agreements) if self.has_metrics else None,
+        )
+
+    def soft_values(self, policy_hidden: Tensor) -> TokenValues:
+        """Return the cross-entropy with the policy's distribution at t + depth + 1."""
+        positions = self.positions
+        distances = range(self.first_depth + 1, self.first_depth + 1 + len(self.drafts))
+        masks = torch.stack([positions.counted(distance) for distance in distances])
+        layout = RowLayout(
+            positions.shape,
+            positions.is_real.device,
+            positions.is_real.view(positions.shape),
+            positions.cu_seqlens,
+        )
+        sources = [
+            make_projected_source(hidden, self.head, layout, self.transform, self.options)
+            for hidden in self.drafts
+        ]
+        teacher = make_projected_source(
+            policy_hidden.detach(), self.head, layout, self.transform, self.options
+        )
+        hidden = [source.projection.hidden for source in sources]
+        soft_pass = SoftPass(
+            drafts=sources,
+            teacher=teacher,
+            distances=list(distances),
+            draft_masks=masks,
+            has_metrics=self.has_metrics,
+            has_gradients=[torch.is_grad_enabled() and x.requires_grad for x in hidden],
+        )
+        losses, acceptance, agreement = SoftCrossEntropy.apply(soft_pass, *hidden)
+        shape = (len(sources), *positions.shape)
+        return TokenValues(
+            losses.view(shape),
+            masks.view(shape),
+            agreement.view(shape) if self.has_metrics else None,
+            acceptance.view(shape) if self.has_metrics else None,
+        )
+
+
+# ---- the soft loss
+
+
+#: The sums of the kernels for the policy's entropy, with metrics also for its likeliest id.
+POLICY_SUMS = {False: sums_for(("entropy",)), True: sums_for(("entropy", "top_id"))}
+#: The sums of the kernels for KL(q || p), with metrics also for the draft's likeliest id.
+DRAFT_SUMS = {
+    False: sums_for(("divergence",), "forward"),
+    True: sums_for(("divergence", "top_id"), "forward"),
+}
+#: The sums of the kernels for the total variation.
+TOTAL_VARIATION_SUMS = sums_for(("divergence",), "tv")
+
+
+class PolicyChunk(NamedTuple):
+    """The policy's logits at some positions, and what depends on them alone.
+
+    row_ids   int64 [num_chunk_rows]: the positions
+    logits    fp32 [num_chunk_rows, V]
+    entropy   fp32 [num_chunk_rows]
+    top_ids   int64 [num_chunk_rows], the likeliest ids; zeros without metrics
+    """
+
+    row_ids: Tensor
+    logits: Tensor
+    entropy: Tensor
+    top_ids: Tensor
+
+
+class DraftChunk(NamedTuple):
+    """The results of one depth at the positions of a PolicyChunk, [num_chunk_rows] each.
+
+    values          fp32 [3, num_chunk_rows]: cross-entropy, acceptance, agreement (0 or 1)
+    unit_gradient   fp32 [num_chunk_rows, H]: gradient of hidden states for unit losses, or None
+    """
+
+    values: Tensor
+    unit_gradient: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class SoftPass:
+    """One pass over the positions of the policy that drafts learn from.
+
+    drafts          rows of each depth, [num_positions, H]; they get the gradient
+    teacher         rows of the policy, the same number and the same head
+    distances       how many positions behind the draft's position the policy's is, for each depth
+    draft_masks     bool [D, num_positions]: positions of the drafts that count
+    has_metrics     whether acceptance and agreement are computed
+    has_gradients   whether a gradient is computed, for each depth
+    """
+
+    drafts: list[ProjectedLogits]
+    teacher: ProjectedLogits
+    distances: list[int]
+    draft_masks: Tensor
+    has_metrics: bool
+    has_gradients: list[bool]
+
+    @functools.cached_property
+    def teacher_masks(self) -> Tensor:
+        """The positions of the policy that each depth learns from, bool [D, num_positions]."""
+        masks = torch.zeros_like(self.draft_masks)
+        for i, distance in enumerate(self.distances):
+            masks[i, distance:] = self.draft_masks[i, :-distance]
+        return masks
+
+    @functools.cached_property
+    def row_ids(self) -> Tensor:
+        """int64 [num_rows]: the positions of the policy that any depth learns from.
+
+        On a GPU the host waits for their number.
+        """
+        return self.teacher_masks.any(0).nonzero()[:, 0]
+
+    def draft_row_ids(self, depth: int, row_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (positions of the draft, mask) of positions of the policy.
+
+        Where the mask is False the position is 0.
+        """
+        mask = self.teacher_masks[depth, row_ids]
+        return torch.where(mask, row_ids - self.distances[depth], 0), mask
+
+    def chunks(self) -> list[slice]:
+        """Return slices of `row_ids` whose logits, of the policy and one draft, fit in memory."""
+        projection = self.teacher.projection
+        device_type = self.row_ids.device.type
+        memory = LinearMemory.of_head(
+            projection.weight,
+            matmul_dtype=projection.matmul_dtype,
+            vocab_size=2 * self.teacher.vocab_size,  # a row of the policy and one of the draft
+            ranks=1 if self.teacher.shard is None else self.teacher.shard.ranks,
+            reference_columns=0,
+            grad_hidden_bytes=torch.float32.itemsize,
+            grad_weight_bytes=0,
+            rounds_weight=False,
+        )
+        num_rows = len(self.row_ids)
+        max_rows = memory.plan(device_type, max(num_rows, 1)).chunk
+        return split_rows(slice(0, num_rows), max_rows, evenly=device_type == "cpu")
+
+    def compute(self) -> tuple[Tensor, list[Tensor]]:
+        """Return values fp32 [D, 3, num_rows] in the order of `row_ids`, and unit gradients.
+
+        The values are those of `DraftChunk`; there is a gradient fp32 [num_rows, H] for each depth
+        that has one.
+        """
+        num_rows = len(self.row_ids)
+        device = self.row_ids.device
+        width = self.teacher.projection.hidden.shape[1]
+        values = torch.zeros(len(self.drafts), 3, num_rows, device=device)
+        unit_gradients = [
+            torch.zeros(num_rows, width, device=device) for x in self.has_gradients if x
+        ]
+        if num_rows == 0:
+            return values, unit_gradients
+        projection = self.teacher.projection
+        policy_matmuls = projection.make_matmuls()
+        # Some matmuls reuse the memory of their logits, so each side has its own. The weight is
+        # converted once.
+        draft_matmuls = replace(projection, weight=policy_matmuls.weight).make_matmuls()
+        with without_autocast(device.type):
+            for chunk in self.chunks():
+                policy = self.policy_chunk(policy_matmuls, self.row_ids[chunk])
+                gradients = iter(unit_gradients)
+                for depth in range(len(self.drafts)):
+                    draft = self.draft_chunk(draft_matmuls, depth, policy)
+                    values[depth, :, chunk] = draft.values
+                    if draft.unit_gradient is not None:
+                        next(gradients)[chunk] = draft.unit_gradient
+        return values, unit_gradients
+
+    def policy_chunk(self, matmuls: HeadMatmuls, row_ids: Tensor) -> PolicyChunk:
+        """Compute the policy's logits and statistics at some positions."""
+        projection = self.teacher.projection
+        logits = matmuls.logits(rows_of(projection.hidden, row_ids, matmuls.dtype))
+        no_targets = torch.zeros_like(row_ids)
+        rows = LogitRows(logits[None], no_targets, None, projection.transform.select(row_ids))
+        sums = self.teacher.kernels.softmax_sums(rows, POLICY_SUMS[self.has_metrics])
+        top_ids = sums.top_id if self.has_metrics else no_targets
+        return PolicyChunk(row_ids, logits, sums.entropy, top_ids)
+
+    def draft_chunk(self, matmuls: HeadMatmuls, depth: int, policy: PolicyChunk) -> DraftChunk:
+        """Compare the draft of a depth with the policy's logits, and compute its gradient."""
+        projection = self.drafts[depth].projection
+        kernels = self.teacher.kernels
+        row_ids, mask = self.draft_row_ids(depth, policy.row_ids)
+        logits = matmuls.logits(rows_of(projection.hidden, row_ids, matmuls.dtype))
+        policy_transform = self.teacher.projection.transform.select(policy.row_ids)
+        reference = ReferenceRows(policy.logits[None], policy_transform, "forward", 0.0)
+        rows = LogitRows(
+            logits[None],
+            torch.zeros_like(row_ids),
+            mask,
+            projection.transform.select(row_ids),
+            reference,
+        )
+        sums = kernels.softmax_sums(rows, DRAFT_SUMS[self.has_metrics])
+        values = torch.zeros(3, len(row_ids), device=row_ids.device)
+        values[0] = sums.divergence + policy.entropy
+        if self.has_metrics:
+            tv_rows = rows._replace(reference=reference._replace(direction="tv"))
+            values[1] = 1.0 - kernels.softmax_sums(tv_rows, TOTAL_VARIATION_SUMS).divergence
+            values[2] = sums.top_id == policy.top_ids
+        unit_gradient = None
+        if self.has_gradients[depth]:
+            unit_gradient = self.unit_gradient(matmuls, rows, sums)
+        return DraftChunk(values, unit_gradient)
+
+    def unit_gradient(self, matmuls: HeadMatmuls, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
+        """Return (p - q) @ weight of each row, fp32 [num_chunk_rows, H]. The logits are lost."""
+        kernels = self.teacher.kernels
+        buffer = matmuls.make_grad_buffer(rows.num_rows, not kernels.narrows_in_place)
+        grad_logits = buffer.memory_for(rows.logits[0])
+        unit = torch.ones(rows.num_rows, device=grad_logits.device)
+        coefficients = GradientCoefficients.from_gradients(sums, {"divergence": unit}, rows.mask)
+        kernels.softmax_gradient(rows, sums, coefficients, grad_logits[None])
+        buffer.store(grad_logits)
+        return matmuls.grad_hidden(buffer.all_rows())
+
+    def to_positions(self, depth: int, values: Tensor) -> Tensor:
+        """Return values [num_rows, ...] at the positions of the draft, [num_positions, ...]."""
+        row_ids, mask = self.draft_row_ids(depth, self.row_ids)
+        values = values.masked_fill(~mask.view(-1, *(1,) * (values.dim() - 1)), 0.0)
+        positions = values.new_zeros(self.draft_masks.shape[1], *values.shape[1:])
+        return positions.index_add_(0, row_ids, values)  # rows that do not count add 0 to row 0
+
+    def grad_hidden(self, depth: int, unit_gradient: Tensor, grad_losses: Tensor) -> Tensor:
+        """Return the gradient of the hidden states of a depth, [num_positions, H].
+
+        grad_losses   fp32 [num_positions]
+        """
+        row_ids, mask = self.draft_row_ids(depth, self.row_ids)
+        upstream = torch.where(mask, grad_losses[row_ids], 0.0)[:, None]
+        gradient = torch.where(upstream == 0, 0.0, unit_gradient * upstream)
+        hidden = self.drafts[depth].projection.hidden
+        return self.to_positions(depth, gradient.to(hidden.dtype))
+
+
+def rows_of(hidden: Tensor, row_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return some rows of hidden states in the dtype of the matmuls."""
+    return hidden.detach()[row_ids].to(dtype)
+
+
+class SoftCrossEntropy(torch.autograd.Function):
+    """Cross-entropy, acceptance and agreement of each position, fp32 [D, num_positions] each."""
+
+    @staticmethod
+    def forward(ctx: Any, soft_pass: SoftPass, *hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        values, unit_gradients = soft_pass.compute()
+        ctx.soft_pass = soft_pass
+        ctx.save_for_backward(*unit_gradients)
+        by_position = torch.stack(
+            [soft_pass.to_positions(depth, x.T).T for depth, x in enumerate(values)], 1
+        )
+        losses, acceptance, agreement = by_position.unbind()
+        ctx.mark_non_differentiable(acceptance, agreement)
+        return losses, acceptance, agreement
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_losses: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        soft_pass = ctx.soft_pass
+        unit_gradients = iter(ctx.saved_tensors)
+        gradients = [
+            soft_pass.grad_hidden(depth, next(unit_gradients), grad_losses[depth])
+            if has_gradient
+            else None
+            for depth, has_gradient in enumerate(soft_pass.has_gradients)
+        ]
+        return None, *gradients
