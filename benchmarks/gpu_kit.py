@@ -5,23 +5,19 @@ stages first:
     [--minutes 10]
                                  [--stages NAME ...] [--rehearse]
 
-docs/gpu.md says what to run and which results each call gives. The script runs from the source
-tree, on a machine with torch and Triton, without network. The wheels of other projects come in a
-folder and are installed into a temporary one. CALLS has the stages of each call; a new part of the
-package registers in CASES, its files of tests, and its suites in HEADLINE, COMPARED or FURTHER.
+benchmarks/README.md says what to run and which results each call gives. The script runs from the
+source tree, on a machine with torch and Triton, without network. The wheels of other projects come
+in a folder and are installed into a temporary one. CALLS has the stages of each call; a new part of
+the package registers in CASES, its files of tests, and its suites in HEADLINE, COMPARED or FURTHER.
 Each stage is a process with a time limit, a log and a JSON file, so that a crash or a hang does not
 affect the others. Most of the time that later stages need is reserved for them. After each stage,
 and every 20 seconds, DIR is updated with all results so far: summary.md, results.tar.gz (the JSON
 files and pictures), logs.tar.gz and a few of the pictures. `--resume` starts from the results of an
 earlier call: stages that ended well are not run again unless --stages names them, and measured
-cells are not measured again. `--rehearse` runs the same script with small sizes on a CPU.
-
-Copy the results into the repository, for the tables and the pictures of the documentation, by:
-
-    tar xzf DIR/results.tar.gz -C benchmarks results && python -m benchmarks.report --write
-
-This file needs the standard library only, so that no failure of a stage can end it.
-"""
+cells are not measured again. `--rehearse` runs the same script with small sizes on a CPU. Copy the
+results into the repository, for the tables and the pictures of the documentation, by: tar xzf
+DIR/results.tar.gz -C benchmarks results && python -m benchmarks.report --write This file needs the
+standard library only, so that no failure of a stage can end it."""
 
 from __future__ import annotations
 
@@ -398,7 +394,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser = parser_of("benchmarks.gpu_kit", __doc__, {
         "--out": {"type": path, "required": True, "help": "folder for what comes back: at most 8 files"},
-        "--call": {"type": int, "choices": CALLS, "default": 1, "help": "see docs/gpu.md (default 1)"},
+        "--call": {"type": int, "choices": CALLS, "default": 1, "help": "see benchmarks/README.md (default 1)"},
         "--wheels": {"type": path, "help": "folder with the peers' wheels"},
         "--resume": {"type": path, "metavar": "ARCHIVE", "help": "results.tar.gz of an earlier call"},
         "--minutes": {"type": float, "default": 10.0, "help": "for everything"},

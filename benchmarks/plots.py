@@ -2,12 +2,14 @@
 
 A picture is described by plain numbers, {"title", "panels", "notes"}, which its file contains, so
 that a test can compare them with the result file. A panel has "bars", [[name, value, label], ...],
-or "curves", {name: [x, y]}. The same description gives the same SVG.
+or "curves", {name: [x, y]}; "x" labels its horizontal axis. The same description gives the same
+SVG.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from pathlib import Path
 
@@ -15,11 +17,11 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from benchmarks import results
-from benchmarks.report import SCALED, asked
-from benchmarks.suites import OURS
+from benchmarks.report import README_MACHINE, SCALED, asked, readme_cells
+from benchmarks.suites import OURS, SUITES
 from benchmarks.tables import (
     DTYPES,
     SWEEPS,
@@ -94,7 +96,12 @@ def _bars(title: str, cell: Cell, relative: bool) -> Record:
     ]
     mark = cell["limit"]["ms"] if relative and cell["limit"] else None
     base = f", × {limit(cell)} (the line)" if mark else f", × {limit(cell)}" if relative else ""
-    return {"title": title + base, "bars": bars, "mark": mark and _rounded(mark)}
+    return {
+        "title": title + base,
+        "bars": bars,
+        "mark": mark and _rounded(mark),
+        "x": "time, ms",
+    }
 
 
 def _curves(record: Record) -> list[Record]:
@@ -160,13 +167,51 @@ def of_front(folder: Path, machine: str) -> Picture | None:
     }
 
 
+def of_readme(folder: Path) -> Picture | None:
+    """Time and memory from hidden states and from logits, one column each."""
+    cells = readme_cells(folder)
+    panels = []
+    for suite, (_, cell, rows) in cells.items():
+        shape = f"{cell['rows']:,} tokens, {cell['vocab']:,} ids, {DTYPES[cell['dtype']]}"
+        if cell["hidden"]:
+            shape = f"{shape}, hidden size {cell['hidden']:,}"
+        names = [re.sub(r" \+ (loss|products)$", "", row["name"]) for row in rows]
+        milliseconds = [row["ms"] for row in rows]
+        gigabytes = [row["extra_mb"] / 1000 for row in rows]
+        panels += [
+            {
+                "title": f"{SUITES[suite].title}: {shape}",
+                "bars": [
+                    [name, _rounded(ms), figure(ms)]
+                    for name, ms in zip(names, milliseconds, strict=True)
+                ],
+                "x": "time, ms (log scale)",
+                "log": "x",
+            },
+            {
+                "title": "",
+                "bars": [
+                    [name, _rounded(gb), f"{gb:.1f}"]
+                    for name, gb in zip(names, gigabytes, strict=True)
+                ],
+                "x": "peak memory beyond the inputs, GB",
+                "names": False,
+            },
+        ]
+    if not panels:
+        return None
+    record = cells["hidden"][0]
+    title = f"DAPO loss with its gradients · {processor(record)}"
+    return {"title": title, "panels": panels, "columns": 2, "notes": []}
+
+
 # ---- how it is drawn
 
 
 def draw(shown: Picture) -> Figure:
     """Panels in two columns; bars stand below each other where their names are long."""
     panels = shown["panels"]
-    columns = 1 if "bars" in panels[0] else min(2, len(panels))
+    columns = shown.get("columns", 1 if "bars" in panels[0] else min(2, len(panels)))
     names = dict.fromkeys(
         name
         for panel in panels
@@ -175,7 +220,7 @@ def draw(shown: Picture) -> Figure:
     )
     rows = [panels[i : i + columns] for i in range(0, len(panels), columns)]
     heights = [
-        max(0.6 + 0.21 * len(panel["bars"]) if "bars" in panel else 2.6 for panel in row)
+        max(0.9 + 0.21 * len(panel["bars"]) if "bars" in panel else 2.6 for panel in row)
         for row in rows
     ]
     notes = [
@@ -218,12 +263,19 @@ def draw(shown: Picture) -> Figure:
 def _draw_bars(axes: Axes, panel: Record) -> None:
     names, values, labels = zip(*panel["bars"], strict=True)
     colours = [HIGHLIGHT if name.startswith(OURS) else MUTED for name in names]
-    bars = axes.barh(range(len(names)), values, height=0.62, color=colours)
+    is_log = panel.get("log") == "x"
+    bars = axes.barh(range(len(names)), values, height=0.62, color=colours, log=is_log)
     axes.bar_label(bars, labels, padding=4, fontsize=8)
-    axes.set_yticks(range(len(names)), names)
+    axes.set_yticks(range(len(names)), names if panel.get("names", True) else [""] * len(names))
     axes.invert_yaxis()
-    axes.xaxis.set_visible(False)
-    axes.spines.bottom.set_visible(False)
+    axes.set_xlabel(panel["x"])
+    if is_log:  # half of the smallest bar stays visible, and the label of the largest fits
+        axes.set_xlim(min(values) / 2, max(values) * 2)
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_minor_locator(NullLocator())
+    else:
+        axes.set_xlim(right=max(values) * 1.15)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.10g}"))
     axes.tick_params(axis="y", length=0)
     for tick, colour in zip(axes.get_yticklabels(), colours, strict=True):
         tick.set_color(colour)
@@ -297,6 +349,8 @@ def pictures(folder: Path) -> dict[Path, Picture]:
         shown = {name: of_suite(record) for name, record in records.items() if record["cells"]} | {
             "front": of_front(folder, machine)
         }
+        if machine == README_MACHINE:
+            shown["readme"] = of_readme(folder)
         found |= {
             folder / machine / "plots" / f"{name}.svg": one for name, one in shown.items() if one
         }

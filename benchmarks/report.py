@@ -41,6 +41,7 @@ from benchmarks.tables import (
     size,
     source,
     timed,
+    worst,
 )
 from grpo_kernels.diagnosis.step import MOST_TIMES
 from grpo_kernels.formulas.surrogates import PolicyGradient
@@ -48,6 +49,7 @@ from grpo_kernels.objective import NUMERICS, PRESETS
 
 README, DOCS, REPORT = ROOT / "README.md", ROOT / "docs", Path(__file__).parent / "RESULTS.md"
 FIGURES = DOCS / "benchmarks.md"
+GUIDE = Path(__file__).parent / "README.md"
 COMMAND = "python -m benchmarks.report --write"
 #: Pictures that the page of figures shows.
 PICTURES = ("logits", "hidden", "length", "active")
@@ -77,16 +79,6 @@ def presets() -> str:
         trainers = ", ".join(trainer for trainer, known in NUMERICS.items() if name in known)
         rows.append([f"`{name}`", policy, level, aggregate, trainers])
     return render(rows, markdown=True).replace("---:", "---")
-
-
-def presets_by_surrogate() -> str:
-    """The presets' names only, grouped by their surrogate."""
-    kinds = {name: type(objective.surrogate).__name__ for name, objective in PRESETS.items()}
-    rows = [
-        [f"`{x}`", ", ".join(f"`{name}`" for name in kinds if kinds[name] == x)]
-        for x in dict.fromkeys(kinds.values())
-    ]
-    return render([["policy term", "presets"], *rows], markdown=True).replace("---:", "---")
 
 
 def _call(part: Any) -> str:
@@ -193,6 +185,63 @@ def _span(row: Row) -> str:
     return f"{row['name']} {figure(row['ms'])} ms ({figure(row['p20'])} to {figure(row['p80'])})"
 
 
+# ---- the figure of the README
+
+#: The machine whose result files the README shows, and the suites, from top to bottom.
+README_MACHINE, README_SUITES = "nvidia-h100-80gb-hbm3", ("hidden", "logits")
+#: Variants of ours that the README leaves out: they answer other questions than "how fast is it".
+VARIANTS = (SCALED, "eager backend", "layer 1")
+
+
+def readme_cells(folder: Path) -> dict[str, tuple[Record, Cell, list[Row]]]:
+    """Return {suite: (result file, its largest bf16 cell, the rows that the README shows)}.
+
+    The rows are sorted by time. Empty if the machine was not measured.
+    """
+    cells = {}
+    for suite in README_SUITES:
+        record = results.load(folder / README_MACHINE / f"{suite}.json")
+        candidates = [cell for cell in record.get("cells", ()) if cell["dtype"] == "bfloat16"]
+        if not candidates:
+            return {}
+        cell = max(candidates, key=lambda one: one["rows"] * one["vocab"])
+        rows = [row for row in right(cell) if not any(word in row["name"] for word in VARIANTS)]
+        cells[suite] = (record, cell, sorted(rows, key=lambda row: row["ms"]))
+    return cells
+
+
+def readme_figure(folder: Path) -> str:
+    """The README's picture and the paragraph under it."""
+    cells = readme_cells(folder)
+    if not cells:
+        return absent(*README_SUITES)
+    record, cell, _ = cells["hidden"]
+
+    def cost(name: str) -> tuple[str, str]:
+        row = named(cell, name)
+        assert row is not None, name
+        return f"{figure(row['ms'])} ms", f"{row['extra_mb'] / 1000:.1f} GB"
+
+    (ours, our_memory), (eager, eager_memory) = cost(OURS), cost(EAGER)
+    fast_llm, fast_llm_memory = cost("Fast-LLM kernel + products")
+    compiled, compiled_memory = cost("CCE (torch.compile) + loss")
+    filtered, filtered_memory = cost("CCE, filtered (flat states) + loss")
+    our_error, their_error = worst(named(cell, OURS)), worst(named(cell, EAGER))
+    versions = record["machine"]["versions"]
+    text = f"""**From hidden states, loss and gradients take {our_memory} instead of {eager_memory} and {ours} instead of
+{eager}** (eager PyTorch; {cell["rows"]:,} tokens, hidden size {cell["hidden"]:,}, {cell["vocab"]:,} ids, bf16, {record["machine"]["name"]}).
+Fast-LLM's kernel is faster, {fast_llm} with {fast_llm_memory}. CCE with `torch.compile` takes {compiled} and {compiled_memory}, and CCE with
+filtered gradients needs the least memory, {filtered_memory} in {filtered}. These and eager PyTorch round the logits to 16 bits: their largest gradient error
+is {their_error}, ours {our_error}. Memory is the peak beyond the inputs. Every implementation was checked against float64 first.
+Measured on {record["date"]} with torch {record["machine"]["torch"]} and Triton {versions["triton"]}."""
+    path = folder / README_MACHINE / "plots" / "readme.svg"
+    link = Path(os.path.relpath(path, README.parent)).as_posix()
+    alternative = (
+        "Bar charts of time and memory of each implementation, from hidden states and from logits"
+    )
+    return f"![{alternative}]({link})\n\n{text}"
+
+
 # ---- the front: what a user asks first, then the strongest and the weakest cell
 
 
@@ -247,10 +296,11 @@ def front(folder: Path) -> str:
         EAGER,
         "speed-up",
     ]
-    links = [picture(folder, machine, "front", README) for machine in of_machines]
-    without = [] if machines(folder, "cuda") else [gpus(folder, README)]
-    table, origin = render([head, *lines], markdown=True), "\n".join(dict.fromkeys(sources))
-    return "\n\n".join([table, origin, *filter(None, links), *without])
+    links = [picture(folder, machine, "front", FIGURES) for machine in of_machines]
+    without = [] if machines(folder, "cuda") else [gpus(folder, FIGURES)]
+    table = render([head, *lines], markdown=True)
+    note, *origins = dict.fromkeys(sources)
+    return "\n\n".join([table, note, "\n".join(origins), *filter(None, links), *without])
 
 
 def _cost(row: Row) -> str:
@@ -302,13 +352,13 @@ def pictures(folder: Path, device: str = "cpu", page: Path = FIGURES) -> str:
 def gpus(folder: Path, page: Path = FIGURES) -> str:
     """Both contracts on every GPU that was measured."""
     if not machines(folder, "cuda"):
-        guide = Path(os.path.relpath(DOCS / "gpu.md", page.parent)).as_posix()
+        guide = Path(os.path.relpath(GUIDE, page.parent)).as_posix()
         return (
             "**No GPU has run this package yet: its compiled kernels run in the tests, in an"
             " emulator of their PTX, which shows neither the last compile step, nor the order of"
             " memory that the hardware keeps, nor any time.** `python3 -m benchmarks.gpu_kit --out"
             " DIR` checks, tunes and measures all of this on one, in four calls of ten minutes:"
-            f" [docs/gpu.md]({guide})."
+            f" [benchmarks/README.md]({guide})."
         )
     tables = [f"**{SUITES[suite].title}.** {figures(folder, suite, 'cuda')}" for suite in ASKED]
     return "\n\n".join([*tables, pictures(folder, "cuda", page)])
@@ -358,7 +408,7 @@ def blocks(folder: Path = RESULTS) -> dict[Path, dict[str, str]]:
         "Jensen-Shannon": "divergence-jsd",
     }
     return {
-        README: {"front": front(folder), "presets_by_surrogate": presets_by_surrogate()},
+        README: {"figure": readme_figure(folder)},
         DOCS / "objectives.md": {"presets": presets()},
         DOCS / "divergences.md": {
             "divergences_cpu": "\n\n".join(
@@ -367,9 +417,10 @@ def blocks(folder: Path = RESULTS) -> dict[Path, dict[str, str]]:
             "logits_divergence_cpu": figures(folder, "logits-divergence"),
         },
         FIGURES: {
+            "front": front(folder),
             **{
                 f"{suite.replace('-', '_')}_cpu": figures(folder, suite)
-                for suite in ("logits", "hidden", "cross-entropy", "kept")
+                for suite in ("logits", "hidden", "kept")
             },
             "plots_cpu": pictures(folder),
             "gpus": gpus(folder),
@@ -377,13 +428,14 @@ def blocks(folder: Path = RESULTS) -> dict[Path, dict[str, str]]:
         ROOT / "grpo_kernels" / "integrations" / "README.md": {
             "swaps": swapped(results.load(swaps.FILE))
         },
-        DOCS / "gpu.md": {"budgets": render(budgets(), markdown=True)},
+        GUIDE: {"budgets": render(budgets(), markdown=True)},
     }
 
 
-INTRODUCTION = f"""# Results
+INTRODUCTION = f"""# All results
 
 Generated by `{COMMAND}` from the files in `results/`; `python -m benchmarks` measures them.
+[docs/benchmarks.md](../docs/benchmarks.md) has a selection and says how to read it.
 
 All contenders of a table run interleaved in one process, each checked against float64 first: implementations that fail the
 check are not timed. `ms` is the median of `runs`, `p20` and `p80` are quantiles. The limit is what the hardware needs for the

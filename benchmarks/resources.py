@@ -8,7 +8,7 @@ assembly). Exits with 1 when a budget (see `broken`) is exceeded. Nothing is tim
 logit are counted in the machine code of the loops over a row, see `benchmarks/assembly.py`; not
 those of `scale_` and of the products over slots, whose loops do more. Run it with each version of
 Triton that is supported, because they order loads differently. `--write` saves the outcome of the
-budgets in results/budgets.json, for docs/gpu.md.
+budgets in results/budgets.json, for benchmarks/README.md.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ OUTSIDE = {
     "trainers.md": "grpo_kernels/integrations/README.md",
     "needs.md": "tests/README.md",
     "results.md": "benchmarks/RESULTS.md",
+    "benchmarking.md": "benchmarks/README.md",
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
 }

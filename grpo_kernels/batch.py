@@ -160,7 +160,7 @@ class TokenBatch(Checked):
     rows         integer, the shape of targets: the flat row of the logits (or hidden states), which
                  then have any shape in front, that predicts each token; None = row i predicts
                  targets[i]. Several tokens may share a row, as those of rollouts with a common
-                 prefix do; everything else of the batch goes by tokens. See docs/trees.md.
+                 prefix do; everything else of the batch goes by tokens. See docs/listed_ids.md.
 
     With a context_group, the tokens' losses of all ranks add up to those of the whole sequences,
     and so do gradients. What needs a sequence costs an all-reduce of B numbers: its length (once a

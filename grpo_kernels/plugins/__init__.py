@@ -1,5 +1,5 @@
 """Plugins that a trainer's configuration names, so that none of its code has to change; see
-docs/adoption.md.
+grpo_kernels/integrations/README.md.
 
 Importing other modules of this package changes nothing in a trainer. Importing a plugin does, or
 the trainer calls the plugin's function when it starts: naming it in the configuration asks for

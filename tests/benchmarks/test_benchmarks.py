@@ -6,6 +6,7 @@ something else. Shapes are tiny, and torch.compile runs in eager mode.
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 import subprocess
@@ -658,4 +659,30 @@ def test_pages_and_pictures_show_what_was_measured(monkeypatch):
     plots = pytest.importorskip("benchmarks.plots", reason="matplotlib is not installed")
     assert len(plots.pictures(RESULTS)) > 15 and report.stale() == []
     monkeypatch.setattr(report, "front", lambda folder: "")
-    assert report.stale() == [report.README]
+    assert report.stale() == [report.FIGURES]
+
+
+def test_the_readme_shows_the_result_files(monkeypatch):
+    """Its figure has every correct contender of both cells and no variant of ours, and changes with
+    the numbers.
+    """
+    plots = pytest.importorskip("benchmarks.plots", reason="matplotlib is not installed")
+    hidden_time, hidden_memory, logits_time, _ = plots.of_readme(RESULTS)["panels"]
+    names = [name for name, _, _ in hidden_time["bars"]]
+    assert names == [name for name, _, _ in hidden_memory["bars"]] and len(names) > 8
+    assert {"eager PyTorch", "Fast-LLM kernel", "TRL fused head", OURS} <= {*names}
+    assert not [x for x in names if "backend" in x or "upstream" in x]
+    record = results.load(RESULTS / report.README_MACHINE / "hidden.json")
+    times = {row["name"]: row["ms"] for row in record["cells"][0]["providers"] if "ms" in row}
+    shown = {name: value for name, value, _ in hidden_time["bars"]}
+    assert shown[OURS] == pytest.approx(times[OURS], rel=1e-3)
+    assert all("log scale" in panel["x"] for panel in (hidden_time, logits_time))
+    assert "GB" in hidden_memory["x"]
+
+    slower = copy.deepcopy(report.readme_cells(RESULTS))
+    for row in slower["hidden"][2]:
+        row["ms"] *= 2
+    for module in (report, plots):
+        monkeypatch.setattr(module, "readme_cells", lambda folder: slower)
+    changed = report.stale()
+    assert report.README in changed and any(path.name == "readme.svg" for path in changed)

@@ -462,7 +462,7 @@ WITHOUT_A_GPU = {
 
 @pytest.mark.slow
 def test_rehearsal_of_everything(tmp_path):
-    """The calls of docs/gpu.md in turn, each from the results of the one before and with an empty
+    """The calls of benchmarks/README.md in turn, each from the results of the one before and with an empty
     work folder, as on a machine that keeps nothing. With the versions of such a machine: in an
     environment that has them.
     """

@@ -7,7 +7,7 @@ tests/support/ptx:
 By the Triton that is installed, and by 3.6 from a folder (`pip install --no-deps --target FOLDER
 triton==3.6.0`), for each target, with warps in their order, reversed, and shuffled by a seed. Each
 run goes into benchmarks/results/compiled.json as soon as it has passed, and takes the place of
-those of other kernels: the file has runs of one source. The table of docs/gpu.md is made of it;
+those of other kernels: the file has runs of one source. The table of benchmarks/README.md is made of it;
 `--page`: without a run.
 """
 
@@ -26,8 +26,8 @@ from benchmarks.results import load, save  # noqa: E402
 from benchmarks.tables import render, replace_block  # noqa: E402
 from support.ptx.runs import ORDERS, TARGETS, all_cases  # noqa: E402
 
-FILE, PAGE = ROOT / "benchmarks" / "results" / "compiled.json", ROOT / "docs" / "gpu.md"
-KERNELS = ROOT / "grpo_kernels" / "rows" / "backends" / "triton"
+FILE, PAGE = ROOT / "benchmarks" / "results" / "compiled.json", ROOT / "benchmarks" / "README.md"
+KERNELS = ROOT / "grpo_kernels" / "core" / "backends" / "triton"
 COMMAND = "python tests/repository/compiled.py"
 
 

@@ -4,7 +4,7 @@ adapter declares; with `--write` the new lines go there too, those of today besi
 
 An environment: an sdist is made from the checkout and a wheel from the sdist; the wheel goes into a virtual environment that holds
 torch, the test runner and nothing else, and the tests run against it from a folder without the package's source, but for those
-about this repository. `doctor` must find nothing to repair with the C++ module, and the README's first example must run. `pip`'s
+about this repository. `doctor` must find nothing to repair with the C++ module, and the example of the quickstart must run. `pip`'s
 own settings (PIP_INDEX_URL, ...) decide whether torch is a CPU build.
 
 A trainer: a folder that holds one version of one package, as `pip install --no-deps --target FOLDER NAME==VERSION` makes it, or a
@@ -165,12 +165,12 @@ def version(name):
 assert metadata.version("grpo_kernels") == grpo_kernels.__version__
 print(grpo_kernels.__file__, platform.python_version(), *map(version, ("torch", "triton", "numpy")), sep="\\n")
 """
-#: The README's first example, from the folder of the tests.
+#: The example of the quickstart, from the folder of the tests.
 EXAMPLE = """
 import sys
 sys.path.insert(0, "tests")
-from support.pages import README, examples
-exec(examples(README)[0].code)
+from support.pages import QUICKSTART, examples
+exec(examples(QUICKSTART)[0].code)
 """
 
 
@@ -466,17 +466,23 @@ def environments(lines: Iterable[tuple[str, Fields]]) -> str:
 
 
 def trainers(lines: Iterable[tuple[str, Fields]]) -> str:
-    """By trainer, from its newest version to its oldest."""
+    """By trainer, from its newest version to its oldest. Versions with one result share a row."""
     newest_first = sorted(lines, key=lambda line: numbers(line[1]["version"]), reverse=True)
     found = sorted(newest_first, key=lambda line: line[1]["trainer"].lower())
-    rows = [["trainer", "what ran", "result", "beside", "date"]]
-    return text_of(
-        rows
-        + [
-            [f"{c['trainer']} {c['version']}", c["ran"], c["result"], c["beside"], c["date"]]
-            for _, c in found
-        ]
-    )
+    groups: dict[tuple[str, ...], list[Fields]] = {}
+    for _, c in found:
+        outcome, _, _ = c["result"].partition(re.search(r"; \S+ apart$|$", c["result"])[0] or "\0")
+        groups.setdefault((c["trainer"], c["ran"], outcome, c["beside"]), []).append(c)
+    rows = [["trainer", "versions", "what ran", "result", "beside", "dates"]]
+    for (trainer, ran, outcome, beside), members in groups.items():
+        apart = [float(x) for c in members for x in re.findall(r"(\S+) apart$", c["result"])]
+        result = f"{outcome}; at most {max(apart):.1e} apart" if apart else outcome
+        dates = sorted({c["date"] for c in members})
+        versions = ", ".join(c["version"] for c in members)
+        rows.append(
+            [trainer, versions, ran, result, beside, " to ".join({dates[0]: 0, dates[-1]: 0})]
+        )
+    return text_of(rows)
 
 
 def text_of(rows: list[list[str]]) -> str:
@@ -523,8 +529,10 @@ def blocks() -> dict[Path, dict[str, str]]:
             "environments": environments(record["environments"].items()),
             "trainers": trainers(record["trainers"].items()),
         },
-        ROOT / "grpo_kernels" / "integrations" / "README.md": {"adapters": declared()},
-        ROOT / "docs" / "adoption.md": {"configured": configured()},
+        ROOT / "grpo_kernels" / "integrations" / "README.md": {
+            "adapters": declared(),
+            "configured": configured(),
+        },
     }
 
 

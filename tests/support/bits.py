@@ -30,7 +30,7 @@ def snapshot(**tensors: Tensor | None) -> Callable[[], None]:
     return check
 
 
-#: Errors against float64 that checks have seen, for the table of docs/gpu.md.
+#: Errors against float64 that checks have seen, for the table of benchmarks/README.md.
 LARGEST: dict[str, float] = {}
 
 

@@ -15,6 +15,7 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
+QUICKSTART = ROOT / "docs" / "quickstart.md"
 #: Pages with examples.
 EXAMPLES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 REFERENCE = sorted((ROOT / "docs" / "api").glob("*.md"))
