@@ -38,7 +38,7 @@ from grpo_kernels.core.softmax import (
 )
 from grpo_kernels.formulas.filters import EntropyFloor
 from grpo_kernels.formulas.kl import ESTIMATORS, WEIGHTINGS, Kl
-from grpo_kernels.formulas.token_loss import TokenInputs
+from grpo_kernels.formulas.token_inputs import TokenInputs
 from grpo_kernels.objective import PRESETS, Objective
 
 KERNELS = backend.Kernels()
@@ -347,7 +347,7 @@ def token_inputs(
     batch = TokenBatch(
         targets, zeros, **{name: x for name, x in optional.items() if name != without}
     )
-    return objective.token_inputs(batch, normalizer=1.0)[offset:]
+    return objective.token_inputs(batch, normalizer=1.0).select(slice(offset, None))
 
 
 def _objectives() -> dict[str, Objective]:
@@ -376,7 +376,7 @@ def _objectives() -> dict[str, Objective]:
     # only the first is kept.
     distinct = {
         (
-            *o.formula.chosen.values(),
+            *o.formula.functions.values(),
             o.beta != 0,
             o.kl_spec.clamps is None,
             o.filters == (),

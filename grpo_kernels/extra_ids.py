@@ -33,8 +33,8 @@ from torch import Tensor
 from .checks import check_named
 from .core.autograd import apply_function
 from .core.sources import Reference, RowSource
+from .formulas.extra_id_terms import LEAST_OUTSIDE, ExtraIdTerms
 from .formulas.ops import times
-from .formulas.token_loss import LEAST_OUTSIDE, ExtraIdTerms
 from .segments import Segments, find_largest, replace_values, subtract_largest
 from .token_sets import TokenSets, check_sets
 
@@ -272,14 +272,14 @@ def auxiliary_loss(terms: ExtraIdTerms, extra_logps: Tensor, advantages: Tensor)
                   gradient 0 gives its ids the gradient 0, even if a derivative is infinite or NaN.
     """
     logps = extra_logps.detach()
-    token_of_id = terms.rows
-    result = terms.of(logps, advantages)
-    gradients = result.slopes
-    if result.outside is not None:
+    token_of_id = terms.token_of_id()
+    result = terms.compute(logps, advantages)
+    gradients = result.grad_logps
+    if result.grad_outside is not None:
         # d log P = -sum_v p_v / P d log p_v over the further ids v.
-        factor = result.outside / prob_outside(logps, terms.offsets)
+        factor = result.grad_outside / prob_outside(logps, terms.offsets)
         gradients = gradients - factor[token_of_id] * logps.exp()
-    return apply_function(_AuxiliaryLoss, extra_logps, result.term, gradients, token_of_id)
+    return apply_function(_AuxiliaryLoss, extra_logps, result.losses, gradients, token_of_id)
 
 
 def prob_outside(logps: Tensor, offsets: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from .batch import TokenBatch
 from .checks import require, values_are_checked
 from .core.backends import is_strict
-from .formulas.token_loss import TokenInputs
+from .formulas.token_inputs import TokenInputs
 from .loss_output import LossOutput
 from .objective import Objective
 from .options import Options

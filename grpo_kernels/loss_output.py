@@ -14,7 +14,7 @@ from torch import Tensor
 from .batch import TokenBatch
 from .checks import describe, near_name, nearest
 from .formulas.ops import bounded_exp
-from .formulas.token_loss import TokenInputs
+from .formulas.token_inputs import TokenInputs
 from .objective import Objective
 from .set_alignment import warn_of_misaligned_sets
 

@@ -39,7 +39,8 @@ from .core.sources import GivenLogits, KnownOrder, ProjectedLogits, Reference
 from .divergences import reference_divergence_over_candidates
 from .extra_ids import auxiliary_loss as auxiliary_loss_of_ids
 from .formulas.ops import times
-from .formulas.token_loss import TokenInputs, TokenLosses
+from .formulas.token_inputs import TokenInputs
+from .formulas.token_loss import TokenLosses
 from .inputs import RowLayout, RowSource, make_reference
 from .logprobs import (
     TEACHER_WITH_SETS,

@@ -31,6 +31,7 @@ from .checks import (
     values_are_checked,
 )
 from .formulas.divergence import Exact
+from .formulas.extra_id_terms import ExtraIdFunction, ExtraIdTerms, logp_term, prob_term
 from .formulas.filters import (
     TRUST_REGIONS,
     EntropyFloor,
@@ -39,8 +40,8 @@ from .formulas.filters import (
     TrustRegion,
     check_filters,
 )
+from .formulas.formula_keys import is_own
 from .formulas.kl import Kl, as_kl, kl_terms
-from .formulas.program import is_own
 from .formulas.surrogates import (
     LEVELS,
     A2po,
@@ -58,16 +59,14 @@ from .formulas.surrogates import (
     Vespo,
     check_log_ratio_bounds,
 )  # fmt: skip
+from .formulas.token_inputs import TokenInputs
 from .formulas.token_loss import (
-    ExtraIdFunction,
-    ExtraIdTerms,
-    TokenFormula,
-    TokenInputs,
+    FormulaFunctions,
+    FormulaNumbers,
+    ObjectiveFormula,
     TokenLosses,
     TokenLossFormula,
-    logp_term,
-    prob_term,
-    ratio_of_kl,
+    log_ratio_of_kl,
 )
 
 F = TypeVar("F", bound=Filter)
@@ -521,189 +520,215 @@ class Objective(Checked):
             **given,
         )
 
-    # ---- the token stage
+    # ---- the loss of tokens
 
     @property
-    def formula(self) -> TokenFormula:
-        """What is computed for each token. Made once for an objective whose terms cannot change."""
-        known: TokenFormula | None = self.__dict__.get("_formula")
-        if known is None:
-            known = self._made_formula()
+    def formula(self) -> ObjectiveFormula:
+        """The loss of a token. It is made once, unless functions of the user may change it."""
+        formula: ObjectiveFormula | None = self.__dict__.get("_formula")
+        if formula is None:
+            formula = self._make_formula()
             if self.__dict__.get("_fixed") and not torch.compiler.is_compiling():
-                self.__dict__["_formula"] = known
-        return known
+                self.__dict__["_formula"] = formula
+        return formula
 
-    def _made_formula(self) -> TokenFormula:
-        trust, floor = self.filter(TrustRegion), self.filter(EntropyFloor)
-        kl, params = self.kl_spec if self.beta else NO_KL, self.surrogate.params
+    def _make_formula(self) -> ObjectiveFormula:
+        """Collect the functions and numbers of the loss of a token."""
+        surrogate = self.surrogate
+        params = surrogate.params
         if not torch.compiler.is_compiling() and any(math.isnan(x) for x in params):
-            name = getattr(self.surrogate.function, "__qualname__", repr(self.surrogate))
+            name = getattr(surrogate.function, "__qualname__", repr(surrogate))
             raise ValueError(
                 f"the parameters of {name} are {params}: a NaN among them would make the loss one."
             )
-        chosen = {
-            "SURROGATE": self.surrogate.formula,
-            "DETACHED": self.surrogate.detached_ratio,
-            "LEVEL": self.level,
-            "TRUST": None if trust is None else TRUST_REGIONS[trust.kind],
-            **kl.formula,
-        }
-        numbers = {
-            "surrogate_params": params,
-            "trust_params": () if trust is None else trust.params,
-            "entropy_floor": None if floor is None else (float(floor.threshold),),
-            "ratio_bounds": (
-                None if self.log_ratio_bounds is None else tuple(map(float, self.log_ratio_bounds))
-            ),
-            "kl_clamps": self.kl_spec.clamps if self.beta else None,
-        }
-        return TokenFormula(chosen, numbers)
+        trust = self.filter(TrustRegion)
+        floor = self.filter(EntropyFloor)
+        bounds = self.log_ratio_bounds
+        kl = self.kl_spec if self.beta else NO_KL
+        functions = FormulaFunctions(
+            surrogate=surrogate.formula,
+            ratio_is_detached=surrogate.detached_ratio,
+            level=self.level,
+            trust_region=None if trust is None else TRUST_REGIONS[trust.kind],
+            kl=kl.formula,
+        )
+        numbers = FormulaNumbers(
+            surrogate_params=params,
+            trust_params=() if trust is None else trust.params,
+            entropy_floor=None if floor is None else (float(floor.threshold),),
+            ratio_bounds=None if bounds is None else (float(bounds[0]), float(bounds[1])),
+            kl_clamps=kl.clamps if self.beta else None,
+        )
+        return ObjectiveFormula(functions, numbers)
 
-    def loss_formula(self, rows: TokenInputs) -> TokenLossFormula:
-        """The token stage of an objective of one pass, for the kernels.
+    def loss_formula(self, inputs: TokenInputs) -> TokenLossFormula:
+        """Return the loss of tokens as the kernels receive it.
 
-        `rows`: what `token_inputs` returned, or some of it.
+        The gradient must be per token. `inputs` is what `token_inputs` returned, or a part of it.
         """
-        return TokenLossFormula(self.formula, rows)
+        return TokenLossFormula(self.formula, inputs)
 
     def extra_id_terms(self, batch: TokenBatch) -> ExtraIdTerms:
-        """The terms of a batch, which lists ids, in the log-probs of these."""
+        """Return the functions of the extra ids of a batch, which must have such ids."""
         assert batch.extra_ids is not None
-        parts = ((self.listed or logp_term, batch.logp_terms), (prob_term, batch.prob_terms))
-        values = (
-            (function, of.values)
-            for function, of in parts
-            if of is not None and of.values is not None
-        )
-        return ExtraIdTerms(
-            tuple((function, x.detach().float()) for function, x in values), batch.extra_ids.offsets
-        )
+        parts: list[tuple[ExtraIdFunction, Tensor]] = []
+        for function, sets in (
+            (self.listed or logp_term, batch.logp_terms),
+            (prob_term, batch.prob_terms),
+        ):
+            if sets is not None and sets.values is not None:
+                parts.append((function, sets.values.detach().float()))
+        return ExtraIdTerms(tuple(parts), batch.extra_ids.offsets)
 
     def token_losses(
         self,
         logps: Tensor,
         entropy: Tensor | None,
-        rows: TokenInputs,
+        inputs: TokenInputs,
         batch: TokenBatch | None = None,
         log_ratio: Tensor | None = None,
         auxiliary_loss: Tensor | None = None,
     ) -> TokenLosses:
-        """Losses and slopes of flat rows: sum(losses) is the loss.
+        """Compute the loss of each token and its gradients. The sum of the losses is the loss.
 
-        logps and entropy are fp32 [n], exactly 0 where masked. `batch` supplies the sequences; a
-        one-pass objective does not need it and can take any slice of rows. `log_ratio`: the result
-        of the method of that name, if the caller has it. `auxiliary_loss` fp32 [n]: each row's
-        terms in the log-probs of listed ids.
+        logps, entropy   fp32 [num_tokens], exactly 0 in masked tokens
+        inputs           of these tokens
+        batch            the batch of the tokens, for its sequences. An objective whose gradient is
+                         per token does not need it, and takes any part of the tokens.
+        log_ratio        what `log_ratio` returns, if the caller has computed it
+        auxiliary_loss   fp32 [num_tokens], the terms of extra ids
         """
-        if self.gradient_is_per_token:
-            return self.loss_formula(rows).compute(logps, entropy, auxiliary_loss)
-        assert batch is not None
-        x = self.log_ratio(logps, rows, batch) if log_ratio is None else log_ratio
-        rows = self._filtered(logps, entropy, rows, batch)
-        formula, given = (
-            self.formula,
-            {
-                "logps": logps,
-                "entropy": entropy,
-                "auxiliary_loss": auxiliary_loss,
-                **rows.program_inputs(),
-            },
-        )
-        params = formula.numbers["surrogate_params"]
-        if self.surrogate.selects:
-            old = logps if rows.old_logps is None else rows.old_logps
-            params = (*params, self.surrogate.select(logps, old, rows.advantages, rows.mask))
-        losses, grad_logps, d_ratio, grad_entropy, grad_auxiliary_loss = formula.terms(
-            given, x, surrogate_params=params
-        )
+        formula = self.formula
+        if not self.gradient_is_per_token:
+            assert batch is not None
+            if log_ratio is None:
+                log_ratio = self.log_ratio(logps, inputs, batch)
+            inputs = self._apply_filters(logps, entropy, inputs, batch)
+            if self.surrogate.selects:
+                formula = self._with_selection(formula, logps, inputs)
+        named = {"logps": logps, "entropy": entropy, "auxiliary_loss": auxiliary_loss}
+        losses = formula.compute({**named, **inputs.program_inputs()}, log_ratio)
+        if not self.needs_entropy:
+            losses = losses._replace(grad_entropy=None)
         if self.through_sequence:
-            # The log-ratio is a mean or sum over tokens: its slope goes back to these tokens.
-            d_ratio = torch.where(rows.mask, self._over_sequences(d_ratio, batch), 0.0)
-            grad_logps = (
-                grad_logps
-                + d_ratio
-                * self.surrogate.in_sequence(_own_log_ratio(logps, rows), rows.advantages)[1]
+            assert batch is not None
+            grad_logps = self._gradient_through_sequence(
+                losses.grad_log_ratios, logps, inputs, batch
             )
-        return TokenLosses(
-            losses, grad_logps, grad_entropy if self.needs_entropy else None, grad_auxiliary_loss
-        )
+            losses = losses._replace(grad_logps=losses.grad_logps + grad_logps)
+        return losses
 
-    def log_ratio(self, logps: Tensor, rows: TokenInputs, batch: TokenBatch) -> Tensor:
-        """logp - old_logp at this objective's level, fp32 [n]: per token, or the mean or sum over
-        the sequence's trained tokens. `logps` fp32 [n] of `rows`, the flat rows of `batch`.
+    def _with_selection(
+        self, formula: ObjectiveFormula, logps: Tensor, inputs: TokenInputs
+    ) -> ObjectiveFormula:
+        """Return the formula with the tokens that the surrogate selects as its last parameter."""
+        old_logps = logps if inputs.old_logps is None else inputs.old_logps
+        selected = self.surrogate.select(logps, old_logps, inputs.advantages, inputs.mask)
+        return formula.with_surrogate_params((*formula.numbers.surrogate_params, selected))
+
+    def _gradient_through_sequence(
+        self, grad_log_ratios: Tensor, logps: Tensor, inputs: TokenInputs, batch: TokenBatch
+    ) -> Tensor:
+        """Return the gradient of log-probs from that of the log-ratio of each token's sequence.
+
+        The log-ratio is a mean or a sum over tokens, so its gradient reaches all of them.
         """
-        x = _own_log_ratio(logps, rows)
+        grads = self._reduce_over_sequences(grad_log_ratios, batch)
+        grads = torch.where(inputs.mask, grads, 0.0)
+        own_log_ratios = _own_log_ratios(logps, inputs)
+        _, derivative = self.surrogate.in_sequence(own_log_ratios, inputs.advantages)
+        return grads * derivative
+
+    def log_ratio(self, logps: Tensor, inputs: TokenInputs, batch: TokenBatch) -> Tensor:
+        """Return logp - old_logp at the level of the objective, fp32 [num_tokens].
+
+        That is the log-ratio of each token, or the mean or sum over the trained tokens of its
+        sequence. logps is fp32 [num_tokens], `inputs` and `batch` are of the same tokens.
+        """
+        log_ratios = _own_log_ratios(logps, inputs)
         if self.level == "token":
-            return x
-        x = self.surrogate.in_sequence(x, rows.advantages)[0]
-        if self.surrogate.absorbs_weights and rows.weights is not None:
+            return log_ratios
+        log_ratios, _ = self.surrogate.in_sequence(log_ratios, inputs.advantages)
+        if self.surrogate.absorbs_weights and inputs.weights is not None:
+            log_weights = inputs.weights.abs().log().clamp(*LOG_WEIGHT_BOUNDS)
             # A weight of 0 leaves out its token, and does not change the ratio of the sequence.
-            x = x + torch.where(
-                rows.weights == 0, 0.0, rows.weights.abs().log().clamp(-18.420680743952367, 20.0)
-            )
-        return self._over_sequences(torch.where(rows.mask, x, 0.0), batch)
+            log_ratios = log_ratios + torch.where(inputs.weights == 0, 0.0, log_weights)
+        return self._reduce_over_sequences(torch.where(inputs.mask, log_ratios, 0.0), batch)
 
     def kl_terms(
-        self, logps: Tensor, rows: TokenInputs, log_ratio: Tensor
+        self, logps: Tensor, inputs: TokenInputs, log_ratio: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The KL term of flat rows as `kl.kl_terms` has it, fp32 [n] each, the value first. `logps`
-        fp32 [n] of `rows`; `log_ratio`: what the method of that name returns.
+        """Return the KL estimate and its derivatives, fp32 [num_tokens] each (`kl.kl_terms`).
+
+        logps       fp32 [num_tokens]
+        log_ratio   what the method of that name returns
         """
-        old = logps if rows.old_logps is None else rows.old_logps
-        ratio = ratio_of_kl(log_ratio, logps - old, self.level)
-        return kl_terms(
-            logps, old, rows.ref_logps, ratio, self.kl_spec.clamps, **self.kl_spec.formula
-        )
+        old_logps = logps if inputs.old_logps is None else inputs.old_logps
+        log_ratio = log_ratio_of_kl(log_ratio, logps - old_logps, self.level)
+        kl = self.kl_spec
+        return kl_terms(logps, old_logps, inputs.ref_logps, log_ratio, kl.clamps, **kl.formula)
 
-    def _over_sequences(self, x: Tensor, batch: TokenBatch) -> Tensor:
-        """fp32 [n]:
+    def _reduce_over_sequences(self, x: Tensor, batch: TokenBatch) -> Tensor:
+        """Return the mean or sum of x over the sequence of each token, fp32 [num_tokens].
 
-        the sum of x over its sequence at level "sequence-sum", over the number of trained tokens at
-        the others.
+        It is the sum at level "sequence-sum", otherwise the mean over the trained tokens. x is
+        [num_tokens], 0 in masked tokens.
         """
         total = batch.sequence_sum(x)
-        return batch.spread(
-            total if self.level == "sequence-sum" else total / batch.lengths.clamp(min=1.0)
-        ).float()
+        if self.level != "sequence-sum":
+            total = total / batch.lengths.clamp(min=1.0)
+        return batch.spread(total).float()
 
-    def _filtered(
-        self, logps: Tensor, entropy: Tensor | None, rows: TokenInputs, batch: TokenBatch
+    def _apply_filters(
+        self, logps: Tensor, entropy: Tensor | None, inputs: TokenInputs, batch: TokenBatch
     ) -> TokenInputs:
-        """The rows, with weights of 0 where a filter that needs the whole batch leaves a token out,
-        and of NaN where a filter of entropy keeps a token whose entropy is NaN.
+        """Return the inputs with weight 0 for the tokens that filters of the batch drop.
+
+        A token that a filter of entropy keeps although its entropy is NaN gets the weight NaN.
+        `token_loss` computes the filters that decide per token.
         """
         for f in self.filters:
-            if f.is_per_token:  # `token_loss` does
+            if f.is_per_token:
                 continue
-            keep = f.keep(logps, entropy, rows, batch)
-            policy_weight = torch.where(keep, rows.policy_weight, 0.0)
+            keep = f.keep(logps, entropy, inputs, batch)
+            policy_weight = torch.where(keep, inputs.policy_weight, 0.0)
             if f.filters_entropy and entropy is not None:
-                policy_weight = torch.where(
-                    entropy.isnan() & (policy_weight != 0), entropy, policy_weight
-                )
-            rows = replace(rows, policy_weight=policy_weight)
-            if f.filters_entropy and rows.entropy_weight is not None:
-                narrowed = torch.where(keep, rows.entropy_weight, 0.0)
-                if self.entropy_aggregate == "token-mean":
-                    # The mean is over the tokens that are kept, over all ranks of a sequence but in
-                    # this batch only.
-                    sums = torch.stack(
-                        [x.sum(dtype=torch.float64) for x in (narrowed, rows.entropy_weight)]
-                    )
-                    sums = batch.over_context(sums)
-                    narrowed = narrowed * torch.where(sums[0] == 0, 0.0, sums[1] / sums[0]).float()
-                rows = replace(rows, entropy_weight=narrowed)
-        return rows
+                is_unknown = entropy.isnan() & (policy_weight != 0)
+                policy_weight = torch.where(is_unknown, entropy, policy_weight)
+            inputs = replace(inputs, policy_weight=policy_weight)
+            if f.filters_entropy and inputs.entropy_weight is not None:
+                entropy_weight = self._filter_entropy_weight(inputs.entropy_weight, keep, batch)
+                inputs = replace(inputs, entropy_weight=entropy_weight)
+        return inputs
+
+    def _filter_entropy_weight(
+        self, entropy_weight: Tensor, keep: Tensor, batch: TokenBatch
+    ) -> Tensor:
+        """Return the weight of the entropy bonus, 0 where bool [num_tokens] `keep` is False.
+
+        With entropy_aggregate="token-mean" the mean is over the tokens that are kept. Ranks that
+        share sequences count them together, but several batches do not.
+        """
+        kept_weight = torch.where(keep, entropy_weight, 0.0)
+        if self.entropy_aggregate != "token-mean":
+            return kept_weight
+        sums = [x.sum(dtype=torch.float64) for x in (kept_weight, entropy_weight)]
+        kept_sum, total = batch.over_context(torch.stack(sums)).unbind()
+        return kept_weight * torch.where(kept_sum == 0, 0.0, total / kept_sum).float()
 
 
-#: What an objective without a KL has at compile time: one kernel serves all of them.
+#: The KL of an objective without one, so that all of these objectives share a compiled formula.
 NO_KL = Kl()
+#: Bounds of the log of a batch's weight in the ratio of a sequence: log 1e-8, and 20 as for ratios.
+LOG_WEIGHT_BOUNDS = (-18.420680743952367, 20.0)
 
 
-def _own_log_ratio(logps: Tensor, rows: TokenInputs) -> Tensor:
-    return (
-        torch.where(logps.isnan(), logps, 0.0) if rows.old_logps is None else logps - rows.old_logps
-    )
+def _own_log_ratios(logps: Tensor, inputs: TokenInputs) -> Tensor:
+    """Return logp - old_logp of each token: if on-policy 0, and NaN where logp is NaN."""
+    if inputs.old_logps is None:
+        # logp - logp would also be NaN for an infinite logp.
+        return torch.where(logps.isnan(), logps, 0.0)
+    return logps - inputs.old_logps
 
 
 # ---- published objectives, and the constants with which trainers compute them

@@ -1,6 +1,6 @@
 """Score centering:
 
-the terms at listed ids (see token_loss.py) that take the drift of a sampler out of a gradient.
+the terms at listed ids (see extra_id_terms.py) that take the drift of a sampler out of a gradient.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..checks import Checked, require
+from .extra_id_terms import LEAST_OUTSIDE, logp_term, probability_outside
 from .filters import TrustRegion
 from .surrogates import PolicyGradient, Surrogate
-from .token_loss import LEAST_OUTSIDE, logp_term, probability_outside
 
 #: How much lower the log-probs of a tail's ids are than the ratio that stands for all of them.
 RARE = 40.0

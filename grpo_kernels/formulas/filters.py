@@ -31,7 +31,8 @@ from ..batch import TokenBatch
 from ..checks import LARGEST, Checked, require, require_one_of
 from ..rewards.entropy import SHARE, entropy_threshold
 from .ops import bounded_exp, ops
-from .token_loss import TokenInputs, below_floor
+from .token_inputs import TokenInputs
+from .token_loss import below_floor
 
 #: A ratio beyond e^60 is useless anyway, and e^60 is still finite in fp32; see ops.bounded_exp.
 BOUND = 60.0

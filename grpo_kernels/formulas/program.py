@@ -1,27 +1,27 @@
-"""Formulas for the kernels: a formula is run once with symbols in place of tensors, and what it did
-becomes a straight-line program. C++ evaluates it for one row after the other (csrc/kernels.h); for
-a GPU it is printed as a function of the fused kernel (core/backends/triton/launch.py).
+"""Formulas as straight-line programs for the kernels.
 
-A symbol is a number of a row (an input, or what follows from one), fp32, or a number of the whole
-call (a parameter, or what follows from parameters alone), which stays a Python number, as it does
-beside tensors. So a program gives what the formula gives in torch: each operation rounds alike, and
-exp, log and tanh, which no two libraries round alike, differ by their last bit.
+`Tracer` runs a formula once with symbols in place of tensors and records each operation. C++
+interprets the program for one row after the other (csrc/kernels.h). For Triton it is printed as a
+function of the fused kernel (core/backends/triton/launch.py).
+
+A symbol is either a number of a row, fp32 (an input, or what is computed from one), or a number of
+the whole call (a parameter, or what is computed from parameters alone). The latter is computed in
+Python, in float64, as it is if the formula runs on tensors. So a program gives the results of the
+formula in torch: each operation rounds alike, and only exp, log and tanh, which no two libraries
+round alike, differ in their last bit.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import dis
 import functools
-import math
 import operator
 import traceback
-import types
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .ops import ops
 
@@ -30,44 +30,81 @@ REMEDY = (
     " place of `if`), with numbers as parameters"
 )
 
-#: Functions of numbers of the call, which are computed in Python. Those of rows have the same
-#: names, see csrc/program.cpp.
-OF_NUMBERS: dict[str, Callable[..., Any]] = {
-    "neg": operator.neg, "abs": abs, "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
-    "min": min, "max": max, "lt": operator.lt, "le": operator.le, "eq": operator.eq, "ne": operator.ne,
-}  # fmt: skip
-#: The operations of rows in torch.
-OF_ROWS: dict[str, Callable[..., Any]] = {
-    **OF_NUMBERS, "min": ops.minimum, "max": ops.maximum, "exp": torch.exp, "log": torch.log, "sqrt": torch.sqrt, "tanh": torch.tanh,
-    "reciprocal": torch.reciprocal,
-    "and": lambda a, b: (a != 0) & (b != 0), "or": lambda a, b: (a != 0) | (b != 0), "not": lambda a: a == 0,
-    "where": lambda condition, a, b: torch.where(condition != 0, a, b),
-}  # fmt: skip
-#: How many operands an operation has, if not two.
-OPERANDS = {
-    **dict.fromkeys(("neg", "abs", "exp", "log", "sqrt", "tanh", "reciprocal", "not"), 1),
-    "where": 3,
+#: Operations on numbers of a call, in Python.
+NUMBER_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "neg": operator.neg,
+    "abs": abs,
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "min": min,
+    "max": max,
+    "lt": operator.lt,
+    "le": operator.le,
+    "eq": operator.eq,
+    "ne": operator.ne,
 }
+#: Operations on numbers of rows, in torch. csrc/program.cpp has the same names.
+ROW_OPERATIONS: dict[str, Callable[..., Any]] = {
+    **NUMBER_OPERATIONS,
+    "min": ops.minimum,
+    "max": ops.maximum,
+    "exp": torch.exp,
+    "log": torch.log,
+    "sqrt": torch.sqrt,
+    "tanh": torch.tanh,
+    "reciprocal": torch.reciprocal,
+    "and": lambda a, b: (a != 0) & (b != 0),
+    "or": lambda a, b: (a != 0) | (b != 0),
+    "not": lambda a: a == 0,
+    "where": lambda condition, a, b: torch.where(condition != 0, a, b),
+}
+UNARY_OPERATIONS = {"neg", "abs", "exp", "log", "sqrt", "tanh", "reciprocal", "not"}
+#: Operations whose result is a condition (for "where": if both values are conditions).
 CONDITIONS = {"lt", "le", "eq", "ne", "and", "or", "not"}
-OF_CONDITIONS = {"and", "or", "not", "where", "eq", "ne"}
+#: Operations that may have conditions as operands. The others want a number among theirs.
+TAKES_CONDITIONS = {"and", "or", "not", "where", "eq", "ne"}
+#: The functions of torch that a formula may call, by way of `ops`.
+TORCH_FUNCTIONS: dict[Callable[..., Any], str] = {
+    torch.exp: "exp",
+    torch.log: "log",
+    torch.sqrt: "sqrt",
+    torch.abs: "abs",
+    torch.where: "where",
+    torch.minimum: "min",
+    torch.maximum: "max",
+    torch.tanh: "tanh",
+}
+
+
+def num_operands(operation: str) -> int:
+    """Return how many operands an operation has."""
+    if operation == "where":
+        return 3
+    return 1 if operation in UNARY_OPERATIONS else 2
 
 
 class FormulaRefused(ValueError):
     """A formula is written in a way that a kernel cannot run."""
 
 
+# ---- programs
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Program:
-    """What `Tracer.program` makes.
+    """A straight-line program, which computes its outputs for each row from its inputs.
 
-    name      of the formulas in it.
-    inputs    the names of its inputs, in the order of their registers.
-    steps     (operation, registers a, b, c) of each instruction, 0 where it has fewer operands.
-              Registers are counted over the numbers of a call, the inputs and the instructions.
-    outputs   registers.
-    sources   (operation, places) of each number of a call: a constant, a parameter, or what follows
-              from the places of others.
-    numbers_used  the places of those that are in registers.
+    Registers are counted over the numbers of a call, then the inputs, then the instructions.
+
+    name           the formulas in it, for messages
+    inputs         names of the inputs, in the order of their registers
+    steps          (operation, registers a, b, c) of each instruction; unused operands are 0
+    outputs        registers of the outputs
+    sources        how each number of a call is computed: ("constant", (value,)), ("parameter",
+                   (index,)), or an operation with the indices of earlier numbers
+    numbers_used   which of the numbers are in registers, as indices of `sources`
     """
 
     name: str
@@ -78,75 +115,110 @@ class Program:
     numbers_used: tuple[int, ...]
 
     def numbers(self, parameters: Sequence[float]) -> list[float]:
-        """The values of the number registers in a call with these parameters."""
+        """Return the values of the number registers in a call with these parameters."""
         values: list[Any] = []
-        for what, of in self.sources:
-            if what == "constant":
-                values.append(of[0])
-            elif what == "parameter":
-                values.append(parameters[of[0]])
+        for source, operands in self.sources:
+            if source == "constant":
+                values.append(operands[0])
+            elif source == "parameter":
+                values.append(parameters[operands[0]])
             else:
-                values.append(OF_NUMBERS[what](*(values[i] for i in of)))
+                values.append(NUMBER_OPERATIONS[source](*(values[i] for i in operands)))
         return [float(values[i]) for i in self.numbers_used]
 
-    def __call__(
-        self, numbers: Sequence[float], inputs: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """Its outputs in torch."""
+    def __call__(self, numbers: Sequence[float], inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Run the program in torch.
+
+        numbers   values of the number registers
+        inputs    fp32 [num_rows] each
+        returns   the outputs, fp32 [num_rows] each
+        """
         registers: list[Any] = [*numbers, *inputs]
-        for operation, *of in self.steps:
-            registers.append(
-                OF_ROWS[operation](*(registers[r] for r in of[: OPERANDS.get(operation, 2)]))
-            )
+        for operation, *operands in self.steps:
+            used = operands[: num_operands(operation)]
+            registers.append(ROW_OPERATIONS[operation](*(registers[i] for i in used)))
         return [
-            torch.as_tensor(registers[r], dtype=torch.float32).expand_as(inputs[0])
-            for r in self.outputs
+            torch.as_tensor(registers[i], dtype=torch.float32).expand_as(inputs[0])
+            for i in self.outputs
         ]
 
 
-def _recorded(operation: str, swapped: bool = False) -> Callable[..., Any]:
-    """A method of symbols:
+# ---- tracing
 
-    the operation of a symbol and, where it has two operands, another number, or of these `swapped`.
-    """
 
-    def method(self: Symbol, *other: Any) -> Symbol:
-        return self.tracer.apply(operation, *(*other, self) if swapped else (self, *other))
+def _recorded(operation: str) -> Callable[..., Any]:
+    """Return a method of symbols that records an operation: self, then the other operands."""
+
+    def method(self: Symbol, *others: Any) -> Symbol:
+        return self.tracer.apply(operation, self, *others)
+
+    return method
+
+
+def _recorded_swapped(operation: str) -> Callable[..., Any]:
+    """Return a method of symbols that records a binary operation with self as second operand."""
+
+    def method(self: Symbol, other: Any) -> Symbol:
+        return self.tracer.apply(operation, other, self)
 
     return method
 
 
 class Symbol:
-    """A placeholder for a number while a formula is traced."""
+    """A placeholder for a number while a formula is traced.
 
-    __slots__ = ("condition", "in_row", "of", "operation", "tracer")
+    operation      what computes it, or "input", "parameter", "constant"
+    operands       symbols; of the last three a name, an index, a value
+    is_of_row      whether it is a number of a row, not of the whole call
+    is_condition   whether it is True or False
+    """
 
-    def __init__(self, tracer: Tracer, operation: str, of: tuple[Any, ...], in_row: bool) -> None:
-        self.tracer, self.operation, self.of, self.in_row = tracer, operation, of, in_row
-        self.condition = operation in CONDITIONS
+    __slots__ = ("is_condition", "is_of_row", "operands", "operation", "tracer")
+
+    def __init__(
+        self, tracer: Tracer, operation: str, operands: tuple[Any, ...], is_of_row: bool
+    ) -> None:
+        self.tracer = tracer
+        self.operation = operation
+        self.operands = operands
+        self.is_of_row = is_of_row
+        self.is_condition = operation in CONDITIONS
 
     __hash__ = object.__hash__
 
-    __neg__, __abs__, __invert__ = map(_recorded, ("neg", "abs", "not"))
+    __neg__ = _recorded("neg")
+    __abs__ = _recorded("abs")
+    __invert__ = _recorded("not")
     __add__ = __radd__ = _recorded("add")
     __mul__ = __rmul__ = _recorded("mul")
     __and__ = __rand__ = _recorded("and")
     __or__ = __ror__ = _recorded("or")
-    __sub__, __rsub__ = _recorded("sub"), _recorded("sub", swapped=True)
-    __truediv__, __rtruediv__ = _recorded("div"), _recorded("div", swapped=True)
-    __lt__, __gt__ = _recorded("lt"), _recorded("lt", swapped=True)
-    __le__, __ge__ = _recorded("le"), _recorded("le", swapped=True)
-    __eq__, __ne__ = _recorded("eq"), _recorded("ne")
-    # Methods of tensors that functions of `ops` stand for.
-    abs, exp, log, sqrt, tanh = map(_recorded, ("abs", "exp", "log", "sqrt", "tanh"))
+    __sub__ = _recorded("sub")
+    __rsub__ = _recorded_swapped("sub")
+    __truediv__ = _recorded("div")
+    __rtruediv__ = _recorded_swapped("div")
+    __lt__ = _recorded("lt")
+    __gt__ = _recorded_swapped("lt")
+    __le__ = _recorded("le")
+    __ge__ = _recorded_swapped("le")
+    __eq__ = _recorded("eq")
+    __ne__ = _recorded("ne")
+    # Methods of tensors with the names of functions of `ops`.
+    abs = _recorded("abs")
+    exp = _recorded("exp")
+    log = _recorded("log")
+    sqrt = _recorded("sqrt")
+    tanh = _recorded("tanh")
 
     def clamp(self, min: Any = None, max: Any = None) -> Symbol:
-        return self.tracer.clamped(self, min, max)
+        return self.tracer.clamp(self, min, max)
 
     def __pow__(self, exponent: Any) -> Symbol:
-        if exponent not in (2, 3):
-            raise FormulaRefused(f"** {exponent!r}: write products, or ops.exp and ops.log.")
-        return self * self if exponent == 2 else self * self * self
+        if exponent == 2:
+            return self * self
+        if exponent == 3:
+            return self * self * self
+        raise FormulaRefused(f"** {exponent!r}: write products, or ops.exp and ops.log.")
 
     def __bool__(self) -> bool:
         raise FormulaRefused("a branch on a value: write ops.where(condition, a, b).")
@@ -160,340 +232,253 @@ class Symbol:
     def __torch_function__(
         cls,
         function: Callable[..., Any],
-        kinds: Any,
-        given: tuple[Any, ...] = (),
-        named: dict[str, Any] | None = None,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Symbol:
-        named = dict(named or {})
-        tracer = next(x.tracer for x in (*given, *named.values()) if isinstance(x, Symbol))
+        kwargs = kwargs or {}
+        tracer = next(x.tracer for x in (*args, *kwargs.values()) if isinstance(x, Symbol))
         if function is torch.clamp:
-            return tracer.clamped(*given, **named)
-        name = OF_TORCH.get(function)
-        if name is None or named:
-            raise FormulaRefused(
-                f"torch.{getattr(function, '__name__', function)} is no operation of the kernels."
-            )
-        return tracer.apply(name, *given)
-
-
-#: The functions of torch that `ops` stands for.
-OF_TORCH: dict[Callable[..., Any], str] = {
-    torch.exp: "exp", torch.log: "log", torch.sqrt: "sqrt", torch.abs: "abs", torch.where: "where", torch.minimum: "min",
-    torch.maximum: "max", torch.tanh: "tanh",
-}  # fmt: skip
+            return tracer.clamp(*args, **kwargs)
+        operation = TORCH_FUNCTIONS.get(function)
+        if operation is None or kwargs:
+            name = getattr(function, "__name__", function)
+            raise FormulaRefused(f"torch.{name} is no operation of the kernels.")
+        return tracer.apply(operation, *args)
 
 
 class Tracer:
-    """Makes symbols, records how each is computed, and makes a program that computes the requested
-    ones.
+    """Make symbols, and programs that compute some of them.
+
+    An operation on the same operands is recorded once.
     """
 
     def __init__(self) -> None:
-        self._made: dict[Hashable, Symbol] = {}
+        self._symbols: dict[Hashable, Symbol] = {}  # in the order in which they were made
         self._inputs: dict[str, Symbol] = {}
-        self._parameters = 0
+        self._num_parameters = 0
 
     def input(self, name: str) -> Symbol:
-        self._inputs[name] = self._symbol("input", (name,), True)
+        """Return the symbol of an input, a number of each row."""
+        self._inputs[name] = self._symbol("input", (name,), is_of_row=True)
         return self._inputs[name]
 
     def parameter(self) -> Symbol:
-        self._parameters += 1
-        return self._symbol("parameter", (self._parameters - 1,), False)
+        """Return the symbol of the next parameter, a number of the call."""
+        index = self._num_parameters
+        self._num_parameters += 1
+        return self._symbol("parameter", (index,), is_of_row=False)
 
-    def _symbol(self, operation: str, of: tuple[Any, ...], in_row: bool) -> Symbol:
-        key = (operation, *(id(x) if isinstance(x, Symbol) else repr(x) for x in of))
-        return self._made.setdefault(key, Symbol(self, operation, of, in_row))
+    def _symbol(self, operation: str, operands: tuple[Any, ...], is_of_row: bool) -> Symbol:
+        """Return the symbol of this operation, a new one unless it was recorded before."""
+        # repr distinguishes 1 from 1.0 and from True, and 0.0 from -0.0.
+        key = (operation, *(id(x) if isinstance(x, Symbol) else repr(x) for x in operands))
+        return self._symbols.setdefault(key, Symbol(self, operation, operands, is_of_row))
 
     def number(self, x: Any) -> Symbol:
-        """A constant as a symbol."""
+        """Return x as a symbol, a constant unless it is a symbol already."""
         if isinstance(x, Symbol):
             if x.tracer is not self:
                 raise FormulaRefused("a number that the formula has kept from another call.")
             return x
-        if isinstance(x, torch.Tensor) and x.dim() == 0:
+        if isinstance(x, Tensor) and x.dim() == 0:
             raise FormulaRefused("a tensor that the formula holds: pass it as a parameter.")
         if not isinstance(x, (bool, int, float)):
             raise FormulaRefused(f"a {type(x).__name__} among its numbers.")
-        symbol = self._symbol("constant", (x,), False)
-        symbol.condition = isinstance(x, bool)
+        symbol = self._symbol("constant", (x,), is_of_row=False)
+        symbol.is_condition = isinstance(x, bool)
         return symbol
 
     def apply(self, operation: str, *given: Any) -> Symbol:
-        of = tuple(map(self.number, given))
-        if not any(x.in_row for x in of):
-            if operation not in OF_NUMBERS:
+        """Record an operation and return its result.
+
+        Raises FormulaRefused if torch or a kernel cannot apply it to these operands.
+        """
+        operands = tuple(self.number(x) for x in given)
+        if not any(x.is_of_row for x in operands):
+            if operation not in NUMBER_OPERATIONS:
                 raise FormulaRefused(f"{operation} of numbers alone, which torch refuses too.")
-            return self._symbol(operation, of, False)
-        conditions = {"and": of, "or": of, "not": of, "where": of[:1]}.get(operation, ())
-        if not all(x.condition for x in conditions):
-            raise FormulaRefused(f"{operation} of what is no condition.")
-        if operation not in OF_CONDITIONS and all(x.condition for x in of):
-            raise FormulaRefused(f"{operation} of conditions alone.")
-        if operation == "div" and not of[0].in_row:  # as torch divides a number by a tensor
-            return self.apply("mul", self._symbol("reciprocal", of[1:], True), of[0])
-        symbol = self._symbol(operation, of, True)
+            return self._symbol(operation, operands, is_of_row=False)
+        refuse_conditions(operation, operands)
+        if operation == "div" and not operands[0].is_of_row:
+            # torch divides a number by a tensor in these two steps.
+            reciprocal = self._symbol("reciprocal", operands[1:], is_of_row=True)
+            return self.apply("mul", reciprocal, operands[0])
+        symbol = self._symbol(operation, operands, is_of_row=True)
         if operation == "where":
-            symbol.condition = of[1].condition and of[2].condition
+            symbol.is_condition = operands[1].is_condition and operands[2].is_condition
         return symbol
 
-    def clamped(self, x: Any, min: Any = None, max: Any = None) -> Symbol:
+    def clamp(self, x: Any, min: Any = None, max: Any = None) -> Symbol:
+        """Record x.clamp(min, max)."""
         if min is not None:
             x = self.apply("max", x, min)
         return x if max is None else self.apply("min", x, max)
 
     def program(self, name: str, outputs: Sequence[Any]) -> Program:
-        """The program that gives these symbols or numbers."""
+        """Return a program that computes these symbols or numbers."""
         results = [self.number(x) for x in outputs]
-        needed = {*map(id, results)}
-        for x in reversed(self._made.values()):  # each was made after what it is of
-            needed |= {*map(id, x.of)} if id(x) in needed else set()
-        order = [x for x in self._made.values() if id(x) in needed]
-        rows = [x for x in order if x.in_row and x.operation != "input"]
-        numbers = [x for x in order if not x.in_row]
-        place = {id(x): i for i, x in enumerate(numbers)}
-        sources = [
-            (x.operation, tuple(place[id(y)] if isinstance(y, Symbol) else y for y in x.of))
-            for x in numbers
-        ]
-        read = {*map(id, results), *(id(y) for x in rows for y in x.of)}
-        used = [x for x in numbers if id(x) in read]
-        registers = {id(x): r for r, x in enumerate([*used, *self._inputs.values(), *rows])}
+        needed = self._needed_symbols(results)
+        numbers = [x for x in needed if not x.is_of_row]
+        computed = [x for x in needed if x.is_of_row and x.operation != "input"]
+
+        number_index = {id(x): i for i, x in enumerate(numbers)}
+        read_ids = {id(x) for x in results} | {id(y) for x in computed for y in x.operands}
+        in_registers = [x for x in numbers if id(x) in read_ids]
+        in_order = [*in_registers, *self._inputs.values(), *computed]
+        register = {id(x): i for i, x in enumerate(in_order)}
+
         steps = []
-        for x in rows:
-            a, b, c, *_ = *(registers[id(y)] for y in x.of), 0, 0, 0
+        for x in computed:
+            operands = [register[id(y)] for y in x.operands]
+            a, b, c = operands + [0] * (3 - len(operands))
             steps.append((x.operation, a, b, c))
-        result_registers = tuple(registers[id(x)] for x in results)
-        places = tuple(place[id(x)] for x in used)
+        sources = []
+        for x in numbers:
+            indices = [number_index[id(y)] if isinstance(y, Symbol) else y for y in x.operands]
+            sources.append((x.operation, tuple(indices)))
         return Program(
-            name, tuple(self._inputs), tuple(steps), result_registers, tuple(sources), places
+            name=name,
+            inputs=tuple(self._inputs),
+            steps=tuple(steps),
+            outputs=tuple(register[id(x)] for x in results),
+            sources=tuple(sources),
+            numbers_used=tuple(number_index[id(x)] for x in in_registers),
         )
 
-
-def refusal(name: str, error: Exception) -> str:
-    """Why a formula could not be traced, with the line that caused it."""
-    lines = ((line, frame.f_code) for frame, line in traceback.walk_tb(error.__traceback__))
-    *_, where = (
-        "",
-        *(
-            f" (line {line} of {code.co_name})"
-            for line, code in lines
-            if code.co_filename != __file__
-        ),
-    )
-    said = (
-        str(error).rstrip(".")
-        if isinstance(error, FormulaRefused)
-        else f"{type(error).__name__}: {error}"
-    )
-    return f"{name} cannot run in the kernels: {said}{where}. {REMEDY[0].upper()}{REMEDY[1:]}."
+    def _needed_symbols(self, results: list[Symbol]) -> list[Symbol]:
+        """Return the symbols that the results depend on, in the order in which they were made."""
+        needed_ids = {id(x) for x in results}
+        # A symbol is made after its operands.
+        for x in reversed(self._symbols.values()):
+            if id(x) in needed_ids:
+                needed_ids |= {id(y) for y in x.operands}
+        return [x for x in self._symbols.values() if id(x) in needed_ids]
 
 
-def same_numbers(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> torch.Tensor:
-    """bool [n]: where both are NaN, the same infinity, or no further apart than `tolerance` times
-    the expected size and the median size of those that are not 0. So the numbers of a tiny output
-    are told apart like those of a large one.
-    """
-    sizes = expected.abs()
-    some = sizes[sizes.isfinite() & (sizes > 0)]
-    typical = some.median() if some.numel() else torch.zeros(())
-    near = sizes.isfinite() & ((found - expected).abs() <= tolerance * (typical + sizes))
-    return near | (found == expected) | (found.isnan() & expected.isnan())
+def refuse_conditions(operation: str, operands: tuple[Symbol, ...]) -> None:
+    """Raise FormulaRefused if an operation wants conditions and gets numbers, or the reverse."""
+    if operation in ("and", "or", "not"):
+        conditions = operands
+    else:
+        conditions = operands[:1] if operation == "where" else ()
+    if not all(x.is_condition for x in conditions):
+        raise FormulaRefused(f"{operation} of what is no condition.")
+    if operation not in TAKES_CONDITIONS and all(x.is_condition for x in operands):
+        raise FormulaRefused(f"{operation} of conditions alone.")
 
 
-#: What evaluates a program, with its numbers, on inputs.
-Run = Callable[[Program, list[float], list[torch.Tensor]], list[torch.Tensor]]
-#: Inputs to try formulas on, and what gives their outputs in torch, by name.
-Trial = tuple[list[torch.Tensor], Callable[[], dict[str, Any]]]
+# ---- programs that are made once
+
+
+#: Runs a program: (program, values of its number registers, inputs) -> outputs.
+Run = Callable[[Program, list[float], list[Tensor]], list[Tensor]]
 
 
 @dataclass(eq=False)
-class Made:
-    """What was made of formulas: a program, or the reason why there is none. It holds none of them:
-    a function of the user has globals, which may be large.
+class TracedProgram:
+    """The program of a formula, or the reason why there is none.
+
+    It holds no function of the user, whose globals may be large.
+
+    program       None if the formula cannot be traced
+    refusal       the message of the error then
+    is_compared   whether `compare_once` has found the program right
     """
 
-    program: Program | str | None = None
-    compared: bool = False  # with torch
+    program: Program | None = None
+    refusal: str = ""
+    is_compared: bool = False
 
-    @classmethod
-    def of(
-        cls, keys: tuple[Hashable, ...], name: str, build: Callable[[Tracer], Sequence[Any]]
-    ) -> Made:
-        """That of formulas with these keys, made once unless one of them is None. `build`: (tracer)
-        -> the outputs of the program `name`.
-        """
-        made = cls() if None in keys else _made_before(keys)
-        if made.program is None:
-            tracer = Tracer()
-            try:
-                made.program = tracer.program(name, build(tracer))
-            except Exception as error:  # a formula may do anything with a symbol
-                made.program = refusal(name, error)
-        return made
-
-    def checked(self) -> Program:
-        """The program. Raises FormulaRefused where there is none."""
-        assert self.program is not None
-        if isinstance(self.program, str):
-            raise FormulaRefused(self.program)
+    def require_program(self) -> Program:
+        """Return the program. Raises FormulaRefused if there is none."""
+        if self.program is None:
+            raise FormulaRefused(self.refusal)
         return self.program
 
-    def compare_once(self, run: Run, numbers: list[float], trial: Callable[[], Trial]) -> None:
-        """Compare what `run` makes of the program with torch, unless it was before. Raises
-        FormulaRefused where they differ: the formula does something with tensors that it does not
-        do with symbols.
+    def compare_once(
+        self,
+        run: Run,
+        numbers: list[float],
+        make_inputs: Callable[[], list[Tensor]],
+        compute_in_torch: Callable[[list[Tensor]], list[Any]],
+        output_names: Sequence[str],
+    ) -> None:
+        """Compare the outputs of `run` with those of the formula in torch, unless it was done.
+
+        Raises FormulaRefused if they differ, because the formula does something with tensors that
+        it does not do with symbols.
+
+        numbers       values of the program's number registers
+        make_inputs   returns the inputs to compare on, fp32 [num_rows] each
         """
-        if self.compared:
+        if self.is_compared:
             return
-        program = self.checked()
-        inputs, in_torch = trial()
-        found = run(program, numbers, inputs)
-        for (what, y), x in zip(in_torch().items(), found, strict=True):
-            y = torch.as_tensor(y, dtype=torch.float32).expand_as(x)
-            off = ~same_numbers(x, y, 1e-4)
-            if off.any():
-                i = int(off.nonzero()[0])
-                at = ", ".join(
-                    f"{name}={float(v[i]):.6g}"
-                    for name, v in zip(program.inputs, inputs, strict=True)
-                )
+        program = self.require_program()
+        inputs = make_inputs()
+        outputs = run(program, numbers, inputs)
+        expected_outputs = compute_in_torch(inputs)
+        for name, output, expected in zip(output_names, outputs, expected_outputs, strict=True):
+            expected = torch.as_tensor(expected, dtype=torch.float32).expand_as(output)
+            is_wrong = ~is_same_number(output, expected, 1e-4)
+            if is_wrong.any():
+                row = int(is_wrong.nonzero()[0])
+                values = zip(program.inputs, inputs, strict=True)
+                place = ", ".join(f"{name}={float(x[row]):.6g}" for name, x in values)
                 raise FormulaRefused(
-                    f"{program.name} gives {what} {float(x[i]):.6g} in the kernels and"
-                    f" {float(y[i]):.6g} in torch, at {at}: it must do the same with every kind of"
-                    " number that it is given."
+                    f"{program.name} gives {name} {float(output[row]):.6g} in the kernels and"
+                    f" {float(expected[row]):.6g} in torch, at {place}: it must do the same with"
+                    " every kind of number that it is given."
                 )
-        self.compared = True
+        self.is_compared = True
+
+
+def traced_program(
+    keys: tuple[Hashable, ...], name: str, trace: Callable[[Tracer], Sequence[Any]]
+) -> TracedProgram:
+    """Return the program of formulas, which is traced once for the same keys.
+
+    keys    what the formulas depend on (`key_of`). If one is None, they are traced again.
+    name    of the program, for messages
+    trace   (tracer) -> the outputs of the program
+    """
+    traced = TracedProgram() if None in keys else _traced_before(keys)
+    if traced.program is None and not traced.refusal:
+        tracer = Tracer()
+        try:
+            traced.program = tracer.program(name, trace(tracer))
+        except Exception as error:  # a formula may do anything with a symbol
+            traced.refusal = refusal(name, error)
+    return traced
 
 
 @functools.lru_cache(maxsize=512)
-def _made_before(keys: tuple[Hashable, ...]) -> Made:
-    """Empty at the first call with these keys."""
-    return Made()
+def _traced_before(keys: tuple[Hashable, ...]) -> TracedProgram:
+    """Return what was traced with these keys, empty at the first call."""
+    return TracedProgram()
 
 
-# ---- what a formula depends on, as a key: what was made of it (a program, a kernel) serves as long
-# as the key is the same
-
-#: Functions and types whose results follow from what they are given.
-PURE = frozenset(
-    {abs, all, any, bool, dict, divmod, enumerate, float, functools.partial, functools.reduce, int, isinstance, len, list, map, max,
-     min, pow, range, reversed, round, sorted, str, sum, tuple, type, zip, torch.Tensor, torch.arange, torch.full_like,
-     torch.ones_like, torch.zeros_like}
-    | {f for module in (math, operator) for f in vars(module).values() if isinstance(f, types.BuiltinFunctionType)}
-)  # fmt: skip
-PACKAGE = __name__.removesuffix("formulas.program")
-#: Instructions after which a name is not what the globals of a function have under it.
-REBINDING = {dis.opmap[name] for name in ("IMPORT_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")}
+def refusal(name: str, error: Exception) -> str:
+    """Return why a formula could not be traced, with the line that caused it."""
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_filename != __file__:
+            place = f" (line {line} of {frame.f_code.co_name})"
+    reason = f"{type(error).__name__}: {error}"
+    if isinstance(error, FormulaRefused):
+        reason = str(error).rstrip(".")
+    remedy = REMEDY[0].upper() + REMEDY[1:]
+    return f"{name} cannot run in the kernels: {reason}{place}. {remedy}."
 
 
-class _Unknown(Exception):
-    """What a formula depends on cannot be told without running it."""
+def is_same_number(x: Tensor, expected: Tensor, tolerance: float) -> Tensor:
+    """Return bool [num_rows]: where x is expected, NaN and infinities included.
 
-
-def is_own(x: object) -> bool:
-    """Whether x is a function or a class of this package, which nobody defines again."""
-    return (
-        isinstance(x, (types.FunctionType, type))
-        and str(x.__module__).startswith(PACKAGE)
-        and not getattr(x, "__closure__", None)
-    )
-
-
-def key_of(x: object) -> Hashable | None:
-    """Equal for formulas, and for what they keep, that give the same program: a function made anew
-    has the same key while its code, its defaults, what it closes over and the values of the global
-    names in it, those of its helpers included, are the same. None where this cannot be told, as of
-    an object with methods. A key holds no function of the user.
+    The allowed distance is `tolerance` times the sum of two sizes: that of the expected number, and
+    the median of those that are not 0. So a wrong output is found even if all its numbers are tiny.
     """
-    try:
-        return _key(x, {})
-    except (_Unknown, RecursionError):  # a list that contains itself
-        return None
-
-
-def _key(x: Any, seen: dict[int, int]) -> Hashable:
-    """`seen`: which functions have their key further to the left already, and where."""
-    kind = type(x)
-    if kind is types.FunctionType:
-        return x if is_own(x) else _key_of_function(x, seen)
-    if x is None or isinstance(x, (bool, int, str)):
-        return kind, x
-    if isinstance(x, float):
-        return kind, x.hex()  # tells 0.0 from -0.0, and is equal for NaN
-    parts = x if kind is tuple or kind is list else None
-    if kind is dict:
-        parts = x.items()
-    elif kind is functools.partial:
-        parts = x.func, x.args, x.keywords
-    elif dataclasses.is_dataclass(x) and is_own(kind):
-        parts = (getattr(x, field.name) for field in dataclasses.fields(x))
-    if parts is not None:
-        return kind, *[_key(y, seen) for y in parts]
-    if isinstance(x, (type, types.BuiltinFunctionType)) and (
-        is_own(x) or x in PURE or _is_of_tensors(x)
-    ):
-        return x
-    raise _Unknown
-
-
-def _is_of_tensors(x: Any) -> bool:
-    """Whether it is a function of torch that is a method of tensors too, so not a random number,
-    for example.
-    """
-    name = x.__name__
-    return hasattr(torch.Tensor, name) and getattr(torch, name, None) is x
-
-
-def _key_of_function(x: Any, seen: dict[int, int]) -> Hashable:
-    if id(x) in seen:
-        return "again", seen[id(x)]
-    seen[id(x)] = len(seen)
-    code, globals_, names = x.__code__, x.__globals__, _names_in(x.__code__)
-    if names is None:
-        raise _Unknown
-    kept: list[Any] = [
-        code,
-        *[_key(y, seen) if y else None for y in (x.__defaults__, x.__kwdefaults__, x.__dict__)],
-    ]
-    for cell in x.__closure__ or ():
-        if cell == types.CellType():  # a name that has no value yet
-            raise _Unknown
-        kept.append(_key(cell.cell_contents, seen))
-    for name, *attributes in names:
-        value = globals_[name] if name in globals_ else x.__builtins__.get(name, _Unknown)
-        for attribute in attributes:
-            if type(value) is not types.ModuleType:
-                break
-            if attribute not in vars(value):
-                raise _Unknown
-            value = vars(value)[attribute]
-        kept.append(_key(value, seen))
-    return tuple(kept)
-
-
-@functools.lru_cache(maxsize=1024)
-def _names_in(code: types.CodeType) -> tuple[tuple[str, ...], ...] | None:
-    """The global names in a function and in the functions inside of it, each with the attributes
-    that are asked of it. None if it changes what they mean.
-    """
-    found: dict[tuple[str, ...], None] = {}
-    path: tuple[str, ...] = ()
-    for step in dis.get_instructions(code):
-        if step.opcode in REBINDING:
-            return None
-        if step.opname in ("EXTENDED_ARG", "CACHE"):
-            continue
-        if path and step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            path = (*path, step.argval)
-            continue
-        if path:
-            found[path] = None
-        path = (step.argval,) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") else ()
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            names = _names_in(inner)
-            if names is None:
-                return None
-            found.update(dict.fromkeys(names))
-    return tuple(found)
+    sizes = expected.abs()
+    nonzero_sizes = sizes[sizes.isfinite() & (sizes > 0)]
+    typical = nonzero_sizes.median() if nonzero_sizes.numel() else torch.zeros(())
+    is_near = sizes.isfinite() & ((x - expected).abs() <= tolerance * (typical + sizes))
+    return is_near | (x == expected) | (x.isnan() & expected.isnan())

@@ -1,17 +1,22 @@
-"""The loss of a token and its gradients, from its log-prob and entropy.
+"""The loss of a token and its gradients, computed from its log-prob and entropy.
 
-    loss_t = policy_weight_t * (surrogate_t + auxiliary_loss_t) + kl_weight_t * KL_t
-             - entropy_weight_t * entropy_t - nll_weight_t * logp_t
+    loss = policy_weight * (surrogate + auxiliary_loss)
+         + kl_weight * kl
+         - entropy_weight * entropy
+         - nll_weight * logp
 
-`token_loss` is that line for one token, given the log-ratio at the objective's level.
-`TokenLossFormula` is what the kernels get of a loss: this line with its functions, numbers and
-inputs, as a program (program.py) or, in torch, as it stands here. Steps that need more than one
-token (the log-ratio of a sequence, filters and selections over a batch) are the objective's.
+`token_loss` is this sum. It is written for one token, in arithmetic and the functions of `ops`, so
+it runs on tensors [num_tokens], and program.py can trace it into a program for the C++ and Triton
+kernels. `TokenLossFormula` is what the kernels receive: the sum with the functions and numbers of
+an objective, and with the inputs of each token.
+
+Whatever needs more than one token is computed by `Objective`: the log-ratio of a sequence, filters
+and selections over a batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -19,476 +24,457 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import describe
-from .kl import Kl, kl_terms
-from .ops import log_probs, ops, without_branches
-from .program import Made, Program, Run, Tracer, Trial, is_own, key_of
+from .formula_keys import key_of, name_of_function, users_functions
+from .kl import kl_terms
+from .ops import log_probs, ops
+from .program import Program, Run, TracedProgram, Tracer, traced_program
+from .token_inputs import PROGRAM_INPUTS, TokenInputs
 
-# ---- terms at listed ids
-
-ExtraIdFunction = Callable[[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]], tuple[Tensor, ...]]
-
-#: The smallest probability of the ids that a row does not list: fp32 keeps no digit of a smaller
-#: one.
-LEAST_OUTSIDE = 1e-6
+# ---- what the sum is made of
 
 
-class AuxiliaryLosses(NamedTuple):
-    """What functions of listed ids give, of k ids in n rows.
+@dataclass(frozen=True)
+class FormulaFunctions:
+    """The functions and choices of an objective, which are fixed when a formula is compiled.
 
-    term     fp32 [n], the term of each row.
-    slopes   fp32 [k], d term / d log-prob of each id.
-    outside  fp32 [n], d term / d log P, P the probability of all ids that the row does not list.
-             None: no function has it.
+    surrogate           (logp, old_logp, advantage, params) -> (loss, d loss / d logp)
+    ratio_is_detached   whether the ratio is a constant weight of logp
+    level               `Objective.level`
+    trust_region        (logp, anchor_logp, advantage, params) -> whether to keep the token; None
+                        without one
+    kl                  arguments of `kl_terms`, from `Kl.formula`
     """
 
-    term: Tensor
-    slopes: Tensor
-    outside: Tensor | None = None
+    surrogate: Callable[..., Any]
+    ratio_is_detached: bool
+    level: str
+    trust_region: Callable[..., Any] | None
+    kl: dict[str, Any]
+
+    def values(self) -> list[Any]:
+        """Return all functions and choices in one list."""
+        return [
+            self.surrogate,
+            self.ratio_is_detached,
+            self.level,
+            self.trust_region,
+            *self.kl.values(),
+        ]
 
 
-def logp_term(logp: Tensor, values: Tensor, advantage: Tensor, sums: Any) -> tuple[Tensor, Tensor]:
-    """sum_v c_v log p_v, with the values c."""
-    return torch.where(values == 0, 0.0, values * logp), values
+@dataclass(frozen=True)
+class FormulaNumbers:
+    """The numbers of an objective. A compiled formula receives them at each call.
 
-
-def prob_term(logp: Tensor, values: Tensor, advantage: Tensor, sums: Any) -> tuple[Tensor, Tensor]:
-    """sum_v r_v p_v, with the values r."""
-    term = values * logp.exp()
-    return term, term
-
-
-class ExtraIdTerms(NamedTuple):
-    """The terms of all rows. `parts`: functions as above with their values; ids lie in the order of
-    rows.
-
-    offsets   int64 [n + 1], where the ids of each row begin.
+    surrogate_params   the last argument of the surrogate
+    trust_params       the last argument of the trust region, () without one
+    entropy_floor      (threshold,) of `EntropyFloor`; None without one
+    ratio_bounds       (low, high) of the log-ratio; None without bounds
+    kl_clamps          `Kl.clamps`; None without them
     """
 
-    parts: tuple[tuple[ExtraIdFunction, Tensor], ...]
-    offsets: Tensor
+    surrogate_params: tuple[Any, ...] = ()
+    trust_params: tuple[Any, ...] = ()
+    entropy_floor: tuple[Any] | None = None
+    ratio_bounds: tuple[Any, Any] | None = None
+    kl_clamps: tuple[Any, Any] | None = None
 
-    @property
-    def rows(self) -> Tensor:
-        """int64 [k], the row of each id. Made anew at each call."""
-        return torch.repeat_interleave(self.offsets.diff(), output_size=self.parts[0][1].numel())
+    def values(self) -> list[Any]:
+        """Return all numbers in one list."""
+        return list(chain.from_iterable(x for x in vars(self).values() if x is not None))
 
-    def of(self, logps: Tensor, advantages: Tensor) -> AuxiliaryLosses:
-        """The terms from log-probs [k] and advantages [n]. Sums are fp64, in the order of ids.
-        Raises ValueError where a function sums or returns anything but one number of each id.
+    def counts(self) -> tuple[int | None, ...]:
+        """Return how many numbers each field has, None where it is None."""
+        return tuple(None if x is None else len(x) for x in vars(self).values())
+
+    def as_symbols(self, tracer: Tracer) -> FormulaNumbers:
+        """Return symbols in place of the numbers, in the order of `values`."""
+        fields = [
+            None if count is None else tuple(tracer.parameter() for _ in range(count))
+            for count in self.counts()
+        ]
+        return FormulaNumbers(*fields)  # type: ignore[arg-type]
+
+
+class TokenValues(NamedTuple):
+    """What `token_loss` reads of a token: tensors [num_tokens], or symbols of a `Tracer`.
+
+    A weight that is None leaves its term out.
+
+    logp, entropy    of the policy now
+    old_logp         log-prob at the start of the update, or `logp` itself if on-policy
+    anchor_logp      log-prob that a trust region compares with
+    ref_logp         log-prob under the reference, None without a KL estimate
+    log_ratio        logp - old_logp at the level of the objective
+    auxiliary_loss   added to the surrogate, None without one
+    """
+
+    logp: Any
+    entropy: Any
+    old_logp: Any
+    anchor_logp: Any
+    ref_logp: Any
+    log_ratio: Any
+    advantage: Any
+    auxiliary_loss: Any
+    policy_weight: Any
+    kl_weight: Any
+    entropy_weight: Any
+    nll_weight: Any
+
+    @classmethod
+    def from_names(cls, named: dict[str, Any], log_ratio: Any = None) -> TokenValues:
+        """Collect the values of a token by name.
+
+        named       "logps", "entropy", PROGRAM_INPUTS and "auxiliary_loss", as far as they exist
+        log_ratio   None: logp - old_logp of the token itself
         """
-        rows = self.rows
-
-        def is_number_of_ids(x: Any) -> bool:
-            return isinstance(x, Tensor) and x.shape == logps.shape
-
-        def sums(x: Any) -> Tensor:
-            if not is_number_of_ids(x):
-                raise ValueError(
-                    f"sums is given a {type(x).__name__} that is no number of each id: pass what"
-                    " has the shape of logp."
-                )
-            return self._sums(x)[rows]
-
-        term = torch.zeros_like(logps)
-        slopes = torch.zeros_like(logps)
-        outside: Tensor | None = None
-        for function, values in self.parts:
-            result = without_branches(function, logps, values, advantages[rows], sums)
-            if not (
-                isinstance(result, tuple)
-                and len(result) in (2, 3)
-                and all(map(is_number_of_ids, result))
-            ):
-                raise ValueError(
-                    f"listed={function!r} returned no pair of tensors of the shape of logp: return"
-                    " (term, slope)."
-                )
-            term = term + result[0]
-            slopes = slopes + result[1]
-            if len(result) == 3:
-                outside = result[2] if outside is None else outside + result[2]
-        if outside is None:
-            return AuxiliaryLosses(self._sums(term), slopes)
-        # `outside` is equal for the ids of a row.
-        of_first_id = torch.cat([outside, outside.new_zeros(1)])[self.offsets[:-1]]
-        return AuxiliaryLosses(
-            self._sums(term), slopes, torch.where(self.offsets.diff() > 0, of_first_id, 0.0)
+        logp = named["logps"]
+        old_logp = named.get("old_logps", logp)
+        return cls(
+            logp=logp,
+            entropy=named["entropy"],
+            old_logp=old_logp,
+            anchor_logp=named.get("sampler_logps", old_logp),
+            ref_logp=named.get("ref_logps"),
+            log_ratio=logp - old_logp if log_ratio is None else log_ratio,
+            advantage=named["advantages"],
+            auxiliary_loss=named.get("auxiliary_loss"),
+            policy_weight=named["policy_weight"],
+            kl_weight=named.get("kl_weight"),
+            entropy_weight=named.get("entropy_weight"),
+            nll_weight=named.get("nll_weight"),
         )
-
-    def _sums(self, x: Tensor) -> Tensor:
-        total = torch.segment_reduce(
-            x.double(), "sum", offsets=self.offsets, initial=0, unsafe=True
-        )
-        return total.float()
-
-
-def probability_outside(logp: Any, sums: Callable[[Any], Any]) -> Any:
-    """Return the probability of all ids that a row does not list, at least LEAST_OUTSIDE."""
-    return (1.0 - sums(logp.exp())).clamp(min=LEAST_OUTSIDE)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class TokenInputs:
-    """The flat rows of a batch with the weights of an objective; every tensor is [n]."""
-
-    targets: Tensor  # int64
-    processed: (
-        Tensor | None
-    )  # bool: rows whose logits are processed, `loss_mask` or some of these; None = all
-    advantages: Tensor  # fp32, like all that follow
-    policy_weight: Tensor
-    old_logps: Tensor | None = None  # None = on-policy
-    ref_logps: Tensor | None = None  # None without a KL term, as is its weight
-    kl_weight: Tensor | None = None
-    entropy_weight: Tensor | None = None  # None without a bonus
-    nll_weight: Tensor | None = None
-    divergence_weight: Tensor | None = (
-        None  # of the divergence from a second stream of rows; None without one
-    )
-    sampler_logps: Tensor | None = (
-        None  # where a trust region compares with them; None = it compares with old_logps
-    )
-    weights: Tensor | None = None  # of the batch, as given
-    loss_mask: Tensor | None = None  # bool: rows where the batch's mask is set; None = all
-    __repr__ = describe
-
-    @property
-    def mask(self) -> Tensor:
-        """bool [n]: `loss_mask`, never None."""
-        return (
-            torch.ones_like(self.targets, dtype=torch.bool)
-            if self.loss_mask is None
-            else self.loss_mask
-        )
-
-    def program_inputs(self, *more: str) -> dict[str, Tensor]:
-        """PROGRAM_INPUTS, and `more` fields, of those that these rows have."""
-        return {
-            name: x for name in (*PROGRAM_INPUTS, *more) if (x := getattr(self, name)) is not None
-        }
-
-    def __getitem__(self, rows: slice | Tensor) -> TokenInputs:
-        """What the token stage takes of these rows."""
-        given = self.program_inputs("divergence_weight")
-        cut = (
-            torch.stack([*given.values()])[:, rows]
-            if isinstance(rows, Tensor)
-            else [x[rows] for x in given.values()]
-        )
-        return TokenInputs(self.targets[rows], None, **dict(zip(given, cut, strict=True)))
-
-    def weighted(self, factor: Tensor) -> TokenInputs:
-        """Every term of every row times `factor` [n]."""
-        names = ("policy_weight", "kl_weight", "entropy_weight", "nll_weight", "divergence_weight")
-        terms = {name: getattr(self, name) for name in names}
-        return replace(
-            self,
-            **{
-                name: torch.where(w != 0, w * factor, 0.0)
-                for name, w in terms.items()
-                if w is not None
-            },
-        )
-
-
-# fmt: off
-def token_loss(
-    logp, entropy, log_ratio, old_logp, ref_logp, anchor_logp, advantage,
-    policy_weight, kl_weight, entropy_weight, nll_weight,
-    surrogate_params, trust_params, entropy_floor, ratio_bounds, kl_clamps,
-    SURROGATE, DETACHED, LEVEL, TRUST, ESTIMATOR, SCORE, WEIGHTING, STRAIGHT_THROUGH, auxiliary_loss=None,
-):
-    """(loss, d loss / d logp, d loss / d log-ratio, d loss / d entropy, d loss / d listed) of a
-    token; None leaves a term out.
-
-    log_ratio is the one at LEVEL. d loss / d log-ratio is nonzero only where the gradient flows
-    through the log-ratio of a sequence; at the other levels, and for a detached ratio, d loss / d
-    logp is the whole slope. TRUST compares with anchor_logp.
-
-    If a number of a token with a nonzero policy weight is NaN, its loss and its gradient are NaN,
-    whatever SURROGATE, TRUST, the entropy floor and the bounds of the ratio return for it. The
-    exception is anchor_logp: a NaN in `sampler_logps` means that the sampler did not score the
-    token, and TRUST drops it.
-    """
-    zero = policy_weight * 0.0
-    # The minimum is NaN if one of the numbers is. A sum would also be NaN for inf - inf.
-    smallest = ops.minimum(logp if LEVEL == "token" else log_ratio, advantage)
-    if LEVEL == "token" and old_logp is not logp:
-        smallest = ops.minimum(smallest, old_logp)
-    if entropy_floor is not None:
-        smallest = ops.minimum(smallest, entropy)
-    sound = smallest == smallest
-    out = policy_weight == 0.0
-    policy_weight = ops.where(sound, policy_weight, smallest)
-    if entropy_floor is not None:
-        low = below_floor(entropy, entropy_floor[0])
-        out = out | low
-        if entropy_weight is not None:
-            entropy_weight = ops.where(low, 0.0, entropy_weight)
-    out_of_listed = out  # what TRUST thinks of the token says nothing of the other ids of its row
-    if TRUST is not None:
-        out = out | (sound & ~TRUST(logp, anchor_logp, advantage, trust_params))
-    bounded = log_ratio
-    if ratio_bounds is not None:
-        bounded = ops.minimum(ops.maximum(log_ratio, ratio_bounds[0]), ratio_bounds[1])
-    if LEVEL == "token" and ratio_bounds is None:
-        loss, slope = SURROGATE(logp, old_logp, advantage, surrogate_params)
-    elif DETACHED:  # a weight of logp
-        loss, slope = SURROGATE(logp, logp - bounded, advantage, surrogate_params)
-    else:  # of the ratio alone
-        loss, slope = SURROGATE(bounded, zero, advantage, surrogate_params)
-        slope = ops.where(bounded == log_ratio, slope, 0.0)
-    # A token of weight 0 contributes 0 even where its ratio is NaN.
-    loss = ops.where(out, 0.0, policy_weight * loss)
-    d_logp = ops.where(out, 0.0, policy_weight * slope)
-    listed_weight = zero
-    if auxiliary_loss is not None:
-        loss = loss + ops.where(out_of_listed, 0.0, policy_weight * auxiliary_loss)
-        listed_weight = ops.where(out_of_listed, 0.0, policy_weight)
-    d_ratio = zero
-    if LEVEL == "sequence" or LEVEL == "sequence-sum":
-        if not DETACHED:
-            d_ratio = d_logp
-            d_logp = zero
-    if kl_weight is not None:
-        kl, kl_slope, through_ratio, both = kl_terms(
-            logp, old_logp, ref_logp, ratio_of_kl(log_ratio, logp - old_logp, LEVEL), kl_clamps,
-            ESTIMATOR, SCORE, WEIGHTING, STRAIGHT_THROUGH,
-        )
-        loss = loss + kl_weight * kl
-        if LEVEL == "sequence" and WEIGHTING == "ratio":
-            d_logp = d_logp + kl_weight * kl_slope
-            d_ratio = d_ratio + kl_weight * through_ratio
-        else:
-            d_logp = d_logp + kl_weight * both
-    grad_entropy = zero
-    if entropy_weight is not None:
-        loss = loss - entropy_weight * entropy
-        grad_entropy = -entropy_weight
-    if nll_weight is not None:
-        loss = loss - ops.where(nll_weight == 0.0, 0.0, nll_weight * logp)
-        d_logp = d_logp - nll_weight
-    return loss, d_logp, d_ratio, grad_entropy, listed_weight
-# fmt: on
-
-
-def below_floor(entropy, floor):
-    """Return whether an entropy is below the floor: what `EntropyFloor` drops. False for NaN."""
-    return entropy < floor
-
-
-def ratio_of_kl(log_ratio, own, LEVEL):
-    """The log-ratio that weighs a token's KL: that of LEVEL, and at "sequence-sum" the token's own,
-    because the ratio of a whole sequence is a product of many and would dominate the KL.
-    """
-    if LEVEL == "sequence-sum":
-        return own
-    else:
-        return log_ratio
-
-
-#: Inputs of a program beside log-prob and entropy, which come first: fields of `TokenInputs`.
-PROGRAM_INPUTS = (
-    "old_logps", "ref_logps", "sampler_logps", "advantages", "policy_weight", "kl_weight", "entropy_weight", "nll_weight",
-)  # fmt: skip
-
-
-@dataclass(frozen=True, eq=False)
-class TokenFormula:
-    """What an objective computes for a token.
-
-    chosen   the arguments of `token_loss` that are fixed at compile time: functions and choices.
-    numbers  those that are numbers of a call, tuples or None: changing them compiles nothing."""
-
-    chosen: dict[str, Any]
-    numbers: dict[str, Any]
-    _programs: dict[tuple[str, ...], Any] = field(default_factory=dict, repr=False)
-
-    def terms(
-        self, given: dict[str, Any], log_ratio: Any = None, **numbers: Any
-    ) -> tuple[Any, ...]:
-        """`token_loss` of the inputs `given`, tensors or symbols by name. `log_ratio`: None for a
-        token's own. `numbers`: those that are others than usual.
-        """
-        logp = given["logps"]
-        old = given.get("old_logps", logp)
-        return token_loss(
-            logp, given["entropy"], logp - old if log_ratio is None else log_ratio, old, given.get("ref_logps"),
-            given.get("sampler_logps", old), given["advantages"],
-            given["policy_weight"], given.get("kl_weight"), given.get("entropy_weight"), given.get("nll_weight"),
-            **{**self.numbers, **numbers}, **self.chosen, auxiliary_loss=given.get("auxiliary_loss"),
-        )  # fmt: skip
 
 
 class TokenLosses(NamedTuple):
-    """What the token stage makes of rows, each fp32 [n]."""
+    """The loss of each token and its gradients, fp32 [num_tokens]. Their sum is the loss.
 
-    losses: Tensor
-    grad_logps: Tensor
-    grad_entropy: Tensor | None  # None without a bonus
-    grad_auxiliary_loss: Tensor  # d loss / d the row's term in the log-probs of listed ids
+    losses                the loss of each token, with all weights
+    grad_logps            d loss / d log-prob of the token
+    grad_entropy          d loss / d entropy; None without an entropy bonus
+    grad_auxiliary_loss   d loss / d auxiliary loss
+    grad_log_ratios       d loss / d log-ratio of the sequence, which is not part of grad_logps; 0
+                          if the loss depends on the log-prob of the token alone
+    """
+
+    losses: Any
+    grad_logps: Any
+    grad_entropy: Any
+    grad_auxiliary_loss: Any
+    grad_log_ratios: Any
 
     @property
     def statistic_grads(self) -> dict[str, Tensor]:
-        """What arrives at the statistics of the rows, by name."""
-        own = {"logps": self.grad_logps}
-        return own if self.grad_entropy is None else own | {"entropy": self.grad_entropy}
+        """The gradients of the statistics of a row, by the name of the statistic."""
+        grads = {"logps": self.grad_logps}
+        if self.grad_entropy is not None:
+            grads["entropy"] = self.grad_entropy
+        return grads
+
+
+# ---- the sum
+
+
+def token_loss(
+    token: TokenValues, functions: FormulaFunctions, numbers: FormulaNumbers
+) -> TokenLosses:
+    """Return the loss of a token and its gradients.
+
+    If a number of a token with a nonzero policy weight is NaN, its loss and its gradient are NaN,
+    whatever the surrogate, the trust region, the entropy floor and the bounds of the ratio return
+    for it. The exception is anchor_logp: a NaN in `sampler_logps` means that the sampler did not
+    score the token, and the trust region drops it.
+    """
+    zero = token.policy_weight * 0.0
+    lowest = lowest_number(token, functions, numbers)
+    is_number = lowest == lowest
+
+    is_dropped = token.policy_weight == 0.0
+    entropy_weight = token.entropy_weight
+    if numbers.entropy_floor is not None:
+        is_low = below_floor(token.entropy, numbers.entropy_floor[0])
+        is_dropped = is_dropped | is_low
+        if entropy_weight is not None:
+            entropy_weight = ops.where(is_low, 0.0, entropy_weight)
+    # A trust region drops the token that was sampled. The other ids of its row stay.
+    auxiliary_is_dropped = is_dropped
+    if functions.trust_region is not None:
+        is_trusted = functions.trust_region(
+            token.logp, token.anchor_logp, token.advantage, numbers.trust_params
+        )
+        is_dropped = is_dropped | (is_number & ~is_trusted)
+
+    policy_weight = ops.where(is_number, token.policy_weight, lowest)
+    surrogate, grad_surrogate = policy_term(token, functions, numbers)
+    # A token of weight 0 contributes 0 even if its ratio is NaN.
+    loss = ops.where(is_dropped, 0.0, policy_weight * surrogate)
+    grad_logp = ops.where(is_dropped, 0.0, policy_weight * grad_surrogate)
+    grad_auxiliary_loss = zero
+    if token.auxiliary_loss is not None:
+        loss = loss + ops.where(auxiliary_is_dropped, 0.0, policy_weight * token.auxiliary_loss)
+        grad_auxiliary_loss = ops.where(auxiliary_is_dropped, 0.0, policy_weight)
+    grad_log_ratio = zero
+    if functions.level in ("sequence", "sequence-sum") and not functions.ratio_is_detached:
+        grad_log_ratio = grad_logp
+        grad_logp = zero
+
+    if token.kl_weight is not None:
+        kl, grad_fixed_ratio, grad_through_ratio, grad_both = kl_term(token, functions, numbers)
+        loss = loss + token.kl_weight * kl
+        if functions.level == "sequence" and functions.kl["WEIGHTING"] == "ratio":
+            grad_logp = grad_logp + token.kl_weight * grad_fixed_ratio
+            grad_log_ratio = grad_log_ratio + token.kl_weight * grad_through_ratio
+        else:
+            grad_logp = grad_logp + token.kl_weight * grad_both
+
+    grad_entropy = zero
+    if entropy_weight is not None:
+        loss = loss - entropy_weight * token.entropy
+        grad_entropy = -entropy_weight
+
+    if token.nll_weight is not None:
+        loss = loss - ops.where(token.nll_weight == 0.0, 0.0, token.nll_weight * token.logp)
+        grad_logp = grad_logp - token.nll_weight
+    return TokenLosses(loss, grad_logp, grad_entropy, grad_auxiliary_loss, grad_log_ratio)
+
+
+def lowest_number(token: TokenValues, functions: FormulaFunctions, numbers: FormulaNumbers) -> Any:
+    """Return the minimum of the numbers that the policy term reads, NaN if one of them is NaN."""
+    # A sum would also be NaN for inf - inf.
+    is_token_level = functions.level == "token"
+    lowest = ops.minimum(token.logp if is_token_level else token.log_ratio, token.advantage)
+    if is_token_level and token.old_logp is not token.logp:
+        lowest = ops.minimum(lowest, token.old_logp)
+    if numbers.entropy_floor is not None:
+        lowest = ops.minimum(lowest, token.entropy)
+    return lowest
+
+
+def policy_term(
+    token: TokenValues, functions: FormulaFunctions, numbers: FormulaNumbers
+) -> tuple[Any, Any]:
+    """Return the surrogate of a token and its derivative, without the weight.
+
+    It is the derivative with respect to logp at level "token" and for a detached ratio, otherwise
+    with respect to the log-ratio.
+    """
+    log_ratio = token.log_ratio
+    if numbers.ratio_bounds is not None:
+        low, high = numbers.ratio_bounds
+        log_ratio = ops.minimum(ops.maximum(log_ratio, low), high)
+    params = numbers.surrogate_params
+    if functions.level == "token" and numbers.ratio_bounds is None:
+        return functions.surrogate(token.logp, token.old_logp, token.advantage, params)
+    if functions.ratio_is_detached:
+        # The surrogate depends on logp and on the ratio: pass an old log-prob with this ratio.
+        return functions.surrogate(token.logp, token.logp - log_ratio, token.advantage, params)
+    # The surrogate depends on the ratio alone: pass any two log-probs with this ratio.
+    no_logp = token.policy_weight * 0.0
+    surrogate, grad = functions.surrogate(log_ratio, no_logp, token.advantage, params)
+    return surrogate, ops.where(log_ratio == token.log_ratio, grad, 0.0)
+
+
+def kl_term(
+    token: TokenValues, functions: FormulaFunctions, numbers: FormulaNumbers
+) -> tuple[Any, Any, Any, Any]:
+    """Return the KL estimate of a token and its derivatives, without the weight (`kl_terms`)."""
+    own_log_ratio = token.logp - token.old_logp
+    log_ratio = log_ratio_of_kl(token.log_ratio, own_log_ratio, functions.level)
+    return kl_terms(
+        token.logp, token.old_logp, token.ref_logp, log_ratio, numbers.kl_clamps, **functions.kl
+    )
+
+
+def log_ratio_of_kl(log_ratio: Any, own_log_ratio: Any, level: str) -> Any:
+    """Return the log-ratio that weighs the KL estimate of a token.
+
+    At level "sequence-sum" it is that of the token. The ratio of a whole sequence is a product of
+    many and would dominate the KL.
+    """
+    return own_log_ratio if level == "sequence-sum" else log_ratio
+
+
+def below_floor(entropy: Any, floor: Any) -> Any:
+    """Return whether an entropy is below the floor, so that its token is dropped. False for NaN."""
+    return entropy < floor
+
+
+# ---- the sum with the functions and numbers of an objective
+
+
+class TracedLoss(NamedTuple):
+    """The program of an objective's formula.
+
+    traced           the program, or the reason why there is none
+    numbers          the values of its number registers
+    user_functions   functions of the user in it, each with its key when the program was traced
+    """
+
+    traced: TracedProgram
+    numbers: list[float]
+    user_functions: list[tuple[Any, Any]]
+
+    def is_current(self) -> bool:
+        """Return whether all functions of the user are what they were."""
+        return all(key_of(function) == key for function, key in self.user_functions)
+
+
+@dataclass(frozen=True, eq=False)
+class ObjectiveFormula:
+    """The loss of a token as an objective defines it, without the inputs of tokens."""
+
+    functions: FormulaFunctions
+    numbers: FormulaNumbers
+    _traced: dict[tuple[str, ...], TracedLoss] = field(default_factory=dict, repr=False)
+
+    def compute(self, named: dict[str, Any], log_ratio: Any = None) -> TokenLosses:
+        """Return the losses of tokens. Arguments as in `TokenValues.from_names`."""
+        return token_loss(TokenValues.from_names(named, log_ratio), self.functions, self.numbers)
+
+    def with_surrogate_params(self, params: tuple[Any, ...]) -> ObjectiveFormula:
+        """Return the formula with another last argument of the surrogate."""
+        numbers = replace(self.numbers, surrogate_params=params)
+        return ObjectiveFormula(self.functions, numbers)
+
+    def traced_loss(self, input_names: tuple[str, ...]) -> TracedLoss:
+        """Return the program of tokens with these inputs, which are some of PROGRAM_INPUTS.
+
+        It is traced again when a function of the user, or something that it uses, has changed.
+        Raises FormulaRefused if the formula cannot be traced.
+        """
+        known = self._traced.get(input_names)
+        if known is not None and known.is_current():
+            return known
+
+        def trace(tracer: Tracer) -> list[Any]:
+            named = {name: tracer.input(name) for name in ("logps", "entropy", *input_names)}
+            symbols = self.numbers.as_symbols(tracer)
+            return program_outputs(
+                token_loss(TokenValues.from_names(named), self.functions, symbols)
+            )
+
+        functions = self.functions.values()
+        keys = [key_of(x) for x in functions]
+        traced = traced_program(
+            (*keys, input_names, self.numbers.counts()), name_of_functions(functions), trace
+        )
+        numbers = traced.require_program().numbers(self.numbers.values())
+        users = users_functions(functions)
+        result = TracedLoss(traced, numbers, [(x, key_of(x)) for x in users])
+        if None not in keys:
+            self._traced[input_names] = result
+        return result
+
+    def compare_once(self, input_names: tuple[str, ...], run: Run) -> None:
+        """Compare what `run` makes of the program with torch, on random inputs.
+
+        Nothing is compared a second time, unless `key_of` cannot tell whether a function changed.
+        Raises FormulaRefused if both differ.
+        """
+        names = ("logps", "entropy", *input_names)
+        traced, numbers, _ = self.traced_loss(input_names)
+
+        def compute_in_torch(inputs: list[Tensor]) -> list[Any]:
+            return program_outputs(self.compute(dict(zip(names, inputs, strict=True))))
+
+        traced.compare_once(
+            run, numbers, lambda: random_inputs(names), compute_in_torch, OUTPUT_NAMES
+        )
+
+
+#: What the outputs of a program are called in messages.
+OUTPUT_NAMES = ("loss", "d_logp", "d_entropy")
+
+
+def program_outputs(token_losses: TokenLosses) -> list[Any]:
+    """Return what a program computes. It has no auxiliary loss and no ratio of a sequence."""
+    return [token_losses.losses, token_losses.grad_logps, token_losses.grad_entropy]
+
+
+def name_of_functions(functions: list[Any]) -> str:
+    """Return the names of the user's functions, or else that of the first, the surrogate."""
+    named = users_functions(functions) or functions[:1]
+    return ", ".join(dict.fromkeys(name_of_function(x) for x in named))
+
+
+def random_inputs(names: tuple[str, ...]) -> list[Tensor]:
+    """Return random numbers of tokens for each input, fp32 [512].
+
+    Some numbers of each input are 0, infinite or NaN.
+    """
+    num_tokens = 512
+    generator = torch.Generator().manual_seed(0)
+    logp, _ = log_probs(num_tokens, generator)
+    inputs = []
+    for name in names:
+        if name == "logps":
+            x = logp.float()
+        elif name.endswith("logps"):
+            x = (logp + log_probs(num_tokens, generator)[1]).float()
+        elif name == "entropy":
+            x = 6.0 * torch.rand(num_tokens, generator=generator)
+        else:
+            is_nonzero = torch.rand(num_tokens, generator=generator) < 0.75
+            x = torch.randn(num_tokens, generator=generator) * is_nonzero
+        special = torch.tensor([torch.inf, -torch.inf, torch.nan] * 3)
+        places = torch.randint(0, num_tokens, special.shape, generator=generator)
+        inputs.append(x.index_copy(0, places, special))
+    return inputs
+
+
+# ---- the sum with the inputs of tokens
 
 
 class TokenLossFormula(NamedTuple):
-    """The token stage of an objective whose slopes depend on one token alone, for these rows.
-    `rows.divergence_weight` is the weight of the divergence from a second stream, where there is
-    one.
+    """The loss of tokens, for an objective in which a token's gradient depends on it alone.
+
+    objective_formula   functions and numbers
+    inputs              of each token
     """
 
-    formula: TokenFormula
+    objective_formula: ObjectiveFormula
     inputs: TokenInputs
 
-    def select(self, rows: slice | Tensor) -> TokenLossFormula:
-        """That of these rows only."""
-        if isinstance(rows, slice) and rows.indices(n := self.inputs.targets.numel()) == (0, n, 1):
-            return self
-        return self._replace(inputs=self.inputs[rows])
+    def select(self, token_ids: slice | Tensor) -> TokenLossFormula:
+        """Return the formula of some of the tokens."""
+        if isinstance(token_ids, slice):
+            num_tokens = self.inputs.targets.numel()
+            if token_ids.indices(num_tokens) == (0, num_tokens, 1):
+                return self
+        return self._replace(inputs=self.inputs.select(token_ids))
 
-    def compute(
-        self, logps: Tensor, entropy: Tensor | None, auxiliary_loss: Tensor | None = None
-    ) -> TokenLosses:
-        """The terms of these rows in torch.
+    def compute(self, logps: Tensor, entropy: Tensor | None) -> TokenLosses:
+        """Compute the losses in torch.
 
-        `auxiliary_loss` fp32 [n]: those in the log-probs of listed ids.
+        logps, entropy   fp32 [num_tokens]. The entropy may be None if no term reads it.
         """
-        given = {
-            "logps": logps,
-            "entropy": entropy,
-            "auxiliary_loss": auxiliary_loss,
-            **self.inputs.program_inputs(),
-        }
-        losses, grad_logps, _, grad_entropy, grad_auxiliary_loss = self.formula.terms(given)
-        return TokenLosses(
-            losses,
-            grad_logps,
-            None if self.inputs.entropy_weight is None else grad_entropy,
-            grad_auxiliary_loss,
-        )
+        named = {"logps": logps, "entropy": entropy, **self.inputs.program_inputs()}
+        token_losses = self.objective_formula.compute(named)
+        if self.inputs.entropy_weight is None:
+            return token_losses._replace(grad_entropy=None)
+        return token_losses
 
     def program(self) -> tuple[Program, list[float]]:
-        """(the program, its numbers): (loss, d loss / d log-prob, d loss / d entropy) from the
-        log-prob, the entropy and those of PROGRAM_INPUTS that the rows have. Raises FormulaRefused
-        where a formula cannot be traced.
+        """Return the formula as a program, with the values of its number registers.
+
+        It computes (loss, d loss / d log-prob, d loss / d entropy) from the log-prob, the entropy
+        and those of PROGRAM_INPUTS that are not None. Raises FormulaRefused if the formula cannot
+        be traced.
         """
-        made, numbers, _ = self._made()
-        return made.checked(), numbers
+        traced, numbers, _ = self.objective_formula.traced_loss(self.input_names())
+        return traced.require_program(), numbers
+
+    def input_names(self) -> tuple[str, ...]:
+        """Return which of PROGRAM_INPUTS the tokens have."""
+        fields = self.inputs.__dict__
+        return tuple(name for name in PROGRAM_INPUTS if fields[name] is not None)
 
     def program_inputs(self, program: Program) -> dict[str, Tensor]:
-        """The inputs of the program that the rows have, which are its last, fp32 [n] in one piece,
-        by name.
-        """
-        return {
-            name: getattr(self.inputs, name).contiguous()
-            for name in program.inputs
-            if name in PROGRAM_INPUTS
-        }
+        """Return the inputs of a program after log-prob and entropy, contiguous tensors."""
+        tensors = self.inputs.program_inputs()
+        return {name: tensors[name].contiguous() for name in program.inputs if name in tensors}
 
     def compare_once(self, run: Run) -> None:
-        """`Made.compare_once`, on random inputs; where `key_of` cannot tell whether a formula has
-        changed, at each call.
-        """
-        made, numbers, trial = self._made()
-        made.compare_once(run, numbers, trial)
-
-    def _made(self) -> tuple[Made, list[float], Callable[[], Trial]]:
-        formula, present = self.formula, tuple(self.inputs.program_inputs())
-        cached = formula._programs.get(present)
-        if cached is not None:
-            theirs, keys, result = cached
-            if keys == tuple(map(key_of, theirs)):
-                return result
-        names, chosen, numbers = ("logps", "entropy", *present), formula.chosen, formula.numbers
-        outputs = ("loss", "d_logp", "d_ratio", "grad_entropy")
-
-        def made_of(inputs: Iterable[Any], **parameters: Any) -> dict[str, Any]:
-            terms = formula.terms(dict(zip(names, inputs, strict=True)), **parameters)
-            made = dict(zip(outputs, terms, strict=False))
-            del made["d_ratio"]  # which is 0 where a token's slope depends on that token alone
-            return made
-
-        def build(tracer: Tracer) -> list[Any]:
-            inputs = [*map(tracer.input, names)]
-            parameters = {
-                name: None if x is None else tuple(tracer.parameter() for _ in x)
-                for name, x in numbers.items()
-            }
-            return [*made_of(inputs, **parameters).values()]
-
-        def trial() -> Trial:
-            inputs = random_inputs(names)
-            return inputs, lambda: made_of(inputs)
-
-        keys = {name: key_of(x) for name, x in chosen.items()}
-        shape = tuple(x if x is None else len(x) for x in numbers.values())
-        made = Made.of((*keys.values(), present, shape), name_of(chosen), build)
-        result = (
-            made,
-            made.checked().numbers([*chain.from_iterable(x or () for x in numbers.values())]),
-            trial,
-        )
-        if None not in keys.values():
-            theirs = {name: x for name, x in chosen.items() if callable(x) and not is_own(x)}
-            formula._programs[present] = (
-                tuple(theirs.values()),
-                tuple(keys[name] for name in theirs),
-                result,
-            )
-        return result
-
-
-def _nothing(logp, old_logp, advantage, params):
-    return 0.0 * logp, 0.0 * logp
-
-
-#: The formula of a loss without a term that depends on log-probs.
-NOTHING = TokenFormula(
-    {"SURROGATE": _nothing, "DETACHED": False, "LEVEL": "token", "TRUST": None, **Kl().formula},
-    {
-        "surrogate_params": (),
-        "trust_params": (),
-        "entropy_floor": None,
-        "ratio_bounds": None,
-        "kl_clamps": None,
-    },
-)
-
-
-# ---- programs
-
-
-def name_of(chosen: dict[str, Any]) -> str:
-    """The formulas in a program in words:
-
-    those of the user if there are any, else the surrogate.
-    """
-    names = {getattr(f, "__qualname__", repr(f)): is_own(f) for f in chosen.values() if callable(f)}
-    theirs = [name for name, own in names.items() if not own]
-    return ", ".join(theirs or list(names)[:1])
-
-
-def random_inputs(names: tuple[str, ...], points: int = 512, odd: bool = True) -> list[Tensor]:
-    """fp32 [points] of each input: log-probs and others as in `log_probs`, numbers with zeros among
-    them, and a few that are infinite or NaN, if `odd`.
-    """
-    g = torch.Generator().manual_seed(0)
-    logp, _ = log_probs(points, g)
-    tensors = []
-    for name in names:
-        if name.endswith("logps"):
-            x = (logp if name == "logps" else logp + log_probs(points, g)[1]).float()
-        elif name == "entropy":
-            x = 6.0 * torch.rand(points, generator=g)
-        else:
-            x = torch.randn(points, generator=g) * (torch.rand(points, generator=g) < 0.75)
-        if odd:
-            at = torch.randint(0, points, (9,), generator=g)
-            x = x.index_copy(0, at, torch.tensor([torch.inf, -torch.inf, torch.nan] * 3))
-        tensors.append(x)
-    return tensors
+        """Compare the program with torch, see `ObjectiveFormula.compare_once`."""
+        self.objective_formula.compare_once(self.input_names(), run)

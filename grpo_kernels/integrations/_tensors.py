@@ -19,9 +19,10 @@ from ..checks import OF_PRODUCTS, of_a_leaf, require, require_one_of
 from ..distributed import VocabShard
 from ..formulas.centering import ScoreCentering
 from ..formulas.divergence import Exact, divergence_at
+from ..formulas.extra_id_terms import probability_outside
 from ..formulas.ops import bounded_exp
 from ..formulas.surrogates import Cispo, Clip, Sapo, Vespo
-from ..formulas.token_loss import TokenInputs, probability_outside
+from ..formulas.token_inputs import TokenInputs
 from ..logprobs import TokenLogprobs, linear_logprobs, token_logprobs
 from ..losses import LossOutput
 from ..objective import Objective

@@ -45,7 +45,7 @@ from ..checks import of_a_leaf, refuse_unknown, require, values_are_checked
 from ..core.loss_formulas import sum_losses as total
 from ..distributed import global_normalizer
 from ..formulas.kl import Kl
-from ..formulas.token_loss import TokenInputs
+from ..formulas.token_inputs import TokenInputs
 from ..logprobs import linear_logprobs, token_logprobs
 from ..losses import grpo_loss, linear_grpo_loss, objective_loss
 from ..objective import PRESETS, Objective

@@ -9,7 +9,7 @@ from torch import Tensor
 from grpo_kernels import Cispo, Objective, TokenBatch, TokenSets
 from grpo_kernels.extra_ids import auxiliary_loss, logprobs_at, logprobs_with_extra_ids
 from grpo_kernels.formulas.centering import ScoreCentering
-from grpo_kernels.formulas.token_loss import ExtraIdTerms, logp_term
+from grpo_kernels.formulas.extra_id_terms import ExtraIdTerms, logp_term
 from grpo_kernels.trees import shared_row_logprobs
 from support.composition_cases import (
     NUM_ROWS,

@@ -11,7 +11,7 @@ from torch import Tensor
 from grpo_kernels import Exact, TokenSets
 from grpo_kernels.candidates import candidate_divergence, candidate_logprobs_with_extra_ids
 from grpo_kernels.extra_ids import auxiliary_loss, logprobs_at, logprobs_with_extra_ids
-from grpo_kernels.formulas.token_loss import ExtraIdTerms, prob_term
+from grpo_kernels.formulas.extra_id_terms import ExtraIdTerms, prob_term
 from grpo_kernels.teachers import logprobs_with_teacher, teacher_divergence
 from grpo_kernels.trees import shared_row_logprobs
 from support.composition_cases import (

@@ -17,7 +17,8 @@ from grpo_kernels.formulas.kl import Kl
 from grpo_kernels.formulas.ops import ops
 from grpo_kernels.formulas.program import FormulaRefused
 from grpo_kernels.formulas.surrogates import Cispo, Custom
-from grpo_kernels.formulas.token_loss import TokenInputs, random_inputs
+from grpo_kernels.formulas.token_inputs import TokenInputs
+from grpo_kernels.formulas.token_loss import random_inputs
 from grpo_kernels.objective import PRESETS, Objective
 from support.kernel_rows import KERNELS, TRITON, kernels
 

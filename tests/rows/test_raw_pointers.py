@@ -24,8 +24,8 @@ from grpo_kernels.core.softmax import (
     SoftmaxSums,
     sums_for,
 )
-from grpo_kernels.formulas.surrogates import PolicyGradient
-from grpo_kernels.formulas.token_loss import NOTHING, TokenInputs, TokenLossFormula
+from grpo_kernels.formulas.surrogates import NoPolicyTerm, PolicyGradient
+from grpo_kernels.formulas.token_inputs import TokenInputs
 from support.processes import start
 
 Call = Callable[[Any, dict[str, Tensor]], Any]
@@ -75,7 +75,7 @@ def fused(b, x):
         x["old_logps"],
         divergence_weight=weight,
     )
-    b.fused_loss(rows(x), TokenLossFormula(NOTHING, inputs), x["out"])
+    b.fused_loss(rows(x), Objective(NoPolicyTerm()).loss_formula(inputs), x["out"])
 
 
 def evaluate(b, x):

@@ -20,7 +20,7 @@ from grpo_kernels.formulas.filters import TRUST_REGIONS, EntropyFloor, TrustRegi
 from grpo_kernels.formulas.kl import ESTIMATORS, WEIGHTINGS, Kl
 from grpo_kernels.formulas.ops import ops
 from grpo_kernels.formulas.surrogates import Cispo, Custom
-from grpo_kernels.formulas.token_loss import TokenInputs
+from grpo_kernels.formulas.token_inputs import TokenInputs
 from grpo_kernels.objective import PRESETS, Objective
 from support.kernel_rows import DTYPES, PLAIN, Rows, check, fused, given, matrix, same, slots_of
 

@@ -20,7 +20,7 @@ from grpo_kernels import Objective, Options, TokenBatch, grpo_loss
 from grpo_kernels.core import backends
 from grpo_kernels.core.backends import triton
 from grpo_kernels.formulas.surrogates import Custom
-from grpo_kernels.formulas.token_loss import TokenInputs
+from grpo_kernels.formulas.token_inputs import TokenInputs
 from support.doors import batch_of, compare, objective_of, run
 from support.kernel_rows import Rows, check, ways
 from support.recipes import Recipe, problem

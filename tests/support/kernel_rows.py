@@ -30,7 +30,8 @@ from grpo_kernels.core.softmax import (
     sums_for,
 )
 from grpo_kernels.formulas.surrogates import PolicyGradient, Surrogate
-from grpo_kernels.formulas.token_loss import TokenInputs, TokenLossFormula
+from grpo_kernels.formulas.token_inputs import TokenInputs
+from grpo_kernels.formulas.token_loss import TokenLossFormula
 from support import oracle
 from support.bits import note
 from support.inside import executor, executors

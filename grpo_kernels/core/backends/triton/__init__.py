@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from ....formulas.program import FormulaRefused, Program
-from ....formulas.token_loss import PROGRAM_INPUTS, TokenLossFormula
+from ....formulas.token_inputs import PROGRAM_INPUTS
+from ....formulas.token_loss import TokenLossFormula
 from ...softmax import POLICY_SUMS, GradientCoefficients, LogitRows, SoftmaxSums, sums_for
 from .. import Backend, FusedLossValues, eager, fall_back
 from . import launch as launch

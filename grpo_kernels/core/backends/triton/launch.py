@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ....checks import warn_once
 from ....formulas.program import Program
-from ....formulas.token_loss import PROGRAM_INPUTS
+from ....formulas.token_inputs import PROGRAM_INPUTS
 from ...softmax import LogitRows, RowTransform, SoftmaxSums
 from .kernels import softmax_sums_kernel
 from .softmax_rows import Transform, tanh

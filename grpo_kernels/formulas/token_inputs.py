@@ -1,0 +1,105 @@
+"""What the loss of each token depends on, besides the log-prob and entropy of the policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..checks import describe
+
+#: The fields of `TokenInputs` that a formula reads, in the order in which kernels receive them.
+PROGRAM_INPUTS = (
+    "old_logps",
+    "ref_logps",
+    "sampler_logps",
+    "advantages",
+    "policy_weight",
+    "kl_weight",
+    "entropy_weight",
+    "nll_weight",
+)
+#: The fields that multiply a term of the loss.
+TERM_WEIGHTS = (
+    "policy_weight",
+    "kl_weight",
+    "entropy_weight",
+    "nll_weight",
+    "divergence_weight",
+)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TokenInputs:
+    """The tokens of a batch as flat tensors [num_tokens], with the weight of each loss term.
+
+    `Objective.token_inputs` makes them. All tensors but `targets` and the masks are fp32. Except
+    for `weights`, they hold 0 in masked tokens.
+
+    targets             int64: the chosen token
+    processed           bool: tokens whose logits are read, `loss_mask` or a part of it; None: all
+    advantages          advantage of each token
+    policy_weight       weight of the policy term, the weights of the batch included
+    old_logps           log-prob at the start of the update; None: on-policy
+    ref_logps           log-prob under the reference; None without a KL estimate
+    kl_weight           weight of the KL estimate; None without one
+    entropy_weight      weight of the entropy bonus; None without one
+    nll_weight          weight of -log-prob; None without `TokenBatch.nll_weights`
+    divergence_weight   weight of the divergence of whole distributions; None without one
+    sampler_logps       log-prob that a trust region compares with; None: it takes old_logps
+    weights             `TokenBatch.weights`; None if the batch has none
+    loss_mask           bool: the mask of the batch; None: all tokens
+    """
+
+    targets: Tensor
+    processed: Tensor | None
+    advantages: Tensor
+    policy_weight: Tensor
+    old_logps: Tensor | None = None
+    ref_logps: Tensor | None = None
+    kl_weight: Tensor | None = None
+    entropy_weight: Tensor | None = None
+    nll_weight: Tensor | None = None
+    divergence_weight: Tensor | None = None
+    sampler_logps: Tensor | None = None
+    weights: Tensor | None = None
+    loss_mask: Tensor | None = None
+    __repr__ = describe
+
+    @property
+    def mask(self) -> Tensor:
+        """bool [num_tokens]: `loss_mask`, also if that is None."""
+        if self.loss_mask is None:
+            return torch.ones_like(self.targets, dtype=torch.bool)
+        return self.loss_mask
+
+    def program_inputs(self) -> dict[str, Tensor]:
+        """Return the tensors that a formula reads, by name, without those that are None."""
+        fields = self.__dict__
+        return {name: fields[name] for name in PROGRAM_INPUTS if fields[name] is not None}
+
+    def select(self, token_ids: slice | Tensor) -> TokenInputs:
+        """Return what a formula and a divergence read of some tokens, without their masks."""
+        tensors = self.program_inputs()
+        if self.divergence_weight is not None:
+            tensors["divergence_weight"] = self.divergence_weight
+        if isinstance(token_ids, slice):
+            selected = [x[token_ids] for x in tensors.values()]
+        else:
+            # One indexing operation for all tensors takes less host time.
+            selected = list(torch.stack(list(tensors.values()))[:, token_ids])
+        named = dict(zip(tensors, selected, strict=True))
+        return TokenInputs(targets=self.targets[token_ids], processed=None, **named)
+
+    def weighted(self, factor: Tensor) -> TokenInputs:
+        """Return the inputs with every term multiplied by factor, fp32 [num_tokens].
+
+        A weight of 0 stays 0 if the factor is infinite or NaN.
+        """
+        weights = {}
+        for name in TERM_WEIGHTS:
+            weight = getattr(self, name)
+            if weight is not None:
+                weights[name] = torch.where(weight != 0, weight * factor, 0.0)
+        return replace(self, **weights)
