@@ -110,7 +110,7 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/formulas/extra_id_terms.py", "tests/core/test_listed.py",
         ("a coefficient is doubled", "values * logp), values", "values * logp), 2 * values"),
-        ("a probability has no gradient", "return term, term", "return term, 0 * term"),
+        ("a probability has no gradient", "return term, term", "return term, 0 * term", EXTRA_IDS),
         ("the probability outside of a list is not bounded", ".clamp(min=LEAST_OUTSIDE)", ""),
         ("the gradient of the tail is that of the next token", "padded[self.offsets[:-1]]", "padded[self.offsets[1:]]"),
         ("what a function returns is not looked at", "check_terms(function, returned, logps)", "pass"),

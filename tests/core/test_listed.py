@@ -21,6 +21,7 @@ from grpo_kernels import (
     linear_grpo_loss,
 )
 from grpo_kernels.formulas.centering import ScoreCentering
+from grpo_kernels.formulas.extra_id_terms import LEAST_OUTSIDE, probability_outside
 from grpo_kernels.formulas.surrogates import NoPolicyTerm, PolicyGradient
 from support import pages
 from support.doors import batch_of
@@ -264,3 +265,14 @@ def test_a_batch_moves_with_one_list_of_ids():
     moved = batch._apply(torch.clone)
     assert moved.logp_terms.ids is moved.prob_terms.ids is not batch.logp_terms.ids
     assert torch.equal(moved.prob_terms.values, batch.prob_terms.values)
+
+
+@pytest.mark.parametrize("logp", [0.0, -1e-9])
+def test_the_probability_outside_of_a_list_is_bounded(logp):
+    """So score centering is finite where the policy has no mass outside of the list."""
+    logps = torch.tensor([logp])
+    assert probability_outside(logps, lambda x: x) == torch.tensor(LEAST_OUTSIDE)
+    term, grad, grad_outside = ScoreCentering()(
+        logps, torch.tensor([-0.5]), torch.ones(1), lambda x: x
+    )
+    assert torch.stack([term, grad, grad_outside]).isfinite().all()
