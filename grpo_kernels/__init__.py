@@ -1,4 +1,4 @@
-"""grpo_kernels: the GRPO loss at the speed of the hardware, in any trainer."""
+"""Fused loss kernels for RL post-training of language models."""
 
 __version__ = "0.2.0.dev0"  # before the imports, some of which read it
 

@@ -89,7 +89,7 @@ def test_metrics_of_every_objective(name, backend):
         direct["kl"] = found.kl[live].mean()
     if spec.trust or spec.off_policy or spec.entropy_floor or spec.entropy_share:
         direct["kept"] = found.kept.double().mean()
-    assert out.metrics.keys() == direct.keys()
+    assert out.metrics.keys() == direct.keys(), "add the float64 value of a new metric to `direct`"
     for key, value in direct.items():
         same = {"rtol": 5e-5, "atol": 1e-6, "msg": lambda m, key=key: f"{key}: {m}"}
         torch.testing.assert_close(out.metrics[key].double(), value.double(), **same)

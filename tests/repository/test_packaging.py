@@ -167,6 +167,21 @@ def test_no_upper_pins():
     assert {*names} == {"torch", "triton"} and all(re.fullmatch(r">=[\d.]+", pin) for pin in pins)
 
 
+def test_workflows_and_hooks_use_the_versions_of_the_project():
+    """The tested Pythons are those of the classifiers, the ruff of the hook that of the tests."""
+    pythons = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', PROJECT)
+    workflow = (ROOT / ".github" / "workflows" / "tests.yml").read_text()
+    (matrix,) = re.findall(r"^        python: \[(.*)\]$", workflow, re.MULTILINE)
+    assert re.findall(r"[\d.]+", matrix) == pythons
+    (ruff,) = re.findall(r"^ruff==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    (hook,) = re.findall(
+        r"^    rev: v(.*)$", (ROOT / ".pre-commit-config.yaml").read_text(), re.MULTILINE
+    )
+    assert hook == ruff
+    (cited,) = re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert cited == grpo_kernels.__version__.removesuffix(".dev0")
+
+
 @pytest.fixture(scope="module")
 def builds(tmp_path_factory):
     """Two versions, in a repository each."""
