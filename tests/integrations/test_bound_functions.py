@@ -857,7 +857,7 @@ def test_importing_adapters_imports_no_trainer():
         "import sys, grpo_kernels, grpo_kernels.losses, grpo_kernels.distributed\n"
         "assert not any('integrations' in name for name in sys.modules)\n"
         "from grpo_kernels.integrations import adapters, trl\n"
-        "assert [*adapters()] == 'areal liger miles nemo_rl openrlhf prime_rl skyrl slime trl unsloth verl'.split()\n"
+        "assert [*adapters()] == 'areal liger megatron miles nemo_rl openrlhf prime_rl skyrl slime trl unsloth verl'.split()\n"
         "assert not {'trl', 'transformers', 'triton', 'liger_kernel', 'verl'} & {*sys.modules}\n"
         "try: trl.Trainer2\n"
         "except AttributeError as error: assert 'Trainer2' in str(error)\n"

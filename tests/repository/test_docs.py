@@ -401,7 +401,7 @@ def test_what_breaks_elsewhere_has_a_proof_that_exists():
 MODULES = (
     NAME, *(f"{NAME}.{x}" for x in "objective distributed model losses formulas.surrogates formulas.kl formulas.filters".split()),
     *(f"{NAME}.rewards.{x}" for x in "advantages returns corrections entropy".split()),
-    *(f"{NAME}.integrations.{x}" for x in "areal liger miles nemo_rl openrlhf prime_rl skyrl slime trl unsloth verl".split()),
+    *(f"{NAME}.integrations.{x}" for x in "areal liger megatron miles nemo_rl openrlhf prime_rl skyrl slime trl unsloth verl".split()),
 )  # fmt: skip
 #: Helpers of a public class, which its page says all about.
 NOT_SHOWN = {"check_linear", "check_specs", "forward_of", "plain_head"}

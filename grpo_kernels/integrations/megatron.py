@@ -1,0 +1,668 @@
+"""Megatron-core: log-probs, entropy or a whole loss from hidden states, without logits.
+
+`GPTModel` of megatron-core 0.18 and later calls an output processor in place of its output layer:
+
+    from grpo_kernels.integrations import megatron
+
+    out = model(
+        input_ids, position_ids, attention_mask, labels=labels, loss_mask=loss_mask,
+        output_processor=megatron.logprobs_processor,
+        output_processor_context=megatron.LogprobsContext(temperature=0.7, vocab_size=151_669),
+    )
+    out.log_probs, out.entropy  # [B, S], on the last pipeline stage
+
+    logprobs_processor   log-probs and entropy, in the fields of verl's fused_output_processor
+    loss_processor       the loss of an Objective, with its gradient in the same pass
+    head_processor       hidden states and head, for log-probs that are computed later
+
+`run_with_processor` and `install_processor` also work with models that do not have this hook, such
+as HybridModel and the GPTModel of older versions.
+
+What each rank passes and gets back:
+
+    weight           [V / ranks, H] of its tensor-parallel rank: the output layer's, or the shared
+                     embedding if the model ties them. With `vocab_size` the ids that pad the
+                     vocabulary are not in the softmax, and their gradient is exactly 0.
+    hidden states    [S, B, H], or [S / ranks, B, H] with sequence parallelism. Their gradient is
+                     summed over the tensor-parallel ranks exactly once: by one all-reduce, or by
+                     the reduce-scatter in the backward of the gather.
+    labels           [B, S], shifted by the trainer. Position t predicts labels[t].
+    loss_mask        [B, S]: positions where it is 0 take part in no matmul and get 0.
+    context ranks    a rank passes the positions that it has. Log-probs are per token. A loss at a
+                     sequence level needs `TokenBatch(context_group=)`.
+
+The muP scale of the model (`scale_logits`) and the temperature are applied in the kernels. With
+`config.gradient_accumulation_fusion` the gradient of the weight is added to `weight.main_grad`,
+and the flags that Megatron's DistributedDataParallel reads are set.
+
+Tested with a stand-in that has the signatures of 0.18 on 1, 2 and 4 gloo ranks. It does not import
+megatron-core, except to find the tensor-parallel group of an output layer that has none.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..batch import TokenBatch
+from ..checks import require
+from ..distributed import VocabShard
+from ..logprobs import TokenLogprobs, linear_logprobs
+from ..losses import LossOutput, linear_grpo_loss
+from ..objective import Denominators, Objective
+from ..options import Head, Options
+from ..transform import LogitTransform
+from ._swap import Adapter, says
+
+T = TypeVar("T")
+
+ADAPTER = Adapter("Megatron", "megatron-core")
+
+
+# ---- what a trainer passes as output_processor_context, and what it gets
+
+
+@dataclass(frozen=True)
+class LogprobsContext:
+    """The context of `logprobs_processor`.
+
+    temperature   a number, 0-d, per sequence [B] or per token [B, S]
+    vocab_size    number of real ids; the rows of the weight beyond it pad the vocabulary. None: all
+                  rows are ids.
+    mask          bool [B, S]: positions to compute. None: where the model's loss_mask is not 0, or
+                  all without a loss_mask.
+    entropy       whether to compute the entropy; "detached": without a gradient
+    options       backend and strict mode; the shard and the memory for the gradient of the weight
+                  are those of the model
+    """
+
+    temperature: float | Tensor = 1.0
+    vocab_size: int | None = None
+    mask: Tensor | None = None
+    entropy: bool | str = True
+    options: Options | None = None
+
+
+@dataclass(frozen=True)
+class LossContext:
+    """The context of `loss_processor`.
+
+        batch = TokenBatch(labels, advantages, mask=loss_mask != 0, old_logps=old_logps)
+        context = LossContext(batch, Objective.preset("dapo"), normalizer=normalizer)
+
+    batch         targets [B, S], or packed [S] with cu_seqlens, for hidden states [S, 1, H]. They
+                  are the model's labels, whose own labels and loss_mask are not read. See
+                  `packed_offsets` for cu_seqlens and context parallelism.
+    objective     what is minimised
+    temperature   as in `LogprobsContext`, or per sequence of a packed batch
+    vocab_size    as in `LogprobsContext`
+    normalizer    the denominator over all micro-batches and data-parallel ranks, see
+                  `linear_grpo_loss`. Tensor-parallel ranks have the same rows and count once.
+    options       as in `LogprobsContext`, and skip_inactive
+    """
+
+    batch: TokenBatch
+    objective: Objective
+    temperature: float | Tensor = 1.0
+    vocab_size: int | None = None
+    normalizer: float | Tensor | Denominators | None = None
+    options: Options | None = None
+
+
+@dataclass
+class FusedOutput:
+    """What the model returns with `logprobs_processor`: the fields of verl's output.
+
+    log_probs       fp32 [B, S], 0 where the mask is False
+    entropy         fp32 [B, S] in nats, or None if it was not asked for
+    hidden_states   as the processor got them
+    logits          None: they never exist
+
+    The other fields are None.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor | None
+    hidden_states: Tensor
+    logits: None = None
+    loss: None = None
+    past_key_values: None = None
+    attentions: None = None
+
+
+@dataclass(frozen=True, eq=False)
+class UnprojectedLogits:
+    """Hidden states and the output head, which stand for logits [B, S, V] that do not exist.
+
+    hidden    [B, S, H], those of all tensor-parallel ranks
+    head      this rank's part of the weight, its bias, and the scale of the logits
+    options   the vocabulary shard, and the memory for the gradient of the weight
+    """
+
+    hidden: Tensor
+    head: Head
+    options: Options
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the hidden states."""
+        return self.hidden.device
+
+    def size(self, dim: int) -> int:
+        """Return B or S for dim 0 or 1."""
+        return self.hidden.shape[:2][dim]
+
+    def sum(self) -> Tensor:
+        """Return the sum of the hidden states, for trainers that add 0 * logits.sum() to a loss
+        without tokens.
+        """
+        return self.hidden.sum()
+
+    def logprobs(
+        self,
+        targets: Tensor,
+        *,
+        mask: Tensor | None = None,
+        temperature: float | Tensor = 1.0,
+        entropy: bool | str = False,
+        **others: Any,
+    ) -> TokenLogprobs:
+        """Compute the log-probs of targets [B, S].
+
+        The other arguments are those of `linear_logprobs`.
+        """
+        head = self.at_temperature(temperature)
+        return linear_logprobs(
+            self.hidden,
+            head,
+            targets,
+            mask=mask,
+            entropy=entropy,
+            options=self.options,
+            **others,
+        )
+
+    def at_temperature(self, temperature: float | Tensor) -> Head:
+        """Return the head with a temperature."""
+        assert self.head.transform is not None
+        return replace(self.head, transform=replace(self.head.transform, temperature=temperature))
+
+
+# ---- output processors
+
+
+@says(targets="labels", hidden="hidden_states")
+def logprobs_processor(
+    *,
+    hidden_states: Tensor,
+    output_layer: Any,
+    output_weight: Tensor | None,
+    labels: Tensor | None,
+    context: Any,
+    config: Any,
+    loss_mask: Tensor | None = None,
+    scale_logits: Callable[[Tensor], Tensor] | None = None,
+    **_unused: Any,
+) -> FusedOutput:
+    """Compute the log-prob and entropy of each label, in place of the model's output layer.
+
+    context   a `LogprobsContext`, or an object with a temperature alone, as verl passes it
+
+    The arguments are those of Megatron's output_processor hook; the inputs of the model among them
+    are not read. Raises ValueError naming the argument that is wrong.
+    """
+    if not isinstance(context, LogprobsContext):
+        context = LogprobsContext(temperature=context.temperature)
+    if labels is None:
+        raise ValueError(
+            "labels is None: pass the target of each position to the model, [B, S], shifted."
+        )
+    mask = context.mask
+    if mask is None and loss_mask is not None:
+        mask = loss_mask != 0
+
+    def compute(logits: UnprojectedLogits) -> TokenLogprobs:
+        return logits.logprobs(
+            labels, mask=mask, temperature=context.temperature, entropy=context.entropy
+        )
+
+    output = OutputLayer(output_layer, output_weight, config, scale_logits)
+    log_probs, entropy = output.run(compute, hidden_states, context.vocab_size, context.options)
+    return FusedOutput(log_probs, entropy, hidden_states)
+
+
+def loss_processor(
+    *,
+    hidden_states: Tensor,
+    output_layer: Any,
+    output_weight: Tensor | None,
+    context: LossContext,
+    config: Any,
+    scale_logits: Callable[[Tensor], Tensor] | None = None,
+    **_unused: Any,
+) -> LossOutput:
+    """Compute the loss of `context.objective` over `context.batch`, with its gradient in the same
+    pass, in place of the model's output layer.
+
+    The arguments are those of Megatron's output_processor hook; the inputs of the model among them
+    are not read. Raises ValueError naming the argument that is wrong.
+    """
+    if not isinstance(context, LossContext):
+        raise ValueError(
+            f"output_processor_context is a {type(context).__name__}: pass a LossContext."
+        )
+    batch = context.batch
+    is_packed = batch.targets.dim() == 1
+    remedy = "a batch with packed targets [S] has hidden states [S, 1, H]."
+    shape = list(hidden_states.shape)
+    require(not is_packed or shape[1] == 1, "hidden_states.shape", shape, remedy)
+
+    def compute(logits: UnprojectedLogits) -> LossOutput:
+        return linear_grpo_loss(
+            logits.hidden[0] if is_packed else logits.hidden,
+            logits.at_temperature(context.temperature),
+            batch,
+            context.objective,
+            normalizer=context.normalizer,
+            options=logits.options,
+        )
+
+    output = OutputLayer(output_layer, output_weight, config, scale_logits)
+    return output.run(compute, hidden_states, context.vocab_size, context.options)
+
+
+def head_processor(
+    *,
+    hidden_states: Tensor,
+    output_layer: Any,
+    output_weight: Tensor | None,
+    config: Any,
+    context: LogprobsContext | None = None,
+    scale_logits: Callable[[Tensor], Tensor] | None = None,
+    **_unused: Any,
+) -> UnprojectedLogits:
+    """Return hidden states and head in place of logits, for a loss function that computes
+    log-probs from them.
+
+    context   its vocab_size and options are used; None: all rows of the weight are ids
+    """
+    context = context or LogprobsContext()
+    output = OutputLayer(output_layer, output_weight, config, scale_logits)
+    return output.run(lambda logits: logits, hidden_states, context.vocab_size, context.options)
+
+
+# ---- from Megatron's arguments to ours
+
+
+@dataclass(frozen=True, eq=False)
+class OutputLayer:
+    """The output layer of a model, as Megatron's hook passes it.
+
+    module          a ColumnParallelLinear
+    shared_weight   the embedding [V / ranks, H] if the model ties them; None: the module's weight
+    config          the TransformerConfig of the model
+    scale_logits    what the model does to its logits (muP), or None
+    """
+
+    module: Any
+    shared_weight: Tensor | None
+    config: Any
+    scale_logits: Callable[[Tensor], Tensor] | None
+
+    def run(
+        self,
+        compute: Callable[[UnprojectedLogits], T],
+        hidden_states: Tensor,
+        vocab_size: int | None,
+        options: Options | None,
+    ) -> T:
+        """Call `compute` on the logits that do not exist, as the forward of the module, so that the
+        hooks of the module run.
+
+        With overlap_param_gather, Megatron's DistributedDataParallel waits in such a hook until the
+        parameters of the module have arrived.
+
+        hidden_states   [S, B, H], or [S / ranks, B, H] with sequence parallelism
+        vocab_size      number of real ids, or None if all are
+        """
+
+        def forward(hidden: Tensor) -> T:
+            return compute(self.unprojected(hidden, vocab_size, options))
+
+        if not isinstance(self.module, nn.Module):
+            return forward(hidden_states)
+        restore = replace_forward(self.module, forward)
+        try:
+            return self.module(hidden_states)
+        finally:
+            restore()
+
+    def unprojected(
+        self, hidden: Tensor, vocab_size: int | None, options: Options | None
+    ) -> UnprojectedLogits:
+        """Return hidden states and head as the kernels need them.
+
+        Raises ValueError for an output layer whose logits are more than a matmul, a bias and a
+        scale.
+        """
+        weight = self.weight
+        group = tensor_parallel_group(self.module)
+        ranks = 1 if group is None else dist.get_world_size(group)
+        is_gathered = ranks > 1 and bool(
+            getattr(self.module, "sequence_parallel", self.config.sequence_parallel)
+        )
+        if is_gathered:
+            hidden = GatherSequence.apply(hidden, group)
+        # Each rank has its share of the gradient of the hidden states. The backward of the gather
+        # sums the shares. With disable_grad_reduce the layers in front of the module do.
+        leaves_sum = is_gathered or getattr(self.module, "disable_grad_reduce", False)
+        options = replace(
+            options or Options(),
+            shard=even_part(weight, group, vocab_size, reduce_hidden=not leaves_sum),
+            weight_grad=main_grad_of(weight, self.config),
+        )
+        transform = LogitTransform(scale=constant_scale(self.scale_logits))
+        head = Head(weight, getattr(self.module, "bias", None), transform)
+        return UnprojectedLogits(hidden.transpose(0, 1), head, options)
+
+    @property
+    def weight(self) -> Tensor:
+        """This rank's part of the output weight, [V / ranks, H]."""
+        weight = self.shared_weight
+        if weight is None:
+            weight = getattr(self.module, "weight", None)
+        if not isinstance(weight, Tensor):
+            raise ValueError(
+                f"output_layer is a {type(self.module).__name__} without a weight, and"
+                " output_weight is None: an adapter around the layer (LoRA) is not supported. Merge"
+                " it, or leave the output layer out of its targets."
+            )
+        gtp_ranks = getattr(self.module, "gtp_remat_size", 1)
+        remedy = "the weight of the output layer must not be sharded a second time."
+        require(gtp_ranks == 1, "gtp_remat_size", gtp_ranks, remedy)
+        return weight
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Give a module another forward. Returns a function that gives it back the one it had."""
+    before = vars(module).get("forward")
+
+    def restore() -> None:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
+    module.forward = forward
+    return restore
+
+
+def tensor_parallel_group(output_layer: Any) -> Any:
+    """Return the group that the output layer is sharded over; None without torch.distributed."""
+    group = getattr(output_layer, "tp_group", None)
+    if group is not None or not (dist.is_available() and dist.is_initialized()):
+        return group
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def even_part(
+    weight: Tensor, group: Any, vocab_size: int | None, reduce_hidden: bool
+) -> VocabShard | None:
+    """Return this rank's part of a vocabulary that is split evenly, as Megatron pads it to be.
+
+    weight       [V / ranks, H]
+    vocab_size   number of real ids, or None if all are
+
+    Returns None if one rank has the whole vocabulary, without padding.
+    """
+    width = len(weight)
+    ranks = 1 if group is None else dist.get_world_size(group)
+    rank = 0 if group is None else dist.get_rank(group)
+    total = ranks * width
+    if vocab_size is None:
+        vocab_size = total
+    remedy = f"the {ranks} tensor-parallel ranks have {total} rows of the output weight together."
+    require(1 <= vocab_size <= total, "vocab_size", vocab_size, remedy)
+    if ranks == 1 and vocab_size == total:
+        return None
+    return VocabShard(rank * width, vocab_size, group, reduce_hidden)
+
+
+def constant_scale(scale_logits: Callable[[Tensor], Tensor] | None) -> float:
+    """Return the factor that `scale_logits` multiplies logits by (muP), 1 for None.
+
+    Raises ValueError if the function is not a multiplication.
+    """
+    if scale_logits is None:
+        return 1.0
+    samples = torch.tensor([1.0, -3.0, 50.0], dtype=torch.float64)
+    scaled = scale_logits(samples.clone()).double()
+    scale = float(scaled[0])
+    if not torch.allclose(scaled, scale * samples, rtol=1e-6, atol=0.0):
+        raise ValueError(
+            "scale_logits does more than multiply by a number: only a constant scale (muP) is"
+            " supported."
+        )
+    return scale
+
+
+def main_grad_of(weight: Tensor, config: Any) -> Tensor | None:
+    """Return the memory that Megatron accumulates the gradient of a weight in, or None if autograd
+    hands over the gradient.
+    """
+    is_fused = getattr(config, "gradient_accumulation_fusion", False)
+    if not is_fused or not weight.requires_grad or not torch.is_grad_enabled():
+        return None
+    return getattr(weight, "main_grad", None)
+
+
+class GatherSequence(torch.autograd.Function):
+    """Gather the parts [S / ranks, B, H] of a sequence from the ranks of a group.
+
+    The backward sums the gradients of all ranks and gives each rank its part: a reduce-scatter.
+    This is Megatron-LM's gather_from_sequence_parallel_region (arXiv 2205.05198, section 4.2.2),
+    for any device.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        part = part.contiguous()
+        ranks = dist.get_world_size(group)
+        whole = part.new_empty((ranks * part.shape[0], *part.shape[1:]))
+        dist.all_gather_into_tensor(whole, part, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad_whole: Tensor) -> tuple[Tensor, None]:
+        grad_whole = grad_whole.contiguous()
+        ranks = dist.get_world_size(ctx.group)
+        part = grad_whole.new_empty((grad_whole.shape[0] // ranks, *grad_whole.shape[1:]))
+        dist.reduce_scatter_tensor(part, grad_whole, group=ctx.group)
+        return part, None
+
+
+def packed_offsets(packed_seq_params: Any, context_ranks: int = 1) -> Tensor:
+    """Return cu_seqlens, int32 [num_sequences + 1], of the rows that this rank has of packed
+    sequences, for `TokenBatch(cu_seqlens=, context_group=)`.
+
+    packed_seq_params   Megatron's PackedSeqParams of the whole sequences
+    context_ranks       number of context-parallel ranks, each of which has as many positions of
+                        every padded sequence
+
+    Raises ValueError if a padded sequence cannot be split evenly.
+    """
+    offsets = packed_seq_params.cu_seqlens_q_padded
+    if offsets is None:
+        offsets = packed_seq_params.cu_seqlens_q
+    is_even = bool((offsets % context_ranks == 0).all())
+    remedy = f"pad each sequence to a multiple of 2 * {context_ranks} positions."
+    require(is_even, "cu_seqlens_q_padded", offsets, remedy)
+    return offsets // context_ranks
+
+
+# ---- models without the hook, and trainers that call the model themselves
+
+
+def run_with_processor(
+    model: nn.Module, processor: Callable[..., T], context: Any = None, **inputs: Any
+) -> T | Tensor:
+    """Call a model with an output processor, whether or not its forward has the hook.
+
+        out = run_with_processor(
+            model, logprobs_processor, LogprobsContext(temperature=0.7),
+            input_ids=ids, position_ids=positions, attention_mask=None, labels=labels,
+        )
+
+    model    a language model of megatron-core, also inside of DistributedDataParallel,
+             Float16Module or a multimodal model with a `language_model`
+    inputs   the arguments of its forward
+
+    Returns the result of the processor on the last pipeline stage, and hidden states on the others.
+    """
+    if has_hook(innermost(model)):
+        return model(**inputs, output_processor=processor, output_processor_context=context)
+    with install_processor(model, processor, context):
+        return model(**inputs)
+
+
+def install_processor(
+    model: nn.Module, processor: Callable[..., Any], context: Any = None
+) -> InstalledProcessor:
+    """Make a model call an output processor in every forward, for trainers that call the model
+    without the hook's arguments.
+
+    Returns an object whose `remove()` undoes it; use it in a `with` block too. Its `context` may be
+    changed between calls. Calls of `build_schedule_plan` are not affected. Raises ValueError for a
+    model without an output layer, and RuntimeError if a processor is installed already.
+    """
+    return InstalledProcessor(language_model(model), processor, context)
+
+
+class InstalledProcessor:
+    """A language model whose forward calls an output processor, until `remove()`.
+
+    context   what the processor gets as `context`
+    """
+
+    def __init__(self, model: nn.Module, processor: Callable[..., Any], context: Any) -> None:
+        if getattr(model.forward, "is_processed", False):
+            raise RuntimeError(
+                f"{type(model).__name__} has a processor already: call remove() on what"
+                " install_processor returned."
+            )
+        self.model = model
+        self.processor = processor
+        self.context = context
+        self.own_forward = model.forward
+        run = self._run_hook if has_hook(model) else self._run_trunk
+
+        @functools.wraps(model.forward)
+        def forward(*args: Any, **inputs: Any) -> Any:
+            return run(*args, **inputs)
+
+        vars(forward)["is_processed"] = True
+        self.restore = replace_forward(model, forward)
+
+    def remove(self) -> None:
+        """Give the model its own forward back. A second call does nothing."""
+        if getattr(self.model.forward, "is_processed", False):
+            self.restore()
+
+    def __enter__(self) -> InstalledProcessor:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+    def _run_hook(self, *args: Any, **inputs: Any) -> Any:
+        """Call a forward that has the hook."""
+        return self.own_forward(
+            *args,
+            **inputs,
+            output_processor=self.processor,
+            output_processor_context=self.context,
+        )
+
+    def _run_trunk(self, *args: Any, **inputs: Any) -> Any:
+        """Call a forward without the hook as on a pipeline stage that is not the last, and the
+        processor with its hidden states.
+        """
+        model: Any = self.model
+        if not model.post_process:
+            return self.own_forward(*args, **inputs)
+        bound = inspect.signature(self.own_forward).bind(*args, **inputs).arguments
+        refuse_mtp_loss(model, bound)
+        model.post_process = False
+        try:
+            hidden = self.own_forward(*args, **inputs)
+        finally:
+            model.post_process = True
+        weight = None
+        if model.share_embeddings_and_output_weights:
+            weight = model.shared_embedding_or_output_weight()
+        names = ("labels", "loss_mask", "input_ids", "position_ids", "attention_mask")
+        return self.processor(
+            hidden_states=hidden,
+            output_layer=model.output_layer,
+            output_weight=weight,
+            **{name: bound.get(name) for name in names},
+            decoder_input=bound.get("decoder_input"),
+            inference_context=bound.get("inference_context"),
+            packed_seq_params=bound.get("packed_seq_params"),
+            runtime_gather_output=bound.get("runtime_gather_output"),
+            context=self.context,
+            compute_language_model_loss=model.compute_language_model_loss,
+            scale_logits=getattr(model, "_scale_logits", None),
+            config=model.config,
+        )
+
+
+def refuse_mtp_loss(model: Any, inputs: dict[str, Any]) -> None:
+    """Raise ValueError if the forward of a model without the hook would add the loss of
+    multi-token prediction, which it does after the trunk.
+    """
+    predicts_more = getattr(model, "mtp_process", False) and getattr(
+        model.config, "mtp_num_layers", None
+    )
+    if predicts_more and inputs.get("compute_mtp_loss", True):
+        raise ValueError(
+            f"mtp_num_layers={model.config.mtp_num_layers}: {type(model).__name__} has no"
+            " output_processor hook, and its loss of multi-token prediction would be left out."
+            " Pass compute_mtp_loss=False if that is intended."
+        )
+
+
+def has_hook(model: nn.Module) -> bool:
+    """Return whether the forward of a model takes an output processor."""
+    parameters = inspect.signature(model.forward).parameters
+    return {"output_processor", "output_processor_context"} <= parameters.keys()
+
+
+def innermost(model: nn.Module) -> nn.Module:
+    """Return a model without its wrappers, which have it as `module`."""
+    while isinstance(getattr(model, "module", None), nn.Module):
+        model = model.module  # type: ignore[assignment]
+    return model
+
+
+def language_model(model: nn.Module) -> nn.Module:
+    """Return the language model inside of wrappers and of a multimodal model.
+
+    Raises ValueError for a model that is none of megatron-core's.
+    """
+    inner = innermost(model)
+    if isinstance(getattr(inner, "language_model", None), nn.Module):
+        inner = innermost(inner.language_model)  # type: ignore[arg-type]
+    remedy = "pass a GPTModel, HybridModel or another model with a post_process stage."
+    require(hasattr(inner, "post_process"), "model", type(model).__name__, remedy)
+    return inner
