@@ -61,6 +61,20 @@ from ..options import Head, Options
 from ..transform import LogitTransform
 from ._swap import Adapter, says
 
+__all__ = [
+    "FusedOutput",
+    "InstalledProcessor",
+    "LogprobsContext",
+    "LossContext",
+    "UnprojectedLogits",
+    "head_processor",
+    "install_processor",
+    "logprobs_processor",
+    "loss_processor",
+    "packed_offsets",
+    "run_with_processor",
+]
+
 T = TypeVar("T")
 
 ADAPTER = Adapter("Megatron", "megatron-core")
