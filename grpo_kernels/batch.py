@@ -488,21 +488,24 @@ class TokenBatch(Checked):
 
     def _contributing(self) -> Tensor:
         """bool [N]: see `named_mask`."""
-        shape, nonzero = self.targets.shape, {}
-        for name in WIDE:
-            if (value := getattr(self, name)) is not None:
-                nonzero[name] = as_wide(value, shape, self.cu_seqlens) != 0
+        shape = self.targets.shape
         if self.advantages is None:
             contributing = torch.zeros(shape, dtype=torch.bool, device=self.targets.device)
         else:
-            contributing = nonzero["advantages"]
+            contributing = as_wide(self.advantages, shape, self.cu_seqlens)
+        # logical_and and logical_or compare with 0, which takes no launch of its own on a GPU.
         if self.extra_ids is not None:
-            contributing = contributing | (self.extra_ids.counts > 0).view(shape)
+            has_ids = (self.extra_ids.counts > 0).view(shape)
+            contributing = torch.logical_or(contributing, has_ids)
         if self.weights is not None:
-            contributing = contributing & nonzero["weights"]
+            weights = as_wide(self.weights, shape, self.cu_seqlens)
+            contributing = torch.logical_and(contributing, weights)
         if self.nll_weights is not None:
-            contributing = contributing | nonzero["nll_weights"]
-        return flat(contributing if self.mask is None else contributing & self.mask)
+            nll_weights = as_wide(self.nll_weights, shape, self.cu_seqlens)
+            contributing = torch.logical_or(contributing, nll_weights)
+        if self.mask is not None:
+            contributing = torch.logical_and(contributing, self.mask)
+        return flat(contributing if contributing.dtype == torch.bool else contributing != 0)
 
     def _known(self, name: str, versions: list[Any], make: Callable[[], M]) -> M:
         """What `make` returns, made again where the versions of what it depends on are others than
@@ -678,9 +681,16 @@ class TokenBatch(Checked):
 
     def spread(self, values: Tensor) -> Tensor:
         """Give each token its sequence's value: `values` [B] -> [N]."""
+        return self.broadcast(values).expand(self.targets.shape).flatten()
+
+    def broadcast(self, values: Tensor) -> Tensor:
+        """Give each token its sequence's value, in a shape that broadcasts to that of targets.
+
+        values   [B]
+        """
         if self.cu_seqlens is not None:
-            return values[sequence_ids(self.cu_seqlens, self.tokens)]
-        return values[:, None].expand(self.targets.shape).flatten()
+            return values[sequence_ids(self.cu_seqlens, self.tokens)].view(self.targets.shape)
+        return values[:, None]
 
 
 # ---- the one place that shifts: what is recorded for each token of a text goes to the row of a

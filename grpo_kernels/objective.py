@@ -334,7 +334,9 @@ class Objective(Checked):
         if aggregate == "token-sum":
             return 1.0
         if aggregate == "token-mean":
-            return float(batch.tokens) if batch.mask is None else batch.mask.sum().float()
+            if batch.mask is None:
+                return float(batch.tokens)
+            return batch.mask.sum(dtype=torch.float32)  # exact up to 2^24 tokens
         if aggregate == "group-mean":
             same = batch.same_group()
             tokens = same @ self._of_sequences(batch).lengths
@@ -360,12 +362,9 @@ class Objective(Checked):
         )
 
     def _weights(
-        self, batch: TokenBatch, mask: Tensor | None, aggregate: str, normalizer: float | Tensor | None
-    ) -> Tensor:  # fmt: skip
-        """The weight of each token's term, fp32 [n]:
-
-        0 where masked. `mask` is that of the batch, flat.
-        """
+        self, batch: TokenBatch, aggregate: str, normalizer: float | Tensor | None
+    ) -> Tensor:
+        """Return the weight of each token's term, fp32 [n], 0 where masked."""
         own = normalizer is None
         if normalizer is None:
             normalizer = self._denominator(batch, aggregate)
@@ -380,21 +379,27 @@ class Objective(Checked):
                 if isinstance(normalizer, Tensor)
                 else max(normalizer, 1.0)
             )
-        if mask is None:
-            weight = torch.ones(batch.tokens, dtype=torch.float32, device=batch.targets.device)
-        else:
-            weight = mask.float()
         inner: Tensor | None = None  # tokens that share a mean with this one
         if aggregate == "seq-mean-token-mean":
             inner = self._of_sequences(batch).lengths
         elif aggregate == "group-mean":
             inner = batch.same_group() @ self._of_sequences(batch).lengths
+        denominator = normalizer
         if inner is not None:
-            weight = weight / batch.spread(inner.clamp(min=1.0)).float()
-        if own:
-            return weight / normalizer
-        # Where nothing is trained a given normalizer may be 0, and 0 / 0 must not reach the loss.
-        return torch.where(weight != 0, weight / normalizer, 0.0)
+            denominator = batch.broadcast((inner.clamp(min=1.0) * normalizer).float())
+        if batch.mask is None:
+            shape = batch.targets.shape
+            weight = torch.ones(shape, dtype=torch.float32, device=batch.targets.device)
+        elif isinstance(denominator, Tensor) and denominator.dtype == torch.float32:
+            weight = batch.mask  # the division converts it, without a launch of its own on a GPU
+        else:
+            weight = batch.mask.float()
+        weight = weight / denominator
+        if batch.mask is not None and not own:
+            # Where nothing is trained a given normalizer may be 0, and 0 / 0 must not reach the
+            # loss.
+            weight = torch.where(batch.mask, weight, 0.0)
+        return weight.flatten()
 
     def _check_normalizer(self, normalizer: float | Tensor, batch: TokenBatch) -> float | Tensor:
         remedy = "the denominator is a finite number above 0, over all micro-batches and ranks."
@@ -473,14 +478,14 @@ class Objective(Checked):
                 for x in (D, kl_D, entropy_D)
             )
         mask = batch.named_mask("trained")
-        weight = self._weights(batch, mask, self.aggregate, D)
+        weight = self._weights(batch, self.aggregate, D)
 
         def scaled(coef: float, aggregate: str | None, own: float | Tensor | None) -> Tensor | None:
             if coef == 0:
                 return None
             if aggregate is None and own is None:
                 return coef * weight
-            return coef * self._weights(batch, mask, aggregate or self.aggregate, own)
+            return coef * self._weights(batch, aggregate or self.aggregate, own)
 
         processed = (
             batch.named_mask(self.gradient_mask)

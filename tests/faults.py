@@ -251,8 +251,11 @@ FAULTS: list[Fault] = [
             "torch.where(self.mask, torch.stack([*given.values()]), 0.0)", "torch.stack([*given.values()])", OBJECTIVES,
         ),
         (
-            "rows with an nll weight alone have no gradient", "contributing = contributing | nonzero[\"nll_weights\"]", "pass",
-            COMBINATIONS,
+            "a loss takes more launches", "torch.logical_and(contributing, self.mask)",
+            "(contributing != 0) & self.mask", "tests/core/test_waits.py",
+        ),
+        (
+            "rows with an nll weight alone have no gradient", "contributing = torch.logical_or(contributing, nll_weights)", "pass",
         ),
         (
             "one advantage a sequence is read as one a token", "advantages = advantages[:, None]", "pass",
@@ -1227,8 +1230,8 @@ FAULTS: list[Fault] = [
         ),
         (
             "a log-prob of NaN has a gradient before its factor",
-            "(~sums.logps.isnan()).float()",
-            "torch.ones_like(sums.logps)",
+            "(logps == logps).float()",
+            "torch.ones_like(logps)",
             LINEAR_PASS,
         ),
         (
@@ -1396,6 +1399,12 @@ FAULTS: list[Fault] = [
         ),
     ),
     *of("grpo_kernels/core/loss_formulas.py", PRODUCTS,
+        (
+            "losses of an earlier block are those of all rows",
+            "self._losses = None\n        if grad_logits",
+            "if grad_logits",
+            "tests/core/test_linear_pass.py",
+        ),
         (
             "inputs of a loss are not in the order of the rows",
             "loss_formula if order.is_identity else loss_formula.select(order.row_ids)",

@@ -493,7 +493,7 @@ class SumsRecorder:
         sums = kernels.softmax_sums(rows, self.names)
         self.chunks.add(chunk, sums.values)
         if grad_logits is not None:
-            write_unit_gradient(kernels, rows, sums, grad_logits)
+            write_unit_gradient(kernels, rows, sums, sums.logps, grad_logits)
 
     def row_scale(self, block: slice) -> None:
         """Return None: `process_chunk` wrote the whole gradient."""
@@ -512,14 +512,16 @@ class SumsRecorder:
 
 
 def write_unit_gradient(
-    kernels: Backend, rows: LogitRows, sums: SoftmaxSums, grad_logits: Tensor
+    kernels: Backend, rows: LogitRows, sums: SoftmaxSums, logps: Tensor, grad_logits: Tensor
 ) -> None:
     """Write the gradient of the log-prob of each row for an upstream gradient of 1.
 
     A log-prob of NaN has the gradient 0 here, so that the row is NaN if and only if the factor that
     multiplies it later is.
+
+    logps   the log-probs of the rows, from `sums`
     """
-    is_number = (~sums.logps.isnan()).float()
+    is_number = (logps == logps).float()
     coefficients = GradientCoefficients.stack({"target": is_number})
     kernels.softmax_gradient(rows, sums, coefficients, grad_logits)
 

@@ -96,27 +96,37 @@ class SequenceFormula:
         device = order.row_ids.device
         self.logps = torch.zeros(order.num_rows, device=device)
         self.entropy = torch.zeros(order.num_rows, device=device)
+        self._losses: TokenLosses | None = None
 
     def process_chunk(self, chunk: slice, rows: LogitRows, grad_logits: Tensor | None) -> None:
         """Record the statistics of a chunk, and write the gradient of its log-probs."""
         sums = self.kernels.softmax_sums(rows, SUMS_OF_ENTROPY)
         row_ids = self.order.row_ids_at(chunk)
-        self.logps[row_ids], self.entropy[row_ids] = sums.logps_and_entropy()
+        logps, entropy = sums.logps_and_entropy()
+        self.logps[row_ids] = logps
+        self.entropy[row_ids] = entropy
+        self._losses = None
         if grad_logits is not None:
-            write_unit_gradient(self.kernels, rows, sums, grad_logits)
+            write_unit_gradient(self.kernels, rows, sums, logps, grad_logits)
+
+    def losses_so_far(self) -> TokenLosses:
+        """Return losses and gradients of all rows. Those of rows to come are wrong."""
+        if self._losses is None:
+            self._losses = self.compute_losses(self.logps, self.entropy)
+        return self._losses
 
     def row_scale(self, block: slice) -> Tensor:
         """Return c = d loss / d log-prob of rows whose sequences were processed completely."""
         # The log-probs of sequences in later blocks are still 0. They do not affect c of these
         # rows, because no sequence is in two blocks.
-        grad_logps = self.compute_losses(self.logps, self.entropy).grad_logps
+        grad_logps = self.losses_so_far().grad_logps
         is_nan = self.logps.isnan() & (grad_logps != 0)
         return grad_logps.masked_fill(is_nan, torch.nan)[self.order.row_ids_at(block)]
 
     def result(self) -> FormulaResult:
         """Return the loss of all rows that were processed."""
-        losses = self.compute_losses(self.logps, self.entropy).losses
-        return FormulaResult(sum_losses(losses), self.logps, self.entropy, None)
+        loss = sum_losses(self.losses_so_far().losses)
+        return FormulaResult(loss, self.logps, self.entropy, None)
 
 
 def sum_losses(losses: Tensor) -> Tensor:

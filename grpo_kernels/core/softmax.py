@@ -384,7 +384,7 @@ class SoftmaxSums:
         """int64: the first id of the largest probability, -1 in masked rows."""
         return self["argmax"].long()
 
-    @property
+    @functools.cached_property
     def divergence(self) -> Tensor:
         """Divergence of the policy from the reference, never negative.
 

@@ -181,9 +181,10 @@ class Backend(ABC):
             names = sums_for(("entropy", "divergence"), rows.reference.direction)
         sums = self.softmax_sums(rows, names)
         logps, entropy = sums.logps_and_entropy()
-        token_losses = loss_formula.compute(logps, entropy)
-        losses = token_losses.losses
-        grads = token_losses.statistic_grads
+        losses, grad_logps, grad_entropy = self.evaluate_formula(loss_formula, logps, entropy)
+        grads = {"logps": grad_logps}
+        if grad_entropy is not None:
+            grads["entropy"] = grad_entropy
         divergences = []
         if rows.reference is not None:
             divergence = sums.divergence
