@@ -161,6 +161,10 @@ class TokenBatch(Checked):
                  then have any shape in front, that predicts each token; None = row i predicts
                  targets[i]. Several tokens may share a row, as those of rollouts with a common
                  prefix do; everything else of the batch goes by tokens. See docs/listed_ids.md.
+    on_policy    bool (or 0/1 integer) [B], [B, 1] or the shape of targets: True where the policy
+                 that is trained has sampled the token. Its ratio is 1 and keeps its gradient, as
+                 without old_logps, which have no effect there. At a sequence level a marked token
+                 adds 0 to the log-ratio of its sequence.
 
     With a context_group, the tokens' losses of all ranks add up to those of the whole sequences,
     and so do gradients. What needs a sequence costs an all-reduce of B numbers: its length (once a
@@ -191,6 +195,7 @@ class TokenBatch(Checked):
     - a weight of 0 takes the token out of the policy term, with its NaN, and so does a filter that
       drops the token for a reason other than the NaN (see formulas/filters.py);
     - a NaN in sampler_logps means that the sampler did not score the token (see `TrustRegion`);
+    - a NaN in old_logps has no effect where `on_policy` is True;
     - a row with zero advantage, no KL and no entropy bonus gets no gradient from hidden states:
       only the loss is NaN. `Options(skip_inactive=True)` does not read such rows at all.
 
@@ -215,6 +220,7 @@ class TokenBatch(Checked):
     logp_terms: TokenSets | None = None
     prob_terms: TokenSets | None = None
     rows: Tensor | None = None
+    on_policy: Tensor | None = None
     __repr__ = describe
 
     def __post_init__(self) -> None:
@@ -246,6 +252,11 @@ class TokenBatch(Checked):
             check_rows(self.rows, targets)
         if self.mask is not None:
             self._put("mask", as_mask("mask", self.mask, shape))
+        if self.on_policy is not None:
+            require_tensor("on_policy", self.on_policy, DTYPES, "a bool tensor")
+            require_device("on_policy", self.on_policy, targets.device, "targets")
+            check_width("on_policy", self.on_policy.shape, shape, self.cu_seqlens)
+            self._put("on_policy", as_mask("on_policy", self.on_policy, self.on_policy.shape))
         if self.missing is not None:
             check_missing(self.missing)
         if self.kept is not None:
@@ -448,6 +459,12 @@ class TokenBatch(Checked):
             if self.mask is None
             else flat(self.mask)
         )
+
+    @property
+    def on_policy_tokens(self) -> Tensor:
+        """bool [N]: where `on_policy`, which must be given, is True."""
+        assert self.on_policy is not None
+        return flat(as_wide(self.on_policy, self.targets.shape, self.cu_seqlens) != 0)
 
     def flat(self, name: str) -> Tensor | None:
         """The float field `name` as fp32 [N], one value per token, 0 where the mask is False; None

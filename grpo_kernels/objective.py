@@ -59,7 +59,7 @@ from .formulas.surrogates import (
     Vespo,
     check_log_ratio_bounds,
 )  # fmt: skip
-from .formulas.token_inputs import TokenInputs
+from .formulas.token_inputs import ON_POLICY, TokenInputs
 from .formulas.token_loss import (
     FormulaFunctions,
     FormulaNumbers,
@@ -496,6 +496,9 @@ class Objective(Checked):
         given = batch.table("advantages", "weights", "nll_weights", "old_logps", *compared)
         if batch.advantages is None:
             given["advantages"] = torch.zeros_like(weight)
+        if batch.on_policy is not None and "old_logps" in given:
+            is_on_policy = batch.on_policy_tokens
+            given["old_logps"] = given["old_logps"].masked_fill(is_on_policy, ON_POLICY)
         weights, policy_weight = given.get("weights"), weight
         if weights is not None:
             if (
@@ -627,7 +630,7 @@ class Objective(Checked):
         self, formula: ObjectiveFormula, logps: Tensor, inputs: TokenInputs
     ) -> ObjectiveFormula:
         """Return the formula with the tokens that the surrogate selects as its last parameter."""
-        old_logps = logps if inputs.old_logps is None else inputs.old_logps
+        old_logps = inputs.old_or_current(logps)
         selected = self.surrogate.select(logps, old_logps, inputs.advantages, inputs.mask)
         return formula.with_surrogate_params((*formula.numbers.surrogate_params, selected))
 
@@ -668,7 +671,7 @@ class Objective(Checked):
         logps       fp32 [num_tokens]
         log_ratio   what the method of that name returns
         """
-        old_logps = logps if inputs.old_logps is None else inputs.old_logps
+        old_logps = inputs.old_or_current(logps)
         log_ratio = log_ratio_of_kl(log_ratio, logps - old_logps, self.level)
         kl = self.kl_spec
         return kl_terms(logps, old_logps, inputs.ref_logps, log_ratio, kl.clamps, **kl.formula)
@@ -730,10 +733,11 @@ LOG_WEIGHT_BOUNDS = (-18.420680743952367, 20.0)
 
 def _own_log_ratios(logps: Tensor, inputs: TokenInputs) -> Tensor:
     """Return logp - old_logp of each token: if on-policy 0, and NaN where logp is NaN."""
+    # logp - logp would also be NaN for an infinite logp.
+    on_policy = torch.where(logps.isnan(), logps, 0.0)
     if inputs.old_logps is None:
-        # logp - logp would also be NaN for an infinite logp.
-        return torch.where(logps.isnan(), logps, 0.0)
-    return logps - inputs.old_logps
+        return on_policy
+    return torch.where(inputs.old_logps >= ON_POLICY, on_policy, logps - inputs.old_logps)
 
 
 # ---- published objectives, and the constants with which trainers compute them

@@ -21,6 +21,7 @@ are the probabilities under the policy and under the anchor, A is the advantage.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,8 +138,10 @@ class TrustRegion(Filter):
     def keep(
         self, logps: Tensor, entropy: Tensor | None, rows: TokenInputs, batch: TokenBatch | None
     ) -> Tensor:
-        anchor = rows.old_logps if rows.sampler_logps is None else rows.sampler_logps
-        return self.keeps(logps, logps if anchor is None else anchor, rows.advantages)
+        anchor = rows.sampler_logps
+        if anchor is None:
+            anchor = rows.old_or_current(logps)
+        return self.keeps(logps, anchor, rows.advantages)
 
     def keeps(self, logps: Tensor, anchor_logps: Tensor, advantages: Tensor) -> Tensor:
         """Whether tokens with these log-probs under the policy and the anchor are kept, bool."""
@@ -233,13 +236,38 @@ def near_sampler(
     return _near(batch, log_ratio(sampler, now), delta, advantage_of)
 
 
+def sampler_errors(batch: TokenBatch, logps: Tensor) -> Tensor:
+    """Return the mean of exp |log-prob - log-prob under the sampler| over each sequence's trained
+    tokens, fp64 [B].
+
+    It is at least 1, or 0 for a sequence without trained tokens. A token that the sampler did not
+    score counts as equal; a NaN among the policy's log-probs, fp32 [n], is one of its sequence.
+    """
+    if batch.sampler_logps is None:
+        raise ValueError(
+            "sampler_logps is None, but log-probs are compared with them: pass the sampler's"
+            " log-probs."
+        )
+    sampler = batch.table("sampler_logps")["sampler_logps"]
+    trained = batch.trained
+    distance = log_ratio(torch.where(trained, logps, 0.0), sampler).abs()
+    error = torch.where(logps.isnan(), math.nan, distance.exp())
+    total = batch.sequence_sum(torch.where(trained, error, 0.0))
+    return total / batch.lengths.clamp(min=1.0)
+
+
 def _log_probs_now_and_then(batch: TokenBatch, logps: Tensor) -> tuple[Tensor, Tensor]:
     """Return log-probs under the policy now, 0 where the mask is False, and under the sampler, fp32
     [n] each.
     """
     given = batch.table("old_logps", "sampler_logps")
     now = torch.where(batch.trained, logps, 0.0)
-    return now, given.get("sampler_logps", given.get("old_logps", now))
+    if "sampler_logps" in given:
+        return now, given["sampler_logps"]
+    old = given.get("old_logps", now)
+    if batch.on_policy is not None:
+        old = torch.where(batch.on_policy_tokens, now, old)
+    return now, old
 
 
 def _near(batch: TokenBatch, log_ratios: Tensor, delta: float, advantage_of: str) -> Tensor:

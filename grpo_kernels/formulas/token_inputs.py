@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..checks import describe
+from .ops import ops
+
+#: The old log-prob of a token that the batch marks as on-policy. No log-prob is that large.
+ON_POLICY = 1e30
 
 #: The fields of `TokenInputs` that a formula reads, in the order in which kernels receive them.
 PROGRAM_INPUTS = (
@@ -30,6 +35,11 @@ TERM_WEIGHTS = (
 )
 
 
+def old_or_current(old_logp: Any, logp: Any) -> Any:
+    """Return the old log-prob of a token, or logp if the token is marked as on-policy."""
+    return ops.where(old_logp >= ON_POLICY, logp, old_logp)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class TokenInputs:
     """The tokens of a batch as flat tensors [num_tokens], with the weight of each loss term.
@@ -41,7 +51,7 @@ class TokenInputs:
     processed           bool: tokens whose logits are read, `loss_mask` or a part of it; None: all
     advantages          advantage of each token
     policy_weight       weight of the policy term, the weights of the batch included
-    old_logps           log-prob at the start of the update; None: on-policy
+    old_logps           log-prob at the start of the update, or ON_POLICY; None: on-policy
     ref_logps           log-prob under the reference; None without a KL estimate
     kl_weight           weight of the KL estimate; None without one
     entropy_weight      weight of the entropy bonus; None without one
@@ -73,6 +83,13 @@ class TokenInputs:
         if self.loss_mask is None:
             return torch.ones_like(self.targets, dtype=torch.bool)
         return self.loss_mask
+
+    def old_or_current(self, logps: Tensor) -> Tensor:
+        """Return old_logps, and the current log-probs where a token is on-policy.
+
+        logps   fp32 [num_tokens]
+        """
+        return logps if self.old_logps is None else old_or_current(self.old_logps, logps)
 
     def program_inputs(self) -> dict[str, Tensor]:
         """Return the tensors that a formula reads, by name, without those that are None."""

@@ -28,7 +28,7 @@ from .formula_keys import key_of, name_of_function, users_functions
 from .kl import kl_terms
 from .ops import log_probs, ops
 from .program import Program, Run, TracedProgram, Tracer, traced_program
-from .token_inputs import PROGRAM_INPUTS, TokenInputs
+from .token_inputs import PROGRAM_INPUTS, TokenInputs, old_or_current
 
 # ---- what the sum is made of
 
@@ -130,7 +130,9 @@ class TokenValues(NamedTuple):
         log_ratio   None: logp - old_logp of the token itself
         """
         logp = named["logps"]
-        old_logp = named.get("old_logps", logp)
+        old_logp = logp
+        if "old_logps" in named:
+            old_logp = old_or_current(named["old_logps"], logp)
         return cls(
             logp=logp,
             entropy=named["entropy"],

@@ -23,6 +23,14 @@ over the vocabulary, as NeMo-RL's reference does, for which the rows are visited
 its own filter drops has log-prob 0 and no gradient, as in NeMo-RL, and is counted in
 `outside_sampling_set`.
 
+`data["on_policy"]`, bool [B], marks samples whose ratio is 1 and keeps its gradient; NeMo-RL's
+`force_on_policy_ratio` is the same for all samples. prev_logprobs may hold anything there.
+
+With `seq_logprob_error_in_loss` the log-probs are computed first, without a gradient. Sequences
+whose error is above the threshold are masked, and the loss divides by NeMo-RL's counts of all
+sequences: its worker multiplies the gradients by the share of the counts that is left, because
+`requires_survivor_normalization` is True.
+
 Not covered: sequence packing (NeMo-RL packs log-probs only), context parallelism, filters of
 tensor-parallel logits. A token that the sampler did not score has weight 1 here, 0 there. A weight
 that overflows is 0, as there; others, and the two KLs to the sampler among the metrics, end at
@@ -45,8 +53,9 @@ import torch
 from torch import Tensor
 
 from ..batch import TokenBatch
-from ..checks import require, require_number, require_one_of
+from ..checks import LARGEST, require, require_number, require_one_of
 from ..formulas.divergence import Exact
+from ..formulas.filters import sampler_errors
 from ..formulas.kl import Kl, k3, kl_terms
 from ..formulas.ops import ops
 from ..formulas.surrogates import Cispo, NoPolicyTerm, PolicyGradient
@@ -77,7 +86,7 @@ READ = (
     "sequence_level_importance_ratios", "loss_type", "reference_policy_kl_penalty", "reference_policy_kl_type",
     "kl_input_clamp_value", "kl_output_clamp_value", "use_importance_sampling_correction", "truncated_importance_sampling_type",
     "truncated_importance_sampling_ratio", "truncated_importance_sampling_ratio_min", "use_on_policy_kl_approximation",
-    "positive_example_nll_weight",
+    "positive_example_nll_weight", "seq_logprob_error_in_loss",
 )  # fmt: skip
 #: of a `DistillationLossFn` that `DistillationLoss.like` reads,
 READ_OF_DISTILLATION = (
@@ -94,17 +103,19 @@ UNSUPPORTED = {
     "use_fused_linear_logprobs": (
         "the model then returns log-probs, and this loss needs logits: switch it off."
     ),
-    "seq_logprob_error_in_loss": (
-        "this loss does not drop sequences by it: switch it off, and NeMo-RL applies"
-        " seq_logprob_error_threshold before the loss."
-    ),
     "opd_full": "full-vocabulary distillation is another loss: keep NeMo-RL's own.",
 }
+#: Metrics of `seq_logprob_error_in_loss`, by which NeMo-RL's worker normalises the gradients.
+OF_SURVIVORS = (
+    "num_masked_seqs_by_logprob_error",
+    "seq_logprob_error_valid_tokens",
+    "seq_logprob_error_valid_seqs",
+)
 #: What NeMo-RL divides its metrics by: tokens, or nothing.
 DIVISORS = {
     **dict.fromkeys(("probs_ratio", "probs_ratio_clamped", "token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error",
                      "approx_entropy"), "TOKENS"),
-    **dict.fromkeys(("num_valid_samples", "positive_nll_loss", "probs_ratio_min", "probs_ratio_max", "probs_ratio_clamped_min",
+    **dict.fromkeys(("num_valid_samples", "positive_nll_loss", *OF_SURVIVORS, "probs_ratio_min", "probs_ratio_max", "probs_ratio_clamped_min",
                      "probs_ratio_clamped_max"), "NONE"),
 }  # fmt: skip
 #: NeMo-RL's names of what its columns become.
@@ -166,6 +177,10 @@ class PolicyLoss:
     sampling_params  NeMo-RL's `TrainingSamplingParams`, of which top_k and top_p are read: the
                      filter that prev_logprobs went
                  through. None, or one that keeps everything: no filter.
+    seq_logprob_error_threshold  the largest error of a sequence, the mean over its trained tokens
+                                 of exp |log-prob - generation_logprobs|: sequences above it are
+                                 masked. As in NeMo-RL it needs force_on_policy_ratio and the
+                                 aggregate "token-mean". None: no sequence is.
 
     metric_normalizations tells NeMo-RL's split workers which metric has which denominator.
     """
@@ -179,6 +194,7 @@ class PolicyLoss:
     use_on_policy_kl_approximation: bool = False
     positive_example_nll_weight: float = 0.0
     sampling_params: Any = None
+    seq_logprob_error_threshold: float | None = None
 
     def __post_init__(self) -> None:
         from nemo_rl.algorithms.loss import interfaces
@@ -197,6 +213,8 @@ class PolicyLoss:
         )
         weighted = objective.beta != 0 and objective.kl_spec.weighting not in ("none", "score")
         require(not (self.rules and weighted), "kl", objective.kl, remedy)
+        if self.seq_logprob_error_threshold is not None:
+            self._check_threshold()
         #: The correction with all of its options; without one, what its weights would be.
         self.correction: dict[str, Any] = {
             "level": "token",
@@ -227,8 +245,29 @@ class PolicyLoss:
             divisors["is_oob_ratio"] = "SEQUENCES" if self.drops_sequences else "TOKENS"
         if self.rules:
             divisors["outside_sampling_set"] = "TOKENS"
+        if self.seq_logprob_error_threshold is None:
+            divisors = {name: x for name, x in divisors.items() if name not in OF_SURVIVORS}
         kinds = getattr(interfaces, "MetricNormalizer", {})  # which not every NeMo-RL has
         self.metric_normalizations = {name: kinds[kind] for name, kind in divisors.items() if kinds}
+
+    @property
+    def requires_survivor_normalization(self) -> bool:
+        """Whether NeMo-RL's worker has to divide by the counts of the sequences that are left."""
+        return self.seq_logprob_error_threshold is not None
+
+    def _check_threshold(self) -> None:
+        name, threshold = "seq_logprob_error_threshold", self.seq_logprob_error_threshold
+        remedy = "the mean of exp |difference of log-probs| is at least 1: pass a number above 1."
+        require_number(name, threshold, remedy, 1.0, LARGEST)
+        by_token = self.force_on_policy_ratio and self.objective.aggregate == "token-mean"
+        remedy = 'it needs force_on_policy_ratio=True and aggregate="token-mean", as in NeMo-RL.'
+        require(by_token, name, threshold, remedy)
+        remedy = "the counts of tokens that it changes do not divide positive_example_nll_weight."
+        require(self.positive_example_nll_weight == 0, name, threshold, remedy)
+        remedy = (
+            "with sampling_params the errors would compare other distributions: use one of them."
+        )
+        require(self.rules is None, name, threshold, remedy)
 
     @classmethod
     def like(cls, theirs: Any, **options: Any) -> PolicyLoss:
@@ -265,6 +304,8 @@ class PolicyLoss:
                 "level": level, "mode": MODES[theirs.truncated_importance_sampling_type], "high": math.inf if largest is None else largest,
                 "low": theirs.truncated_importance_sampling_ratio_min or 0.0,
             }  # fmt: skip
+        if getattr(theirs, "seq_logprob_error_in_loss", False):
+            options["seq_logprob_error_threshold"] = theirs.seq_logprob_error_threshold
         names = (
             "force_on_policy_ratio",
             "use_on_policy_kl_approximation",
@@ -289,26 +330,31 @@ class PolicyLoss:
         """
         options = Options(shard=shard_of(logits, vocab_parallel_group, self.megatron))
         batch = self._batch(data)
-        mask: Any = batch.mask
         tokens = global_valid_toks.float()
         sequences = global_valid_seqs.float()
+        samples = data["sample_mask"]
         filtered, dropped = self._filtered(logits, batch, options)
+        logps = self._logps_before(logits, filtered, options)
+        counts: dict[str, Tensor] = {}
+        if self.seq_logprob_error_threshold is not None:
+            assert logps is not None
+            errors = sampler_errors(batch, logps.flatten())
+            is_kept = errors <= self.seq_logprob_error_threshold  # False for NaN, as in NeMo-RL
+            counts = _counts_of_survivors(batch, samples, is_kept)
+            samples = samples * is_kept
+            survivors = batch.trained.view(batch.targets.shape) & is_kept[:, None]
+            batch = replace(batch, mask=survivors)
+            filtered = replace(filtered, mask=survivors)
         weights = outside = None
         if self.importance is not None:
-            compared = batch
-            if self.force_on_policy_ratio:  # the weights are those of the policy's log-probs
-                with torch.no_grad():
-                    own = token_logprobs(
-                        logits, batch.targets, mask=mask, kept=filtered.kept, options=options
-                    )[0]
-                compared = replace(batch, old_logps=own)
-            weights, outside = self._weights(compared)
+            weights, outside = self._weights(_with_old_logps(batch, logps))
         D = tokens if self.objective.aggregate == "token-mean" else sequences
         out, kl = self._loss(logits, replace(filtered, weights=weights), D, options)
         loss = out.loss if kl is None else out.loss + kl
-        named = self._metrics(
-            out, batch, data["sample_mask"], (tokens, sequences), weights, outside
-        ) | {"loss": loss}
+        named = self._metrics(out, batch, samples, (tokens, sequences), weights, outside) | {
+            "loss": loss,
+            **counts,
+        }
         if batch.nll_weights is not None:
             named["positive_nll_loss"] = (
                 -(batch.nll_weights * out.logps).sum() / self.positive_example_nll_weight
@@ -316,7 +362,9 @@ class PolicyLoss:
         if kl is not None:
             named["kl_penalty"] = kl / self.objective.beta
         if dropped is not None:
-            named["outside_sampling_set"] = (dropped & mask).sum() / tokens.clamp(min=1)
+            named["outside_sampling_set"] = (
+                dropped.flatten() & batch.trained
+            ).sum() / tokens.clamp(min=1)
         return loss, numbers(named)
 
     def _batch(self, data: Any) -> TokenBatch:
@@ -331,6 +379,8 @@ class PolicyLoss:
         fields = {"mask": mask, "sampler_logps": column("generation_logprobs")}
         if not self.force_on_policy_ratio:
             fields["old_logps"] = column("prev_logprobs")
+            if "on_policy" in data:
+                fields["on_policy"] = data["on_policy"][:, None] != 0
         if self.objective.beta != 0:
             fields["ref_logps"] = column("reference_policy_logprobs")
         if self.positive_example_nll_weight > 0 and "rewards" in data:
@@ -339,6 +389,19 @@ class PolicyLoss:
                 self.positive_example_nll_weight / positive.sum().clamp(min=1)
             )
         return TokenBatch(column("input_ids"), column("advantages"), **fields)
+
+    def _logps_before(self, logits: Tensor, batch: TokenBatch, options: Options) -> Tensor | None:
+        """Return the policy's log-probs [B, S] if they have to be known before the loss."""
+        corrects = self.importance is not None and (
+            self.force_on_policy_ratio or batch.on_policy is not None
+        )
+        if not corrects and self.seq_logprob_error_threshold is None:
+            return None
+        with torch.no_grad():
+            scored = token_logprobs(
+                logits, batch.targets, mask=batch.mask, kept=batch.kept, options=options
+            )
+        return scored.logps
 
     def _filtered(
         self, logits: Tensor, batch: TokenBatch, options: Options
@@ -439,7 +502,7 @@ class PolicyLoss:
         sampler: Any = batch.sampler_logps
         tokens, sequences = (count.clamp(min=1) for count in counts)
         logps = out.logps
-        old = out.logps if batch.old_logps is None else batch.old_logps
+        old: Any = _with_old_logps(batch, out.logps).old_logps
         x, _, kl = terms_of(self.objective, logps, out.rows, batch)
         r = x.view(mask.shape).exp()  # may be infinite, as NeMo-RL's
         clamped = r.clamp(*self.objective.surrogate.ratio_bounds)
@@ -479,6 +542,23 @@ class PolicyLoss:
             dropped = ((outside & mask).any(1) * samples).sum() / sequences
             metrics["is_oob_ratio"] = dropped if self.drops_sequences else mean(outside.float())
         return metrics
+
+
+def _counts_of_survivors(batch: TokenBatch, samples: Tensor, is_kept: Tensor) -> dict[str, Tensor]:
+    """Return NeMo-RL's counts of the sequences that are kept, bool [B], and of their tokens."""
+    tokens = batch.lengths * samples
+    counts = ((samples * ~is_kept).sum(), (tokens * is_kept).sum(), (samples * is_kept).sum())
+    return dict(zip(OF_SURVIVORS, counts, strict=True))
+
+
+def _with_old_logps(batch: TokenBatch, logps: Tensor | None) -> TokenBatch:
+    """Return the batch with the policy's log-probs [B, S] as old ones where it is on-policy."""
+    if logps is None or (batch.old_logps is not None and batch.on_policy is None):
+        return batch
+    old = logps
+    if batch.old_logps is not None and batch.on_policy is not None:
+        old = torch.where(batch.on_policy, logps, batch.old_logps)
+    return replace(batch, old_logps=old, on_policy=None)
 
 
 def _by_ratio_to_the_sampler(kl: Kl) -> Kl:

@@ -142,8 +142,12 @@ def kept_sets(record: Any, ids: Tensor, *, cu_seqlens: Tensor | None = None) -> 
 @says(logps="trainer_logprobs", old_logps="inference_logprobs", sampler_logps="inference_logprobs", ref_logps="ref_logprobs",
       mask="loss_mask", targets="loss_mask", token_weights="loss_weights")  # fmt: skip
 def loss(
-    inputs: Any, objective: str = "dppo_tv", changes: dict[str, Any] | None = None, score_centering: bool = False
-) -> Any:  # fmt: skip
+    inputs: Any,
+    objective: str = "dppo_tv",
+    changes: dict[str, Any] | None = None,
+    score_centering: bool = False,
+    on_policy: bool = False,
+) -> Any:
     """`fn(LossInputs, **kwargs) -> LossOutputs` of one sequence [T], unnormalised.
 
     objective, changes   `Objective.preset(objective, **changes)`, with prime-rl's constants if it
@@ -152,6 +156,10 @@ def loss(
                          "ipo", whose KL is to the sampler.
     score_centering      True: over the ids that the sampler has recorded, of every trained token.
                          Without a record, as in prime-rl, there is none.
+    on_policy   True: the ratio of every token is 1 and keeps its gradient, see
+                `TokenBatch.on_policy`. Where `inputs` has an attribute of that name, it says so for
+                this sequence, with one bool or with a bool tensor [T]. The KL and mismatch_kl still
+                compare with the sampler.
 
     Metrics, 0-d: mismatch_kl (k3 to the sampler), is_masked (the share of tokens that are clipped
     or filtered out), with score centering is_centered (1 with a record, else 0).
@@ -171,8 +179,20 @@ def loss(
     mask = row("loss_mask")
     reference = sampler if theirs and objective != "sampled_distillation" else row("ref_logprobs")
     advantages = row("advantages").float()
+    marks = getattr(inputs, "on_policy", None)
+    marks = torch.as_tensor(on_policy if marks is None else marks, device=mask.device)
+    if score_centering and marks.any():
+        raise ValueError(
+            "score_centering is True, but tokens are marked as on_policy: the weights of the"
+            " centering are ratios to the sampler. Use one of them only."
+        )
     batch = scored_batch(
-        mask, advantages, old_logps=sampler, sampler_logps=sampler, ref_logps=reference
+        mask,
+        advantages,
+        old_logps=sampler,
+        sampler_logps=sampler,
+        ref_logps=reference,
+        on_policy=marks.expand(mask.shape),
     )
     out = objective_loss(row("trainer_logprobs"), batch, spec, token_weights=row("loss_weights"))
     value = out.loss

@@ -169,6 +169,7 @@ def test_a_batch_goes_to_another_device(missing):
     own = {
         "mask": torch.arange(10) % 4 != 1,
         "targets": torch.arange(10, dtype=torch.int32),
+        "on_policy": torch.arange(10) % 3 == 0,
         "kept": kept,
     }
     batch, there = replace(batch_of(True), **own, missing=missing), torch.device("meta")

@@ -24,10 +24,11 @@ LENGTHS = (7, 4, 2, 0, 6, 1, 5, 3)
 
 
 @cache
-def recipe(name, source):
+def recipe(name, source, marked=False):
     """With the first seed for which no number lies at a bound.
 
-    From hidden states on-policy, without weights, where that can be.
+    From hidden states on-policy, without weights, where that can be. marked: some tokens or
+    sequences are marked as on-policy.
     """
     own = {
         "layout": ("padded", "packed")[len(name) % 2],
@@ -38,7 +39,7 @@ def recipe(name, source):
     )
     seeds = (
         Recipe(source=source, objective=name, lengths=LENGTHS, given=x, seed=i, **own)
-        for x in given
+        for x in (("marked",) if marked else given)
         for i in range(5)
     )
     return next(r for r in seeds if exact_of(r)[0].clear)
@@ -53,9 +54,26 @@ def test_an_objective_is_what_its_paper_says(name, source):
             check(recipe(name, source), backend=backend)
 
 
+@pytest.mark.parametrize("source", ["logits", "hidden"])
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_metrics_of_every_objective(name, backend):
-    p = problem(recipe(name, "logits"))
+def test_marked_tokens_have_a_ratio_of_1(name, source, backend):
+    """And its gradient, whatever their old log-probs are."""
+    marked = recipe(name, source, marked=True)
+    check(marked, backend=backend)
+    p = problem(marked)
+    batch = batch_of(p)
+    is_marked = batch.on_policy_tokens.view(p.shape)
+    fields = {**p.fields, "old_logps": p.fields["old_logps"].masked_fill(is_marked, math.nan)}
+    losses = [
+        call_of(x, backend=backend)(*x.given.values()).loss for x in (p, replace(p, fields=fields))
+    ]
+    assert torch.equal(*losses)
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_metrics_of_every_objective(name, marked, backend):
+    p = problem(recipe(name, "logits", marked))
     out, exact, spec, live = (
         call_of(p, backend=backend)(p.given["logits"]),
         exact_of(p.recipe)[0].values,

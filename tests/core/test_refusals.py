@@ -166,6 +166,10 @@ BATCH = {
     "mask|[3, 5]|[3, 4]|the same": torch.ones(B, T + 1).bool(),
     "mask|torch.float32|.bool()": PER_TOKEN,
     "mask[1, 2]=-100|bool (or 0/1 integer)|labels != -100 or segments > 0": with_ids(-100).clamp(max=1),
+    "on_policy|[4]|[3, 4], [3] or [3, 1]": torch.ones(T).bool(),
+    "on_policy|torch.float32|.bool()": ONES,
+    "on_policy[1, 2]=2|bool (or 0/1 integer)": (IDS * 0).index_put((torch.tensor(1), torch.tensor(2)), torch.tensor(2)),
+    "on_policy is a list: pass a bool tensor": [True],
     "groups|[3, 4]|one integer id per sequence|[3]": IDS,
     "groups|torch.float32|integer": ONES,
     "cu_seqlens|[3, 4]|packed": torch.tensor([0, 12]),
@@ -187,7 +191,7 @@ BATCH = {
     **{
         f"{name}|meta|cpu|move": {name: x.to("meta")}
         for name, x in {
-            "advantages": ONES, "mask": PER_TOKEN > 0, "groups": IDS[:, 0], "nll_weights": ONES,
+            "advantages": ONES, "mask": PER_TOKEN > 0, "groups": IDS[:, 0], "nll_weights": ONES, "on_policy": ONES > 0,
             **dict.fromkeys(("old_logps", "ref_logps", "weights", "sampler_logps"), PER_TOKEN),
         }.items()
     },

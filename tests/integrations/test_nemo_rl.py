@@ -84,6 +84,17 @@ NEMO = {
     "filtered, forced on policy": (preset("dapo", beta=0.2), Spec(eps_high=0.28, beta=0.2),
                                    {"sampling_params": KEPT, "positive_example_nll_weight": 0.4, **FORCED, **truncated(0.8, 1.3)}),
 }  # fmt: skip
+ERRORS = FORCED | {"seq_logprob_error_threshold": 1.3}
+#: Samples whose ratio is 1.
+MARKED = torch.tensor([True, False, True, False, True, False, False, True])
+NEMO |= {
+    "large errors, forced on policy": (preset("dapo", beta=0.1), Spec(eps_high=0.28, beta=0.1), ERRORS | truncated(0.8, 1.3)),
+    "large errors, seq-mask-tis, forced on policy": (preset("grpo", beta=0.0), Spec(), ERRORS | truncated(0.9, 1.1, "sequence-mask")),
+    "large errors, on-policy kl, forced on policy": (preset("grpo", beta=0.3), Spec(), ERRORS | {"use_on_policy_kl_approximation": True}),
+    "marked samples": (preset("dapo", beta=0.1), Spec(eps_high=0.28, beta=0.1), truncated(0.8, 1.3)),
+    "marked samples, sequences": (preset("gspo", beta=0.0), Spec(level="sequence", aggregate=MEAN), truncated(0.5, 1.1, **SEQUENCE)),
+    "marked samples, no correction": (preset("cispo", beta=0.0), Spec("cispo", cap=1.2, low=0.8), {}),
+}  # fmt: skip
 #: With ratios beyond those of fp32.
 NEMO |= {
     f"far, {name}": NEMO[name]
@@ -93,6 +104,8 @@ NEMO |= {
         "sequences, kl, icepop",
         "cispo",
         "on-policy kl",
+        "large errors, forced on policy",
+        "marked samples",
     )
 }
 
@@ -142,7 +155,7 @@ def ratios(x):
     return x.float().exp().double()
 
 
-def importance_of(options, old, gen, sequences):
+def importance_of(options, old, gen, sequences, trained, samples):
     """(weights, how many are outside of the bounds, in tokens or sequences):
 
     between the old policy and the sampler.
@@ -163,11 +176,17 @@ def importance_of(options, old, gen, sequences):
         return (
             w * keep,
             w * keep,
-            {"is_oob_ratio": ((~keep)[:, 0] * MASK.any(1) * SAMPLES).sum() / SEQUENCES},
+            {"is_oob_ratio": ((~keep)[:, 0] * MASK.any(1) * samples).sum() / SEQUENCES},
         )
     outside = (w > high) | (w < low)
     w = w.clamp(low, high) if importance["mode"] == "truncate" else w * ~outside
-    return w, w, {"is_oob_ratio": (outside * TRAINED).sum() / TOKENS}
+    return w, w, {"is_oob_ratio": (outside * trained).sum() / TOKENS}
+
+
+def errors_of(logps, gen):
+    """The mean of exp |difference| of each sequence's trained tokens, [B]."""
+    error = torch.where(TRAINED, (logps - gen).abs().exp(), 0.0).sum(1)
+    return error / TRAINED.sum(1).clamp(min=1)
 
 
 def nemo_loss(x, fields, spec, objective, options):
@@ -177,6 +196,7 @@ def nemo_loss(x, fields, spec, objective, options):
         {},
         TRAINED & (fields["rewards"] > 0)[:, None],
     )
+    trained, samples = TRAINED, SAMPLES
     curr = whole = log_softmax_of(x[:, :-1], ids)[0]
     if "sampling_params" in options:
         curr = log_softmax_of(
@@ -192,12 +212,22 @@ def nemo_loss(x, fields, spec, objective, options):
         curr.detach(),
     )
     old = detached if forced else old
-    w, weights, more = importance_of(options, old, gen, sequences)
+    if "on_policy" in fields:
+        old = torch.where(MARKED[:, None], detached, old)
+    if "seq_logprob_error_threshold" in options:
+        kept = errors_of(detached, gen) <= options["seq_logprob_error_threshold"]
+        trained, samples = TRAINED & kept[:, None], SAMPLES * kept
+        named |= {
+            "num_masked_seqs_by_logprob_error": SAMPLES.sum() - samples.sum(),
+            "seq_logprob_error_valid_seqs": samples.sum(),
+            "seq_logprob_error_valid_tokens": trained.sum(),
+        }
+    w, weights, more = importance_of(options, old, gen, sequences, trained, samples)
     nll = options.get("positive_example_nll_weight", 0.0) / positive.sum()
     D, limits = TOKENS if spec.aggregate == "token-mean" else SEQUENCES, objective.kl_spec
     clamps = {"clamp_log": limits.clamp_log, "clamp": limits.clamp, "kl_weighting": "score"}
     found = exact(
-        Spec(**vars(spec) | clamps), curr, mask=TRAINED, advantages=A, old_logps=old, ref_logps=ref if spec.beta else None, kl_logps=whole.reshape(-1),
+        Spec(**vars(spec) | clamps), curr, mask=trained, advantages=A, old_logps=old, ref_logps=ref if spec.beta else None, kl_logps=whole.reshape(-1),
         weights=None if weights is None else weights.reshape(-1), nll_weights=positive * nll, normalizer=float(D),
     )  # fmt: skip
     share = (
@@ -205,7 +235,7 @@ def nemo_loss(x, fields, spec, objective, options):
     )
 
     def total(v, share=1 / TOKENS):
-        return (torch.where(TRAINED, v, 0.0) * share).sum()
+        return (torch.where(trained, v, 0.0) * share).sum()
 
     loss, penalty = found.loss, total(found.kl.view(B, T), share) if spec.beta else torch.zeros(())
     if (
@@ -216,18 +246,18 @@ def nemo_loss(x, fields, spec, objective, options):
         r = torch.where(e == ref - whole, r, r.detach())
         penalty = total((r * (e.exp() - e - 1)).clamp(-limits.clamp, limits.clamp), share)
         loss = loss + objective.beta * penalty
-    r = ratios(torch.zeros(B, T).double().masked_scatter(TRAINED, found.log_ratio))
+    r = ratios(torch.zeros(B, T).double().masked_scatter(trained, found.log_ratio))
     clamped = r.clamp(*objective.surrogate.ratio_bounds)
     if isinstance(objective.surrogate, PolicyGradient):
         r = clamped = detached
     for name, ratio in (("probs_ratio", r), ("probs_ratio_clamped", clamped)):
         named |= {
             name: total(ratio),
-            f"{name}_min": ratio[TRAINED].min(),
-            f"{name}_max": ratio[TRAINED].max(),
+            f"{name}_min": ratio[trained].min(),
+            f"{name}_max": ratio[trained].max(),
         }
     return loss, named | more | {
-        "loss": loss.detach(), "kl_penalty": penalty.detach(), "num_valid_samples": SAMPLES.sum(),
+        "loss": loss.detach(), "kl_penalty": penalty.detach(), "num_valid_samples": samples.sum(),
         "positive_nll_loss": -(detached * positive).sum() / positive.sum() * bool(nll),
         "gen_kl_error": total((old - gen).clamp(max=60).exp() - (old - gen) - 1), "approx_entropy": -total(ratios(detached - gen) * detached),
         "token_mult_prob_error": total(ratios((old - gen).abs())),
@@ -247,6 +277,9 @@ def test_whole_loss(what):
         for name, x in fields.items()
         if name != "prev_logprobs" or "forced on policy" not in what
     }
+    if "marked" in what:
+        fields["on_policy"] = given["on_policy"] = MARKED.float()
+        given["prev_logprobs"] = given["prev_logprobs"].masked_fill(MARKED[:, None], math.nan)
     assert loss_fn.input_type.name == "LOGIT"
     mine = value_and_gradient(
         lambda x: loss_fn(
@@ -316,6 +349,7 @@ LIKE = [
     (TIS | {"truncated_importance_sampling_type": "seq-mask-tis", "truncated_importance_sampling_ratio_min": 0.9},
      preset("grpo"), {"mode": "sequence-mask", "low": 0.9, "high": math.inf}),
     (TIS, preset("grpo"), {"mode": "truncate", "low": 0.0, "high": math.inf}),
+    (FORCED | {"seq_logprob_error_in_loss": True, "seq_logprob_error_threshold": 2.0, "positive_example_nll_weight": 0.0}, preset("grpo"), None),
 ]  # fmt: skip
 
 
@@ -329,10 +363,11 @@ def test_constants_are_taken_over(changes, objective, importance):
     assert like.objective == objective and like.importance == (
         importance and {"level": "token"} | importance
     )
-    assert (
-        like.force_on_policy_ratio == ("force_on_policy_ratio" in changes)
-        and like.positive_example_nll_weight == 0.2
-    )
+    assert like.force_on_policy_ratio == (
+        "force_on_policy_ratio" in changes
+    ) and like.positive_example_nll_weight == changes.get("positive_example_nll_weight", 0.2)
+    assert like.seq_logprob_error_threshold == changes.get("seq_logprob_error_threshold")
+    assert like.requires_survivor_normalization == ("seq_logprob_error_in_loss" in changes)
 
 
 def test_refused():
@@ -351,6 +386,22 @@ def test_refused():
             lambda: nemo_rl.PolicyLoss.like(clipped_pg(ratio_clip_c=3.0, disable_ppo_ratio=True)),
             "bounds no ratio",
         ),
+        *(
+            (
+                lambda more=more: nemo_rl.PolicyLoss(preset("dapo"), **ERRORS | more),
+                f"^seq_logprob_error_threshold={value}: {remedy}",
+            )
+            for more, value, remedy in (
+                ({"seq_logprob_error_threshold": 0.5}, "0.5", "the mean of exp"),
+                ({"force_on_policy_ratio": False}, "1.3", "it needs force_on_policy_ratio"),
+                ({"positive_example_nll_weight": 0.1}, "1.3", "the counts of tokens"),
+                ({"sampling_params": KEPT}, "1.3", "with sampling_params"),
+            )
+        ),
+        (
+            lambda: nemo_rl.PolicyLoss(preset("gspo"), **ERRORS),
+            "^seq_logprob_error_threshold=1.3: it needs",
+        ),
         (lambda: nemo_rl.DistillationLoss("jsd"), r"kl_type='jsd': it must be one of forward"),
     )
 
@@ -358,7 +409,6 @@ def test_refused():
 @parametrize(
     "name, value",
     [
-        ("seq_logprob_error_in_loss", True),
         ("opd_full", SimpleNamespace(enabled=True)),
         ("use_fused_linear_logprobs", True),
         ("newer", 0.5),

@@ -710,6 +710,35 @@ def test_prime_rl(name, b):
     )
 
 
+@parametrize("how", ["all", "sequence", "tokens"])
+@parametrize("name", PRIME_RL)
+def test_prime_rl_on_policy(name, how):
+    """Marked tokens have a ratio of 1 with its gradient; the KL still compares with the sampler."""
+    stand_in("prime_rl.trainer.rl.loss", LossOutputs=SimpleNamespace)
+    (changes, spec), b = PRIME_RL[name], 2
+    marks = torch.arange(T) % 2 == 0 if how == "tokens" else torch.ones(T, dtype=torch.bool)
+    own = {} if how == "all" else {"on_policy": marks if how == "tokens" else True}
+    reference = DATA.ref if name in ("cispo", "grpo") else DATA.sampler
+
+    def ours(x):
+        out = prime_rl.loss(SimpleNamespace(
+            trainer_logprobs=x[0], inference_logprobs=DATA.sampler[b], ref_logprobs=DATA.ref[b], advantages=DATA.advantages[b],
+            loss_mask=MASK[b], loss_weights=None, **own,
+        ), objective=name, changes=changes, on_policy=how == "all")  # fmt: skip
+        return out.loss
+
+    fields = {"advantages": A, "mask": MASK, "old_logps": SAMPLER}
+    fields |= {"ref_logps": reference} if spec.beta else {}
+    of_sequence = {field: x[b : b + 1] for field, x in fields.items()}
+    of_sequence["on_policy"] = marks[None]
+
+    def exact_loss(x):
+        return exact(replace(spec, aggregate="token-sum"), x, **of_sequence, normalizer=1.0).loss
+
+    leaf = DATA.logps[b : b + 1]
+    assert_same(value_and_gradient(ours, leaf), value_and_gradient(exact_loss, leaf, torch.float64))
+
+
 # ---- nothing to train on, and what is refused
 
 
@@ -721,6 +750,20 @@ def of_verls_config(info, mode):
 
 def of_openrlhfs_options(**options):
     return lambda: openrlhf.PolicyLoss(**options)(DATA.logps, DATA.old, DATA.advantages, MASK)
+
+
+def test_prime_rl_centers_no_marked_tokens():
+    stand_in("prime_rl.trainer.rl.loss", LossOutputs=SimpleNamespace)
+    inputs = SimpleNamespace(
+        trainer_logprobs=DATA.logps[0],
+        inference_logprobs=DATA.sampler[0],
+        ref_logprobs=None,
+        advantages=DATA.advantages[0],
+        loss_mask=MASK[0],
+        loss_weights=None,
+        on_policy=True,
+    )
+    refused((lambda: prime_rl.loss(inputs, score_centering=True), "score_centering is True"))
 
 
 def test_refused(registry):

@@ -376,6 +376,7 @@ def objective(
     sampler_logps: Tensor | None = None,
     nll_weights: Tensor | None = None,
     groups: Tensor | None = None,
+    on_policy: Tensor | None = None,
     selected: Tensor | None = None,
     kl_logps: Tensor | None = None,
     divergences: Tensor | None = None,
@@ -406,6 +407,9 @@ def objective(
         return None if x is None else x.detach()[order].tolist()
 
     old, sampler, ref = given(old_logps), given(sampler_logps), given(ref_logps)
+    if old is not None and on_policy is not None:
+        is_marked = to_rows(on_policy, sequences, dtype) != 0
+        old = torch.where(is_marked, logps.detach(), old)
     place = {i: j for j, i in enumerate(order)}
     tokens = Tokens(
         numbers(logps) or [],
@@ -441,7 +445,7 @@ def objective(
         log_ratio[at] = x.detach()
         for value, sign in zip(x.tolist(), a.tolist(), strict=True):
             margin(value, *(spec.bounds or ()))
-            if sign != 0:
+            if sign != 0 and value != 0:  # on-policy it is 0 in every precision
                 margin(math.exp(min(value, 700.0)), *ratio_bounds(spec), spec.delta or math.inf)
         if spec.surrogate == "kl-cov" and selected is not None:
             for value in x[selected[at] & (x != 0)].tolist():

@@ -44,7 +44,8 @@ class Recipe:
         "none"  # none, temperature, softcap, scale, everything, per sequence, per token
     )
     objective: str = "dapo"  # a key of objectives.OBJECTIVES
-    # on-policy: without old log-probs and weights; column: advantages [B, 1]; token: one a token
+    # on-policy: without old log-probs and weights; column: advantages [B, 1]; token: one a token;
+    # marked: some sequences, or tokens, are marked as on-policy
     given: str = "everything"
     normalizer: Any = None  # None, a number, or one for policy term, KL and bonus
     upstream: float = 1.0  # gradient that arrives at the loss
@@ -121,7 +122,7 @@ AXES: dict[str, tuple[Any, ...]] = {
         "per token",
     ),
     "objective": tuple(SPECS),
-    "given": ("everything", "on-policy", "token", "column"),
+    "given": ("everything", "on-policy", "token", "column", "marked"),
     "normalizer": (None, 7.0, (7.0, 3.0, None), (None, 3.0, 5.0)),
     "upstream": (1.0, 0.5, 1024.0),
     "inplace": (False, True),
@@ -532,6 +533,8 @@ def problem(r: Recipe) -> Problem:
     )
     if "group-mean" in (spec.aggregate, spec.kl_aggregate, spec.entropy_aggregate):
         own["groups"] = torch.arange(len(sequences)) // 2
+    if r.given == "marked":
+        own["on_policy"] = _marked(r, shape, len(sequences), g)
     targets = (
         torch.where(mask, ids.view(shape), V + 7 - 2000 * (torch.arange(n).view(shape) % 2))
         if has_mask
@@ -562,6 +565,13 @@ def problem(r: Recipe) -> Problem:
         c, of_p = normal(2, sum(map(len, lists))).float()
         p.terms = lists, c, of_p
     return p
+
+
+def _marked(r: Recipe, shape: tuple[int, ...], num_sequences: int, g: torch.Generator) -> Tensor:
+    """Which tokens are on-policy: one bool a token, or one a sequence where those are known."""
+    by_token = r.layout == "without offsets" or r.seed % 3 == 0
+    size = shape if by_token else (num_sequences, 1)
+    return handed(torch.rand(size, generator=g) < 0.5, r.seed)
 
 
 def _transform(r: Recipe, shape: tuple[int, ...], uniform: Callable[..., Tensor]) -> dict[str, Any]:
