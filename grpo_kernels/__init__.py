@@ -10,7 +10,7 @@ from .core.backends import use
 from .draft_heads import draft_head_loss
 from .formulas.divergence import Exact
 from .formulas.filters import EntropyFloor, EntropyQuantile, OffPolicySequences, TrustRegion
-from .formulas.kl import Kl, check_kl
+from .formulas.kl import DetachedWeight, Kl, check_kl
 from .formulas.surrogates import (
     A2po,
     Cispo,
@@ -49,6 +49,7 @@ __all__ = [
     "ClipCov",
     "Custom",
     "Denominators",
+    "DetachedWeight",
     "Dro",
     "EntropyFloor",
     "EntropyQuantile",

@@ -66,12 +66,68 @@ def distillation(logp, old_logp, ref_logp):
     return pull + 1e-3 * x * x, pull + 2e-3 * x
 
 
+def log_gap(logp, old_logp, ref_logp):
+    """d, slope -1: minimised, it raises log-probs."""
+    return ref_logp - logp, -1.0
+
+
+def sdar_gate(logp, old_logp, ref_logp):
+    """sigmoid(5 d): near 1 where the reference gives the token the larger probability."""
+    return ops.sigmoid(5.0 * (ref_logp - logp))
+
+
+@dataclass(frozen=True)
+class DetachedWeight(Checked):
+    """An estimator times a weight that has no gradient, where sg stops the gradient: value
+    sg(weight) * estimate, slope sg(weight) * slope of the estimate.
+
+        def near_half(logp, old_logp, ref_logp):
+            return ops.exp(logp) * (1.0 - ops.exp(logp))
+
+        objective = Objective(beta=0.1, kl=DetachedWeight(near_half, k2))
+
+    weight      (logp, old_logp, ref_logp) -> weight of a token, under the rules of
+                `surrogates.Custom`.
+    estimator   (logp, old_logp, ref_logp) -> (value, slope): a function of this module or of yours.
+
+    `check_kl` compares the slope of the estimator with its derivative, and none of the weight.
+    """
+
+    weight: Callable[..., Any]
+    estimator: Callable[..., Any]
+
+    def __post_init__(self) -> None:
+        for name in ("weight", "estimator"):
+            remedy = "pass a function of (logp, old_logp, ref_logp)."
+            require(callable(getattr(self, name)), name, getattr(self, name), remedy)
+
+    def __call__(self, logp: Any, old_logp: Any, ref_logp: Any) -> tuple[Any, Any]:
+        value, slope = self.estimator(logp, old_logp, ref_logp)
+        weight = self.weight(logp, old_logp, ref_logp)
+        return weight * value, weight * slope
+
+    def held_at(self, logp: torch.Tensor) -> Callable[..., Any]:
+        """Return the estimator with the weights that it has at these log-probs."""
+
+        def estimator(moved: Any, old_logp: Any, ref_logp: Any) -> tuple[Any, Any]:
+            value, slope = self.estimator(moved, old_logp, ref_logp)
+            weight = self.weight(logp.to(moved.dtype), old_logp, ref_logp)
+            return weight * value, weight * slope
+
+        return estimator
+
+
+#: SDAR (arXiv 2605.15155): sg(sigmoid(5 d)) d, which raises the log-probs of tokens that a teacher
+#: finds likelier than the policy does. Pass the teacher's log-probs as ref_logps.
+sdar = DetachedWeight(sdar_gate, log_gap)
+
 ESTIMATORS: dict[str, Callable[..., Any]] = {
     "k1": k1,
     "k2": k2,
     "k3": k3,
     "abs": absolute,
     "distillation": distillation,
+    "sdar": sdar,
 }
 
 
@@ -141,9 +197,10 @@ def kl_terms(
 class Kl(Checked):
     """How the KL to the reference is estimated.
 
-    estimator         "k1", "k2", "k3", "abs", "distillation" (see the functions of this module), or
-                      a function of yours, (logp, old_logp, ref_logp) -> (value, slope), under the
-                      rules of `surrogates.Custom`.
+    estimator         "k1", "k2", "k3", "abs", "distillation", "sdar" (see the functions of this
+                      module), or a function of yours, (logp, old_logp, ref_logp) -> (value, slope),
+                      under the rules of `surrogates.Custom`. A weight in it that has no gradient is
+                      declared by a `DetachedWeight`.
     weighting         "none". "ratio": times the ratio of the objective's level, with its gradient,
                       so that off-policy samples stay unbiased (DeepSeek-V3.2, arXiv 2512.02556;
                       TRL's default): k3 then has the slope -r d. "detached-ratio": the ratio is a
@@ -244,7 +301,8 @@ def check_kl(
     straight-through slope that a `Kl` adds are not checked.
 
     detached   True: of a formula in which d = ref_logp - logp is a constant weight; ref_logp then
-               moves along with logp.
+               moves along with logp. Any other weight without a gradient is declared by a
+               `DetachedWeight`.
 
     Raises ValueError as `check_surrogate` does, with d in place of the log-ratio; points on a kink
     have probability 0.
@@ -253,9 +311,11 @@ def check_kl(
     (logp, x), (_, d) = log_probs(points, g), log_probs(points, g)
     old_logp, ref_logp = logp - x, logp + d
 
+    estimator = function.held_at(logp) if isinstance(function, DetachedWeight) else function
+
     def terms(logp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         given = (old_logp, logp + d.to(logp.dtype) if detached else ref_logp)
-        return function(logp, *(x.to(logp.dtype) for x in given))
+        return estimator(logp, *(x.to(logp.dtype) for x in given))
 
     name = getattr(function, "__qualname__", repr(function))
     at = {"old_logp": old_logp, "ref_logp": ref_logp}

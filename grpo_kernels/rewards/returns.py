@@ -33,6 +33,8 @@ from .groups import Grouped, Groups, finite, float_tensor, group_ids, read_rewar
 
 SHARE = "it must be a number in [0, 1]."
 FINITE = "it must be finite wherever the mask is True."
+#: Exponents are at most this one.
+BOUND = 60.0
 GUARDS = ("add", "floor", "std")
 
 #: `whiten(advantages, mask, **WHITENING["verl"])` whitens as that trainer does (TRL: as its RLOO
@@ -185,7 +187,11 @@ def kl_in_reward(
     require_one_of("per", per, ("token", "sequence"))
     float_tensor("rewards", rewards)
     how = as_kl(kl)
-    plain = how.weighting == "none" and not how.straight_through and how.estimator != "distillation"
+    plain = (
+        how.weighting == "none"
+        and not how.straight_through
+        and how.estimator not in ("distillation", "sdar")
+    )
     require(
         plain,
         "kl",
@@ -252,6 +258,47 @@ def optimal_token_advantages(
     return tokens.shaped(
         torch.where(peers.size == 1, returns, torch.where(peers.equal, 0.0, returns - baseline))
     )
+
+
+def self_distilled_advantages(
+    advantages: Tensor,
+    old_logps: Tensor,
+    teacher_logps: Tensor,
+    *,
+    strength: float = 0.5,
+    clip: float = 0.2,
+    negative_only: bool = False,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """A_t (1 - strength + strength clip(e^(sign(A_t) d_t), 1 - clip, 1 + clip)), where d_t is
+    teacher_logp - old_logp of the token: fp32, 0 where the mask is False (RLSD, arXiv 2604.03128).
+
+    Tokens that a teacher finds likelier get a larger share of a positive advantage and a smaller
+    one of a negative advantage. The teacher is the policy itself with the solution in its prompt.
+    No sign changes if clip <= 1.
+
+    advantages      float [B], [B, 1] or the shape of old_logps, finite at trained tokens.
+    old_logps, teacher_logps   float [B, T] or [N], finite at trained tokens: log-probs of the
+                    sampled tokens under the policy that sampled and under the teacher.
+    strength        in [0, 1]: 0 leaves the advantages as they are.
+    clip            >= 0, the largest change of an advantage at strength 1, as a share.
+    negative_only   True: advantages >= 0 stay as they are.
+    mask, cu_seqlens   as in a TokenBatch.
+
+    Raises ValueError naming the argument.
+    """
+    tokens = _Tokens("old_logps", old_logps, mask, cu_seqlens)
+    require_number("strength", strength, SHARE, 0, 1)
+    require_number("clip", clip, "the largest change is a finite number >= 0.", 0, LARGEST)
+    wide = per_token("advantages", float_tensor("advantages", advantages), tokens.shape, cu_seqlens)
+    a = tokens.values("advantages", wide.view(tokens.shape))
+    d = tokens.values("teacher_logps", teacher_logps) - tokens.values("old_logps", old_logps)
+    evidence = (a.sign() * d).clamp(max=BOUND).exp().clamp(1.0 - clip, 1.0 + clip)
+    weight = 1.0 - strength + strength * evidence
+    if negative_only:
+        weight = torch.where(a < 0, weight, 1.0)
+    return tokens.shaped(a * weight)
 
 
 def whiten(

@@ -74,9 +74,7 @@ def test_room_is_small_where_numbers_are_plain():
         and r.vocab > 2
     ]
     rooms = [[x.values["logps"] for x in exact_of(r)] for r in plain]
-    assert len(rooms) > 10 and all(
-        (room <= 2e-4 * (1 + exact.abs())).all() for exact, room in rooms
-    )
+    assert len(rooms) > 5 and all((room <= 2e-4 * (1 + exact.abs())).all() for exact, room in rooms)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ values and slopes against autograd, those of a user, and the refusals.
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import partial
 from math import inf, nan
 
 import pytest
@@ -19,7 +20,7 @@ from grpo_kernels.formulas.filters import (
     OffPolicySequences,
     TrustRegion,
 )
-from grpo_kernels.formulas.kl import Kl, check_kl
+from grpo_kernels.formulas.kl import DetachedWeight, Kl, check_kl, k3, log_gap, sdar_gate
 from grpo_kernels.formulas.ops import bounded_exp, ops
 from grpo_kernels.formulas.surrogates import (
     Cispo,
@@ -344,6 +345,21 @@ def test_small_distances_keep_their_digits(kl, slope):
 def test_what_formulas_refuse(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_declared_weight_needs_no_slope():
+    """Its own derivative is not asked for, that of the estimator is."""
+    check_kl("sdar")
+    check_kl(DetachedWeight(sdar_gate, k3))
+    undeclared = partial(DetachedWeight.__call__, DetachedWeight(sdar_gate, log_gap))
+    wrong = DetachedWeight(sdar_gate, other_sign)
+    for kl, name in ((undeclared, "partial"), (wrong, "other_sign"), (Kl(wrong), "other_sign")):
+        with pytest.raises(ValueError, match=f"slope of the KL estimator .*{name}.* autograd"):
+            check_kl(kl)
+    for own in ({"weight": 0.5}, {"estimator": "k3"}):
+        (field,) = own
+        with pytest.raises(ValueError, match=f"^{field}="):
+            DetachedWeight(**{"weight": sdar_gate, "estimator": k3} | own)
 
 
 def branching(logp, old_logp, advantage, params):

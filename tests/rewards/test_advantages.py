@@ -33,6 +33,7 @@ from grpo_kernels.rewards.returns import (
     kl_in_reward,
     optimal_token_advantages,
     process_advantages,
+    self_distilled_advantages,
     whiten,
 )
 from support import advantage_oracle as oracle
@@ -391,6 +392,30 @@ def test_optimal_token_advantages(rows, weighted):
     )
 
 
+@pytest.mark.parametrize("size", [0.2, 100.0])
+@pytest.mark.parametrize(
+    "case", pairs(strength=[0.0, 0.5, 1.0], clip=[0.2, 0.0, 3.0], negative_only=[False, True]),
+    ids=label,
+)  # fmt: skip
+def test_self_distilled_advantages(rows, case, size):
+    """Of one advantage a sequence, some of them 0, and of one a token."""
+    old, teacher = (rows.poisoned(-size * rows.random().abs()) for _ in range(2))
+    of_sequence = torch.randn(len(rows.mask)).double()
+    of_sequence[::3] = 0.0
+    of_token = rows.random()
+    for advantages in (of_sequence[:, None].expand(rows.mask.shape), of_token):
+        lists = zip(*map(rows.lists, (advantages, old, teacher)), strict=True)
+        want = [
+            [oracle.self_distilled(*x, **case) for x in zip(*row, strict=True)] for row in lists
+        ]
+        agree(rows, self_distilled_advantages, [want], advantages, old, teacher, **case)
+    want = self_distilled_advantages(
+        of_sequence[:, None].expand(rows.mask.shape), old, teacher, mask=rows.mask, **case
+    )
+    got = self_distilled_advantages(of_sequence[:, None], old, teacher, mask=rows.mask, **case)
+    assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("size", [1.0, 1e-4])
 @pytest.mark.parametrize(
     "case", pairs(guard=GUARDS, unbiased=[True, False], shift_mean=[True, False]), ids=label
@@ -569,6 +594,7 @@ def test_no_estimator_waits_for_the_device():
     for function in (gpg_scale, a2po_values, zero_variance, group_metrics):
         function(e.rewards, groups=ids)
     kl_in_reward(x[:, 0], x, x, beta=0.1, mask=x == 0)
+    self_distilled_advantages(x[:, 0], x, x, mask=x == 0)
 
 
 # ---- refusals
@@ -630,6 +656,18 @@ REFUSED = [
         {
             "beta=-1": {"beta": -1},
             "kl=.*gradient": {"kl": Kl("k3", weighting="ratio")},
+        },
+    ),
+    (
+        self_distilled_advantages,
+        {"advantages": ONES, "old_logps": ONES, "teacher_logps": ONES},
+        {
+            "strength=2": {"strength": 2},
+            "clip=-0.1": {"clip": -0.1},
+            r"advantages has shape \[3\]": {"advantages": ONES[0]},
+            r"teacher_logps has shape \[3\]": {"teacher_logps": ONES[0]},
+            r"teacher_logps\[0, 0\]=nan": {"teacher_logps": ONES * nan},
+            r"advantages\[0, 0\]=nan": {"advantages": ONES * nan},
         },
     ),
     (

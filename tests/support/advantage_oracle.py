@@ -225,6 +225,17 @@ def kept_by_second_moment(rows: Rows, threshold: float) -> list[float]:
     return rest
 
 
+def self_distilled(
+    advantage: float, old: float, teacher: float, strength: float, clip: float, negative_only: bool
+) -> float:
+    """RLSD (2604.03128) of one token."""
+    if advantage == 0 or (negative_only and advantage > 0):
+        return advantage
+    evidence = math.exp(min(math.copysign(1.0, advantage) * (teacher - old), 700.0))
+    bounded = min(max(evidence, 1 - clip), 1 + clip)
+    return advantage * (1 - strength + strength * bounded)
+
+
 # ---- sequences of tests
 
 

@@ -231,6 +231,10 @@ OBJECTIVES: dict[str, tuple[Callable[[], Objective], Spec]] = {
         lambda: Objective.preset("sampled_distillation"),
         Spec("policy-gradient", beta=1.0, kl="distillation"),
     ),
+    "grpo, sdar": (
+        lambda: Objective.preset("grpo", beta=0.3, kl="sdar", kl_aggregate="token-mean"),
+        Spec(aggregate=MEAN, beta=0.3, kl="sdar", kl_aggregate="token-mean"),
+    ),
     # ---- exact divergences; `exact_of` puts in another than the reverse KL
     "dapo, exact": (
         lambda: Objective.preset("dapo", beta=0.3, kl=Exact()),
@@ -418,6 +422,8 @@ KLS = options(
     kl("k3", straight_through=True, clamp=0.7),
     kl("abs"),
     kl("distillation"),
+    kl("sdar"),
+    kl("sdar", weighting="ratio", clamp=0.8),
 )
 AGGREGATES = options(
     *(

@@ -41,7 +41,7 @@ class Spec:
     #: token-mean, seq-mean-token-mean, seq-mean-token-sum, group-mean, token-sum, constant
     aggregate: str = "token-mean"
     beta: float = 0.0
-    kl: str = "k3"  # k1, k2, k3, abs, distillation
+    kl: str = "k3"  # k1, k2, k3, abs, distillation, sdar
     entropy_coef: float = 0.0
     max_tokens: int | None = None
     tau: tuple[float, float] = (1.0, 1.05)  # sapo: A > 0, else
@@ -169,6 +169,8 @@ def surrogate(
 
 def kl_estimate(name: str, logp: Tensor, ref: Tensor, clamp_log: float = math.inf) -> Tensor:
     d = (ref - logp).clamp(-clamp_log, clamp_log)
+    if name == "sdar":
+        return torch.sigmoid(5 * d).detach() * d
     return {"k1": -d, "k2": d * d / 2, "k3": torch.exp(d) - d - 1, "abs": d.abs()}[name]
 
 
