@@ -448,23 +448,31 @@ largest, those of gradients relative in the Euclidean norm: of all rows, and of 
 the worst parameter."""
 
 
+def measured_suites(folder: Path, machine: str) -> list[str]:
+    """The names of the suites that were measured on a machine, in their order."""
+    files = {name: folder / machine / f"{name}.json" for name in SUITES}
+    return [name for name, path in files.items() if results.load(path).get("cells")]
+
+
 def report(folder: Path = RESULTS) -> str:
     """benchmarks/RESULTS.md: every suite on every machine."""
     out = [INTRODUCTION]
-    for machine in machines(folder) or ["cpu"]:
+    for machine in reversed(machines(folder)):  # GPUs first
         out.append(f"## {machine}")
-        for name, suite in SUITES.items():
+        for name in measured_suites(folder, machine):
             record = results.load(folder / machine / f"{name}.json")
-            out.append(f"### {suite.title}")
-            if not record.get("cells"):
-                out.append(absent(name))
-                continue
             out += [
+                f"### {SUITES[name].title}",
                 f"{record['contract'][0].upper()}{record['contract'][1:]}.",
                 source(record, packages=True),
+                picture(folder, machine, name, REPORT),
             ]
-            out.append(picture(folder, machine, name, REPORT))
             out += [details(cell) for cell in record["cells"]]
+        missing = [name for name in SUITES if name not in measured_suites(folder, machine)]
+        if missing:
+            out.append(f"Suites not measured on this machine: {', '.join(missing)}.")
+    if not machines(folder):
+        out.append(absent(*SUITES))
     if not machines(folder, "cuda"):
         out += ["## GPUs", gpus(folder, REPORT)]
     return "\n\n".join(part for part in out if part) + "\n"

@@ -8,8 +8,7 @@ package, and with the loss as it is written in plain PyTorch. Both sample with t
 the sets of ids that it kept; both see the same problems and draw the same random numbers. So there
 should be one curve, and what differs is the time and the memory of a step.
 
-    python -m examples.demo --seed 0 1 2 --write    # the figures and the picture of
-                                                    docs/training.md
+    python -m examples.demo --seed 0 1 2 --write  # the figures and the plot of docs/training.md
 """
 
 from __future__ import annotations

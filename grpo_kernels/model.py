@@ -49,10 +49,13 @@ def loss_from_model(
     """The loss of a causal language model of transformers: `linear_grpo_loss` on its hidden states
     and its head.
 
-        targets, mask = shift_targets(ids, mask=completion_mask)      # grpo_kernels.batch
-        batch = TokenBatch(targets, advantages, mask=mask, old_logps=old_logps) out =
-        loss_from_model(model, ids, batch, Objective.preset("dapo"), attention_mask=attention,
-        normalizer=total_tokens) out.loss.backward()
+        targets, mask = shift_targets(ids, mask=completion_mask)  # of grpo_kernels.batch
+        batch = TokenBatch(targets, advantages, mask=mask, old_logps=old_logps)
+        objective = Objective.preset("dapo")
+        out = loss_from_model(
+            model, ids, batch, objective, attention_mask=attention, normalizer=total_tokens
+        )
+        out.loss.backward()
 
     model        the language model, or PEFT's wrapper of it. What runs is its base model, so that
                  LoRA in the body, gradient checkpointing, tied embeddings and autocast work as in
@@ -374,14 +377,11 @@ class _AsGiven:
 class FusedLMHead(nn.Linear):
     """The linear layer `head`, with its own weight and bias, and two more ways to be called.
 
-        head = FusedLMHead.install(model)                  # or of a module of yours:
-                                                           FusedLMHead(linear)
+        head = FusedLMHead.install(model)  # or FusedLMHead(linear) for a module of yours
 
-        head(hidden)                                       # logits, as before
-        head(hidden, targets, entropy=True)                # HeadLogprobs(logps, entropy):
-                                                           linear_logprobs
-        head(hidden, batch, objective, normalizer=tokens)  # HeadLoss(loss, logps, entropy,
-                                                           metrics): linear_grpo_loss
+        head(hidden)  # logits, as before
+        head(hidden, targets, entropy=True)  # HeadLogprobs(logps, entropy)
+        head(hidden, batch, objective, normalizer=tokens)  # HeadLoss(loss, logps, entropy, metrics)
 
     Why: FSDP, ZeRO-3 and offloading gather a module's weight around its forward. Code that reads
     `lm_head.weight` as an attribute gets a shard, or (FSDP2, `full_tensor()`) a gradient that is

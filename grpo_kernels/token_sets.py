@@ -44,8 +44,7 @@ Rule = partial[Tensor]
 class TokenSets:
     """A set of token ids for each row of a batch, and optionally a number for each id.
 
-        sets = TokenSets.from_counts(ids, counts)            # or from_padded, from_lists,
-                                                             from_logits, whole
+        sets = TokenSets.from_counts(ids, counts)  # from_padded, from_lists, from_logits, whole
         sets[:256], TokenSets.cat([a, b]), sets.to("cuda")
 
     ids      int32 or int64 [nnz]: the ids of row 0, then those of row 1, ...; in a row each id
@@ -141,9 +140,7 @@ class TokenSets:
         """Sets of lists of ids, as engines return them: one list for each generated token. ids
         become int32.
 
-            TokenSets.from_lists([[5, 9], None, [3]])                                       # rows
-                                                                                            as they
-                                                                                            are
+            TokenSets.from_lists([[5, 9], None, [3]])  # one list for each row
             targets, generated = shift_targets(ids, mask=completion_mask)
             TokenSets.from_lists([o.sampling_mask.token_ids for o in outputs], generated=generated)
 

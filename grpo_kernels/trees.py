@@ -26,8 +26,10 @@ from .token_sets import TokenSets
 class PrefixTree:
     """Rollouts as the rows of a tree. A prefix that several have in common is there once.
 
-        tree = PrefixTree.of(rollouts, prompt_lengths) batch = TokenBatch(tree.targets,
-        advantages[:, None], rows=tree.rows, cu_seqlens=tree.cu_seqlens)
+        tree = PrefixTree.of(rollouts, prompt_lengths)
+        batch = TokenBatch(
+            tree.targets, advantages[:, None], rows=tree.rows, cu_seqlens=tree.cu_seqlens
+        )
 
     ids          int64 [N]: the token of each row, depth first: the rows of a prefix stand before
                  those that go on from it.
@@ -119,8 +121,7 @@ def unpacked(batch: TokenBatch) -> tuple[Tensor, TokenBatch]:
     at `index`, int64 in the shape of targets, 0 where masked:
 
         index, plain = unpacked(batch)
-        linear_grpo_loss(hidden[index], weight, plain, objective)  # as of hidden [N, H] and the
-                                                                   batch
+        linear_grpo_loss(hidden[index], weight, plain, objective)  # hidden: [N, H]
 
     Raises ValueError for a batch without rows.
     """

@@ -4,11 +4,11 @@ The logits [num_rows, V] never exist as a whole. `loss_and_gradients` is the mai
 
     for block in blocks:
         for chunk in block:
-            logits      = hidden[chunk] @ weight.T                      matmul 1
-            grad_logits = formula.process_chunk(chunk, logits)          a row kernel
+            logits      = hidden[chunk] @ weight.T  # matmul 1
+            grad_logits = formula.process_chunk(chunk, logits)  # a row kernel
         row_scale    = formula.row_scale(block)
-        grad_hidden  = row_scale * (grad_logits @ weight)               matmul 2
-        grad_weight += grad_logits.T @ (row_scale * hidden[block])      matmul 3
+        grad_hidden  = row_scale * (grad_logits @ weight)  # matmul 2
+        grad_weight += grad_logits.T @ (row_scale * hidden[block])  # matmul 3
 
 A *chunk* is the rows whose fp32 logits are in memory at one time. A *block* is the rows whose
 gradients of logits are in memory at one time: several chunks on a GPU, one on a CPU. A frozen head

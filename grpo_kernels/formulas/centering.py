@@ -25,15 +25,10 @@ class ScoreCentering(Checked):
     """Take the drift of a sampler that is not the policy out of the gradient (arXiv 2609.20807), as
     `Objective(listed=)`.
 
-        policy, sets = Cispo(2.0), TokenSets.from_padded(sampler_ids, values=sampler_logps)  # of
-                                                                                             the
-                                                                                             sampler's
-                                                                                             head,
-                                                                                             128 ids
-                                                                                             say
+        surrogate = Cispo(2.0)
+        sets = TokenSets.from_padded(sampler_ids, values=sampler_logps)  # its 128 likeliest ids
         batch = TokenBatch(targets, advantages, old_logps=sampler, logp_terms=sets)
-        objective = Objective(policy, listed=ScoreCentering(policy))  # or replace(objective,
-                                                                      listed=ScoreCentering.of(objective))
+        objective = Objective(surrogate, listed=ScoreCentering(surrogate))
 
     The policy term of a token has the gradient -A w grad log p, whose mean over the tokens of the
     sampler q is not 0. Added is A sum_v sg(q_v w_v) log p_v over the listed ids, whose values are

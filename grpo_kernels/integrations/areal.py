@@ -1,8 +1,7 @@
 """AReaL: log-probs and entropy of packed logits on our kernels.
 
     from grpo_kernels.integrations import areal
-    areal.bind()                    # in the worker, once areal.engine.fsdp_engine is imported or
-                                    before
+    areal.bind()  # in the worker, before or after areal.engine.fsdp_engine is imported
 
 `bind` replaces `gather_logprobs` and `gather_logprobs_entropy` of areal.utils.functional, in every
 module of AReaL that imported them (the FSDP, Megatron and Archon engines). AReaL keeps a softmax of

@@ -113,10 +113,9 @@ def liger_objective(loss_type: str = "dapo", **options: Any) -> Objective:
     epsilon_low, epsilon_high, delta   clip widths and two-sided bound, as in `Clip`. As in Liger,
                                        epsilon_high is CISPO's cap,
                  an absolute ratio, and delta means nothing to CISPO, SAPO and VESPO.
-    sapo_temperature_pos, sapo_temperature_neg   for A > 0, for the others; together
-                                                 sapo_temperatures.
-    vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg   for A >= 0, then for the others;
-                                                                   together vespo.
+    sapo_temperature_pos, sapo_temperature_neg   for A > 0, for the others; both: sapo_temperatures
+    vespo_k_pos, vespo_lambda_pos   for A >= 0
+    vespo_k_neg, vespo_lambda_neg   for the others; all four: vespo
     max_completion_length   tokens, which dr_grpo divides by; nothing to the others.
     What is no part of an objective is refused: temperature, compiled and chunk_size.
     """
@@ -333,9 +332,8 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
 
         _input         [B, T, H], lin_weight [V, H], bias [V]: the policy's last hidden states and
                        head.
-        selected_token_ids, attention_mask, old_per_token_logps, ref_per_token_logps   [B, T];
-                                                                                       advantages
-                                                                                       [B].
+        selected_token_ids, attention_mask, old_per_token_logps, ref_per_token_logps   [B, T]
+        advantages     [B]
         ref_input, ref_weight, ref_bias   the reference's, in place of its log-probs.
         vllm_is_ratio  [B], [B, 1] or [B, T]: weights of the policy term.
         num_items_in_batch   tokens of all micro-batches and ranks, which dapo, cispo and vespo
@@ -449,8 +447,9 @@ def triton_grpo_loss(
     """`grpo_loss` as Liger's function of this name, from logits [B, L + 1, V] whose last position
     is not looked at.
 
-    completion_ids, completion_mask, old_logp, ref_logp   [B, L]; advantages [B]; vllm_is_ratio [B],
-                                                          [B, 1] or [B, L].
+    completion_ids, completion_mask, old_logp, ref_logp   [B, L]
+    advantages   [B]
+    vllm_is_ratio   [B], [B, 1] or [B, L]
     reduce   True: (loss, [mean KL if beta != 0, share of clipped tokens]), 0-d fp32. False: (loss,
              KL or None, clipped) of each token, [B, L] fp32, 0 where masked; only the loss is
              differentiable.

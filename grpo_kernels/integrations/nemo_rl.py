@@ -3,11 +3,8 @@
     from grpo_kernels import Objective
     from grpo_kernels.integrations.nemo_rl import PolicyLoss
 
-    loss_fn = PolicyLoss.like(ClippedPGLossFn(config))                                 # in the
-                                                                                       place of
-                                                                                       ClippedPGLossFn(...)
-    loss_fn = PolicyLoss(Objective.preset("dapo", numerics="nemo-rl", beta=0.01))      # or any
-                                                                                       objective
+    loss_fn = PolicyLoss.like(ClippedPGLossFn(config))  # instead of ClippedPGLossFn(config)
+    loss_fn = PolicyLoss(Objective.preset("dapo", numerics="nemo-rl", beta=0.01))  # any objective
 
 The object says `input_type = LossInputType.LOGIT`, so NeMo-RL hands it the logits instead of
 log-probs. They have been divided by the temperature already. Denominators are its global counts,
@@ -167,12 +164,11 @@ class PolicyLoss:
     megatron     True: logits are Megatron's, [B, S, V / ranks], cut over its tensor-parallel group,
                  for which the worker's megatron.core is asked on every call. Without it, plain
                  logits are whole rows.
-    force_on_policy_ratio, use_on_policy_kl_approximation, positive_example_nll_weight   NeMo-RL's:
-                                                                                         prev_logprobs
-                                                                                         are the
-                 policy's own; the KL is weighted by the ratio to the sampler (over log-probs,
-                 instead of in one visit); weight of the mean NLL of the micro-batch's tokens in
-                 samples with a reward above 0.
+    force_on_policy_ratio           NeMo-RL's: prev_logprobs are the policy's own.
+    use_on_policy_kl_approximation  NeMo-RL's: the KL is weighted by the ratio to the sampler. It is
+                                    computed from log-probs, in a second pass.
+    positive_example_nll_weight     NeMo-RL's: weight of the mean NLL of the micro-batch's tokens in
+                                    samples with a reward above 0.
 
     sampling_params  NeMo-RL's `TrainingSamplingParams`, of which top_k and top_p are read: the
                      filter that prev_logprobs went
@@ -587,8 +583,7 @@ class DistillationLoss:
     """A NeMo-RL loss function: (logits, data, global_valid_seqs, global_valid_toks) -> (loss,
     metrics).
 
-        loss_fn = DistillationLoss.like(DistillationLossFn(config))      # in the place of
-                                                                         DistillationLossFn(config)
+        loss_fn = DistillationLoss.like(DistillationLossFn(config))
 
     NeMo-RL hands it the logits in place of log-probs at the teacher's ids, and the teacher's
     `topk_logits_k` largest logits and their ids in `data`. Both KLs are renormalised over these

@@ -2,10 +2,8 @@
 
     from grpo_kernels.integrations import openrlhf
 
-    openrlhf.bind()                                                             # before the actor
-                                                                                is called
-    trainer.actor_loss_fn = openrlhf.PolicyLoss.like(trainer.actor_loss_fn)     # in the actor's
-                                                                                worker
+    openrlhf.bind()  # before the actor is called
+    trainer.actor_loss_fn = openrlhf.PolicyLoss.like(trainer.actor_loss_fn)  # in its worker
 
 `bind` replaces two functions that `openrlhf.models.actor` has imported. Log-probs and entropy then
 read the fp32 logits once each and do not change them. OpenRLHF 0.11.0 divides the logits by the
@@ -195,12 +193,12 @@ class PolicyLoss(torch.nn.Module):
         "gspo". As a fifth, if is_correction_level was given, the share of tokens, or sequences,
         outside the threshold; also None without a correction.
 
-        log_probs, old_log_probs, advantages, action_mask, rollout_log_probs   [B, T]; no mask:
-                                                                               every token counts.
-        batch_num_tokens, global_batch_size   the denominators of a mean over tokens, over
-                                              sequences, of all ranks together;
-                                              None: this batch's own. dp_size   the number of those
-                                                                                ranks.
+        log_probs, old_log_probs, advantages, rollout_log_probs   [B, T]
+        action_mask        [B, T]; None: every token counts.
+        batch_num_tokens   the denominator of a mean over tokens, over all ranks; None: this batch's
+                           own.
+        global_batch_size  the same of a mean over sequences.
+        dp_size            the number of those ranks.
         """
         mask = (
             torch.ones_like(log_probs, dtype=torch.bool)

@@ -1,9 +1,8 @@
 """SkyRL: policy losses for its registry, and log-probs and entropy on our kernels.
 
     from grpo_kernels.integrations import skyrl
-    skyrl.register()                # trainer.algorithm.policy_loss_type=fused_dapo; then
-                                    sync_registries(), as for any loss
-    skyrl.bind()                    # in the worker
+    skyrl.register()  # for trainer.algorithm.policy_loss_type=fused_dapo; then sync_registries()
+    skyrl.bind()  # in the worker
 
 `register` adds our presets to `PolicyLossRegistry`, with their own constants. SkyRL divides the
 advantages according to `loss_reduction` before the loss and expects a plain sum. So objectives that
@@ -336,8 +335,8 @@ def sample_support_logprobs(
     support_ids        int32 [.., K], ids of the whole vocabulary, padded with -1. Where a set lacks
                        its sampled id, or lists an id twice, the call is left to SkyRL, whose sum
                        over what is listed is no softmax then.
-    vocab_start_index, vocab_end_index, tp_group   by name, as in `fused_lm_head_logprobs`, but no
-                                                   group is one rank.
+    vocab_start_index, vocab_end_index   by name, as in `fused_lm_head_logprobs`
+    tp_group           by name, the same; None is one rank.
     temperature        divides the logits. chunk_size is not needed.
     """
     logps, _, scored = _over_support(

@@ -4,8 +4,7 @@ custom loss.
     # my_loss.py
     from grpo_kernels.integrations import slime
     slots = slime.bind()
-    loss = slime.policy_loss()                                   # from slime's arguments; or
-                                                                 policy_loss(Objective(...))
+    loss = slime.policy_loss()  # from slime's arguments, or policy_loss(Objective(...))
 
     --loss-type custom_loss --custom-loss-function-path my_loss.loss
 

@@ -1,13 +1,11 @@
 """TRL's GRPOTrainer with its loss in one pass: log-probs, loss and gradient are computed together
 in the head, inside the model's forward.
 
-    from grpo_kernels.integrations.trl import FusedGRPOTrainer     # in place of trl.GRPOTrainer,
-                                                                   same arguments
+    from grpo_kernels.integrations.trl import FusedGRPOTrainer  # was: from trl import GRPOTrainer
 
     trainer = FusedGRPOTrainer(model=..., reward_funcs=..., args=GRPOConfig(...), train_dataset=...)
     trainer.train()
-    print(trainer.fused_loss.counts)                               # Counter({'fused': 400,
-                                                                   'scored': 100})
+    print(trainer.fused_loss.counts)  # Counter({'fused': 400, 'scored': 100})
 
 or, for an existing trainer, `fused = patch(trainer)`, and `fused.undo()` to restore it.
 
@@ -508,13 +506,8 @@ def tree_batch(inputs: dict[str, Tensor]) -> TokenBatch:
     compute_loss gets: a prefix that several have in common is there once, and a row of hidden
     states predicts a token for all that share it.
 
-        ids = inputs["input_ids"][inputs["attention_mask"].bool()]  # the rows, [N]
-        out = linear_grpo_loss(hidden, weight, tree_batch(inputs), objective, normalizer=...)  #
-                                                                                               hidden
-                                                                                               [N,
-                                                                                               H] of
-                                                                                               the
-                                                                                               model
+        ids = inputs["input_ids"][inputs["attention_mask"].bool()]  # [N], one id for each row
+        out = linear_grpo_loss(hidden, weight, tree_batch(inputs), objective)  # hidden [N, H]
     """
     scored = inputs["token_index"] >= 0
     labels = inputs["shift_labels"][inputs["attention_mask"].bool()]
@@ -1002,11 +995,8 @@ def divergence_loss(
                          the teacher's share beta.
     num_items_in_batch   the divisor of the sum over tokens; None: the number of tokens of this
                          batch.
-    *_lm_head_weight, *_lm_head_bias, *_logit_scale, *_final_logit_softcapping, temperature   of the
-                                                                                              two
-                                                                                              heads,
-                                                                                              see
-    `LogitTransform`.
+    *_lm_head_weight, *_lm_head_bias   of the student's and of the teacher's head
+    *_logit_scale, *_final_logit_softcapping, temperature   see `LogitTransform`
     """
     plain(student_hidden_states, teacher_hidden_states)
     covered(

@@ -85,13 +85,12 @@ def selective_log_softmax(
     """Log-probs fp32 [B, T] of index; hidden_states [B, T, H], lm_head [V, H], lm_head_bias [V].
     The result is on the device of hidden_states.
 
-    logit_scale_multiply, logit_scale_divide, logit_softcapping   applied to the logits in this
-                                                                  order, before temperature; 0:
-                                                                  none.
+    logit_scale_multiply, logit_scale_divide, logit_softcapping   applied in this order, before the
+                   temperature; 0: none.
     fp32_lm_head   True: products in fp32, even under autocast; None: the setting of
                    UNSLOTH_VLLM_FP32_LM_HEAD.
-    support_top_k, support_top_p, support_min_p, support_excluded_ids   a softmax over the sampler's
-                                                                        kept set: left to Unsloth.
+    support_top_k, support_top_p, support_min_p, support_excluded_ids   a softmax over candidate
+                   sets, which is left to Unsloth.
     support_triton_sampler   how the sampler breaks ties in that set; without a set it has no
                              effect.
     chunks, max_rows_per_chunk, fused_linear   choose among Unsloth's own implementations; no effect

@@ -5,8 +5,9 @@ Let w_t = pi_old(token t) / pi_sampler(token t), W the product of a sequence's w
 geometric mean. Every correction here is one number per token that multiplies the policy term. It is
 known before the policy is evaluated:
 
-    batch = TokenBatch(..., old_logps=old, sampler_logps=sampler) weights =
-    importance_weights(batch, high=2.0) * rejection_mask(batch, over="mean", low=0.99, high=1.01)
+    batch = TokenBatch(..., old_logps=old, sampler_logps=sampler)
+    weights = importance_weights(batch, high=2.0)
+    weights = weights * rejection_mask(batch, over="mean", low=0.99, high=1.01)
     batch = dataclasses.replace(batch, weights=weights)
 
 What the trainers call it, and how to write it (iw = importance_weights, rm = rejection_mask):

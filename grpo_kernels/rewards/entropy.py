@@ -80,12 +80,10 @@ class AdaptiveEntropyCoef(Checked):
     before the first `update`.
 
         coef = AdaptiveEntropyCoef(target=0.2)
-        for window in windows:                                        # one optimiser step each
+        for window in windows:  # one optimizer step each
             objective = dataclasses.replace(objective, entropy_coef=coef.coef)
-            ...                                                       # forward, backward,
-                                                                      optimizer.step()
-            coef.update(mean_entropy)                                 # of all micro-batches and
-                                                                      ranks of the window
+            ...  # forward, backward, optimizer.step()
+            coef.update(mean_entropy)  # over all micro-batches and ranks of the window
 
     Sources: Skywork-OR1 arXiv 2505.22312, section 4; rule and defaults are those of TRL's
     `use_adaptive_entropy`. Raises ValueError naming the argument that is wrong.

@@ -13,6 +13,7 @@ import io
 import json
 import math
 import re
+import textwrap
 import tokenize
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
@@ -353,6 +354,38 @@ def test_names_of_modules_exist():
         f" torch.ops.{NAME}.stats"
     )
     assert missing_names(text) == [f"{NAME}.specs", f"{NAME}.rewards.nothing.f"]
+
+
+# ---- examples in docstrings
+
+#: An assignment of a call, or an import: what begins code in a docstring, and not a formula.
+CODE = re.compile(r"^ *(?:[\w, ]+ = [\w.]+\(|from \S+ import |import \w)", re.MULTILINE)
+
+
+def broken_code(docstring):
+    """The indented paragraphs of a docstring that look like code and do not parse."""
+    paragraphs = re.findall(r"(?:^    .*\n?)+", docstring, re.MULTILINE)
+    wrong = []
+    for paragraph in (x for x in paragraphs if CODE.search(x)):
+        try:
+            ast.parse(textwrap.dedent(paragraph))
+        except SyntaxError:
+            wrong.append(paragraph)
+    return wrong
+
+
+def test_code_in_docstrings_parses():
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    seen, wrong = 0, {}
+    for path in sorted((ROOT / NAME).rglob("*.py")):
+        nodes = [x for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, kinds)]
+        texts = [ast.get_docstring(x) or "" for x in nodes]
+        seen += sum(bool(CODE.search(text)) for text in texts)
+        if broken := [code for text in texts for code in broken_code(text)]:
+            wrong[name_of(path)] = broken
+    assert seen > 30 and not wrong
+    assert broken_code("Text.\n\n    out = f(x) out.loss\n")
+    assert not broken_code("Text.\n\n    out = f(x)\n    loss = policy * (surrogate)\n")
 
 
 # ---- what breaks elsewhere
