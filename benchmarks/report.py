@@ -73,7 +73,10 @@ def presets() -> str:
     """The published objectives, and which trainers' constants each is known with."""
     rows = [["preset", "surrogate", "ratio level", "aggregate", "`numerics=`"]]
     for name, objective in PRESETS.items():
-        policy = ", ".join(f"`{_call(part)}`" for part in (objective.surrogate, *objective.filters))
+        parts: list[Any] = [objective.surrogate, *objective.filters]
+        if objective.future_kl is not None:
+            parts.append(objective.future_kl)
+        policy = ", ".join(f"`{_call(part)}`" for part in parts)
         level = "no ratio" if isinstance(objective.surrogate, PolicyGradient) else objective.level
         aggregate = f"{objective.aggregate} (over {DENOMINATORS[objective.aggregate]})"
         trainers = ", ".join(trainer for trainer, known in NUMERICS.items() if name in known)

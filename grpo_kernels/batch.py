@@ -189,7 +189,8 @@ class TokenBatch(Checked):
     its log-prob (a NaN in the logits or the hidden state), its advantage, old_logps, weights,
     nll_weights, and with a KL ref_logps. Clips, filters and KL estimators do not hide it. At a
     sequence level a NaN in the ratio of a sequence reaches each of its trained tokens, as in plain
-    PyTorch. Exceptions:
+    PyTorch. With `Objective(future_kl=)` a NaN in the ratio of a token reaches the tokens before it
+    in its sequence. Exceptions:
 
     - where the mask is False, a NaN has no effect;
     - a weight of 0 takes the token out of the policy term, with its NaN, and so does a filter that

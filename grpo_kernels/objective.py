@@ -41,6 +41,7 @@ from .formulas.filters import (
     check_filters,
 )
 from .formulas.formula_keys import is_own
+from .formulas.future_kl import FutureKl
 from .formulas.kl import Kl, as_kl, kl_terms
 from .formulas.surrogates import (
     LEVELS,
@@ -149,6 +150,8 @@ class Objective(Checked):
                   sums) -> (term, slope) of listed ids, see formulas/token_loss.py; None: c log p.
                   They are weighted, filtered and aggregated like the policy term, but that a
                   `TrustRegion` drops the token alone.
+    future_kl     a `FutureKl`, which weighs the policy term of a token by the ratios of the tokens
+                  that follow it (FIPO); level "token" only. None: no such weights.
     kl_aggregate, entropy_aggregate  None: like `aggregate`, with the same D. Otherwise their own,
                                      over this batch unless
                   `normalizer` is a Denominators.
@@ -171,6 +174,7 @@ class Objective(Checked):
     entropy_aggregate: str | None = None
     count_empty: bool = True
     listed: ExtraIdFunction | None = None
+    future_kl: FutureKl | None = None
     ranges = (
         ("beta", "the KL weight is a finite number >= 0.", 0, LARGEST),
         ("entropy_coef", "it must be a finite number.", -LARGEST, LARGEST),
@@ -211,8 +215,13 @@ class Objective(Checked):
         check_filters(self.filters, self.level)
         if self.log_ratio_bounds is not None:
             check_log_ratio_bounds(self.log_ratio_bounds, self.surrogate)
+        if self.future_kl is not None:
+            remedy = "pass a FutureKl, or None."
+            require(isinstance(self.future_kl, FutureKl), "future_kl", self.future_kl, remedy)
+            remedy = 'its sums are over the ratios of tokens: it needs level="token".'
+            require(self.level == "token", "future_kl", self.future_kl, remedy)
         # Not fields, because they follow from them: read in every call.
-        alone = not (self.surrogate.selects or self.surrogate.in_torch)
+        alone = not (self.surrogate.selects or self.surrogate.in_torch or self.future_kl)
         one_pass = self.level == "token" and alone and all(f.is_per_token for f in self.filters)
         object.__setattr__(self, "_one_pass", one_pass)
         object.__setattr__(
@@ -457,6 +466,10 @@ class Objective(Checked):
                 'sampler_logps is None, but TrustRegion(anchor="sampler") compares with them: pass'
                 " them."
             )
+        if self.future_kl is not None:
+            self._of_sequences(batch)
+            remedy = "a rank does not know the later tokens of a sequence that ranks share."
+            require(batch.context_group is None, "future_kl", self.future_kl, remedy)
         if self.level != "token" or (self.filters and self.filter(OffPolicySequences) is not None):
             self._of_sequences(batch)
         if (
@@ -612,6 +625,9 @@ class Objective(Checked):
             if log_ratio is None:
                 log_ratio = self.log_ratio(logps, inputs, batch)
             inputs = self._apply_filters(logps, entropy, inputs, batch)
+            if self.future_kl is not None:
+                policy_weight = self.future_kl.apply(logps, inputs, batch)
+                inputs = replace(inputs, policy_weight=policy_weight)
             if self.surrogate.selects:
                 formula = self._with_selection(formula, logps, inputs)
         named = {"logps": logps, "entropy": entropy, "auxiliary_loss": auxiliary_loss}
@@ -759,6 +775,7 @@ PRESETS: dict[str, Objective] = {
     "gspo_token": Objective(Clip(3e-4, 4e-4), level="sequence-token", aggregate=_BY_SEQUENCE),
     "luspo": Objective(level="sequence", aggregate="seq-mean-token-sum"),
     "gmpo": Objective(Gmpo(), level="sequence", aggregate=_BY_SEQUENCE),
+    "fipo": Objective(Clip(0.2, 0.28, delta=10.0), future_kl=FutureKl()),
     "cispo": Objective(Cispo(5.0)),
     "sapo": Objective(Sapo(), aggregate=_BY_SEQUENCE),
     "vespo": Objective(Vespo(), level="sequence-sum"),

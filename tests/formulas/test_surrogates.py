@@ -20,6 +20,7 @@ from grpo_kernels.formulas.filters import (
     OffPolicySequences,
     TrustRegion,
 )
+from grpo_kernels.formulas.future_kl import FutureKl
 from grpo_kernels.formulas.kl import DetachedWeight, Kl, check_kl, k3, log_gap, sdar_gate
 from grpo_kernels.formulas.ops import bounded_exp, ops
 from grpo_kernels.formulas.surrogates import (
@@ -220,6 +221,13 @@ PARAMETERS = {
     EntropyFloor: {"threshold": (nan,)},
     EntropyQuantile: {"share": (0.0, 1.1)},
     OffPolicySequences: {"delta": (inf,), "advantage_of": ("batch", None)},
+    FutureKl: {
+        "half_life": (0.0, inf),
+        "low": (-0.1, 1.3),
+        "high": (0.0, inf),
+        "cutoff": (0.0, nan),
+        "safety": (0.0, "10"),
+    },
     ClipCov: {
         "eps_low": (2.0,),
         "eps_high": (inf,),

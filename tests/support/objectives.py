@@ -20,6 +20,7 @@ from grpo_kernels.formulas.filters import (
     OffPolicySequences,
     TrustRegion,
 )
+from grpo_kernels.formulas.future_kl import FutureKl
 from grpo_kernels.formulas.kl import Kl
 from grpo_kernels.formulas.surrogates import (
     A2po,
@@ -60,6 +61,7 @@ PAPERS: dict[str, Spec] = {
     "cispo": Spec("cispo", cap=5.0),
     "sapo": Spec("sapo", aggregate=MEAN),
     "vespo": Spec("vespo", level="sequence-sum"),
+    "fipo": Spec(eps_high=0.28, delta=10.0, future_kl=(32.0, 1.0, 1.2, 10.0, 10.0)),
     "reinforce": Spec("policy-gradient"),
     "rloo": Spec(level="sequence-sum", aggregate=MEAN),
     "importance_sampling": replace(ISAMPLE, aggregate="token-sum"),
@@ -78,7 +80,7 @@ PAPERS: dict[str, Spec] = {
 OBJECTIVES: dict[str, tuple[Callable[[], Objective], Spec]] = {
     **{
         name: (partial(Objective.preset, name), PAPERS[name])
-        for name in "grpo dapo bnpo gspo cispo reinforce sapo gmpo vespo rloo importance_sampling dppo_tv".split()
+        for name in "grpo dapo bnpo gspo cispo reinforce sapo gmpo vespo fipo rloo importance_sampling dppo_tv".split()
     },
     "dr_grpo": (
         lambda: Objective.preset("dr_grpo", max_tokens=9),
@@ -134,6 +136,25 @@ OBJECTIVES: dict[str, tuple[Callable[[], Objective], Spec]] = {
     "reinforce, k2, sequence-sum": (
         lambda: Objective(PolicyGradient(), aggregate=SUM, beta=0.2, kl="k2"),
         Spec("policy-gradient", aggregate=SUM, beta=0.2, kl="k2"),
+    ),
+    "fipo, wide and near": (
+        lambda: Objective(
+            Sapo(), aggregate=MEAN, beta=0.1, future_kl=FutureKl(1.5, 0.3, 2.5, 1.4, 1.2)
+        ),
+        Spec("sapo", aggregate=MEAN, beta=0.1, future_kl=(1.5, 0.3, 2.5, 1.4, 1.2)),
+    ),
+    "fipo, filters": (
+        lambda: Objective(
+            filters=(OffPolicySequences(0.1), EntropyFloor(1.2)),
+            entropy_coef=0.1,
+            future_kl=FutureKl(4.0, 0.0, 3.0, math.inf, math.inf),
+        ),
+        Spec(
+            off_policy=0.1,
+            entropy_floor=1.2,
+            entropy_coef=0.1,
+            future_kl=(4.0, 0.0, 3.0, math.inf, math.inf),
+        ),
     ),
     # ---- other surrogates
     "sapo, sequence-token": (

@@ -3,7 +3,7 @@ and obvious.
 
 Written from the papers (PPO 1707.06347, GRPO 2402.03300, DAPO 2503.14476, Dr. GRPO 2503.20783,
 INTELLECT-2 2505.07291, CISPO 2506.13585, GSPO 2507.18071, GMPO 2507.20673, SAPO 2511.20347, VESPO
-2602.10693, RLOO 2402.14740, A*-PO 2505.20686, Clip-Cov and KL-Cov 2505.22617, GKD 2306.13649, DPPO
+2602.10693, FIPO 2603.19835, RLOO 2402.14740, A*-PO 2505.20686, Clip-Cov and KL-Cov 2505.22617, GKD 2306.13649, DPPO
 2602.04879, DeepSeek-V3.2 2512.02556, 80/20 rule 2506.01939; KL estimators: Schulman 2020). It
 imports nothing of the package under test.
 
@@ -67,6 +67,8 @@ class Spec:
     entropy_share: float | None = None
     off_policy: float | None = None
     off_policy_by: str = "sequence"  # or "token": whose advantage must be negative
+    #: half-life, bounds of the weight, ratios from which on a token does not count, and is bounded
+    future_kl: tuple[float, float, float, float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -456,6 +458,8 @@ def objective(
         term = surrogate(
             spec, x.clamp(low, high), logp, a, None if selected is None else selected[at]
         )
+        if spec.future_kl is not None:
+            w = w * future_weights(spec, own.detach(), a, at, margin)
         weighted = torch.where(w == 0, 0.0, (1.0 if spec.surrogate == "vespo" else w) * term)
         policy_terms.append(torch.where(keep[0][at], weighted, 0.0))
         if listed is not None:
@@ -525,6 +529,29 @@ def objective(
         kept=keep[0][trained],
         margin=margin.smallest,
     )
+
+
+def future_weights(
+    spec: Spec, log_ratio: Tensor, advantage: Tensor, places: list[int], margin: Margin
+) -> Tensor:
+    """FIPO (2603.19835): one weight for each trained token of a sequence, which is at `places`."""
+    assert spec.future_kl is not None
+    half_life, low, high, cutoff, safety = spec.future_kl
+    weights = []
+    for i, t in enumerate(places):
+        total = 0.0
+        for j in range(i, len(places)):
+            x = float(log_ratio[j])
+            margin(x, math.log(cutoff))
+            if not x > math.log(cutoff):
+                total += 0.5 ** ((places[j] - t) / half_life) * x
+        weight = total if math.isnan(total) else min(max(math.exp(min(total, 700.0)), low), high)
+        x = float(log_ratio[i])
+        if float(advantage[i]) < 0:
+            margin(x, math.log(safety))
+            weight = min(max(weight, 0.8), 1.0) if x > math.log(safety) else weight
+        weights.append(weight)
+    return torch.tensor(weights, dtype=log_ratio.dtype)
 
 
 def in_sequence(spec: Spec, x: Tensor, advantage: Tensor, weight: Tensor, margin: Margin) -> Tensor:
