@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from .candidates import candidate_divergence
-from .core.sources import Reference
+from .core.sources import Reference, RowSource
 from .extra_ids import give_to_tokens, mark_rows
 from .formulas.divergence import Exact
-from .inputs import RowSource
 from .teachers import first_ids
 from .token_sets import TokenSets, without_set
 

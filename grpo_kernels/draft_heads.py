@@ -46,7 +46,7 @@ from .core.linear_memory import LinearMemory
 from .core.matmuls import HeadMatmuls
 from .core.softmax import GradientCoefficients, LogitRows, ReferenceRows, SoftmaxSums, sums_for
 from .core.sources import ProjectedLogits
-from .inputs import RowLayout, make_projected_source
+from .inputs import LinearInput, RowLayout
 from .logprobs import linear_logprobs
 from .options import (
     Head,
@@ -140,7 +140,7 @@ def draft_head_loss(
     """
     if unknown:
         refuse_keywords(draft_head_loss, unknown)
-    options = as_options(options, weight)
+    options = as_options(options)
     if is_traced() and leaves_the_graph(options, None, kind):
         return run_outside_graph(
             draft_head_loss,
@@ -162,9 +162,9 @@ def draft_head_loss(
     drafts = check_drafts(draft_hidden)
     positions = Positions.check(drafts[0], mask, cu_seqlens)
     check_teacher_of_kind(kind, policy_hidden, ids, drafts[0])
-    head, transform = Head.parts(weight, transform)
-    frozen_head = (detached(head[0]), detached(head[1]))
-    call = DraftCall(drafts, frozen_head, positions, depth, transform, options, metrics)
+    inputs, transform = LinearInput.from_arguments(drafts[0], weight, transform)
+    head = Head(detached(inputs.weight), detached(inputs.bias))
+    call = DraftCall(drafts, head, positions, depth, transform, options, metrics)
     if kind == "soft":
         assert policy_hidden is not None
         token_values = call.soft_values(policy_hidden)
@@ -296,12 +296,12 @@ class DraftCall:
     """The checked arguments of a call that both kinds share.
 
     drafts        hidden states of each depth, [..., H]
-    head          (weight, bias or None), detached
+    head          detached, without a transform
     first_depth   depth of the first draft
     """
 
     drafts: list[Tensor]
-    head: tuple[Tensor, Tensor | None]
+    head: Head
     positions: Positions
     first_depth: int
     transform: LogitTransform | None
@@ -320,7 +320,7 @@ class DraftCall:
             labels = ids.flatten().roll(-distance).view(shape)
             result = linear_logprobs(
                 hidden,
-                Head(*self.head),
+                self.head,
                 labels,
                 mask=mask,
                 transform=self.transform,
@@ -348,13 +348,13 @@ class DraftCall:
             positions.is_real.view(positions.shape),
             positions.cu_seqlens,
         )
-        sources = [
-            make_projected_source(hidden, self.head, layout, self.transform, self.options)
-            for hidden in self.drafts
-        ]
-        teacher = make_projected_source(
-            policy_hidden.detach(), self.head, layout, self.transform, self.options
-        )
+
+        def make_source(hidden: Tensor) -> ProjectedLogits:
+            inputs = LinearInput(hidden, self.head.weight, self.head.bias)
+            return inputs.make_source(layout, self.transform, self.options)
+
+        sources = [make_source(hidden) for hidden in self.drafts]
+        teacher = make_source(policy_hidden.detach())
         hidden = [source.projection.hidden for source in sources]
         soft_pass = SoftPass(
             drafts=sources,

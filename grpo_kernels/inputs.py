@@ -5,15 +5,15 @@ The policy's tensors and a reference's go through the same checks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .checks import (
     OF_PRODUCTS,
+    leading_shape,
     logit_rows,
     overlaps_itself,
     refuse_overlap,
@@ -28,13 +28,11 @@ from .core.autograd import SumGradientOverRanks, WeightGradMemory
 from .core.backends import Backend
 from .core.linear import Projection
 from .core.softmax import TRANSFORMED, RowTransform
-from .core.sources import GivenLogits, ProjectedLogits, Reference
+from .core.sources import GivenLogits, ProjectedLogits, Reference, RowSource
 from .core.vocab_parallel import VocabShard, is_managed, on_shard, refuse_managed
 from .formulas.divergence import Exact
 from .options import Head, Options
 from .transform import LogitTransform, as_transform
-
-RowSource = GivenLogits | ProjectedLogits
 
 REFERENCE_FORMS = "(hidden, weight), (hidden, weight, bias), (hidden, Head(...))"
 DISTRIBUTION_FORMS = f"{REFERENCE_FORMS}, or TokenSets whose values are a teacher's log-probs"
@@ -74,89 +72,209 @@ class RowLayout:
         return as_transform(transform).for_rows(self.shape, self.mask, self.cu_seqlens, self.device)
 
 
-def make_logits_source(
-    logits: Tensor,
-    layout: RowLayout,
-    transform: LogitTransform | None,
-    options: Options,
-    *,
-    inplace: bool = False,
-    other_arguments: dict[str, Any] | None = None,
-    reference_arguments: dict[str, Any] | None = None,
-) -> GivenLogits:
-    """Check logits [..., V] and return their rows, views of the logits if possible.
+class LogitsInput(NamedTuple):
+    """Logits [..., V] as a caller passed them, still unchecked."""
 
-    other_arguments       arguments of the call by name that inplace=True must not overwrite
-    reference_arguments   likewise, of which each element is read only before the logit at the same
-                          index is overwritten
+    logits: Any
 
-    Raises ValueError on shapes, dtypes or devices that do not fit, and on memory that inplace=True
-    would overwrite.
-    """
-    shard = options.shard
-    if shard is not None:
-        logits = shard.local("logits", logits, -1)
-    rows = logit_rows(logits, layout.shape, layout.device, inplace, shard is None)
-    row_transform = layout.row_transform(transform)
-    if torch.compiler.is_compiling():
-        from .core.compiled import CompiledLogits
+    @property
+    def reference_name(self) -> str:
+        """The argument that has a reference for these rows."""
+        return "ref_logits"
 
-        # In a graph nothing is written in place, and the backend is picked when the graph runs.
-        return CompiledLogits(
-            rows, row_transform, NO_KERNELS, backend=options.backend, strict=options.strict
+    def check_options(self, options: Options) -> None:
+        """Raise ValueError for options of a head."""
+        if options.weight_grad is not None:
+            raise ValueError(
+                "weight_grad is given, but logits come without the weight of a head: leave it out"
+                " of the options."
+            )
+
+    def named_rows(self) -> tuple[str, Any]:
+        """Return the name of the argument that has the rows, and its value."""
+        return "logits", self.logits
+
+    def leading_shape(self, targets: Tensor) -> torch.Size:
+        """Return the leading shape of the logits, for tokens that share rows."""
+        return leading_shape(self.logits, targets)
+
+    def make_source(
+        self,
+        layout: RowLayout,
+        transform: LogitTransform | None,
+        options: Options,
+        *,
+        inplace: bool = False,
+        other_arguments: dict[str, Any] | None = None,
+        reference_arguments: dict[str, Any] | None = None,
+    ) -> GivenLogits:
+        """Check the logits and return their rows, views of the logits if possible.
+
+        other_arguments       arguments of the call by name that inplace=True must not overwrite
+        reference_arguments   likewise, of which each element is read only before the logit at the
+                              same index is overwritten
+
+        Raises ValueError on shapes, dtypes or devices that do not fit, and on memory that
+        inplace=True would overwrite.
+        """
+        logits = self.logits
+        shard = options.shard
+        if shard is not None:
+            logits = shard.local("logits", logits, -1)
+        rows = logit_rows(logits, layout.shape, layout.device, inplace, shard is None)
+        row_transform = layout.row_transform(transform)
+        if torch.compiler.is_compiling():
+            from .core.compiled import CompiledLogits
+
+            # In a graph nothing is written in place, and the backend is picked when the graph runs.
+            return CompiledLogits(
+                rows, row_transform, NO_KERNELS, backend=options.backend, strict=options.strict
+            )
+        if inplace:
+            refuse_overlap(
+                "inplace=True, but logits",
+                rows,
+                "the gradient would be written over it. Pass a copy, or inplace=False.",
+                other_arguments or {},
+                reference_arguments or {},
+            )
+        return GivenLogits(
+            rows, row_transform, pick_kernels(options, layout.device), shard, inplace
         )
-    if inplace:
-        remedy = "the gradient would be written over it. Pass a copy, or inplace=False."
-        refuse_overlap(
-            "inplace=True, but logits",
-            rows,
-            remedy,
-            other_arguments or {},
-            reference_arguments or {},
+
+    def unpack_reference(
+        self, value: Any, transform: LogitTransform | None, exact: Exact | None
+    ) -> tuple[LogitsInput, LogitTransform | None]:
+        """Return the logits of `ref_logits=`, and their transform.
+
+        value       logits, or (logits, LogitTransform)
+        transform   the policy's, for a reference without its own
+        """
+        logits = value
+        is_pair = isinstance(value, tuple) and len(value) == 2
+        if is_pair and isinstance(value[1], LogitTransform | None):
+            logits = value[0]
+            transform = as_transform(value[1])
+        if not isinstance(logits, Tensor):
+            actual = "None" if logits is None else f"a {type(logits).__name__}"
+            raise ValueError(
+                f"ref_logits is {actual}, but {exact} needs the whole distribution of a reference"
+                " or teacher: pass its logits, (logits, LogitTransform(...)), or TokenSets whose"
+                " values are its log-probs."
+            )
+        return LogitsInput(logits), transform
+
+
+class LinearInput(NamedTuple):
+    """Hidden states [..., H] and an output head as a caller passed them, still unchecked."""
+
+    hidden: Any
+    weight: Any
+    bias: Any = None
+
+    @classmethod
+    def from_arguments(
+        cls, hidden: Any, weight: Any, transform: LogitTransform | None
+    ) -> tuple[LinearInput, LogitTransform | None]:
+        """Return the input and the transform of a call whose weight is a tensor or a `Head`.
+
+        Raises ValueError if the call and the Head both have a transform.
+        """
+        if not isinstance(weight, Head):
+            return cls(hidden, weight), transform
+        if transform is not None and weight.transform is not None:
+            raise ValueError("transform is given, and the Head has one: pass one of them.")
+        if transform is None:
+            transform = weight.transform
+        return cls(hidden, weight.weight, weight.bias), transform
+
+    @property
+    def reference_name(self) -> str:
+        """The argument that has a reference for these rows."""
+        return "reference"
+
+    def check_options(self, options: Options) -> None:
+        """Accept all options."""
+
+    def named_rows(self) -> tuple[str, Any]:
+        """Return the name of the argument that has the rows, and its value."""
+        return "hidden", self.hidden
+
+    def leading_shape(self, targets: Tensor) -> torch.Size:
+        """Return the leading shape of the hidden states, for tokens that share rows."""
+        return leading_shape(self.hidden, targets)
+
+    def make_source(
+        self,
+        layout: RowLayout,
+        transform: LogitTransform | None,
+        options: Options,
+        *,
+        inplace: bool = False,
+        other_arguments: dict[str, Any] | None = None,
+        reference_arguments: dict[str, Any] | None = None,
+    ) -> ProjectedLogits:
+        """Check hidden states and head, and return their rows.
+
+        inplace                                False: there are no logits to overwrite
+        other_arguments, reference_arguments   arguments of the call by name that `weight_grad` must
+                                               not overlap
+
+        Raises ValueError on shapes, dtypes or devices that do not fit.
+        """
+        shard = options.shard
+        hidden, weight, bias = check_linear_tensors(self, layout, shard)
+        memory = None
+        if options.weight_grad is not None:
+            read = {"hidden": hidden, "weight": weight, "bias": bias}
+            read |= {**(other_arguments or {}), **(reference_arguments or {})}
+            memory = check_weight_grad(options.weight_grad, weight, read)
+        dtype = matmul_dtype(hidden)
+        hidden = whole_rows(hidden.reshape(-1, hidden.shape[-1]))
+        if shard is not None and shard.reduce_hidden and hidden.requires_grad:
+            hidden = SumGradientOverRanks.apply(hidden, shard)
+        projection = Projection(
+            hidden,
+            whole_rows(weight),
+            None if bias is None else bias.contiguous(),
+            layout.row_transform(transform),
+            dtype,
         )
-    kernels = pick_kernels(options, layout.device)
-    return GivenLogits(rows, row_transform, kernels, shard, inplace)
+        if torch.compiler.is_compiling():
+            from .core.compiled import CompiledProjection
+
+            return CompiledProjection(
+                projection, NO_KERNELS, backend=options.backend, strict=options.strict
+            )
+        return ProjectedLogits(projection, pick_kernels(options, layout.device), shard, memory)
+
+    def unpack_reference(
+        self, value: Any, transform: LogitTransform | None, exact: Exact | None
+    ) -> tuple[LinearInput, LogitTransform | None]:
+        """Return hidden states and head of `reference=`, and their transform.
+
+        value       (hidden, weight), (hidden, weight, bias) or (hidden, Head(...))
+        transform   the policy's, for a reference without its own
+        """
+        if exact is not None:
+            remedy = (
+                f"{exact} needs the whole distribution of a reference or teacher: pass"
+                f" {DISTRIBUTION_FORMS}."
+            )
+            require(value is not None, "reference", value, remedy)
+        if not isinstance(value, tuple) or len(value) not in (2, 3):
+            raise ValueError(f"reference is {type(value).__name__}: pass {REFERENCE_FORMS}.")
+        hidden, weight, *bias = value
+        if isinstance(weight, Head) and bias:
+            raise ValueError("reference has a bias beside a Head: put it into the Head.")
+        reference, own_transform = LinearInput.from_arguments(hidden, weight, None)
+        if bias:
+            reference = reference._replace(bias=bias[0])
+        return reference, transform if own_transform is None else own_transform
 
 
-def make_projected_source(
-    hidden: Tensor,
-    head: tuple[Any, Any],
-    layout: RowLayout,
-    transform: LogitTransform | None,
-    options: Options,
-    *,
-    other_arguments: dict[str, Any] | None = None,
-) -> ProjectedLogits:
-    """Check hidden states [..., H] and (weight [V, H], bias), and return their rows.
-
-    other_arguments   arguments of the call by name that `weight_grad` must not overlap
-
-    Raises ValueError on shapes, dtypes or devices that do not fit.
-    """
-    hidden, weight, bias = check_linear_tensors(hidden, head, layout, options.shard)
-    memory = None
-    if options.weight_grad is not None:
-        read = {"hidden": hidden, "weight": weight, "bias": bias, **(other_arguments or {})}
-        memory = check_weight_grad(options.weight_grad, weight, read)
-    shard = options.shard
-    dtype = matmul_dtype(hidden)
-    hidden = whole_rows(hidden.reshape(-1, hidden.shape[-1]))
-    if shard is not None and shard.reduce_hidden and hidden.requires_grad:
-        hidden = SumGradientOverRanks.apply(hidden, shard)
-    projection = Projection(
-        hidden,
-        whole_rows(weight),
-        None if bias is None else bias.contiguous(),
-        layout.row_transform(transform),
-        dtype,
-    )
-    if torch.compiler.is_compiling():
-        from .core.compiled import CompiledProjection
-
-        return CompiledProjection(
-            projection, NO_KERNELS, backend=options.backend, strict=options.strict
-        )
-    return ProjectedLogits(projection, pick_kernels(options, layout.device), shard, memory)
+#: The rows of a call as the caller passed them.
+RowInput = LogitsInput | LinearInput
 
 
 #: In a graph there are no kernels until it runs.
@@ -181,12 +299,12 @@ def matmul_dtype(hidden: Tensor) -> torch.dtype:
 
 
 def check_linear_tensors(
-    hidden: Any, head: tuple[Any, Any], layout: RowLayout, shard: VocabShard | None
+    inputs: LinearInput, layout: RowLayout, shard: VocabShard | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return hidden states, weight and bias as local tensors that fit together."""
-    weight, bias = head
-    hidden = check_operand("hidden", hidden, layout, shard)
-    weight = check_operand("weight", weight, layout, shard)
+    hidden = check_operand("hidden", inputs.hidden, layout, shard)
+    weight = check_operand("weight", inputs.weight, layout, shard)
+    bias = inputs.bias
     if bias is not None:
         bias = check_operand("bias", bias, layout, shard)
     shape = layout.shape
@@ -316,11 +434,12 @@ def check_weight_grad(
     return WeightGradMemory(weight_grad, weight if is_main_grad and has_flag else None)
 
 
-# ---- a reference or teacher: `reference=` beside hidden states, `ref_logits=` beside logits
+# ---- a reference or teacher: `reference=` for hidden states, `ref_logits=` for logits
 
 
 def make_reference(
     value: Any,
+    inputs: RowInput,
     policy: RowSource,
     layout: RowLayout,
     transform: LogitTransform | None,
@@ -329,29 +448,24 @@ def make_reference(
 ) -> Reference:
     """Check what was passed as `reference` or `ref_logits`, and return it without gradient.
 
+    inputs      the policy's rows as the caller passed them
+    policy      the same rows, checked
     transform   the policy's, for a reference without its own
     exact       the divergence from the reference; None: only its log-probs are used
 
     Raises ValueError naming the argument.
     """
-    name = "ref_logits" if isinstance(policy, GivenLogits) else "reference"
+    name = inputs.reference_name
     refuse_several_references(value, name)
-    options = replace(options, weight_grad=None)
-    if isinstance(policy, GivenLogits):
-        logits, transform = unpack_ref_logits(name, value, transform, exact)
-        make_source: Callable[..., RowSource] = make_logits_source
-        arguments: tuple[Any, ...] = (logits,)
-    else:
-        hidden, head, transform = unpack_reference(name, value, transform, exact)
-        make_source = make_projected_source
-        arguments = (hidden, head)
+    reference_inputs, transform = inputs.unpack_reference(value, transform, exact)
+    source: RowSource
     try:
-        source = make_source(*arguments, layout, transform, options)
+        source = reference_inputs.make_source(layout, transform, replace(options, weight_grad=None))
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     if (source.vocab_size, source.num_columns) != (policy.vocab_size, policy.num_columns):
         columns = ""
-        if source.shard is not None:
+        if options.shard is not None:
             columns = f" ({source.num_columns} and {policy.num_columns} of them on this rank)"
         raise ValueError(
             f"{name} has a vocabulary of {source.vocab_size}, but the policy has "
@@ -371,43 +485,3 @@ def refuse_several_references(value: Any, name: str) -> None:
         "sum as divergence= of objective_loss."
     )
     require(not isinstance(value, list), name, "list", remedy)
-
-
-def unpack_ref_logits(
-    name: str, value: Any, transform: LogitTransform | None, exact: Exact | None
-) -> tuple[Tensor, LogitTransform | None]:
-    """Return the logits of `ref_logits`, and their transform."""
-    logits = value
-    is_pair = isinstance(value, tuple) and len(value) == 2
-    if is_pair and isinstance(value[1], LogitTransform | None):
-        logits = value[0]
-        transform = as_transform(value[1])
-    if not isinstance(logits, Tensor):
-        actual = "None" if logits is None else f"a {type(logits).__name__}"
-        raise ValueError(
-            f"{name} is {actual}, but {exact} needs the whole distribution of a reference or "
-            "teacher: pass its logits, (logits, LogitTransform(...)), or TokenSets whose values "
-            "are its log-probs."
-        )
-    return logits, transform
-
-
-def unpack_reference(
-    name: str, value: Any, transform: LogitTransform | None, exact: Exact | None
-) -> tuple[Tensor, tuple[Any, Any], LogitTransform | None]:
-    """Return hidden states, (weight, bias) and transform of `reference`."""
-    if exact is not None:
-        remedy = (
-            f"{exact} needs the whole distribution of a reference or teacher: pass"
-            f" {DISTRIBUTION_FORMS}."
-        )
-        require(value is not None, name, value, remedy)
-    if not isinstance(value, tuple) or len(value) not in (2, 3):
-        raise ValueError(f"{name} is {type(value).__name__}: pass {REFERENCE_FORMS}.")
-    hidden, weight, *bias = value
-    if isinstance(weight, Head) and bias:
-        raise ValueError(f"{name} has a bias beside a Head: put it into the Head.")
-    head, own_transform = Head.parts(weight, None)
-    if bias:
-        head = (head[0], bias[0])
-    return hidden, head, transform if own_transform is None else own_transform

@@ -27,22 +27,21 @@ from .checks import (
     check_targets,
     describe,
     flat,
-    leading_shape,
     mask_of_rows,
     require,
     require_tensor,
 )
 from .core.backends import is_strict
 from .core.softmax import RowTransform
-from .core.sources import GivenLogits, Reference
+from .core.sources import Reference, RowSource
 from .divergences import reference_divergence, reference_divergence_over_candidates
 from .extra_ids import logprobs_with_extra_ids
 from .formulas.divergence import Exact, as_exact
 from .inputs import (
+    LinearInput,
+    LogitsInput,
+    RowInput,
     RowLayout,
-    RowSource,
-    make_logits_source,
-    make_projected_source,
     make_reference,
 )
 from .options import (
@@ -151,8 +150,7 @@ def token_logprobs(
     if unknown:
         refuse_keywords(token_logprobs, unknown)
     return compute_logprobs(
-        logits,
-        None,
+        LogitsInput(logits),
         targets,
         mask=mask,
         transform=transform,
@@ -210,10 +208,9 @@ def linear_logprobs(
     """
     if unknown:
         refuse_keywords(linear_logprobs, unknown)
-    head, transform = Head.parts(weight, transform)
+    inputs, transform = LinearInput.from_arguments(hidden, weight, transform)
     return compute_logprobs(
-        hidden,
-        head,
+        inputs,
         targets,
         mask=mask,
         transform=transform,
@@ -229,8 +226,7 @@ def linear_logprobs(
 
 
 def compute_logprobs(
-    x: Tensor,
-    head: tuple[Any, Any] | None,
+    inputs: RowInput,
     targets: Tensor,
     *,
     mask: Tensor | None,
@@ -244,24 +240,25 @@ def compute_logprobs(
     rows: Tensor | None,
     options: Options | None,
 ) -> TokenLogprobs:
-    """Compute log-probs from logits x or, with the (weight, bias) of a head, from hidden states
-    x.
-    """
-    options = as_options(options, head)
-    arguments = dict(
-        mask=mask,
-        transform=transform,
-        entropy=entropy,
-        also=also,
-        inplace=inplace,
-        kept=kept,
-        missing=missing,
-        at=at,
-        rows=rows,
-        options=options,
-    )
+    """Compute `token_logprobs` or `linear_logprobs`."""
+    options = as_options(options)
+    inputs.check_options(options)
     if is_traced() and leaves_the_graph(options, None, kept, at, rows):
-        return run_outside_graph(compute_logprobs, x, head, targets, **arguments)
+        return run_outside_graph(
+            compute_logprobs,
+            inputs,
+            targets,
+            mask=mask,
+            transform=transform,
+            entropy=entropy,
+            also=also,
+            inplace=inplace,
+            kept=kept,
+            missing=missing,
+            at=at,
+            rows=rows,
+            options=options,
+        )
 
     remedy = "an int64 tensor of token ids, the leading shape of the logits or hidden states"
     require_tensor("targets", targets, INTEGERS, remedy)
@@ -279,17 +276,15 @@ def compute_logprobs(
         layout = RowLayout(shape, targets.device, mask)
     else:
         check_rows(rows, targets)
-        layout = RowLayout(leading_shape(x, targets), targets.device, are_shared=True)
-    source = make_source(
-        x,
-        head,
+        layout = RowLayout(inputs.leading_shape(targets), targets.device, are_shared=True)
+    source = inputs.make_source(
         layout,
         transform,
         options,
         inplace=inplace,
         other_arguments={"targets": targets, "mask": mask, "transform": transform},
     )
-    check_targets(targets, mask, source.vocab_size, logits=head is None)
+    check_targets(targets, mask, source.vocab_size, isinstance(inputs, LogitsInput))
     if rows is not None:
         check_named(rows, mask, source.num_rows)
     for name, sets in (("kept", kept), ("at", at)):
@@ -400,38 +395,6 @@ def refuse_inplace(is_refused: bool, feature: str) -> None:
         )
 
 
-def make_source(
-    x: Tensor,
-    head: tuple[Any, Any] | None,
-    layout: RowLayout,
-    transform: LogitTransform | None,
-    options: Options,
-    *,
-    inplace: bool,
-    other_arguments: dict[str, Any],
-    reference_arguments: dict[str, Any] | None = None,
-) -> RowSource:
-    """Return the row source of logits x or, with the (weight, bias) of a head, hidden states x."""
-    if head is None:
-        return make_logits_source(
-            x,
-            layout,
-            transform,
-            options,
-            inplace=inplace,
-            other_arguments=other_arguments,
-            reference_arguments=reference_arguments,
-        )
-    return make_projected_source(
-        x,
-        head,
-        layout,
-        transform,
-        options,
-        other_arguments={**other_arguments, **(reference_arguments or {})},
-    )
-
-
 # ---- divergences from a reference or teacher
 
 
@@ -472,8 +435,7 @@ def token_divergence(
     if unknown:
         refuse_keywords(token_divergence, unknown)
     return compute_divergence(
-        logits,
-        None,
+        LogitsInput(logits),
         ref_logits,
         as_exact(divergence),
         mask=mask,
@@ -517,10 +479,9 @@ def linear_divergence(
     if unknown:
         refuse_keywords(linear_divergence, unknown)
     exact = as_exact(divergence)
-    head, transform = Head.parts(weight, transform)
+    inputs, transform = LinearInput.from_arguments(hidden, weight, transform)
     return compute_divergence(
-        hidden,
-        head,
+        inputs,
         reference,
         exact,
         mask=mask,
@@ -532,8 +493,7 @@ def linear_divergence(
 
 
 def compute_divergence(
-    x: Tensor,
-    head: tuple[Any, Any] | None,
+    inputs: RowInput,
     reference: Any,
     exact: Exact,
     *,
@@ -543,13 +503,16 @@ def compute_divergence(
     kept: TokenSets | None,
     options: Options | None,
 ) -> Tensor:
-    """Compute the divergence of logits x or, with the (weight, bias) of a head, hidden states x."""
-    options = as_options(options, head)
+    """Compute `token_divergence` or `linear_divergence`.
+
+    reference   what was passed as `ref_logits` or `reference`
+    """
+    options = as_options(options)
+    inputs.check_options(options)
     if is_traced() and leaves_the_graph(options, None, exact):
         return run_outside_graph(
             compute_divergence,
-            x,
-            head,
+            inputs,
             reference,
             exact,
             mask=mask,
@@ -558,7 +521,7 @@ def compute_divergence(
             kept=kept,
             options=options,
         )
-    name = "logits" if head is None else "hidden"
+    name, x = inputs.named_rows()
     remedy = "a tensor [B, T, ..] or [N, ..], one row for each token"
     require_tensor(name, x, DTYPES, remedy)
     require(x.dim() > 1, f"{name}.shape", list(x.shape), f"pass {remedy}.")
@@ -568,54 +531,32 @@ def compute_divergence(
     )
     shape = x.shape[:-1]
     layout = RowLayout(shape, x.device, mask_of_rows(mask, shape, x.device))
-    reference_name = "ref_logits" if head is None else "reference"
-    source = make_source(
-        x,
-        head,
+    source = inputs.make_source(
         layout,
         transform,
         options,
         inplace=inplace,
         other_arguments={"mask": mask, "transform": transform, "kept": kept},
-        reference_arguments={reference_name: reference},
+        reference_arguments={inputs.reference_name: reference},
     )
     flat_mask = None if layout.mask is None else flat(layout.mask)
-    value = divergence_from(
-        source, reference, exact, layout, transform, options, mask=flat_mask, kept=kept
-    )
+    no_targets = torch.zeros(shape, dtype=torch.int64, device=source.device)
+    if isinstance(reference, TokenSets):
+        require(kept is None, inputs.reference_name, "TokenSets", TEACHER_WITH_SETS)
+        check_teacher(inputs.reference_name, reference, no_targets, exact, source.vocab_size)
+        value = teacher_divergence(source, reference, exact, mask=flat_mask)
+    else:
+        checked = make_reference(reference, inputs, source, layout, transform, options, exact)
+        if kept is None:
+            value = reference_divergence(source, checked, mask=flat_mask)
+        else:
+            check_sets("kept", kept, no_targets, source.vocab_size)
+            value = reference_divergence_over_candidates(
+                source, checked, kept, exact, mask=flat_mask
+            )
     if exact.temperature_squared:
         value = value / squared_inverse_temperature(source.transform, flat_mask)
     return value.view(shape)
-
-
-def divergence_from(
-    source: RowSource,
-    reference: Any,
-    exact: Exact,
-    layout: RowLayout,
-    transform: LogitTransform | None,
-    options: Options,
-    *,
-    mask: Tensor | None,
-    kept: TokenSets | None,
-) -> Tensor:
-    """Return the divergence of each row of a source from a reference, fp32 [num_rows].
-
-    reference   TokenSets with a teacher's log-probs, or what `make_reference` takes
-    mask        bool [num_rows]
-    """
-    if isinstance(reference, TokenSets):
-        name = "ref_logits" if isinstance(source, GivenLogits) else "reference"
-        require(kept is None, name, "TokenSets", TEACHER_WITH_SETS)
-        no_targets = torch.zeros(layout.shape, dtype=torch.int64, device=source.device)
-        check_teacher(name, reference, no_targets, exact, source.vocab_size)
-        return teacher_divergence(source, reference, exact, mask=mask)
-    checked = make_reference(reference, source, layout, transform, options, exact)
-    if kept is None:
-        return reference_divergence(source, checked, mask=mask)
-    no_targets = torch.zeros(layout.shape, dtype=torch.int64, device=source.device)
-    check_sets("kept", kept, no_targets, source.vocab_size)
-    return reference_divergence_over_candidates(source, checked, kept, exact, mask=mask)
 
 
 def squared_inverse_temperature(transform: RowTransform, mask: Tensor | None) -> float | Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .batch import TokenBatch
-from .checks import require, values_are_checked
+from .checks import FLOATING, require, require_shape, require_tensor, values_are_checked
 from .core.backends import is_strict
 from .formulas.token_inputs import TokenInputs
 from .loss_output import LossOutput
@@ -58,6 +58,25 @@ def check_reference(value: Any, name: str, batch: TokenBatch, objective: Objecti
         )
     if batch.ref_logps is not None:
         raise ValueError("reference and batch.ref_logps are both given: pass one of them.")
+
+
+def check_grad_scale(value: Any, device: torch.device) -> Tensor | None:
+    """Return `grad_scale` as a 0-d fp32 tensor that is not 0, None for 1.
+
+    A scale of 0 counts as 1, so that the value of the loss can be divided by it.
+
+    Raises ValueError unless it is a finite number or a 0-d floating tensor.
+    """
+    remedy = "a finite number or a 0-d float tensor: what the loss is multiplied by"
+    if isinstance(value, Tensor):
+        require_tensor("grad_scale", value, FLOATING, remedy)
+        require_shape("grad_scale", value, torch.Size(), "a 0-d tensor")
+        scale = value.detach().to(device, torch.float32, non_blocking=True)
+        return torch.where(scale == 0, 1.0, scale)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value):
+        raise ValueError(f"grad_scale={value!r}: pass {remedy}.")
+    return None if value in (0, 1) else torch.full((), value, device=device)
 
 
 # ---- strict mode

@@ -13,7 +13,7 @@ first and then the loss of these, which costs one more pass over the logits, or 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -22,35 +22,29 @@ from torch import Tensor
 from .batch import TokenBatch, sends_ahead
 from .checks import (
     FLOATING,
-    check_named,
     check_targets,
-    flat,
-    leading_shape,
     per_token,
-    require,
     require_shape,
     require_tensor,
 )
+from .composed_losses import (
+    check_composed_batch,
+    composed_feature,
+    composed_loss_statistics,
+    composed_reference_logprobs,
+)
 from .core.autograd import LossOfStatistics, apply_function
-from .core.backends import is_strict
 from .core.linear import RowOrder
 from .core.loss_formulas import FormulaResult, sum_losses
-from .core.sources import GivenLogits, KnownOrder, ProjectedLogits, Reference
-from .divergences import reference_divergence_over_candidates
-from .extra_ids import auxiliary_loss as auxiliary_loss_of_ids
+from .core.sources import GivenLogits, ProjectedLogits, Reference, RowSource
 from .formulas.ops import times
 from .formulas.token_inputs import TokenInputs
 from .formulas.token_loss import TokenLosses
-from .inputs import RowLayout, RowSource, make_reference
-from .logprobs import (
-    TEACHER_WITH_SETS,
-    composed_statistics,
-    make_source,
-    refuse_inplace,
-    squared_inverse_temperature,
-)
+from .inputs import LinearInput, LogitsInput, RowInput, RowLayout, make_reference
+from .logprobs import refuse_inplace, squared_inverse_temperature
 from .loss_checks import (
     check_batch_and_objective,
+    check_grad_scale,
     check_reference,
     refuse_infinite_kl,
     refuse_infinite_terms,
@@ -68,8 +62,7 @@ from .options import (
     refuse_keywords,
     run_outside_graph,
 )
-from .teachers import check_teacher, logprobs_with_teacher, teacher_divergence
-from .token_sets import TokenSets, check_ids, narrowed
+from .token_sets import TokenSets
 from .transform import LogitTransform
 
 __all__ = ["LossOutput", "grpo_loss", "linear_grpo_loss", "objective_loss"]
@@ -85,6 +78,7 @@ def grpo_loss(
     *,
     transform: LogitTransform | None = None,
     normalizer: float | Tensor | Denominators | None = None,
+    grad_scale: float | Tensor = 1.0,
     inplace: bool = False,
     ref_logits: Tensor | tuple[Tensor, LogitTransform] | TokenSets | None = None,
     options: Options | None = None,
@@ -101,6 +95,10 @@ def grpo_loss(
     transform    temperature, softcap and scale of the logits, see `LogitTransform`
     normalizer   the denominator over all micro-batches and ranks, a number or 0-d tensor. None:
                  that of this batch alone, `objective.normalizer(batch)`, at least 1.
+    grad_scale   what you will multiply the loss by before `backward`, a number or 0-d tensor: 1 / 4
+                 for `(out.loss / 4).backward()`. The value of the loss stays the same. The forward
+                 then computes the gradient of the product, and the backward need not multiply it.
+                 Any other factor gives the right gradient too, at one more pass over it.
     inplace      whether the gradient overwrites the logits, so that no second [.., V] tensor
                  exists. Autograd raises if another operation still needs their values; code that
                  reads them afterwards gets the gradient, without an error. A leaf that requires
@@ -111,17 +109,25 @@ def grpo_loss(
     options      backend, strict mode, vocabulary shard, see `Options`
 
     An objective whose gradient is per token (`Objective.gradient_is_per_token`) reads each logit
-    once and writes its gradient once; the others read the logits twice. fp16 logits form the
-    gradient in the backward, where the loss scale is known. The gradient of one pass is handed over
-    once: a second backward raises RuntimeError. A loss near 0 is normal on-policy (ratio 1,
-    advantages that sum to 0); its gradient is not 0.
+    once and writes its gradient once. The others read the logits twice. fp16 logits get their
+    gradient in the backward, where the loss scale is known. A gradient that the forward computed is
+    handed over once: a second backward raises RuntimeError. A loss near 0 is normal on-policy
+    (ratio 1, advantages that sum to 0). Its gradient is not 0.
 
     Raises ValueError naming the argument that is wrong, before any work.
     """
     if unknown:
         refuse_keywords(grpo_loss, unknown)
     return compute_loss(
-        logits, None, batch, objective, transform, ref_logits, normalizer, options, inplace
+        LogitsInput(logits),
+        batch,
+        objective,
+        transform=transform,
+        reference=ref_logits,
+        normalizer=normalizer,
+        grad_scale=grad_scale,
+        options=options,
+        inplace=inplace,
     )
 
 
@@ -133,6 +139,7 @@ def linear_grpo_loss(
     *,
     transform: LogitTransform | None = None,
     normalizer: float | Tensor | Denominators | None = None,
+    grad_scale: float | Tensor = 1.0,
     reference: tuple[Any, ...] | TokenSets | None = None,
     options: Options | None = None,
     **unknown: NoReturn,
@@ -155,7 +162,7 @@ def linear_grpo_loss(
                  fp16. Matmuls run in the autocast dtype if autocast is on, else in that of hidden.
     transform    softcap and scale that the model applies after its head, and the temperature, see
                  `LogitTransform.of`
-    normalizer   as in `grpo_loss`
+    normalizer, grad_scale   as in `grpo_loss`
     reference    (hidden, weight), (hidden, weight, bias) or (hidden, Head(...)) of the frozen
                  reference, instead of batch.ref_logps. It has the policy's transform unless its
                  Head has one; its hidden size and dtype may differ. With kl=Exact(...) also
@@ -174,9 +181,16 @@ def linear_grpo_loss(
     """
     if unknown:
         refuse_keywords(linear_grpo_loss, unknown)
-    head, transform = Head.parts(weight, transform)
+    inputs, transform = LinearInput.from_arguments(hidden, weight, transform)
     return compute_loss(
-        hidden, head, batch, objective, transform, reference, normalizer, options, False
+        inputs,
+        batch,
+        objective,
+        transform=transform,
+        reference=reference,
+        normalizer=normalizer,
+        grad_scale=grad_scale,
+        options=options,
     )
 
 
@@ -258,76 +272,72 @@ def objective_loss(
     flat_statistics = {
         name: flatten_and_mask(x, rows.loss_mask) for name, x in statistics.items() if x is not None
     }
-    out = loss_of_statistics(flat_statistics, batch, objective, rows)
+    out = BatchLoss(batch, objective, rows).from_statistics(flat_statistics)
     refuse_infinite_kl(out, DEFAULT_OPTIONS)
     return out
 
 
-# ---- from a row source to the loss
+# ---- from the arguments of a call to its loss
 
 
 def compute_loss(
-    x: Tensor,
-    head: tuple[Any, Any] | None,
+    inputs: RowInput,
     batch: TokenBatch,
     objective: Objective,
+    *,
     transform: LogitTransform | None,
     reference: Any,
     normalizer: float | Tensor | Denominators | None,
+    grad_scale: float | Tensor,
     options: Options | None,
-    inplace: bool,
+    inplace: bool = False,
 ) -> LossOutput:
-    """Compute the loss of logits x or, with the (weight, bias) of a head, of hidden states x.
+    """Compute `grpo_loss` or `linear_grpo_loss`.
 
     reference   what was passed as `ref_logits` or `reference`
     """
-    reference_name = "ref_logits" if head is None else "reference"
-    options = as_options(options, head)
+    options = as_options(options)
+    inputs.check_options(options)
     check_batch_and_objective(batch, objective)
-    check_reference(reference, reference_name, batch, objective)
+    check_reference(reference, inputs.reference_name, batch, objective)
     exact = objective.exact
     if is_traced() and leaves_the_graph(
         options, batch.context_group, exact, batch.kept, batch.extra_ids, batch.rows
     ):
         return run_outside_graph(
             compute_loss,
-            x,
-            head,
+            inputs,
             batch,
             objective,
-            transform,
-            reference,
-            normalizer,
-            options,
-            inplace,
+            transform=transform,
+            reference=reference,
+            normalizer=normalizer,
+            grad_scale=grad_scale,
+            options=options,
+            inplace=inplace,
         )
-    is_composed = (
-        batch.kept is not None
-        or batch.extra_ids is not None
-        or batch.rows is not None
-        or isinstance(reference, TokenSets)
-    )
-    refuse_inplace(inplace and is_composed, composed_features(batch, reference))
-    layout = layout_of_batch(x, batch)
-    source = make_source(
-        x,
-        head,
+    scale = check_grad_scale(grad_scale, batch.targets.device)
+    feature = composed_feature(batch, reference)
+    refuse_inplace(inplace and feature != "", feature)
+    layout = layout_of_batch(inputs, batch)
+    source = inputs.make_source(
         layout,
         transform,
         options,
         inplace=inplace,
         other_arguments={"batch": batch, "transform": transform, "normalizer": normalizer},
-        reference_arguments={reference_name: reference},
+        reference_arguments={inputs.reference_name: reference},
     )
-    check_targets(batch.targets, batch.mask, source.vocab_size, logits=head is None)
-    check_candidates(batch, options, source.vocab_size)
-    if batch.rows is not None:
-        check_named(batch.rows, batch.mask, source.num_rows)
+    check_targets(batch.targets, batch.mask, source.vocab_size, isinstance(inputs, LogitsInput))
+    if feature:
+        check_composed_batch(batch, options, source)
 
     checked_reference = None
     needs_reference = reference is not None or exact is not None
     if needs_reference and not isinstance(reference, TokenSets):
-        checked_reference = make_reference(reference, source, layout, transform, options, exact)
+        checked_reference = make_reference(
+            reference, inputs, source, layout, transform, options, exact
+        )
         if exact is None:
             ref_logps = reference_logprobs(checked_reference, batch, objective, normalizer, options)
             batch = batch.with_ref_logps(ref_logps)
@@ -339,265 +349,259 @@ def compute_loss(
         factor = squared_inverse_temperature(source.transform, rows.processed)
         rows = replace(rows, divergence_weight=rows.divergence_weight / factor)
 
-    if is_composed:
+    loss = BatchLoss(batch, objective, rows, scale)
+    if feature:
         refuse_infinite_terms(batch, objective, rows, options)
-        teacher = reference if isinstance(reference, TokenSets) else None
-        statistics = statistics_of_composed_batch(
-            source, batch, objective, rows, checked_reference, teacher
+        statistics = composed_loss_statistics(
+            source if batch.rows is not None else loss.with_known_order(source),
+            batch,
+            objective,
+            rows,
+            reference=checked_reference,
+            teacher=reference if isinstance(reference, TokenSets) else None,
+            reference_name=inputs.reference_name,
         )
-        out = loss_of_statistics(statistics, batch, objective, rows)
+        out = loss.from_statistics(statistics)
+    elif is_traced() or options.grad_in_backward:
+        out = loss.from_statistics(loss.compute_statistics(source, checked_reference))
+    elif isinstance(source, GivenLogits):
+        out = loss.from_logits(source, checked_reference)
     else:
-        out = loss_of_source(source, batch, objective, rows, checked_reference)
+        out = loss.from_projection(source, checked_reference)
     refuse_infinite_kl(out, options)
     return out
 
 
-def loss_of_source(
-    source: RowSource,
-    batch: TokenBatch,
-    objective: Objective,
-    rows: TokenInputs,
-    reference: Reference | None,
-) -> LossOutput:
-    """Compute the loss of one target a row over the whole vocabulary.
+@dataclass(frozen=True, eq=False)
+class BatchLoss:
+    """The loss of a batch, and the ways to compute it.
 
-    The gradient is computed in the forward if it is known while the logits are there.
+    rows         the tokens with the weights of their terms, from `Objective.token_inputs`
+    grad_scale   0-d, what the caller will multiply the loss by; None for 1
     """
-    if is_traced():
-        return loss_of_statistics(
-            dense_statistics(source, objective, rows, reference, None), batch, objective, rows
-        )
-    if isinstance(source, GivenLogits):
-        # An fp16 gradient is stored after it is multiplied by the loss scale, which arrives in the
-        # backward. With a shard the ranks exchange statistics between two passes anyway.
+
+    batch: TokenBatch
+    objective: Objective
+    rows: TokenInputs
+    grad_scale: Tensor | None = None
+
+    # ---- gradients that are computed in the forward
+
+    def from_logits(self, source: GivenLogits, reference: Reference | None) -> LossOutput:
+        """Compute the loss of given logits, in one kernel call if the gradient can be known there.
+
+        It is not known there if it depends on other tokens. With a vocabulary shard the ranks
+        exchange sums between two kernel calls. An fp16 gradient is stored after it is multiplied by
+        the loss scale, which arrives in the backward.
+        """
         is_fp16 = source.logits.dtype == torch.float16 and torch.is_grad_enabled()
-        if objective.gradient_is_per_token and not is_fp16 and source.shard is None:
-            result = source.fused_loss(objective.loss_formula(rows), rows.processed, reference)
-            return make_output(result, batch, objective, rows)
-        statistics = dense_statistics(source, objective, rows, reference, None)
-        return loss_of_statistics(statistics, batch, objective, rows)
+        if not self.objective.gradient_is_per_token or source.shard is not None or is_fp16:
+            return self.from_statistics(self.compute_statistics(source, reference))
+        rows = self.scaled_rows()
+        result = source.fused_loss(self.objective.loss_formula(rows), rows.processed, reference)
+        return self.output_of_scaled(result)
 
-    order, has_gradient = order_rows(batch, rows, objective)
-    if objective.gradient_is_per_token:
-        result = source.fused_loss(objective.loss_formula(rows), order, reference)
-        return make_output(result, batch, objective, rows)
-    _, weight, bias = source.tensors
-    trains_weight = torch.is_grad_enabled() and weight.requires_grad
-    trains_bias = bias is not None and bias.requires_grad
-    # The gradient of a row must be one scalar times a vector that depends on this row only, and the
-    # scalar must depend on the row's sequence only. With a
-    # frozen head both ways take two matmuls, unless the entropy has a gradient.
-    has_one_scalar = not objective.needs_entropy and reference is None and not trains_bias
-    is_per_sequence = objective.gradient_is_per_sequence and batch.context_group is None
-    if trains_weight and has_one_scalar and is_per_sequence:
-        log_ratios: list[Tensor] = []
+    def from_projection(self, source: ProjectedLogits, reference: Reference | None) -> LossOutput:
+        """Compute the loss of hidden states, with its gradient in the forward if possible."""
+        if self.objective.gradient_is_per_token:
+            rows = self.scaled_rows()
+            result = source.fused_loss(
+                self.objective.loss_formula(rows), self.row_order(), reference
+            )
+            return self.output_of_scaled(result)
+        if reference is None and self.scales_rows_of_sequences(source):
+            losses = SequenceLosses(self.batch, self.objective, self.scaled_rows())
+            sequences = source.fused_sequence_loss(
+                self.rows.targets,
+                losses,
+                self.row_order(),
+                self.batch.counts_by_sequence(
+                    self.objective.gradient_mask, self.rows_with_gradient()
+                ),
+            )
+            if sequences is not None:
+                return self.output_of_scaled(sequences, losses.log_ratio)
+        return self.from_statistics(self.compute_statistics(source, reference))
 
-        def compute_losses(logps: Tensor, entropy: Tensor) -> TokenLosses:
-            log_ratios[:] = [objective.log_ratio(logps, rows, batch)]
-            return objective.token_losses(logps, entropy, rows, batch, log_ratios[0])
+    def scales_rows_of_sequences(self, source: ProjectedLogits) -> bool:
+        """Return whether the gradient of a row is a scalar of its sequence times a known vector.
 
-        result_of_sequences = source.fused_sequence_loss(
-            rows.targets,
-            compute_losses,
-            order,
-            batch.counts_by_sequence(objective.gradient_mask, has_gradient),
+        The vector, the gradient of the log-prob, is known while the logits are there. An entropy
+        bonus adds a second vector. A trained bias sums the gradients of rows before the scalar is
+        known. A frozen head has nothing to gain: both ways take two matmuls.
+        """
+        _, weight, bias = source.tensors
+        return (
+            torch.is_grad_enabled()
+            and weight.requires_grad
+            and not (bias is not None and bias.requires_grad)
+            and not self.objective.needs_entropy
+            and self.objective.gradient_is_per_sequence
+            and self.batch.context_group is None
         )
-        if result_of_sequences is not None:
-            return make_output(result_of_sequences, batch, objective, rows, log_ratios[0])
-    statistics = dense_statistics(source, objective, rows, reference, order)
-    return loss_of_statistics(statistics, batch, objective, rows)
+
+    def scaled_rows(self) -> TokenInputs:
+        """Return the tokens with weights for a loss that is multiplied by grad_scale."""
+        return self.rows if self.grad_scale is None else self.rows.weighted(self.grad_scale)
+
+    def output_of_scaled(
+        self, result: FormulaResult, log_ratio: Tensor | None = None
+    ) -> LossOutput:
+        """Return the output for the loss of `scaled_rows`.
+
+        Autograd divides the upstream gradient by grad_scale too. If they are equal, the gradient
+        that the forward computed is multiplied by exactly 1, which costs nothing.
+        """
+        if self.grad_scale is not None:
+            result = replace(result, loss=result.loss / self.grad_scale)
+        return self.output(result, log_ratio)
+
+    # ---- the loss of differentiable statistics
+
+    def compute_statistics(
+        self, source: RowSource, reference: Reference | None
+    ) -> dict[str, Tensor]:
+        """Return differentiable log-probs, entropies and, with a reference, divergences."""
+        rows = self.rows
+        return self.with_known_order(source).statistics(
+            rows.targets,
+            rows.processed,
+            ("entropy",) if reference is None else ("entropy", "divergence"),
+            detached=() if self.objective.needs_entropy else ("entropy",),
+            reference=reference,
+        )
+
+    def from_statistics(self, statistics: dict[str, Tensor]) -> LossOutput:
+        """Compute the loss from differentiable statistics of tokens, fp32 [num_tokens] each.
+
+        statistics   "logps", and if the loss needs them "entropy", "divergence" and
+                     "auxiliary_loss"
+        """
+        objective = self.objective
+        rows = self.rows
+        logps = statistics["logps"]
+        entropy = statistics.get("entropy")
+        divergence = statistics.get("divergence")
+        auxiliary_loss = statistics.get("auxiliary_loss")
+
+        constant_logps = logps.detach()
+        constant_entropy = None if entropy is None else entropy.detach()
+        log_ratio = None
+        if not objective.gradient_is_per_token:
+            log_ratio = objective.log_ratio(constant_logps, rows, self.batch)
+        token_losses = objective.token_losses(
+            constant_logps,
+            constant_entropy,
+            rows,
+            self.batch,
+            log_ratio,
+            None if auxiliary_loss is None else auxiliary_loss.detach(),
+        )
+        grad_auxiliary_loss = None if auxiliary_loss is None else token_losses.grad_auxiliary_loss
+        loss = apply_function(
+            LossOfStatistics,
+            token_losses.losses,
+            logps,
+            entropy,
+            auxiliary_loss,
+            token_losses.grad_logps,
+            token_losses.grad_entropy,
+            grad_auxiliary_loss,
+        )
+        if divergence is not None:
+            assert rows.divergence_weight is not None
+            loss = loss + sum_losses(times(rows.divergence_weight, divergence))
+            divergence = divergence.detach()
+        if constant_entropy is None:
+            constant_entropy = torch.full_like(constant_logps, math.nan)
+        result = FormulaResult(loss, constant_logps, constant_entropy, divergence)
+        return self.output(result, log_ratio)
+
+    def output(self, result: FormulaResult, log_ratio: Tensor | None = None) -> LossOutput:
+        """Return the loss with its statistics in the shape of targets.
+
+        log_ratio   at the objective's level, fp32 [num_tokens], if it was computed
+        """
+        shape = self.batch.targets.shape
+        divergence = None if result.divergence is None else result.divergence.view(shape)
+        return LossOutput(
+            result.loss,
+            result.logps.view(shape),
+            result.entropy.view(shape),
+            self.objective,
+            self.batch,
+            self.rows,
+            log_ratio,
+            divergence,
+        )
+
+    # ---- which rows are processed
+
+    def with_known_order(self, source: RowSource) -> RowSource:
+        """Return the source with the order of its rows, so that the host need not count them."""
+        if isinstance(source, GivenLogits) or is_traced():
+            return source
+        return source.with_known_order(self.rows.processed, self.row_order())
+
+    def rows_with_gradient(self) -> Tensor | None:
+        """Return which processed tokens may have a gradient, bool [num_tokens]; None for all."""
+        all_processed_have_one = self.objective.gradient_mask == "trained"
+        if all_processed_have_one or self.rows.processed is not self.rows.loss_mask:
+            return self.rows.processed
+        return self.batch.named_mask(self.objective.gradient_mask)
+
+    def row_order(self) -> RowOrder:
+        """Return the rows to process, those that may have a gradient first.
+
+        The host does not wait for the device: the batch has sent its row counts ahead.
+        """
+        rows = self.rows
+        batch = self.batch
+        device = rows.targets.device
+        has_gradient = self.rows_with_gradient()
+        if has_gradient is None:  # then no row is masked either
+            return RowOrder.of_all_rows(rows.targets.numel(), device)
+        if device.type == "cpu" and not sends_ahead(device):
+            return RowOrder.from_masks(has_gradient, rows.processed)
+        num_with_gradient = batch.count_in_mask(self.objective.gradient_mask, has_gradient)
+        num_processed = num_with_gradient
+        if has_gradient is not rows.processed:
+            num_processed = batch.count_in_mask("trained", rows.processed)
+        return RowOrder.from_counted_masks(
+            has_gradient, rows.processed, num_with_gradient, num_processed
+        )
 
 
-def composed_features(batch: TokenBatch, reference: Any) -> str:
-    """Name the features of a call that are composed of several passes, for an error message."""
-    if isinstance(reference, TokenSets):
-        return "a teacher known at some ids"
-    fields = ("kept", "logp_terms", "prob_terms", "rows")
-    return "a batch with " + ", ".join(x for x in fields if getattr(batch, x) is not None)
+@dataclass(eq=False)
+class SequenceLosses:
+    """Compute the losses of tokens whose gradients depend on their sequences.
+
+    log_ratio   of the last call, at the objective's level, fp32 [num_tokens]
+    """
+
+    batch: TokenBatch
+    objective: Objective
+    rows: TokenInputs
+    log_ratio: Tensor | None = None
+
+    def __call__(self, logps: Tensor, entropy: Tensor) -> TokenLosses:
+        """Return losses and gradients from log-probs and entropies, fp32 [num_tokens] each."""
+        self.log_ratio = self.objective.log_ratio(logps, self.rows, self.batch)
+        return self.objective.token_losses(logps, entropy, self.rows, self.batch, self.log_ratio)
 
 
-def layout_of_batch(x: Any, batch: TokenBatch) -> RowLayout:
-    """Return the rows that logits or hidden states x of a batch must have."""
+def layout_of_batch(inputs: RowInput, batch: TokenBatch) -> RowLayout:
+    """Return the rows that the logits or hidden states of a batch must have."""
     device = batch.targets.device
     if batch.rows is None:
         return RowLayout(batch.targets.shape, device, batch.mask, batch.cu_seqlens)
-    return RowLayout(leading_shape(x, batch.targets), device, are_shared=True)
-
-
-def dense_statistics(
-    source: RowSource,
-    objective: Objective,
-    rows: TokenInputs,
-    reference: Reference | None,
-    order: RowOrder | None,
-) -> dict[str, Tensor]:
-    """Return differentiable log-probs, entropies and, with a reference, divergences of rows."""
-    names = ("entropy",) if reference is None else ("entropy", "divergence")
-    detached = () if objective.needs_entropy else ("entropy",)
-    if order is not None and isinstance(source, ProjectedLogits):
-        source = replace(source, known_order=KnownOrder(rows.processed, order))
-    return source.statistics(
-        rows.targets, rows.processed, names, detached=detached, reference=reference
-    )
-
-
-def statistics_of_composed_batch(
-    source: RowSource,
-    batch: TokenBatch,
-    objective: Objective,
-    rows: TokenInputs,
-    reference: Reference | None,
-    teacher: TokenSets | None,
-) -> dict[str, Tensor]:
-    """Return statistics of tokens with candidate sets, further ids, shared rows or such a teacher.
-
-    reference   a whole distribution, for kl=Exact(...)
-    teacher     a teacher that is known at some ids of each token, for kl=Exact(...)
-    """
-    flat_rows = None if batch.rows is None else flat(batch.rows).long()
-    extra_ids = batch.extra_ids
-    exact = objective.exact
-    detached = () if objective.needs_entropy else ("entropy",)
-    if batch.rows is None and isinstance(source, ProjectedLogits):
-        # The batch has counted the rows of its mask, so that the host need not wait for them.
-        order, _ = order_rows(batch, rows, objective)
-        source = replace(source, known_order=KnownOrder(rows.processed, order))
-    if teacher is not None:
-        assert exact is not None
-        name = "ref_logits" if isinstance(source, GivenLogits) else "reference"
-        require(batch.kept is None, name, "TokenSets", TEACHER_WITH_SETS)
-        check_teacher(name, teacher, batch.targets, exact, source.vocab_size)
-        if extra_ids is None:  # then one pass serves both
-            return logprobs_with_teacher(
-                source,
-                rows.targets,
-                teacher,
-                exact,
-                mask=rows.processed,
-                rows=flat_rows,
-                names=("entropy",),
-                detached=detached,
-            )
-    if extra_ids is not None:
-        name = "prob_terms" if batch.logp_terms is None else "logp_terms"
-        check_ids(name, extra_ids, source.vocab_size)
-    # A reference's divergence is computed in the same pass, unless it is over candidate sets.
-    is_dense_reference = reference is not None and batch.kept is None
-    statistics = composed_statistics(
-        source,
-        rows.targets,
-        rows.processed,
-        ("entropy", "divergence") if is_dense_reference else ("entropy",),
-        kept=batch.kept,
-        missing=missing_of(batch),
-        at=extra_ids,
-        rows=flat_rows,
-        detached=detached,
-        reference=reference if is_dense_reference else None,
-    )
-    if extra_ids is not None:
-        terms = objective.extra_id_terms(batch)
-        statistics["auxiliary_loss"] = auxiliary_loss_of_ids(
-            terms, statistics.pop("at"), rows.advantages
-        )
-    if teacher is not None:
-        assert exact is not None
-        statistics["divergence"] = teacher_divergence(
-            source, teacher, exact, mask=rows.processed, rows=flat_rows
-        )
-    elif reference is not None and batch.kept is not None:
-        assert exact is not None
-        statistics["divergence"] = reference_divergence_over_candidates(
-            source,
-            reference,
-            batch.kept,
-            exact,
-            targets=rows.targets,
-            mask=rows.processed,
-            rows=flat_rows,
-            missing=missing_of(batch),
-        )
-    return statistics
-
-
-def loss_of_statistics(
-    statistics: dict[str, Tensor], batch: TokenBatch, objective: Objective, rows: TokenInputs
-) -> LossOutput:
-    """Compute the loss from differentiable statistics of tokens, fp32 [num_tokens] each.
-
-    statistics   "logps", and if the loss needs them "entropy", "divergence" and "auxiliary_loss"
-    """
-    logps = statistics["logps"]
-    entropy = statistics.get("entropy")
-    divergence = statistics.get("divergence")
-    auxiliary_loss = statistics.get("auxiliary_loss")
-
-    constant_logps = logps.detach()
-    constant_entropy = None if entropy is None else entropy.detach()
-    log_ratio = None
-    if not objective.gradient_is_per_token:
-        log_ratio = objective.log_ratio(constant_logps, rows, batch)
-    token_losses = objective.token_losses(
-        constant_logps,
-        constant_entropy,
-        rows,
-        batch,
-        log_ratio,
-        None if auxiliary_loss is None else auxiliary_loss.detach(),
-    )
-    grad_auxiliary_loss = None if auxiliary_loss is None else token_losses.grad_auxiliary_loss
-    loss = apply_function(
-        LossOfStatistics,
-        token_losses.losses,
-        logps,
-        entropy,
-        auxiliary_loss,
-        token_losses.grad_logps,
-        token_losses.grad_entropy,
-        grad_auxiliary_loss,
-    )
-    if divergence is not None:
-        assert rows.divergence_weight is not None
-        loss = loss + sum_losses(times(rows.divergence_weight, divergence))
-        divergence = divergence.detach()
-    if constant_entropy is None:
-        constant_entropy = torch.full_like(constant_logps, math.nan)
-    result = FormulaResult(loss, constant_logps, constant_entropy, divergence)
-    return make_output(result, batch, objective, rows, log_ratio)
-
-
-def make_output(
-    result: FormulaResult,
-    batch: TokenBatch,
-    objective: Objective,
-    rows: TokenInputs,
-    log_ratio: Tensor | None = None,
-) -> LossOutput:
-    """Return the loss with its statistics in the shape of targets.
-
-    log_ratio   at the objective's level, fp32 [num_tokens], if it was computed
-    """
-    shape = batch.targets.shape
-    divergence = None if result.divergence is None else result.divergence.view(shape)
-    return LossOutput(
-        result.loss,
-        result.logps.view(shape),
-        result.entropy.view(shape),
-        objective,
-        batch,
-        rows,
-        log_ratio,
-        divergence,
-    )
+    return RowLayout(inputs.leading_shape(batch.targets), device, are_shared=True)
 
 
 def flatten_and_mask(x: Tensor, mask: Tensor | None) -> Tensor:
     """Return x as fp32 [num_tokens], 0 in masked tokens, which may hold anything."""
     x = x.flatten().float()
     return x if mask is None else torch.where(mask, x, 0.0)
-
-
-# ---- references
 
 
 def reference_logprobs(
@@ -612,82 +616,10 @@ def reference_logprobs(
     placeholder = torch.zeros(batch.targets.shape, device=batch.targets.device)
     batch = batch.with_ref_logps(placeholder)
     rows = objective.token_inputs(batch, normalizer, options.skip_inactive)
-    source = reference.source
     with torch.no_grad():
         if batch.kept is not None or batch.rows is not None:
-            statistics = composed_statistics(
-                source,
-                rows.targets,
-                rows.processed,
-                (),
-                kept=batch.kept,
-                missing=missing_of(batch),
-                at=None,
-                rows=None if batch.rows is None else flat(batch.rows).long(),
-            )
-        elif isinstance(source, GivenLogits):
-            statistics = source.statistics(rows.targets, rows.processed)
+            logps = composed_reference_logprobs(reference.source, batch, rows)
         else:
-            order, _ = order_rows(batch, rows, objective)
-            source = replace(source, known_order=KnownOrder(rows.processed, order))
-            statistics = source.statistics(rows.targets, rows.processed)
-    return statistics["logps"].view(batch.targets.shape)
-
-
-def check_candidates(batch: TokenBatch, options: Options, vocab_size: int) -> None:
-    """Raise ValueError for a candidate outside of the vocabulary.
-
-    Strict mode also refuses a target that its set does not contain, unless batch.missing says what
-    to do with it.
-    """
-    if batch.kept is not None:
-        check_ids("kept", batch.kept, vocab_size)
-        if batch.missing is None and is_strict(options.strict):
-            narrowed(batch.kept, batch.targets, batch.mask, "raise")
-
-
-def missing_of(batch: TokenBatch) -> str:
-    """Return what to do with a target that its candidate set does not contain.
-
-    The batch has masked it with "mask", and refused it with "raise".
-    """
-    return "full" if batch.missing == "full" else "include"
-
-
-# ---- which rows are processed
-
-
-def order_rows(
-    batch: TokenBatch, rows: TokenInputs, objective: Objective
-) -> tuple[RowOrder, Tensor | None]:
-    """Return the rows to process, those that can have a gradient first, and a mask of the latter.
-
-    The mask is bool [num_tokens], None for all rows. The host does not wait for the device: the
-    batch has sent its row counts ahead.
-    """
-    device = rows.targets.device
-    num_rows = rows.targets.numel()
-    mask_name = objective.gradient_mask
-    all_have_gradient = rows.processed is not rows.loss_mask or mask_name == "trained"
-    has_gradient = rows.processed if all_have_gradient else batch.named_mask(mask_name)
-    if has_gradient is None:  # then no row is masked either
-        return RowOrder.of_all_rows(num_rows, device), None
-
-    if device.type == "cpu" and not sends_ahead(device):
-        # Nothing waits there, and `nonzero` is faster than sorting a few rows.
-        first = has_gradient.nonzero()[:, 0]
-        row_ids = first
-        if not all_have_gradient:
-            others = ~has_gradient if rows.processed is None else rows.processed & ~has_gradient
-            row_ids = torch.cat([first, others.nonzero()[:, 0]])
-        return RowOrder(row_ids, len(first), num_rows), has_gradient
-
-    rank = has_gradient.view(torch.uint8)
-    if not all_have_gradient and rows.processed is not None:
-        rank = rank + rows.processed.view(torch.uint8)
-    row_ids = torch.argsort(rank, stable=True, descending=True)
-    num_with_gradient = batch.count_in_mask(mask_name, has_gradient)
-    num_processed = num_with_gradient
-    if not all_have_gradient:
-        num_processed = batch.count_in_mask("trained", rows.processed)
-    return RowOrder(row_ids[:num_processed], num_with_gradient, num_rows), has_gradient
+            source = BatchLoss(batch, objective, rows).with_known_order(reference.source)
+            logps = source.statistics(rows.targets, rows.processed)["logps"]
+    return logps.view(batch.targets.shape)

@@ -41,6 +41,7 @@ def loss_from_model(
     temperature: float | Tensor = 1.0,
     transform: LogitTransform | None = None,
     normalizer: float | Tensor | Denominators | None = None,
+    grad_scale: float | Tensor = 1.0,
     reference: Any = None,
     options: Options | None = None,
     model_kwargs: dict[str, Any] | None = None,
@@ -71,7 +72,7 @@ def loss_from_model(
                  it does not know.
     reference    a causal language model of the same vocabulary, which runs on the same inputs
                  without gradient; or what `linear_grpo_loss` takes.
-    normalizer, options  as in `linear_grpo_loss`.
+    normalizer, grad_scale, options  as in `linear_grpo_loss`.
     model_kwargs  what the base model gets that its forward takes without naming it.
     inputs       what else its forward names: attention_mask, position_ids (packed sequences need
                  their own), pixel_values.
@@ -113,7 +114,14 @@ def loss_from_model(
 
     reference = second(reference)
     return linear_grpo_loss(
-        hidden, head, batch, objective, normalizer=normalizer, reference=reference, options=options
+        hidden,
+        head,
+        batch,
+        objective,
+        normalizer=normalizer,
+        grad_scale=grad_scale,
+        reference=reference,
+        options=options,
     )
 
 

@@ -36,20 +36,6 @@ class Head(Checked):
     transform: LogitTransform | None = None
     __repr__ = describe
 
-    @staticmethod
-    def parts(
-        weight: Any, transform: LogitTransform | None
-    ) -> tuple[tuple[Any, Any], LogitTransform | None]:
-        """Return ((weight, bias), transform) of a caller's `weight`, a tensor or a Head.
-
-        transform   the transform that was passed to the same call
-        """
-        if not isinstance(weight, Head):
-            return (weight, None), transform
-        if transform is not None and weight.transform is not None:
-            raise ValueError("transform is given, and the Head has one: pass one of them.")
-        return (weight.weight, weight.bias), weight.transform if transform is None else transform
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Options(Checked):
@@ -66,6 +52,10 @@ class Options(Checked):
                     0 there. Loss and gradient are the same.
     shard           this rank's part of a vocabulary that is sharded over a group, of logits, or of
                     weight and bias, and of those of a reference: see `distributed.VocabShard`
+    grad_in_backward   whether a loss computes its gradient in the backward instead of the forward.
+                    From logits this reads them twice. It is faster if the backward would multiply
+                    the gradient by a factor that `grad_scale` cannot say, such as the scale of a
+                    GradScaler. From hidden states it costs a fourth matmul.
     weight_grad     [V, H], fp32 or the dtype of the weight: memory that the backward adds the
                     gradient of the weight to. Autograd then gives the weight none.
 
@@ -77,10 +67,11 @@ class Options(Checked):
     skip_inactive: bool = False
     shard: VocabShard | None = None
     weight_grad: Tensor | None = None
+    grad_in_backward: bool = False
     __repr__ = describe
 
     def __post_init__(self) -> None:
-        for name in ("skip_inactive", "strict"):
+        for name in ("skip_inactive", "strict", "grad_in_backward"):
             value = getattr(self, name)
             require(isinstance(value, bool), name, value, "pass True or False.")
         backends.check_name(self.backend)
@@ -91,24 +82,14 @@ class Options(Checked):
 DEFAULT_OPTIONS = Options()
 
 
-def as_options(options: Options | None, head: object) -> Options:
-    """Return the options of a call, the defaults for None.
-
-    head   None if the call takes logits
-
-    Raises ValueError for options of a head in a call that takes logits.
-    """
+def as_options(options: Options | None) -> Options:
+    """Return the options of a call, the defaults for None."""
     if options is None:
         return DEFAULT_OPTIONS
     if not isinstance(options, Options):
         raise ValueError(
             f"options is a {type(options).__name__}: pass Options, for example"
             " Options(backend='eager')."
-        )
-    if head is None and options.weight_grad is not None:
-        raise ValueError(
-            "weight_grad is given, but logits come without the weight of a head: leave it out of"
-            " the options."
         )
     return options
 

@@ -1,8 +1,7 @@
 """The autograd functions.
 
     RowStatistics       log-probs, entropy, ... of rows; the backward computes the gradient
-    FusedLogitsLoss     a loss of logits whose gradient is computed in the forward
-    FusedLinearLoss     a loss of hidden states and a head, likewise
+    LossWithGradients   a loss whose gradients were computed together with its value
     LossOfStatistics    a loss of log-probs and other statistics with known gradients
 
 All of them refuse second derivatives, work under torch.func, and keep version counters of what
@@ -19,18 +18,10 @@ import torch
 from torch import Tensor
 
 from ..checks import versions_of
-from ..formulas.token_loss import TokenLossFormula
 from .backends import Backend
-from .linear import (
-    Formula,
-    GradientsWanted,
-    LinearInputs,
-    RowOrder,
-    loss_and_gradients,
-)
-from .loss_formulas import FormulaResult, sum_losses
-from .memory import converted, empty_like, zeros
-from .softmax import DIFFERENTIABLE, LogitRows, SoftmaxSums
+from .loss_formulas import sum_losses
+from .memory import converted, zeros
+from .softmax import DIFFERENTIABLE, SoftmaxSums
 from .vocab_parallel import VocabShard
 
 NO_SECOND_DERIVATIVE = (
@@ -304,9 +295,10 @@ class SumGradientOverRanks(torch.autograd.Function):
 class PrecomputedGradients:
     """Gradients of a loss that were computed in its forward, handed over once by its backward.
 
-    kernels     scale the gradients in place
-    gradients   one for each input, None where it is not needed
-    dtypes      the dtype in which each gradient is handed over
+    kernels         scale the gradients in place
+    gradients       one for each input, None where it is not needed
+    dtypes          the dtype in which each gradient is handed over
+    weight_memory   memory that gradients[1], that of the weight, is added to, or None
     """
 
     def __init__(
@@ -314,10 +306,12 @@ class PrecomputedGradients:
         kernels: Backend,
         gradients: Sequence[Tensor | None],
         dtypes: Sequence[torch.dtype],
+        weight_memory: WeightGradMemory | None = None,
     ) -> None:
         self.kernels = kernels
         self.gradients: list[Tensor | None] | None = list(gradients)
         self.dtypes = dtypes
+        self.weight_memory = weight_memory
         self.versions = [None if x is None else x._version for x in gradients]
 
     def take(self, grad_loss: Tensor) -> list[Tensor | None]:
@@ -340,111 +334,28 @@ class PrecomputedGradients:
                 raise RuntimeError(LOGITS_OVERWRITTEN)
             self.kernels.scale_(gradient, grad_loss)
             results.append(converted(gradient, dtype))
+        if self.weight_memory is not None:
+            results[1] = self.weight_memory.add(results[1])
         return results
 
 
-class FusedLogitsLoss(torch.autograd.Function):
-    """Loss, log-probs, entropies and, with a reference, divergences of rows of logits.
-
-    The forward reads each logit once and writes its gradient once, in the same kernel call.
-    """
+class LossWithGradients(torch.autograd.Function):
+    """A loss that was computed together with its gradients, as a function of their tensors."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        rows: LogitRows,
-        loss_formula: TokenLossFormula,
-        kernels: Backend,
-        inplace: bool,
-        grad_enabled: bool,
-    ) -> tuple[Tensor, ...]:
-        grad_logits = None
-        if ctx.needs_input_grad[0] and grad_enabled:
-            grad_logits = logits.detach() if inplace else empty_like(logits.detach())
-        values = kernels.fused_loss(rows, loss_formula, grad_logits)
-        statistics = [values.logps, values.entropy]
-        if values.divergence is not None:
-            statistics.append(values.divergence)
-        if inplace and grad_logits is not None:
-            torch.autograd.graph.increment_version(logits)
-        ctx.gradients = PrecomputedGradients(kernels, [grad_logits], [logits.dtype])
+        ctx: Any, loss: Tensor, gradients: PrecomputedGradients, *tensors: Tensor | None
+    ) -> Tensor:
+        ctx.gradients = gradients
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*statistics)
-        return sum_losses(values.losses), *statistics
+        ctx.mark_dirty(loss)  # the same tensor, which now has a gradient
+        return loss
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_loss: Tensor | None) -> tuple[Any, ...]:
         if grad_loss is None:
-            return (None,) * 6
-        return *ctx.gradients.take(grad_loss), None, None, None, None, None
-
-
-class LossFormula(Formula, Protocol):
-    """A formula that holds its loss after the loop."""
-
-    def result(self) -> FormulaResult:
-        """Return the loss and the statistics of all rows."""
-
-
-class FusedLinearLoss(torch.autograd.Function):
-    """Loss, log-probs, entropies and, with a reference, divergences, from hidden states.
-
-    hidden, weight and bias are the tensors of `inputs.policy`; they are arguments so that autograd
-    sees them. The weight is not needed in the backward.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        inputs: LinearInputs,
-        formula: LossFormula,
-        order: RowOrder,
-        blocks: Sequence[slice] | None,
-        weight_memory: WeightGradMemory | None,
-        grad_enabled: bool,
-    ) -> tuple[Tensor, ...]:
-        needed = [x and grad_enabled for x in ctx.needs_input_grad[:3]]
-        wanted = GradientsWanted(*needed)
-        gradients = loss_and_gradients(
-            inputs,
-            formula,
-            order,
-            wanted,
-            blocks=blocks if wanted.any else None,
-            rounds_weight=weight_memory is None,
-        )
-        grad_weight = gradients.weight
-        if wanted.weight and grad_weight is None and weight_memory is None:
-            grad_weight = zeros(weight.shape, weight.dtype, weight.device)
-        ctx.weight_memory = weight_memory if wanted.weight else None
-        # A gradient that is added to memory of the caller is not rounded before.
-        weight_dtype = weight.dtype if weight_memory is None else torch.float32
-        bias_dtype = torch.float32 if bias is None else bias.dtype
-        ctx.gradients = PrecomputedGradients(
-            inputs.kernels,
-            [gradients.hidden, grad_weight, gradients.bias],
-            [hidden.dtype, weight_dtype, bias_dtype],
-        )
-        result = formula.result()
-        statistics = [result.logps, result.entropy]
-        if result.divergence is not None:
-            statistics.append(result.divergence)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*statistics)
-        return result.loss, *statistics
-
-    @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
-        if grad_loss is None:
-            return (None,) * 9
-        grad_hidden, grad_weight, grad_bias = ctx.gradients.take(grad_loss)
-        if ctx.weight_memory is not None:
-            grad_weight = ctx.weight_memory.add(grad_weight)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
+            return (None,) * len(ctx.needs_input_grad)
+        return None, None, *ctx.gradients.take(grad_loss)
 
 
 # ---- a loss of statistics

@@ -30,7 +30,7 @@ import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -135,6 +135,35 @@ class RowOrder:
             return cls.of_all_rows(num_rows, device)
         row_ids = mask.nonzero()[:, 0]
         return cls(row_ids, len(row_ids), num_rows)
+
+    @classmethod
+    def from_masks(cls, has_gradient: Tensor, processed: Tensor | None) -> RowOrder:
+        """Return the rows of two masks. On a GPU the host waits for them.
+
+        has_gradient   bool [num_rows]: rows that may have a gradient
+        processed      bool [num_rows]: these and further rows; None for all rows
+        """
+        row_ids = has_gradient.nonzero()[:, 0]
+        num_with_gradient = len(row_ids)
+        if processed is not has_gradient:
+            others = ~has_gradient if processed is None else processed & ~has_gradient
+            row_ids = torch.cat([row_ids, others.nonzero()[:, 0]])
+        return cls(row_ids, num_with_gradient, len(has_gradient))
+
+    @classmethod
+    def from_counted_masks(
+        cls,
+        has_gradient: Tensor,
+        processed: Tensor | None,
+        num_with_gradient: int,
+        num_processed: int,
+    ) -> RowOrder:
+        """Return `from_masks` from known numbers of rows, so that the host need not wait."""
+        rank = has_gradient.view(torch.uint8)
+        if processed is not None and processed is not has_gradient:
+            rank = rank + processed.view(torch.uint8)
+        row_ids = torch.argsort(rank, stable=True, descending=True)
+        return cls(row_ids[:num_processed], num_with_gradient, len(has_gradient))
 
     @functools.cached_property
     def is_identity(self) -> bool:
@@ -386,7 +415,14 @@ def loss_and_gradients(
     hidden_dtype = inputs.policy.hidden.dtype
     if grad_hidden_dtype is None:
         grad_hidden_dtype = torch.float32 if hidden_dtype == torch.float16 else hidden_dtype
-    num_with_gradient = order.num_with_gradient if wanted.any else 0
+    memory = linear_memory(
+        inputs,
+        wanted,
+        grad_hidden_dtype=grad_hidden_dtype,
+        rounds_weight=rounds_weight,
+        has_weight_total=weight_total is not None,
+    )
+    plan = plan_rows(inputs, order, wanted, memory, blocks)
     logits = ChunkedLogits(inputs, order)
     accumulator = GradientAccumulator(
         logits,
@@ -395,34 +431,14 @@ def loss_and_gradients(
         weight_total=weight_total,
         rounds_weight=rounds_weight and weight_total is None,
     )
-    memory = linear_memory(
-        inputs,
-        wanted,
-        grad_hidden_dtype=grad_hidden_dtype,
-        rounds_weight=rounds_weight,
-        has_weight_total=weight_total is not None,
-    )
-    device_type = inputs.targets.device.type
-    plan = memory.plan(
-        device_type, max(num_with_gradient, 1), gathers_rows(inputs.policy, num_with_gradient)
-    )
-    chunk_rows = functools.partial(
-        split_rows, max_rows=plan.chunk, evenly=device_type == "cpu" and not memory.has_grad_buffer
-    )
-    if blocks is None:
-        blocks = split_rows(slice(0, num_with_gradient), plan.block, evenly=False)
-        if plan.block == plan.chunk:
-            blocks = chunk_rows(slice(0, num_with_gradient))
-
-    with without_autocast(device_type):
+    with without_autocast(inputs.targets.device.type):
         # First, because a sequence-level loss needs the log-probs of all rows of a sequence.
-        for chunk in chunk_rows(slice(num_with_gradient, len(order.row_ids))):
+        for chunk in plan.chunks_without_gradient:
             formula.process_chunk(chunk, logits.compute(chunk), None)
-        for block in blocks:
-            grad_logits = gradient_of_block(
-                chunk_rows(block), formula, logits, accumulator, inputs.kernels
-            )
-            is_last = block.stop == num_with_gradient
+        for chunks in plan.blocks:
+            block = slice(chunks[0].start, chunks[-1].stop)
+            grad_logits = gradient_of_block(chunks, formula, logits, accumulator, inputs.kernels)
+            is_last = chunks is plan.blocks[-1]
             accumulator.add_block(block, grad_logits, formula.row_scale(block), is_last)
             del grad_logits  # before the next block allocates its own
     return accumulator.result()
@@ -583,6 +599,45 @@ class KnownGradients:
 
 
 # ---- chunks and blocks
+
+
+class RowPlan(NamedTuple):
+    """The chunks of a pass, as slices of a `RowOrder`.
+
+    chunks_without_gradient   of the rows without a gradient
+    blocks                    the chunks of each block of rows with a gradient
+    """
+
+    chunks_without_gradient: list[slice]
+    blocks: list[list[slice]]
+
+
+def plan_rows(
+    inputs: LinearInputs,
+    order: RowOrder,
+    wanted: GradientsWanted,
+    memory: LinearMemory,
+    blocks: Sequence[slice] | None,
+) -> RowPlan:
+    """Split the rows of a pass into blocks and chunks.
+
+    blocks   the blocks, if the formula has chosen them; None: as few as memory allows
+    """
+    device_type = inputs.targets.device.type
+    num_with_gradient = order.num_with_gradient if wanted.any else 0
+    sizes = memory.plan(
+        device_type, max(num_with_gradient, 1), gathers_rows(inputs.policy, num_with_gradient)
+    )
+    evenly = device_type == "cpu" and not memory.has_grad_buffer
+    if blocks is None:
+        is_one_chunk = sizes.block == sizes.chunk
+        rows_with_gradient = slice(0, num_with_gradient)
+        blocks = split_rows(rows_with_gradient, sizes.block, evenly=evenly and is_one_chunk)
+    others = slice(num_with_gradient, len(order.row_ids))
+    return RowPlan(
+        split_rows(others, sizes.chunk, evenly),
+        [split_rows(block, sizes.chunk, evenly) for block in blocks],
+    )
 
 
 def linear_memory(

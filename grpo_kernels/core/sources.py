@@ -16,8 +16,8 @@ from torch import Tensor
 from ..checks import plain
 from ..formulas.token_loss import TokenLosses, TokenLossFormula
 from .autograd import (
-    FusedLinearLoss,
-    FusedLogitsLoss,
+    LossWithGradients,
+    PrecomputedGradients,
     RequestedStatistics,
     StatisticsPass,
     WeightGradMemory,
@@ -40,7 +40,7 @@ from .linear import (
     loss_and_gradients,
     split_sequences,
 )
-from .loss_formulas import FormulaResult, SequenceFormula, TokenFormula
+from .loss_formulas import FormulaResult, SequenceFormula, TokenFormula, sum_losses
 from .memory import converted, empty_like, zeros
 from .pair_logits import GivenPairLogits, ProjectedPairLogits, local_ids
 from .pairs import sort_by_row
@@ -70,7 +70,7 @@ class Reference:
 
 
 class RowSource(Protocol):
-    """Rows of logits: given, or computed from hidden states and an output head."""
+    """Rows of logits that all compositions take: `GivenLogits` or `ProjectedLogits`."""
 
     @property
     def transform(self) -> RowTransform:
@@ -81,12 +81,25 @@ class RowSource(Protocol):
         """Number of rows."""
 
     @property
+    def num_columns(self) -> int:
+        """Number of ids of this rank."""
+
+    @property
     def vocab_size(self) -> int:
         """Number of ids, on all ranks of a shard."""
 
     @property
     def device(self) -> torch.device:
         """The device of the rows."""
+
+    def without_gradient(self) -> RowSource:
+        """Return the same rows as constants, also for torch.func."""
+
+    def with_known_order(self, mask: Tensor | None, order: RowOrder) -> RowSource:
+        """Return the same rows, with the order of the rows of a mask.
+
+        If `statistics` gets this very mask, the host need not wait for a device to count its rows.
+        """
 
     def statistics(
         self,
@@ -179,6 +192,10 @@ class GivenLogits:
         """The tensors that may need a gradient."""
         return (self.logits,)
 
+    def with_known_order(self, mask: Tensor | None, order: RowOrder) -> GivenLogits:
+        """Return the same rows. The kernels read the mask on the device, so no one counts rows."""
+        return self
+
     def without_gradient(self) -> GivenLogits:
         """Return the same rows as constants, also for torch.func."""
         return replace(
@@ -219,23 +236,21 @@ class GivenLogits:
         self, loss_formula: TokenLossFormula, mask: Tensor | None, reference: Reference | None
     ) -> FormulaResult:
         """Return a token-level loss, in one kernel call that also writes the gradient."""
+        logits = self.logits.detach()
         rows = LogitRows(
-            self.logits.detach(),
-            loss_formula.inputs.targets,
-            mask,
-            self.transform,
-            reference_rows(reference),
+            logits, loss_formula.inputs.targets, mask, self.transform, reference_rows(reference)
         )
-        loss, logps, entropy, *divergence = apply_function(
-            FusedLogitsLoss,
-            self.logits,
-            rows,
-            loss_formula,
-            self.kernels,
-            self.inplace,
-            torch.is_grad_enabled(),
-        )
-        return FormulaResult(loss, logps, entropy, divergence[0] if divergence else None)
+        grad_logits = None
+        if torch.is_grad_enabled() and self.logits.requires_grad:
+            grad_logits = logits if self.inplace else empty_like(logits)
+        with torch.no_grad():
+            values = self.kernels.fused_loss(rows, loss_formula, grad_logits)
+            loss = sum_losses(values.losses)
+        if self.inplace and grad_logits is not None:
+            torch.autograd.graph.increment_version(self.logits)
+        gradients = PrecomputedGradients(self.kernels, [grad_logits], [logits.dtype])
+        loss = apply_function(LossWithGradients, loss, gradients, self.logits)
+        return FormulaResult(loss, values.logps, values.entropy, values.divergence)
 
 
 def reference_rows(reference: Reference | None) -> ReferenceRows | None:
@@ -395,6 +410,13 @@ class ProjectedLogits:
         _, weight, bias = self.tensors
         return weight.requires_grad or (bias is not None and bias.requires_grad)
 
+    def with_known_order(self, mask: Tensor | None, order: RowOrder) -> ProjectedLogits:
+        """Return the same rows, and remember the order of the rows of a mask.
+
+        The host then need not wait for the device to process the rows of this mask.
+        """
+        return replace(self, known_order=KnownOrder(mask, order))
+
     def without_gradient(self) -> ProjectedLogits:
         """Return the same rows as constants, also for torch.func."""
         hidden, weight, bias = self.tensors
@@ -536,17 +558,38 @@ class ProjectedLogits:
         order: RowOrder,
         blocks: Sequence[slice] | None,
     ) -> FormulaResult:
-        loss, logps, entropy, *divergence = apply_function(
-            FusedLinearLoss,
-            *self.tensors,
-            inputs,
-            formula,
-            order,
-            blocks,
-            self.weight_memory,
-            torch.is_grad_enabled(),
+        grad_enabled = torch.is_grad_enabled()
+        hidden, weight, bias = self.tensors
+        wanted = GradientsWanted(
+            hidden=grad_enabled and hidden.requires_grad,
+            weight=grad_enabled and weight.requires_grad,
+            bias=grad_enabled and bias is not None and bias.requires_grad,
         )
-        return FormulaResult(loss, logps, entropy, divergence[0] if divergence else None)
+        memory = self.weight_memory if wanted.weight else None
+        with torch.no_grad():
+            gradients = loss_and_gradients(
+                inputs,
+                formula,
+                order,
+                wanted,
+                blocks=blocks if wanted.any else None,
+                rounds_weight=memory is None,
+            )
+            result = formula.result()
+        grad_weight = gradients.weight
+        if wanted.weight and grad_weight is None and memory is None:
+            grad_weight = zeros(weight.shape, weight.dtype, weight.device)
+        # A gradient that is added to memory of the caller is not rounded before.
+        weight_dtype = weight.dtype if memory is None else torch.float32
+        bias_dtype = torch.float32 if bias is None else bias.dtype
+        precomputed = PrecomputedGradients(
+            self.kernels,
+            [gradients.hidden, grad_weight, gradients.bias],
+            [hidden.dtype, weight_dtype, bias_dtype],
+            memory,
+        )
+        loss = apply_function(LossWithGradients, result.loss, precomputed, hidden, weight, bias)
+        return replace(result, loss=loss)
 
 
 def reference_projection(reference: Reference | None) -> ReferenceProjection | None:

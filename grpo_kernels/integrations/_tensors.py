@@ -238,7 +238,7 @@ def log_probs_of(
             options=options,
             **others,
         )
-    (weight, bias), _ = Head.parts(head, None)
+    weight, bias = (head.weight, head.bias) if isinstance(head, Head) else (head, None)
     plain(source, weight, bias)
     shard = even_shard(source.shape[-1] if weight is None else len(weight), group)
     if shard is not None:

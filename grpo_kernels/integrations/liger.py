@@ -33,6 +33,7 @@ import importlib.util
 import inspect
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import KW_ONLY, InitVar, dataclass, fields, replace
 from types import SimpleNamespace
 from typing import Any
@@ -266,6 +267,9 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
     as_liger   True: LUSPO and VESPO count masked positions as Liger's chunked loss does, with a
                warning, so that a run can be compared with Liger's number by number before it is
                improved. Everything else is the same either way.
+    grad_scale   what the loss is multiplied by before the backward, as in `linear_grpo_loss`, or a
+                 function without arguments that returns it. `patch` sets it to 1 / the
+                 accumulation steps of the trainer.
     any_version   True: no warning where an installed Liger was not tested.
     """
 
@@ -289,6 +293,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
     vespo_lambda_neg: float = 2.0
     _: KW_ONLY
     as_liger: bool = False
+    grad_scale: float | Callable[[], float] = 1.0
     any_version: InitVar[bool] = False
 
     def __post_init__(self, any_version: bool) -> None:
@@ -393,8 +398,15 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
             logps = own.detach()
         else:
             D = denominator(objective, self.loss_type, batch, num_items_in_batch)
+            grad_scale = self.grad_scale() if callable(self.grad_scale) else self.grad_scale
             out = linear_grpo_loss(
-                _input, Head(lin_weight, bias), batch, objective, transform=transform, normalizer=D
+                _input,
+                Head(lin_weight, bias),
+                batch,
+                objective,
+                transform=transform,
+                normalizer=D,
+                grad_scale=grad_scale,
             )
             loss = out.loss
             logps = out.logps
@@ -606,8 +618,20 @@ def patch(trainer: Any, **how: bool) -> Slots:
         )
     theirs = getattr(trainer, name)
     slots = _slots(theirs, **how)
-    slots.put(trainer, name, _in_place_of(theirs, slots))
+
+    def grad_scale() -> float:
+        return 1.0 / accumulation_steps(trainer)
+
+    slots.put(trainer, name, _in_place_of(theirs, slots, grad_scale))
     return slots
+
+
+def accumulation_steps(trainer: Any) -> int:
+    """Return by what a trainer of transformers divides the loss of a micro-batch."""
+    steps: Any = getattr(trainer, "current_gradient_accumulation_steps", None)
+    if steps is None:
+        steps = getattr(getattr(trainer, "args", None), "gradient_accumulation_steps", 1)
+    return int(steps)
 
 
 def bind(**how: bool) -> Slots:
@@ -638,9 +662,11 @@ def _slots(theirs: Any, **how: bool) -> Slots:
     return Slots(replace(ADAPTER, package=package, tested=COPIES.get(package, ())), **how)
 
 
-def _in_place_of(theirs: Any, slots: Slots) -> Any:
+def _in_place_of(theirs: Any, slots: Slots, grad_scale: Callable[[], float] | float = 1.0) -> Any:
     """Our loss with the constants of their object, which is also called while `slots` compares the
     two. Raises NotCovered if an option is set that ours does not have.
+
+    grad_scale   what the trainer multiplies the loss by
     """
     names = [
         name
@@ -657,7 +683,9 @@ def _in_place_of(theirs: Any, slots: Slots) -> Any:
     if unknown is not None:
         raise NotCovered(f"option {unknown[0]}={unknown[1]!r}, which grpo_kernels does not know")
     ours = LigerFusedLinearGRPOLoss(
-        **{name: getattr(theirs, name) for name in names}, any_version=True
+        **{name: getattr(theirs, name) for name in names},
+        grad_scale=grad_scale,
+        any_version=True,
     ).forward
     return slots.counted(slots.trial.beside(fitted(ours, theirs), theirs), theirs)
 

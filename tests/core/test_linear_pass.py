@@ -27,9 +27,10 @@ from grpo_kernels import (
 from grpo_kernels.core import backends
 from grpo_kernels.core.autograd import check_weight_is_present
 from grpo_kernels.core.backends import cpu_matmuls, eager
+from grpo_kernels.core.sources import RowSource
 from grpo_kernels.formulas.filters import Filter
 from grpo_kernels.formulas.surrogates import Cispo
-from grpo_kernels.inputs import RowLayout, RowSource, make_logits_source, make_projected_source
+from grpo_kernels.inputs import LinearInput, LogitsInput, RowLayout
 from support.inside import in_chunks, our_products
 
 B, T, H, V = 4, 5, 8, 30
@@ -485,9 +486,9 @@ def test_an_id_outside_of_the_vocabulary_has_no_logit(is_projected):
     layout = RowLayout(torch.Size([B, T]), hidden.device)
     source: RowSource
     if is_projected:
-        source = make_projected_source(hidden, (weight, None), layout, transform, Options())
+        source = LinearInput(hidden, weight).make_source(layout, transform, Options())
     else:
-        source = make_logits_source(hidden @ weight.t(), layout, transform, Options())
+        source = LogitsInput(hidden @ weight.t()).make_source(layout, transform, Options())
     row_ids = torch.tensor([7, 2, 7, 0])
     logits = source.logits_at(row_ids, torch.tensor([3, -1, V, 0]))
     expected = (hidden @ weight.t()).view(B * T, V)[[7, 0], [3, 0]] / 0.5

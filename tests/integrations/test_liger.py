@@ -20,6 +20,7 @@ pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
 
 from liger_kernel import chunked_loss as chunked
 
+from grpo_kernels.core import backends
 from grpo_kernels.integrations import liger
 from support.pairs import label, pairs
 from support.trainers import (
@@ -195,7 +196,8 @@ def test_signatures():
             (p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()
         ]
 
-    own = [(name, inspect.Parameter.KEYWORD_ONLY, False) for name in ("as_liger", "any_version")]
+    defaults = {"as_liger": False, "grad_scale": 1.0, "any_version": False}
+    own = [(name, inspect.Parameter.KEYWORD_ONLY, default) for name, default in defaults.items()]
     assert of(Ours.__init__) == [*of(Theirs.__init__), *own] and of(Ours.forward) == of(
         Theirs.forward
     )
@@ -411,6 +413,22 @@ def test_the_slot_of_one_trainer(factor, attribute, monkeypatch):
     assert getattr(trainer, attribute) is theirs and GIVEN[0].grad is None
     with pytest.warns(UserWarning, match=r"99\.1 was not tested .* are those of 0\.8\.5"):
         Ours()
+
+
+@parametrize("steps", [1, 3, 4])
+@parametrize("attribute", liger.ATTRIBUTES)
+def test_the_gradient_of_a_patched_trainer_is_scaled_in_the_forward(steps, attribute, monkeypatch):
+    """The backward multiplies it by exactly 1, also if the number of steps changes."""
+    factors = []
+    kernels = type(backends.pick("auto", torch.device("cpu")))
+    monkeypatch.setattr(kernels, "scale_", lambda self, x, factor: factors.append(float(factor)))
+    trainer = SimpleNamespace(**{attribute: Theirs(compiled=False, **SHORT)})
+    liger.patch(trainer)
+    trainer.current_gradient_accumulation_steps = steps
+    hidden, *others = GIVEN
+    loss, _ = getattr(trainer, attribute)(hidden.detach().requires_grad_(), *others)
+    (loss / steps).backward()
+    assert factors and set(factors) == {1.0}
 
 
 class Newer(Theirs):

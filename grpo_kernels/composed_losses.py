@@ -1,0 +1,149 @@
+"""What a loss needs of a batch with candidate sets, further ids, shared rows, or a teacher that is
+known at some ids.
+
+Their statistics are composed of several passes over the rows (`candidates.py`, `extra_ids.py`,
+`teachers.py`, `trees.py`). The loss is then the same function of them as in other batches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .batch import TokenBatch
+from .checks import check_named, flat, require
+from .core.backends import is_strict
+from .core.sources import Reference, RowSource
+from .divergences import reference_divergence_over_candidates
+from .extra_ids import auxiliary_loss
+from .formulas.token_inputs import TokenInputs
+from .logprobs import TEACHER_WITH_SETS, composed_statistics
+from .objective import Objective
+from .options import Options
+from .teachers import check_teacher, logprobs_with_teacher, teacher_divergence
+from .token_sets import TokenSets, check_ids, narrowed
+
+
+def composed_feature(batch: TokenBatch, reference: Any) -> str:
+    """Return which feature of a call needs several passes, in words, "" if it has none."""
+    if isinstance(reference, TokenSets):
+        return "a teacher known at some ids"
+    fields = ("kept", "logp_terms", "prob_terms", "rows")
+    used = [name for name in fields if getattr(batch, name) is not None]
+    return "a batch with " + ", ".join(used) if used else ""
+
+
+def check_composed_batch(batch: TokenBatch, options: Options, source: RowSource) -> None:
+    """Raise ValueError for a candidate outside of the vocabulary, or a row that does not exist.
+
+    Strict mode also refuses a target that its set does not contain, unless batch.missing says what
+    to do with it.
+    """
+    if batch.kept is not None:
+        check_ids("kept", batch.kept, source.vocab_size)
+        if batch.missing is None and is_strict(options.strict):
+            narrowed(batch.kept, batch.targets, batch.mask, "raise")
+    if batch.rows is not None:
+        check_named(batch.rows, batch.mask, source.num_rows)
+
+
+def composed_loss_statistics(
+    source: RowSource,
+    batch: TokenBatch,
+    objective: Objective,
+    rows: TokenInputs,
+    *,
+    reference: Reference | None,
+    teacher: TokenSets | None,
+    reference_name: str,
+) -> dict[str, Tensor]:
+    """Return the statistics that the loss of a batch needs, fp32 [num_tokens], by name.
+
+    reference        a whole distribution, for kl=Exact(...)
+    teacher          a teacher that is known at some ids of each token, for kl=Exact(...)
+    reference_name   the argument that `teacher` was passed as
+    """
+    flat_rows = None if batch.rows is None else flat(batch.rows).long()
+    extra_ids = batch.extra_ids
+    exact = objective.exact
+    detached = () if objective.needs_entropy else ("entropy",)
+    if teacher is not None:
+        assert exact is not None
+        require(batch.kept is None, reference_name, "TokenSets", TEACHER_WITH_SETS)
+        check_teacher(reference_name, teacher, batch.targets, exact, source.vocab_size)
+        if extra_ids is None:  # then one pass serves both
+            return logprobs_with_teacher(
+                source,
+                rows.targets,
+                teacher,
+                exact,
+                mask=rows.processed,
+                rows=flat_rows,
+                names=("entropy",),
+                detached=detached,
+            )
+    if extra_ids is not None:
+        name = "prob_terms" if batch.logp_terms is None else "logp_terms"
+        check_ids(name, extra_ids, source.vocab_size)
+    # A reference's divergence is computed in the same pass, unless it is over candidate sets.
+    is_dense_reference = reference is not None and batch.kept is None
+    statistics = composed_statistics(
+        source,
+        rows.targets,
+        rows.processed,
+        ("entropy", "divergence") if is_dense_reference else ("entropy",),
+        kept=batch.kept,
+        missing=missing_target_rule(batch),
+        at=extra_ids,
+        rows=flat_rows,
+        detached=detached,
+        reference=reference if is_dense_reference else None,
+    )
+    if extra_ids is not None:
+        terms = objective.extra_id_terms(batch)
+        statistics["auxiliary_loss"] = auxiliary_loss(terms, statistics.pop("at"), rows.advantages)
+    if teacher is not None:
+        assert exact is not None
+        statistics["divergence"] = teacher_divergence(
+            source, teacher, exact, mask=rows.processed, rows=flat_rows
+        )
+    elif reference is not None and batch.kept is not None:
+        assert exact is not None
+        statistics["divergence"] = reference_divergence_over_candidates(
+            source,
+            reference,
+            batch.kept,
+            exact,
+            targets=rows.targets,
+            mask=rows.processed,
+            rows=flat_rows,
+            missing=missing_target_rule(batch),
+        )
+    return statistics
+
+
+def composed_reference_logprobs(source: RowSource, batch: TokenBatch, rows: TokenInputs) -> Tensor:
+    """Return the log-prob of each target under a reference, fp32 [num_tokens].
+
+    source   the reference's rows
+    """
+    statistics = composed_statistics(
+        source,
+        rows.targets,
+        rows.processed,
+        (),
+        kept=batch.kept,
+        missing=missing_target_rule(batch),
+        at=None,
+        rows=None if batch.rows is None else flat(batch.rows).long(),
+    )
+    return statistics["logps"]
+
+
+def missing_target_rule(batch: TokenBatch) -> str:
+    """Return what to do with a target that its candidate set does not contain.
+
+    The batch has masked it with "mask", and refused it with "raise".
+    """
+    return "full" if batch.missing == "full" else "include"
