@@ -43,7 +43,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -54,12 +54,13 @@ from torch import Tensor, nn
 from ..batch import TokenBatch
 from ..checks import require
 from ..distributed import VocabShard
-from ..logprobs import TokenLogprobs, linear_logprobs
+from ..logprobs import TokenLogprobs
 from ..losses import LossOutput, linear_grpo_loss
 from ..objective import Denominators, Objective
 from ..options import Head, Options
 from ..transform import LogitTransform
 from ._swap import Adapter, says
+from ._tensors import log_probs_of
 
 __all__ = [
     "FusedOutput",
@@ -73,6 +74,7 @@ __all__ = [
     "loss_processor",
     "packed_offsets",
     "run_with_processor",
+    "skip_logits",
 ]
 
 T = TypeVar("T")
@@ -188,20 +190,35 @@ class UnprojectedLogits:
         entropy: bool | str = False,
         **others: Any,
     ) -> TokenLogprobs:
-        """Compute the log-probs of targets [B, S].
+        """Compute the log-probs of targets [B, S], or [N] of selected rows.
 
         The other arguments are those of `linear_logprobs`.
         """
         head = self.at_temperature(temperature)
-        return linear_logprobs(
+        return log_probs_of(
             self.hidden,
-            head,
             targets,
+            head=head,
             mask=mask,
             entropy=entropy,
             options=self.options,
             **others,
         )
+
+    def select(self, rows: Tensor) -> UnprojectedLogits:
+        """Return the logits at flat positions `rows`, int64 [N], of [B, S]. hidden is [N, H]."""
+        flat_hidden = self.hidden.reshape(-1, self.hidden.shape[-1])
+        return replace(self, hidden=flat_hidden.index_select(0, rows))
+
+    def row_numbers(self) -> Tensor:
+        """Return the flat position of each row, fp32 [B, S, 1].
+
+        A trainer's own code slices it like logits, which shows the rows that it wants. fp32 holds
+        positions up to 2^24.
+        """
+        shape = self.hidden.shape[:2]
+        numbers = torch.arange(shape.numel(), dtype=torch.float32, device=self.device)
+        return numbers.view(*shape, 1)
 
     def at_temperature(self, temperature: float | Tensor) -> Head:
         """Return the head with a temperature."""
@@ -560,6 +577,20 @@ def install_processor(
     model without an output layer, and RuntimeError if a processor is installed already.
     """
     return InstalledProcessor(language_model(model), processor, context)
+
+
+def skip_logits(chunks: Sequence[nn.Module], vocab_size: int | None = None) -> None:
+    """Make the chunks of a pipeline return `UnprojectedLogits` in place of logits, for trainers
+    whose adapters compute log-probs from them.
+
+    vocab_size   as in `LogprobsContext`
+
+    Chunks that do so already are left alone.
+    """
+    for chunk in chunks:
+        model = language_model(chunk)
+        if not getattr(model.forward, "is_processed", False):
+            InstalledProcessor(model, head_processor, LogprobsContext(vocab_size=vocab_size))
 
 
 class InstalledProcessor:

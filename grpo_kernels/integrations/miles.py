@@ -19,6 +19,11 @@ With `--loss-type score_centering` it also replaces `selected_log_probs_and_entr
 row gives the log-probs of its token and of the sampler's head, and the entropy; the loss is miles'
 own.
 
+Without logits: with `bind(args, head=True)` and `skip_logits` in miles' two hooks, the model
+returns hidden states, and log-probs of the response rows are computed from them and the
+vocabulary-parallel output weight. The plugin (`grpo_kernels.plugins.miles`) has these hooks. Replay
+and score centering are computed from logits.
+
 For a loss of your own, `kept_sets` makes the sets of a packed batch of such records.
 
 Written from miles 0.1.0 and its branches of August 2026, and from later files of it. No registry
@@ -27,6 +32,7 @@ has it and it needs Megatron: the tests run stand-ins with its signatures.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -37,8 +43,9 @@ from torch import Tensor
 from ..checks import require
 from ..options import Options
 from ..token_sets import TokenSets
-from ._swap import Adapter, NotCovered, Slots, says
-from ._tensors import at_ids, even_shard, in_a_column, on_rows, response_sets
+from . import megatron
+from ._swap import Adapter, NotCovered, Slots, found, says
+from ._tensors import at_ids, entropy_kind, even_shard, in_a_column, on_rows, response_sets
 
 ADAPTER = Adapter(
     "miles", "miles", ("0.1.0",),
@@ -48,6 +55,9 @@ ADAPTER = Adapter(
      "selected_log_probs_and_entropy":
      ("miles.backends.training_utils.loss_hub.score_centering.selected_log_probs_and_entropy",
       "miles.backends.training_utils.loss.hub.score_centering.selected_log_probs_and_entropy"),
+     "get_log_probs_and_entropy":
+     ("miles.backends.training_utils.loss_hub.logit_processors.get_log_probs_and_entropy",
+      "miles.backends.training_utils.loss.hub.logit_processors.get_log_probs_and_entropy"),
      "local_sets":
      ("miles.backends.training_utils.sampling_mask.build_local_sampling_mask",
       "miles.backends.training_utils.data.sampling_mask.build_local_sampling_mask")},
@@ -63,6 +73,7 @@ def bind(
     reference_over: str | None = None,
     entropy_over: str = "vocabulary",
     missing: str = "raise",
+    head: bool = False,
     **how: bool,
 ) -> Slots:
     """Put our functions in the place of miles'; the result undoes it, see `Slots`, which has the
@@ -74,6 +85,8 @@ def bind(
     entropy_over    of replayed rows: "vocabulary", or "kept", the entropy over the set, which saves
                     a second pass.
     missing         of replayed rows, as in `token_logprobs`. "raise" waits for the device.
+    head            True: also replace `get_log_probs_and_entropy`, for models that return hidden
+                    states in place of logits (`skip_logits`). Not with replay.
     how             strict and any_version of `Slots`; replay cannot be compared.
     Raises ValueError for replay with a KL or a teacher and no declaration.
     """
@@ -93,13 +106,88 @@ def bind(
             " Switch one off, or pass reference_over='kept' if they run over the same sets."
         )
         require(not getattr(args, name, None), name, getattr(args, name, None), remedy)
+    remedy = "log-probs over recorded sets are computed from logits: pass head=False."
+    require(not (head and (replays or centers)), "head", head, remedy)
     slots = Slots(ADAPTER, **how)
+    if head:
+        slots.bind(get_log_probs_and_entropy, comparable=False)
     slots.bind(calculate_log_probs_and_entropy, missing=missing, entropy_over=entropy_over)
     if replays:
         slots.bind(local_sets, comparable=False)
     if centers:
         slots.bind(selected_log_probs_and_entropy, missing=missing)
     return slots
+
+
+def skip_logits(args: Any, model: Sequence[Any]) -> None:
+    """Make miles' model return hidden states and head in place of logits, from then on. Requires
+    `bind(args, head=True)`.
+
+        --custom-megatron-before-log-prob-hook-path my_hooks.before_log_probs
+        --custom-megatron-before-train-step-hook-path my_hooks.before_train_step
+
+    args    miles' arguments. Ids from args.vocab_size on pad the output weight: they are not in the
+            softmax, unlike in miles.
+    model   the chunks that miles passes to its hooks; those of a critic are left alone
+    """
+    if getattr(model[0], "role", "actor") != "critic":
+        megatron.skip_logits(model, getattr(args, "vocab_size", None))
+
+
+@says(targets="unconcat_tokens")
+def get_log_probs_and_entropy(
+    logits: Any,
+    *,
+    args: Any,
+    unconcat_tokens: Sequence[Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    with_entropy: bool = False,
+    entropy_requires_grad: bool = True,
+    non_loss_data: bool = True,
+    max_seq_lens: Sequence[int] | None = None,
+) -> dict[str, list[Tensor]]:
+    """Compute the log-probs and entropies of responses from hidden states. Only the rows that
+    predict a response token take part in matmuls.
+
+    logits   what the model returns after `skip_logits`. Logits are left to miles.
+
+    The other arguments are miles'. Returns a list of one fp32 tensor per sample for "log_probs",
+    and for "entropy" if it is asked for. miles' own code decides which rows a response has in each
+    layout of context parallelism, and moves them between ranks.
+    """
+    if not isinstance(logits, megatron.UnprojectedLogits):
+        raise NotCovered("logits that an output layer has computed")
+    remedy = "it is computed from logits: do not use skip_logits with it."
+    require(not args.true_on_policy_mode, "true_on_policy_mode", True, remedy)
+    home, _ = found(ADAPTER.replaces["get_log_probs_and_entropy"])
+    theirs = sys.modules[home]
+    numbers = logits.row_numbers()
+    layout = {"total_lengths": total_lengths, "response_lengths": response_lengths}
+    # A temperature would divide the numbers if they had more than one column.
+    responses = theirs.get_responses(
+        numbers, args=args, unconcat_tokens=unconcat_tokens, max_seq_lens=max_seq_lens, **layout
+    )
+    rows = []
+    tokens = []
+    for chunk, chunk_tokens in responses:
+        rows.append(chunk[:, 0].long())
+        tokens.append(chunk_tokens[: len(chunk)])  # without a response, miles has all tokens here
+    temperature = args.rollout_temperature if args.rollout_temperature > 0 else 1.0
+    logps, entropy = logits.select(torch.cat(rows)).logprobs(
+        torch.cat(tokens),
+        temperature=temperature,
+        entropy=entropy_kind(with_entropy, entropy_requires_grad),
+    )
+    lengths = [len(x) for x in rows]
+    results = {"log_probs": list(logps.split(lengths))}
+    if entropy is not None:
+        results["entropy"] = list(entropy.split(lengths))
+    if args.allgather_cp:
+        theirs.allgather_cp_redistribute(
+            results, logits=numbers, args=args, max_seq_lens=max_seq_lens, **layout
+        )
+    return results
 
 
 def _sets(name: str, record: Any, tokens: int) -> TokenSets:

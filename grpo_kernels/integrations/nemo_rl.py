@@ -28,6 +28,10 @@ whose error is above the threshold are masked, and the loss divides by NeMo-RL's
 sequences: its worker multiplies the gradients by the share of the counts that is left, because
 `requires_survivor_normalization` is True.
 
+Log-probs from hidden states: with use_fused_linear_logprobs, NeMo-RL's Megatron worker calls a
+function that `bind()` replaces by ours, over tensor-parallel ranks with sequence parallelism.
+NeMo-RL divides its result by the temperature, which is right for a temperature of 1 alone.
+
 Not covered: sequence packing (NeMo-RL packs log-probs only), context parallelism, filters of
 tensor-parallel logits. A token that the sampler did not score has weight 1 here, 0 there. A weight
 that overflows is 0, as there; others, and the two KLs to the sampler among the metrics, end at
@@ -62,19 +66,30 @@ from ..objective import Objective
 from ..options import Options
 from ..rewards.corrections import importance_weights, rejection_mask
 from ..token_sets import TokenSets
-from ._swap import Adapter, fitted, says
+from ._swap import Adapter, NotCovered, Slots, fitted, says
 from ._tensors import (
     LossAndMetrics,
     at_ids,
     divergence_over,
+    log_probs_of,
     numbers,
     shard_of,
     terms_of,
     two_sided,
 )
+from .megatron import GatherSequence
 
 #: No version: it was written from the code of August 2026.
-ADAPTER = Adapter("NeMo-RL", "nemo-rl")
+ADAPTER = Adapter(
+    "NeMo-RL",
+    "nemo-rl",
+    (),
+    {
+        "from_parallel_hidden_states_to_logprobs": (
+            "nemo_rl.distributed.model_utils.from_parallel_hidden_states_to_logprobs"
+        )
+    },
+)
 #: NeMo-RL's truncated_importance_sampling_type -> the mode of `importance`.
 MODES = {None: "truncate", "tis": "truncate", "icepop": "mask", "seq-mask-tis": "sequence-mask"}
 #: The attributes of a `ClippedPGLossFn` that `PolicyLoss.like` reads,
@@ -574,6 +589,63 @@ def _by_ratio_to_the_sampler(kl: Kl) -> Kl:
         ), ops.where(near, slope, 0.0)
 
     return Kl(estimator)
+
+
+# ---- log-probs from hidden states, on Megatron
+
+
+def bind(**how: bool) -> Slots:
+    """Replace `nemo_rl.distributed.model_utils.from_parallel_hidden_states_to_logprobs`, which the
+    Megatron worker calls with use_fused_linear_logprobs. The result restores it, see `Slots`, which
+    has the errors too.
+
+    how   strict and any_version of `Slots`
+    """
+    return ADAPTER.bind(from_parallel_hidden_states_to_logprobs, **how)
+
+
+@says(hidden="tensor_parallel_hidden_states", weight="output_weight_layer", targets="target")
+def from_parallel_hidden_states_to_logprobs(
+    tensor_parallel_hidden_states: Tensor,
+    output_weight_layer: Tensor,
+    runtime_gather_output: bool | None,
+    target: Tensor,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    tp_group: Any,
+    inference_only: bool = False,
+    cp_group: Any = None,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """Compute the log-probs of the next tokens, fp32 [B, S - 1].
+
+    tensor_parallel_hidden_states
+                    [S / ranks, B, H]: this rank's part of the sequence. Its gradient is summed over
+                    the ranks once.
+    output_weight_layer
+                    [V / ranks, H]. Rows that pad the vocabulary are in the softmax, as in NeMo-RL.
+    target          int64 [B, S], token ids that are not shifted
+    vocab_start_index, vocab_end_index
+                    the ids of this rank's rows
+    inference_only  True: no gradient
+
+    runtime_gather_output and chunk_size have no effect here. Raises ValueError for ids that are not
+    those of this rank of tp_group; context parallelism is left to NeMo-RL, which refuses it.
+    """
+    if cp_group is not None and torch.distributed.get_world_size(cp_group) > 1:
+        raise NotCovered("context parallelism")
+    width = len(output_weight_layer)
+    ranks = torch.distributed.get_world_size(tp_group)
+    start = torch.distributed.get_rank(tp_group) * width
+    remedy = f"rank {start // width} of tp_group has the ids from {start} to {start + width}."
+    bounds = (vocab_start_index, vocab_end_index)
+    require(bounds == (start, start + width), "vocab_start_index, vocab_end_index", bounds, remedy)
+    hidden = tensor_parallel_hidden_states
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+        if ranks > 1:
+            hidden = GatherSequence.apply(hidden, tp_group)
+        rows = hidden.transpose(0, 1)[:, :-1]
+        return log_probs_of(rows, target[:, 1:], head=output_weight_layer, group=tp_group).logps
 
 
 # ---- distillation

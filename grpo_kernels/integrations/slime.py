@@ -31,6 +31,11 @@ Score centering (`--use-score-centering`, of slime after 0.3.1): `bind` takes th
 arguments it adds slime's corrections to the term that they correct: REINFORCE, with slime's TIS or
 IcePop to the sampler.
 
+Without logits: with `bind(head=True)` and `skip_logits` in slime's two hooks, the model returns
+hidden states, and log-probs of the response rows are computed from them and the vocabulary-parallel
+output weight, in training and for the old and reference log-probs. The plugin
+(`grpo_kernels.plugins.slime`) has these hooks.
+
 Written from slime 0.3.1. slime is in no package registry and needs Megatron, so it was not run: the
 tests call stand-ins with its signatures and compare with a transcription of its loss.
 """
@@ -54,10 +59,12 @@ from ..formulas.surrogates import Cispo, PolicyGradient
 from ..losses import LossOutput, objective_loss
 from ..objective import Objective
 from ..token_sets import TokenSets
-from ._swap import Adapter, Slots, fitted, says
+from . import megatron
+from ._swap import Adapter, NotCovered, Slots, fitted, says
 from ._tensors import (
     LossAndMetrics,
     at_ids,
+    entropy_kind,
     even_shard,
     in_a_column,
     response_sets,
@@ -71,7 +78,8 @@ ADAPTER = Adapter(
     "slime", "slime", ("0.3.1",),
     {"calculate_log_probs_and_entropy": "slime.utils.ppo_utils.calculate_log_probs_and_entropy",
      "calculate_topk_log_probs": "slime.utils.ppo_utils.calculate_topk_log_probs",
-     "keep_sets": "slime.backends.megatron_utils.loss._build_topp_keep_mask"},
+     "keep_sets": "slime.backends.megatron_utils.loss._build_topp_keep_mask",
+     "get_log_probs_and_entropy": "slime.backends.megatron_utils.loss.get_log_probs_and_entropy"},
     {"`--custom-megatron-init-path grpo_kernels.plugins.slime.init`": "log-probs and entropy, over recorded sets where top-p is on",
      "`--loss-type custom_loss --custom-loss-function-path grpo_kernels.plugins.slime.loss`": "the policy loss of slime's arguments"},
 )  # fmt: skip
@@ -90,8 +98,8 @@ class Replay(NamedTuple):
 
 
 def bind(
-    *, replay: bool = False, entropy_over: str = "vocabulary", **how: bool
-) -> Slots:  # fmt: skip
+    *, replay: bool = False, entropy_over: str = "vocabulary", head: bool = False, **how: bool
+) -> Slots:
     """Replace `slime.utils.ppo_utils.calculate_log_probs_and_entropy` by our function; the result
     restores it, see `Slots`, which has the errors too.
 
@@ -99,6 +107,8 @@ def bind(
              the record is not made a mask.
     entropy_over  for replayed rows with replay=True: "vocabulary", as in slime, or "kept", which
                   reads fewer logits.
+    head     True: also replace `slime.backends.megatron_utils.loss.get_log_probs_and_entropy`, for
+             models that return hidden states in place of logits (`skip_logits`).
     how      strict and any_version of `Slots`.
     """
     slots = Slots(ADAPTER, **how)
@@ -107,7 +117,93 @@ def bind(
         slots.bind(calculate_topk_log_probs)
     if replay:
         slots.bind(keep_sets, comparable=False)
+    if head:
+        slots.bind(get_log_probs_and_entropy, comparable=False, entropy_over=entropy_over)
     return slots
+
+
+def skip_logits(args: Any, model: Sequence[Any]) -> None:
+    """Make slime's model return hidden states and head in place of logits, from then on. Requires
+    `bind(head=True)`.
+
+        --custom-megatron-before-log-prob-hook-path my_hooks.before_log_probs
+        --custom-megatron-before-train-step-hook-path my_hooks.before_train_step
+
+    args    slime's arguments. Ids from args.vocab_size on pad the output weight: they are not in
+            the softmax, unlike in slime.
+    model   the chunks that slime passes to its hooks; those of a critic are left alone
+
+    Raises ValueError with score centering, which needs logits.
+    """
+    centers = getattr(args, "use_score_centering", False)
+    remedy = "log-probs of the sampler's ids are computed from logits: leave this hook out."
+    require(not centers, "use_score_centering", centers, remedy)
+    if getattr(model[0], "role", "actor") != "critic":
+        megatron.skip_logits(model, getattr(args, "vocab_size", None))
+
+
+@says(logps="log_probs", targets="unconcat_tokens")
+def get_log_probs_and_entropy(
+    logits: Any,
+    *,
+    args: Any,
+    unconcat_tokens: Sequence[Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    with_entropy: bool = False,
+    non_loss_data: bool = True,
+    top_p_token_ids: Sequence[Any] | None = None,
+    top_p_token_offsets: Sequence[Any] | None = None,
+    entropy_over: str = "vocabulary",
+) -> tuple[Tensor, dict[str, list[Tensor]]]:
+    """Compute the log-probs and entropies of responses from hidden states. Only the rows that
+    predict a response token take part in matmuls.
+
+    logits       what the model returns after `skip_logits`. Logits are left to slime.
+    entropy_over   as in `bind`
+
+    The other arguments are slime's. Returns an empty tensor, and for "log_probs" and "entropy" a
+    list of one fp32 tensor per sample. slime's own code decides which rows a response has in each
+    layout of context parallelism, and moves them between ranks.
+    """
+    from slime.backends.megatron_utils import loss as theirs
+
+    if not isinstance(logits, megatron.UnprojectedLogits):
+        raise NotCovered("logits that an output layer has computed")
+    num_rows = logits.size(1)
+    device = logits.device
+    layout = (total_lengths, response_lengths, args.allgather_cp)
+    tokens = theirs._build_shifted_tokens(num_rows, device, unconcat_tokens, *layout)
+    numbers = torch.arange(num_rows, device=device)
+    rows_of_responses, _ = theirs._extract_per_sample(numbers, None, *layout)
+    rows = torch.cat(rows_of_responses)
+    sets: dict[str, Any] = {}
+    if top_p_token_ids is not None and top_p_token_offsets is not None:
+        replay = keep_sets(num_rows, 0, device, top_p_token_ids, top_p_token_offsets, *layout)
+        sets = {
+            "kept": replay.kept.take(rows),
+            "mask": replay.scored[rows],
+            "entropy_over": entropy_over,
+        }
+    has_gradient = getattr(args, "entropy_coef", 0.0) != 0
+    logps, entropy = logits.select(rows).logprobs(
+        tokens[rows],
+        temperature=getattr(args, "rollout_temperature", 1.0),
+        entropy=entropy_kind(with_entropy, has_gradient),
+        **sets,
+    )
+    lengths = [len(x) for x in rows_of_responses]
+    results = {"log_probs": list(logps.split(lengths))}
+    if entropy is not None:
+        results["entropy"] = list(entropy.split(lengths))
+    if args.allgather_cp:
+        theirs._allgather_cp_redistribute(
+            results,
+            logits_local_len=num_rows,
+            total_lengths=total_lengths,
+            response_lengths=response_lengths,
+        )
+    return torch.empty(0, device=device), results
 
 
 def keep_sets(

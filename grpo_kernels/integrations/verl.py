@@ -26,7 +26,8 @@ unpadding, entropy and KL terms, aggregation of those.
 
 The fused forward of the Megatron engine calls `linear_cross_entropy` with a tensor-parallel group:
 several ranks are covered. As in verl, the gradient of the hidden states is then a rank's own share,
-which the gather of sequence parallelism sums up.
+which the gather of sequence parallelism sums up. With megatron-core 0.18 and later, verl passes
+`fused_output_processor` to the model; `bind(megatron=True)` replaces it.
 
 Replay: verl has none. Where a rollout of yours puts the sets of its sampler beside the responses,
 in `data.non_tensor_batch["sampling_mask"]`, `kept_sets(data)` makes them the `kept` of a TokenBatch
@@ -86,13 +87,15 @@ from ._tensors import (
     terms_of,
     two_sided,
 )
+from .megatron import FusedOutput, logprobs_processor
 
 ADAPTER = Adapter(
     "verl", "verl", ("0.7.1", "0.8.0", "0.9.0", "0.9.1"),
     {"linear_cross_entropy": "verl.utils.kernel.linear_cross_entropy.linear_cross_entropy",
      "fused_linear_for_ppo": "verl.utils.experimental.torch_functional.FusedLinearForPPO",
      "logprobs_from_logits": "verl.utils.torch_functional.logprobs_from_logits",
-     "entropy_from_logits": "verl.utils.torch_functional.entropy_from_logits"},
+     "entropy_from_logits": "verl.utils.torch_functional.entropy_from_logits",
+     "fused_output_processor": "verl.models.mcore.model_forward_fused.fused_output_processor"},
     {"nothing; then `actor_rollout_ref.actor.policy_loss.loss_mode=fused_vanilla`": "policy losses in its registry, in every process",
      "`actor_rollout_ref.model.external_lib=grpo_kernels.plugins.verl_head`":
      "log-probs and entropy, from hidden states with `use_fused_kernels`"},
@@ -347,7 +350,7 @@ def _metrics(
 # ---- log-probs and entropy
 
 
-def bind(*, hidden: bool = True, logits: bool = True, **how: bool) -> Slots:
+def bind(*, hidden: bool = True, logits: bool = True, megatron: bool = False, **how: bool) -> Slots:
     """Replace verl's functions by ours in this process; the result restores them, see `Slots`,
     which has the errors too.
 
@@ -358,6 +361,9 @@ def bind(*, hidden: bool = True, logits: bool = True, **how: bool) -> Slots:
     logits   `logprobs_from_logits` and `entropy_from_logits` of verl.utils.torch_functional and of
              the engines that imported them. Bind before the engine is built, because the engine
              keeps the entropy function of that time.
+    megatron  True: also `fused_output_processor` of verl.models.mcore.model_forward_fused, which
+              the Megatron engine passes to megatron-core 0.18 and later. It needs any_version=True
+              with a version that was not tested.
     how      strict and any_version of `Slots`.
     """
     ours: list[Callable[..., Any]] = [linear_cross_entropy] * hidden
@@ -365,7 +371,51 @@ def bind(*, hidden: bool = True, logits: bool = True, **how: bool) -> Slots:
     slots = ADAPTER.bind(*ours, **how)
     if hidden:
         slots.bind(fused_linear_for_ppo, attribute="forward", method=True)
+    if megatron:
+        # The backward adds to main_grad, so it must run once: no comparison.
+        slots.bind(fused_output_processor, comparable=False)
     return slots
+
+
+def fused_output_processor(
+    *,
+    hidden_states: Tensor,
+    output_layer: Any,
+    output_weight: Tensor | None,
+    labels: Tensor,
+    context: Any,
+    config: Any,
+    scale_logits: Callable[[Tensor], Tensor] | None = None,
+    loss_mask: Tensor | None = None,
+    input_ids: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    decoder_input: Tensor | None = None,
+    inference_context: Any = None,
+    packed_seq_params: Any = None,
+    runtime_gather_output: bool | None = None,
+    compute_language_model_loss: Any = None,
+) -> FusedOutput:
+    """Compute log-probs and entropy of labels, fp32 [B, S], in the fields of verl's output.
+
+    context   verl's FusedOutputProcessorContext; padding ids are in the softmax, as in verl
+
+    The other arguments are those of megatron-core's hook, see `megatron.logprobs_processor`; the
+    inputs of the model are not read. Unlike verl's function it applies the model's muP scale, sums
+    the gradient of the hidden states over the tensor-parallel ranks without sequence parallelism
+    too, and adds the gradient of the weight to main_grad if Megatron does. It writes nothing for
+    Megatron's config logger.
+    """
+    return logprobs_processor(
+        hidden_states=hidden_states,
+        output_layer=output_layer,
+        output_weight=output_weight,
+        labels=labels,
+        context=context,
+        config=config,
+        scale_logits=scale_logits,
+        loss_mask=loss_mask,
+    )
 
 
 @says(targets="labels")

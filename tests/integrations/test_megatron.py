@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from grpo_kernels import Objective, Options, TokenBatch
 from grpo_kernels.formulas.surrogates import Clip
-from grpo_kernels.integrations import megatron
+from grpo_kernels.integrations import megatron, nemo_rl
 from grpo_kernels.integrations.megatron import LogprobsContext, LossContext
 from support.inside import Allocations, blocks, count_products
 from support.megatron import (
@@ -376,6 +376,26 @@ def compare_on_context_ranks(case, rows, group, context_group):
     grad_weight = model.head.grad
     dist.all_reduce(grad_weight, group=context_group)
     near(grad_weight, part(want.grad_weight, group), case)
+
+
+def check_nemo_rls_function(rank, ranks):
+    """Log-probs of the next tokens from parts of the sequence."""
+    group = dist.group.WORLD
+    weight = part(WEIGHT, group).requires_grad_()
+    hidden = part(TRUNK_INPUT, group).requires_grad_()
+    whole_weight = WEIGHT.double().requires_grad_()
+    whole_hidden = TRUNK_INPUT.double().requires_grad_()
+    log_p = (whole_hidden.transpose(0, 1) @ whole_weight.T).log_softmax(-1)
+    want = log_p[:, :-1].gather(-1, LABELS[:, 1:, None])[..., 0]
+    (UPSTREAM[0, :, 1:] * want).sum().backward()
+    start = rank * len(weight)
+    found = nemo_rl.from_parallel_hidden_states_to_logprobs(
+        hidden, weight, False, LABELS, start, start + len(weight), group
+    )
+    (UPSTREAM[0, :, 1:].float() * found).sum().backward()
+    near(found, want, "log-probs")
+    near(hidden.grad, part(whole_hidden.grad, group), "hidden")
+    near(weight.grad, part(whole_weight.grad, group), "weight")
 
 
 def check_main_grad(rank, ranks):
