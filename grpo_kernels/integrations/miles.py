@@ -61,7 +61,9 @@ ADAPTER = Adapter(
      "local_sets":
      ("miles.backends.training_utils.sampling_mask.build_local_sampling_mask",
       "miles.backends.training_utils.data.sampling_mask.build_local_sampling_mask")},
-    {"`--custom-megatron-init-path grpo_kernels.plugins.miles.init`": "log-probs and entropy, over recorded sets"},
+    {"`--custom-megatron-init-path grpo_kernels.plugins.miles.init`": "log-probs and entropy, over recorded sets",
+     "`--custom-megatron-before-log-prob-hook-path grpo_kernels.plugins.miles.before_log_probs --custom-megatron-before-train-step-hook-path grpo_kernels.plugins.miles.before_train_step`":
+     "with the path above, log-probs and entropy of response tokens from hidden states, without logits"},
 )  # fmt: skip
 #: Arguments of miles that compare with log-probs of another network.
 COMPARED = ("use_kl_loss", "kl_coef", "use_opd")

@@ -81,7 +81,9 @@ ADAPTER = Adapter(
      "keep_sets": "slime.backends.megatron_utils.loss._build_topp_keep_mask",
      "get_log_probs_and_entropy": "slime.backends.megatron_utils.loss.get_log_probs_and_entropy"},
     {"`--custom-megatron-init-path grpo_kernels.plugins.slime.init`": "log-probs and entropy, over recorded sets where top-p is on",
-     "`--loss-type custom_loss --custom-loss-function-path grpo_kernels.plugins.slime.loss`": "the policy loss of slime's arguments"},
+     "`--loss-type custom_loss --custom-loss-function-path grpo_kernels.plugins.slime.loss`": "the policy loss of slime's arguments",
+     "`--custom-megatron-before-log-prob-hook-path grpo_kernels.plugins.slime.before_log_probs --custom-megatron-before-train-step-hook-path grpo_kernels.plugins.slime.before_train_step`":
+     "with the path above, log-probs and entropy of response tokens from hidden states, without logits"},
 )  # fmt: skip
 #: Options that `policy_loss` refuses; slime's own loss has them.
 REFUSED = ("use_tis", "get_mismatch_metrics", "use_opsm", "custom_pg_loss_reducer_function_path")

@@ -22,6 +22,7 @@ import grpo_kernels
 from grpo_kernels import plugins as _once
 from grpo_kernels.__main__ import main
 from grpo_kernels.integrations import liger
+from support.megatron import GPTModel
 from support.trainers import H, V, stand_in, without_trainers
 
 SOURCE = Path(grpo_kernels.__file__).parents[1]
@@ -205,6 +206,42 @@ def test_slime_and_miles_call_a_function_at_their_start(caplog):
     )
     assert callable(loaded("grpo_kernels.plugins.slime.loss"))
     assert [line.split(" run ")[0].split()[-1] for line in said(caplog)] == ["slime", "miles"]
+
+
+HOMES = {
+    "slime": ("slime.utils.ppo_utils", "slime.backends.megatron_utils.loss"),
+    "miles": (
+        "miles.backends.training_utils.loss_hub.math_utils",
+        "miles.backends.training_utils.loss_hub.logit_processors",
+    ),
+}
+
+
+@pytest.mark.parametrize("trainer", HOMES)
+def test_hooks_of_slime_and_miles_skip_the_logits(trainer):
+    """The function that needs hidden states is bound at the start, if a hook is named."""
+    functions, home = HOMES[trainer]
+    stand_in(functions, calculate_log_probs_and_entropy=len)
+
+    def scores(logits, *, args, unconcat_tokens, total_lengths, response_lengths):
+        return None
+
+    scored = stand_in(home, get_log_probs_and_entropy=scores)
+    plugin = f"grpo_kernels.plugins.{trainer}"
+    model = GPTModel(torch.randn(5, 3))
+    with pytest.raises(RuntimeError, match=f"{plugin}.init too"):
+        loaded(f"{plugin}.before_train_step")(SimpleNamespace(), 0, 0, [model], None, None)
+    args = SimpleNamespace(
+        vocab_size=4,
+        custom_megatron_before_log_prob_hook_path=f"{plugin}.before_log_probs",
+        custom_megatron_before_train_step_hook_path=f"{plugin}.before_train_step",
+    )
+    loaded(f"{plugin}.init")(args)
+    assert is_ours(scored.get_log_probs_and_entropy)
+    loaded(f"{plugin}.before_log_probs")(args, [model], "ref_")
+    loaded(f"{plugin}.before_train_step")(args, 0, 0, [model], None, None)
+    logits = model(None, None, None, torch.randn(6, 1, 3))
+    assert logits.options.shard.vocab == 4
 
 
 def test_prime_rl_imports_a_loss_and_gets_the_head_too(caplog):
