@@ -109,6 +109,9 @@ class Cell:
     shared: float | None = (
         None  # share of the tokens that need no row of their own, for the suite "trees"
     )
+    accumulation: int = (
+        1  # micro-batches of a step: the loss is divided by them before its backward
+    )
 
     @property
     def beta(self) -> float:
@@ -181,9 +184,10 @@ class Case:
         if self.model is not None:
             return self.step(loss)
         leaves = {name: x for name, x in self.leaves.items() if not (into and name == "d_weight")}
+        scaled = loss if self.cell.accumulation == 1 else loss / self.cell.accumulation
         found = {
             "loss": loss.detach(),
-            **dict(zip(leaves, torch.autograd.grad(loss, [*leaves.values()]), strict=True)),
+            **dict(zip(leaves, torch.autograd.grad(scaled, [*leaves.values()]), strict=True)),
         }
         return found | ({"d_weight": self.weight_grad} if into else {})
 

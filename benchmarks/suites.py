@@ -52,6 +52,8 @@ CROSS_ENTROPIES = (
 )  # fmt: skip
 FROM_LOGITS = (OURS, "grpo_kernels, in place", "grpo_kernels, new gradient", EAGER, "torch.compile")
 
+SCALED_LOGITS = ("grpo_kernels, in place, grad_scale", "grpo_kernels, new gradient, grad_scale")
+
 
 class Planned(NamedTuple):
     cell: Cell
@@ -188,6 +190,16 @@ SUITES = {
             plan("hidden", (16, 1024, QWEN), (256, 1024, QWEN))
             + plan("hidden", (700, 1024, QWEN), MANY, (4096, 1024, QWEN), only=MANY_ROWS),
             gpu("hidden", LARGE, (8192, 4096, LLAMA), (4096, 2304, GEMMA)),
+        ),
+        Suite(
+            "logits-accumulation", "Loss from logits, divided by 4 before its backward", "logits",
+            plan("logits", (256, None, QWEN), only=(*FROM_LOGITS, *SCALED_LOGITS), accumulation=4),
+            gpu("logits", (8192, None, QWEN), accumulation=4),
+        ),
+        Suite(
+            "hidden-accumulation", "Loss from hidden states, divided by 4 before its backward", "hidden",
+            plan("hidden", (256, 1024, QWEN), only=(OURS, "grpo_kernels, grad_scale", EAGER, *MANY_ROWS[4:6]), accumulation=4),
+            gpu("hidden", LARGE, accumulation=4),
         ),
         Suite(
             "kept", "Loss and gradients over kept sets, from hidden states", "kept",

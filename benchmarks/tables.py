@@ -146,7 +146,14 @@ def size(cell: Cell) -> str:
     shared, loss = cell.get("shared"), LOSSES.get(cell["contract"])
     parts = [" x ".join(f"{cell[x]:,}" for x in ("rows", "hidden", "vocab") if cell[x]), loss]
     return ", ".join(
-        filter(None, [*parts, shared is not None and f"{100 * shared:g} % of the rows shared"])
+        filter(
+            None,
+            [
+                *parts,
+                shared is not None and f"{100 * shared:g} % of the rows shared",
+                cell.get("accumulation", 1) > 1 and f"loss / {cell['accumulation']}",
+            ],
+        )
     )
 
 

@@ -48,6 +48,7 @@ class Provider:
     )
     # it computes another contract, as its name says: it is timed for comparison and not checked
     beside: bool = False
+    needs_accumulation: bool = False  # it is another one only if the loss is divided
     memory: Callable[[Cell], float] | None = (
         None  # bytes beyond the inputs, for providers that may need more than is free
     )

@@ -82,19 +82,21 @@ def loss_of(
 
 def loss(
     name: str, *contracts: str, upstream: float = 1.0, inplace: bool = False, into: bool = False, backend: str | None = None,
-    spec: Objective | None = None, one_by_one: bool = False, without_terms: bool = False, **fields: Any,
+    spec: Objective | None = None, one_by_one: bool = False, without_terms: bool = False, says_scale: bool = False,
+    **fields: Any,
 ) -> None:  # fmt: skip
     """Registers a way to call the whole loss. An `upstream` gradient other than 1 costs a scaling
     of the gradient; the normalizer is multiplied by it too, so that the result is the same. into:
     the gradient of the weight is added to existing memory, as trainers do that sum it over
     micro-batches. one_by_one: with a row for each token, where tokens share them. without_terms:
-    without those at listed ids.
+    without those at listed ids. says_scale: with what the loss is multiplied by, as grad_scale.
     """
 
     def make(case: Case) -> Call:
         of, kernels = spec or objective(case), backend or native(case)
         how = {"inplace": True} if inplace else {}
         how |= {"normalizer": upstream * case.cell.rows} if upstream != 1 else {}
+        how |= {"grad_scale": 1 / case.cell.accumulation} if says_scale else {}
 
         def run() -> Result:
             options = Options(backend=kernels, weight_grad=case.weight_grad if into else None)
@@ -114,7 +116,7 @@ def loss(
 
         return run
 
-    provider(f"{OURS}{name}", *contracts, **fields)(make)
+    provider(f"{OURS}{name}", *contracts, needs_accumulation=says_scale, **fields)(make)
 
 
 loss(", in place", "logits", "logits-divergence", inplace=True)
@@ -122,6 +124,9 @@ loss("", "logits-forms")
 loss(", new gradient", "logits")
 loss(", in place, upstream 0.5", "logits", inplace=True, upstream=0.5)
 loss(", new gradient, upstream 0.5", "logits", upstream=0.5)
+loss(", in place, grad_scale", "logits", inplace=True, says_scale=True)
+loss(", new gradient, grad_scale", "logits", says_scale=True)
+loss(", grad_scale", "hidden", says_scale=True)
 loss(", into weight_grad", "kept", into=True)
 loss(
     "", "hidden", "hidden-frozen", *OF_SEQUENCES, "kept", "cross-entropy", "trees", "forms", *BETAS
