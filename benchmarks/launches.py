@@ -308,11 +308,11 @@ class Case:
             case "fused":
                 KERNELS.fused_loss(rows, objective.loss_formula(of_tokens), out)
             case "stats" | "two_stats":
-                KERNELS.kernel_sums(rows, self.partials)
+                KERNELS.run_sums_kernel(rows, self.partials)
             case "mixed":
-                KERNELS.mixture_sums(rows, partials)
+                KERNELS.run_mixture_kernel(rows, partials)
             case "pull" | "two_pull":
-                KERNELS.kernel_gradient(
+                KERNELS.run_gradient_kernel(
                     rows, partials, GradientCoefficients(torch.ones(len(slopes), n), slopes), out
                 )
             case "scale_":

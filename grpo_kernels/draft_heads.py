@@ -546,7 +546,7 @@ class SoftPass:
     def unit_gradient(self, matmuls: HeadMatmuls, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
         """Return (p - q) @ weight of each row, fp32 [num_chunk_rows, H]. The logits are lost."""
         kernels = self.teacher.kernels
-        buffer = matmuls.make_grad_buffer(rows.num_rows, not kernels.narrows_in_place)
+        buffer = matmuls.make_grad_buffer(rows.num_rows, not kernels.rounds_in_place)
         grad_logits = buffer.memory_for(rows.logits[0])
         unit = torch.ones(rows.num_rows, device=grad_logits.device)
         coefficients = GradientCoefficients.from_gradients(sums, {"divergence": unit}, rows.mask)

@@ -1385,14 +1385,14 @@ FAULTS: list[Fault] = [
         ),
         (
             "a gradient is narrowed over logits that are read",
-            "accumulator.wanted.bias or not kernels.narrows_in_place",
+            "accumulator.wanted.bias or not kernels.rounds_in_place",
             "accumulator.wanted.bias",
             LINEAR_PASS,
         ),
         (
             "the bias's gradient is a sum of bf16",
-            "accumulator.wanted.bias or not kernels.narrows_in_place",
-            "not kernels.narrows_in_place",
+            "accumulator.wanted.bias or not kernels.rounds_in_place",
+            "not kernels.rounds_in_place",
             LINEAR_PASS,
         ),
         (

@@ -454,7 +454,7 @@ def gradient_of_block(
     """Return d loss / d logits of the chunks of a block, [num_block_rows, V], without row_scale."""
     num_rows = chunks[-1].stop - chunks[0].start
     # The sum for the bias needs fp32. So does a kernel that cannot narrow rows in place.
-    needs_fp32 = accumulator.wanted.bias or not kernels.narrows_in_place
+    needs_fp32 = accumulator.wanted.bias or not kernels.rounds_in_place
     buffer = logits.matmuls.make_grad_buffer(num_rows, needs_fp32)
     for chunk in chunks:
         write_gradient_of_chunk(chunk, formula, logits, accumulator, buffer)

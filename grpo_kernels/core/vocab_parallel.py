@@ -184,12 +184,12 @@ class VocabParallel(Backend):
     def __init__(self, kernels: Backend, shard: VocabShard) -> None:
         self.kernels = kernels
         self.shard = shard
-        self.narrows_in_place = kernels.narrows_in_place
+        self.rounds_in_place = kernels.rounds_in_place
 
-    def kernel_sums(self, rows: LogitRows, names: tuple[str, ...]) -> SoftmaxSums:
+    def run_sums_kernel(self, rows: LogitRows, names: tuple[str, ...]) -> SoftmaxSums:
         """Return the sums of whole rows, the same on all ranks (one all-gather).
 
-        The values of MIXTURE_SUMS are not set: `mixture_sums` has an exchange of its own.
+        The values of MIXTURE_SUMS are not set: `run_mixture_kernel` has an exchange of its own.
         """
         sums = self.kernels.first_pass_sums(self.local_rows(rows), names)
         first_pass = tuple(name for name in names if name not in MIXTURE_SUMS)
@@ -210,12 +210,12 @@ class VocabParallel(Backend):
         local_values.copy_(merge_shards(shards, rows.mask, first_ids).values)
         return sums
 
-    def mixture_sums(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
+    def run_mixture_kernel(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
         """Return MIXTURE_SUMS of whole rows (one all-reduce)."""
-        local_sums = self.kernels.mixture_sums(self.local_rows(rows), sums)
+        local_sums = self.kernels.run_mixture_kernel(self.local_rows(rows), sums)
         return self.shard.sum_over_ranks(local_sums)
 
-    def kernel_gradient(
+    def run_gradient_kernel(
         self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor
     ) -> None:
         """Write this rank's columns of the gradient, and 0 into padding."""

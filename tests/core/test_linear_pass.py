@@ -440,7 +440,7 @@ def test_memory_of_16_bits_is_rounded_once(is_loss, backend):
 class WritesAnywhere(eager.Kernels):
     """Kernels that may write an element before they have read the one in front of it."""
 
-    narrows_in_place = False
+    rounds_in_place = False
     dtypes: list[torch.dtype]
 
     def fused_loss(self, rows, loss_formula, out):

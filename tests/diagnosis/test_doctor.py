@@ -218,9 +218,9 @@ def test_the_self_test_detects_a_fault(fault, monkeypatch):
 
 def test_a_wrong_eager_backend_is_found_by_itself_and_beside_the_kernels(backend, monkeypatch):
     kernels = backends.load("eager").Kernels
-    gradient = kernels.kernel_gradient
+    gradient = kernels.run_gradient_kernel
     monkeypatch.setattr(
-        kernels, "kernel_gradient", lambda *given: (gradient(*given), given[-1].neg_())
+        kernels, "run_gradient_kernel", lambda *given: (gradient(*given), given[-1].neg_())
     )
     checks = self_test.self_test(backend, CPU)["checks"]
     assert {check["case"] in self_test.BESIDE_EAGER for check in checks if check["failure"]} == {

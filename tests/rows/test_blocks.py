@@ -114,7 +114,7 @@ class Poisoned(eager.Kernels):
     used for them or for rows of gradients that products have taken.
     """
 
-    narrows_in_place = False
+    rounds_in_place = False
 
     def pull(self, rows, partials, slopes, out):
         super().pull(rows, partials, slopes, out)

@@ -103,7 +103,7 @@ OF_ROWS = {
     "fused": (fused, (*ROWS, "mask", "out")),
     "evaluate": (evaluate, ("logps", "entropy")),
     "sums beside": (lambda b, x: b.softmax_sums(rows(x), JSD), (*BESIDE, "mask")),
-    "mixture beside": (lambda b, x: b.mixture_sums(rows(x), sums(x)), ("logits", "inverse_temperature", "reference.logits", "mask", "sums")),
+    "mixture beside": (lambda b, x: b.run_mixture_kernel(rows(x), sums(x)), ("logits", "inverse_temperature", "reference.logits", "mask", "sums")),
     "gradient beside": (gradient, (*BESIDE, "out", "sums", "coefficients")),
     "fused beside": (fused, (*BESIDE, "mask", "out")),
 }  # fmt: skip

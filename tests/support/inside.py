@@ -124,11 +124,11 @@ def backends_that_run(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in ("eager", "cpu"):
         kernels = backends.load(name).Kernels
 
-        def stats(*args: Any, right: Any = kernels.kernel_sums, name: str = name) -> Any:
+        def stats(*args: Any, right: Any = kernels.run_sums_kernel, name: str = name) -> Any:
             names.append(name)
             return right(*args)
 
-        monkeypatch.setattr(kernels, "kernel_sums", stats)
+        monkeypatch.setattr(kernels, "run_sums_kernel", stats)
     return names
 
 
@@ -313,12 +313,14 @@ def of_a_gpu(adds: bool = True) -> Iterator[list[Product]]:
 class NoRows(eager.Kernels):
     """Row kernels that do nothing and take no memory, for tensors without values."""
 
-    narrows_in_place = False
+    rounds_in_place = False
 
-    def kernel_sums(self, rows: LogitRows, names: tuple[str, ...]) -> SoftmaxSums:
+    def run_sums_kernel(self, rows: LogitRows, names: tuple[str, ...]) -> SoftmaxSums:
         return SoftmaxSums.masked(names, rows.num_rows, rows.logits.device)
 
-    def kernel_gradient(self, rows: LogitRows, sums: Any, coefficients: Any, out: Tensor) -> None:
+    def run_gradient_kernel(
+        self, rows: LogitRows, sums: Any, coefficients: Any, out: Tensor
+    ) -> None:
         assert apart_or_in_place(rows.logits, out)
 
     def fused_loss(self, rows: LogitRows, loss_formula: Any, out: Tensor | None) -> FusedLossValues:

@@ -75,17 +75,21 @@ class FusedLossValues(NamedTuple):
 
 
 class Backend(ABC):
-    """Kernels over rows of logits and over pairs.
+    """Kernels over rows of logits, and over (row, id) pairs of hidden states and weight.
 
-    narrows_in_place    whether a 16-bit gradient may be written into the memory of its fp32 logits,
-                        from the address of each row on. It may if a row is read from first to last
-                        element and written behind what was read.
-    computes_all_sums   whether `kernel_sums` computes all SUMS, and `kernel_gradient` takes all
-                        COEFFICIENTS. Otherwise they know SUMS_OF_KERNELS and
-                        COEFFICIENTS_OF_KERNELS, and eager PyTorch does the rest.
+    The public methods are `softmax_sums`, `softmax_gradient`, `fused_loss`, `evaluate_formula`,
+    `scale_` and those over pairs. A subclass implements the kernels that `softmax_sums` and
+    `softmax_gradient` call (`run_sums_kernel`, `run_mixture_kernel`, `run_gradient_kernel`).
+
+    rounds_in_place     whether a 16-bit gradient may be written into the memory of its fp32 logits,
+                        from the address of each row on. It may if a kernel reads a row from the
+                        first to the last element, and writes only what it has read.
+    computes_all_sums   whether the kernels compute all SUMS and take all COEFFICIENTS. Otherwise
+                        they know SUMS_OF_KERNELS and COEFFICIENTS_OF_KERNELS, and eager PyTorch
+                        does the rest.
     """
 
-    narrows_in_place: bool
+    rounds_in_place: bool
     computes_all_sums = False
 
     # ---- rows of logits
@@ -97,15 +101,18 @@ class Backend(ABC):
         """
         sums = self.first_pass_sums(rows, names)
         if MIXTURE_SUMS[0] in names:
-            sums.set_sums(MIXTURE_SUMS, self.mixture_sums(rows, sums))
+            sums.set_sums(MIXTURE_SUMS, self.run_mixture_kernel(rows, sums))
         return sums
 
     def first_pass_sums(self, rows: LogitRows, names: tuple[str, ...]) -> SoftmaxSums:
-        """Return the named sums of rows. The values of MIXTURE_SUMS are not set."""
-        sums = self.kernel_sums(rows, names)
+        """Return the named sums of rows that one pass over them gives.
+
+        The result has memory for MIXTURE_SUMS if they are named. Their values are not set.
+        """
+        sums = self.run_sums_kernel(rows, names)
         unknown = names_unknown_to_kernels(SUMS_OF_KERNELS, names)
         if unknown and not self.computes_all_sums:
-            eager_sums = load("eager").Kernels().kernel_sums(rows, (*BASIC_SUMS, *unknown))
+            eager_sums = load("eager").Kernels().run_sums_kernel(rows, (*BASIC_SUMS, *unknown))
             sums.set_sums(unknown, eager_sums.values[len(BASIC_SUMS) :])
         return sums
 
@@ -120,26 +127,30 @@ class Backend(ABC):
         out            [A, T, V]: the logits themselves, or other memory
         """
         kernels = self
-        if names_unknown_to_kernels(COEFFICIENTS_OF_KERNELS, coefficients.names):
-            kernels = self if self.computes_all_sums else load("eager").Kernels()
-        kernels.kernel_gradient(rows, sums, coefficients, out)
+        unknown = names_unknown_to_kernels(COEFFICIENTS_OF_KERNELS, coefficients.names)
+        if unknown and not self.computes_all_sums:
+            kernels = load("eager").Kernels()
+        kernels.run_gradient_kernel(rows, sums, coefficients, out)
 
     @abstractmethod
-    def kernel_sums(self, rows: LogitRows, names: tuple[str, ...]) -> SoftmaxSums:
-        """Return those of the named sums that the kernels compute in one pass.
+    def run_sums_kernel(self, rows: LogitRows, names: tuple[str, ...]) -> SoftmaxSums:
+        """Compute the named sums that one pass over the rows gives and the kernels know.
 
-        The values of the others, and of MIXTURE_SUMS, are not set.
+        The result has memory for all named sums. The values of the others are not set.
         """
 
     @abstractmethod
-    def mixture_sums(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
-        """Return MIXTURE_SUMS, fp32 [2, num_rows], from the other sums of whole rows."""
+    def run_mixture_kernel(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
+        """Compute MIXTURE_SUMS, fp32 [2, num_rows], in a second pass over the rows.
+
+        sums   the sums of the first pass, over the whole vocabulary
+        """
 
     @abstractmethod
-    def kernel_gradient(
+    def run_gradient_kernel(
         self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor
     ) -> None:
-        """Write the gradient as `softmax_gradient` does, for coefficients that the kernels know."""
+        """Write the gradient as `softmax_gradient` does. The kernels know all coefficients."""
 
     def fused_loss(
         self, rows: LogitRows, loss_formula: TokenLossFormula, out: Tensor | None
@@ -176,6 +187,7 @@ class Backend(ABC):
     def _loss_of_block(
         self, rows: LogitRows, loss_formula: TokenLossFormula, out: Tensor | None
     ) -> FusedLossValues:
+        """Compute `fused_loss` of all rows as sums, formula and gradient."""
         names = SUMS_OF_ENTROPY
         if rows.reference is not None:
             names = sums_for(("entropy", "divergence"), rows.reference.direction)

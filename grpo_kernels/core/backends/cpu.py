@@ -91,14 +91,14 @@ class Kernels(Backend):
              first use
     """
 
-    narrows_in_place = True
+    rounds_in_place = True
 
     def __init__(self, strict: bool = False) -> None:
         self.strict = strict
 
     # ---- rows of logits
 
-    def kernel_sums(self, rows: LogitRows, names: tuple[str, ...]) -> SoftmaxSums:
+    def run_sums_kernel(self, rows: LogitRows, names: tuple[str, ...]) -> SoftmaxSums:
         """Return the named sums that C++ knows, see `Backend`."""
         num_rows = count_rows(rows)
         sums = SoftmaxSums.empty(names, num_rows, rows.logits.device, rows.reference)
@@ -110,7 +110,7 @@ class Kernels(Backend):
         )
         return sums
 
-    def mixture_sums(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
+    def run_mixture_kernel(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
         """Return MIXTURE_SUMS, see `Backend`."""
         num_rows = count_rows(rows)
         result = torch.empty(2, rows.num_rows, dtype=torch.float32)
@@ -128,7 +128,7 @@ class Kernels(Backend):
         )
         return result
 
-    def kernel_gradient(
+    def run_gradient_kernel(
         self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor
     ) -> None:
         """Write d loss / d logits, see `Backend`."""

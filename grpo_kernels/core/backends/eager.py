@@ -60,19 +60,20 @@ def block_bytes(device: torch.device) -> int:
 class Kernels(Backend):
     """All kernels in eager PyTorch.
 
-    workspace   memory for calls of one block each, as `fused_loss` makes them. `kernel_gradient`
-                must follow `kernel_sums` of the same block, and finds its exponentials there.
+    workspace   memory for calls of one block each, as `fused_loss` makes them.
+                `run_gradient_kernel` must follow `run_sums_kernel` of the same block, and finds its
+                exponentials there.
     """
 
     computes_all_sums = True
-    narrows_in_place = True  # a block is read completely before any of it is written
+    rounds_in_place = True  # a block is read completely before any of it is written
 
     def __init__(self, strict: bool = False, workspace: Workspace | None = None) -> None:
         self.workspace = workspace
 
     # ---- rows of logits
 
-    def kernel_sums(self, rows: LogitRows, names: tuple[str, ...]) -> SoftmaxSums:
+    def run_sums_kernel(self, rows: LogitRows, names: tuple[str, ...]) -> SoftmaxSums:
         """Return the named sums but MIXTURE_SUMS, see `Backend`."""
         sums = SoftmaxSums.empty(names, rows.num_rows, rows.logits.device, rows.reference)
         workspace = self.workspace or Workspace.for_rows(rows)
@@ -90,7 +91,7 @@ class Kernels(Backend):
         masked = SoftmaxSums.masked(names, 1, rows.logits.device)
         return replace(sums, values=torch.where(rows.mask, sums.values, masked.values))
 
-    def mixture_sums(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
+    def run_mixture_kernel(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
         """Return MIXTURE_SUMS, see `Backend`."""
         reference = rows.reference
         assert reference is not None
@@ -105,7 +106,7 @@ class Kernels(Backend):
             results[:, block] = torch.stack([sum_rows(x) for x in terms])
         return results if rows.mask is None else torch.where(rows.mask, results, 0.0)
 
-    def kernel_gradient(
+    def run_gradient_kernel(
         self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor
     ) -> None:
         """Write d loss / d logits, see `Backend`."""

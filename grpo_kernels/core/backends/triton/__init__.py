@@ -82,14 +82,14 @@ class Kernels(Backend):
     strict   compare a program with torch before its first use
     """
 
-    narrows_in_place = False  # many threads write at once, starting at the end of the row
+    rounds_in_place = False  # many threads write at once, starting at the end of the row
 
     def __init__(self, strict: bool = False) -> None:
         self.strict = strict
 
     # ---- rows of logits
 
-    def kernel_sums(self, rows: LogitRows, names: tuple[str, ...]) -> SoftmaxSums:
+    def run_sums_kernel(self, rows: LogitRows, names: tuple[str, ...]) -> SoftmaxSums:
         """Return the named sums of one pass, see `Backend`."""
         call = RowCall(rows)
         sums = SoftmaxSums.empty(names, rows.num_rows, rows.logits.device, rows.reference)
@@ -115,10 +115,10 @@ class Kernels(Backend):
         )
         if "argmax" in names:  # rarely needed with a reference, so it is a separate pass
             policy_rows = rows._replace(reference=None)
-            sums["argmax"].copy_(self.kernel_sums(policy_rows, SUMS_OF_TOP_ID)["argmax"])
+            sums["argmax"].copy_(self.run_sums_kernel(policy_rows, SUMS_OF_TOP_ID)["argmax"])
         return sums
 
-    def mixture_sums(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
+    def run_mixture_kernel(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
         """Return MIXTURE_SUMS, see `Backend`."""
         assert rows.reference is not None
         call = RowCall(rows)
@@ -134,13 +134,13 @@ class Kernels(Backend):
             mask,
             *call.sums(sums),
             log_sum_ratio,
-            call.shares,
+            call.mixture_weights,
             *call.table("result", result),
             DIRECTION=rows.reference.direction,
         )
         return result
 
-    def kernel_gradient(
+    def run_gradient_kernel(
         self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor
     ) -> None:
         """Write d loss / d logits, see `Backend`."""
@@ -169,7 +169,7 @@ class Kernels(Backend):
             reference_gradient_kernel,
             *arguments,
             *call.vectors(log_sum_ratio=sums.log_sum_ratio, center=sums.gradient_center),
-            call.shares,
+            call.mixture_weights,
             *coefficient_table,
             NAMES=names,
             DIRECTION=reference.direction,
@@ -407,31 +407,31 @@ class OrEager(Kernels):
     rounding, so one may compute the gradient from sums of the other.
     """
 
-    def kernel_sums(self, rows: LogitRows, names: tuple[str, ...]) -> SoftmaxSums:
+    def run_sums_kernel(self, rows: LogitRows, names: tuple[str, ...]) -> SoftmaxSums:
         """Return the named sums of one pass, see `Backend`."""
         try:
-            return super().kernel_sums(rows, names)
+            return super().run_sums_kernel(rows, names)
         except KernelFailure as failure:
             fall_back(EAGER, failure.reason)
-        return eager.Kernels().kernel_sums(rows, names)
+        return eager.Kernels().run_sums_kernel(rows, names)
 
-    def mixture_sums(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
+    def run_mixture_kernel(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
         """Return MIXTURE_SUMS, see `Backend`."""
         try:
-            return super().mixture_sums(rows, sums)
+            return super().run_mixture_kernel(rows, sums)
         except KernelFailure as failure:
             fall_back(EAGER, failure.reason)
-        return eager.Kernels().mixture_sums(rows, sums)
+        return eager.Kernels().run_mixture_kernel(rows, sums)
 
-    def kernel_gradient(
+    def run_gradient_kernel(
         self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor
     ) -> None:
         """Write d loss / d logits, see `Backend`."""
         try:
-            return super().kernel_gradient(rows, sums, coefficients, out)
+            return super().run_gradient_kernel(rows, sums, coefficients, out)
         except KernelFailure as failure:
             fall_back(EAGER, failure.reason)
-        eager.Kernels().kernel_gradient(rows, sums, coefficients, out)
+        eager.Kernels().run_gradient_kernel(rows, sums, coefficients, out)
 
     def loss_in_one_call(
         self, rows: LogitRows, loss_formula: TokenLossFormula, out: Tensor | None

@@ -350,23 +350,23 @@ def jsd_terms(policy_is_larger, distance, ratio, psi, ratio_minus_1, b, one_minu
     Let M be the larger of p and q, ratio * M the smaller one, x = m / M - 1 and
     y = m / (ratio M) - 1. The terms are M (x - log(1 + x)) and ratio M (y - log(1 + y)), and
     log(1 + y) = log(1 + x) - log(ratio): one logarithm gives both. It is that of 1 + x, but that of
-    1 + y if M has the smaller share of m, which may be so small that y would be lost.
+    1 + y if M has the smaller weight in m, which may be so small that y would be lost.
 
     distance                    |log p - log q| = -log(ratio)
     ratio, psi, ratio_minus_1   exp_of_negative(distance)
     """
-    share_of_larger = tl.where(policy_is_larger, one_minus_b, b)
-    share_of_smaller = tl.where(policy_is_larger, b, one_minus_b)
-    x = share_of_smaller * ratio_minus_1
-    larger_share_difference = share_of_larger * ratio_minus_1
-    y = -larger_share_difference * fast_exp(distance)
-    uses_y = (share_of_larger < share_of_smaller) & (y <= LOG1P_LIMIT)
-    v = tl.where(uses_y, 1.0, fma(share_of_smaller, ratio, share_of_larger))
+    weight_of_larger = tl.where(policy_is_larger, one_minus_b, b)
+    weight_of_smaller = tl.where(policy_is_larger, b, one_minus_b)
+    x = weight_of_smaller * ratio_minus_1
+    weighted_difference = weight_of_larger * ratio_minus_1
+    y = -weighted_difference * fast_exp(distance)
+    uses_y = (weight_of_larger < weight_of_smaller) & (y <= LOG1P_LIMIT)
+    v = tl.where(uses_y, 1.0, fma(weight_of_smaller, ratio, weight_of_larger))
     n, t, r = log_parts(v, tl.where(uses_y, y, x))
     from_y = fma(ratio_minus_1, y, psi)
     from_x = fma(n, -LN2_PER_EXPONENT_BIT, x - t)
     larger_term = r + tl.where(uses_y, from_y, from_x)
-    smaller_from_x = fma(larger_share_difference, ratio_minus_1, ratio * (larger_term - psi))
+    smaller_from_x = fma(weighted_difference, ratio_minus_1, ratio * (larger_term - psi))
     smaller_term = tl.where(uses_y, ratio * r, smaller_from_x)
     policy_term = tl.where(policy_is_larger, larger_term, smaller_term)
     return policy_term, tl.where(policy_is_larger, smaller_term, larger_term)
@@ -395,13 +395,19 @@ def mixture_terms(z, w, softmaxes, b, one_minus_b, DIRECTION):
 
 
 @triton.jit
-def add_mixture_tile(sums, row, reference, start, softmaxes, shares, DIRECTION, PIECES, END):
-    """Add the terms of a tile to both sums of a mixture. shares: (b, 1 - b)."""
+def add_mixture_tile(
+    sums, row, reference, start, softmaxes, mixture_weights, DIRECTION, PIECES, END
+):
+    """Add the terms of a tile to both sums of a mixture.
+
+    sums              [LANES] each: of the policy's terms, and of the reference's
+    mixture_weights   (b, 1 - b), b the weight of the reference
+    """
     policy_sum, reference_sum = sums
     zs, ws = load_both_tiles(row, reference, start, PIECES, END)
     for i in tl.static_range(PIECES):
         policy_term, reference_term, larger_prob = mixture_terms(
-            zs[i], ws[i], softmaxes, *shares, DIRECTION
+            zs[i], ws[i], softmaxes, *mixture_weights, DIRECTION
         )
         policy_sum = fma(larger_prob, policy_term, policy_sum)
         reference_sum = fma(larger_prob, reference_term, reference_sum)

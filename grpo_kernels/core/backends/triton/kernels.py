@@ -31,6 +31,7 @@ from .softmax_rows import (
     compute_softmax_sums,
     expm1,
     find_first_maximum,
+    load_number,
     load_tile,
     load_unscaled_logit,
     row_fields,
@@ -69,21 +70,6 @@ def load_or(x, i, default):
     """Entry i of a vector, or the default if x is None."""
     if x is None:
         return default
-    else:
-        return tl.load(x + i)
-
-
-@triton.constexpr_function
-def is_number(x):
-    """Whether an argument is a number and not a pointer."""
-    return isinstance(x, float) or not x.dtype.is_ptr()  # a float in the interpreter
-
-
-@triton.jit
-def load_number(x, i):
-    """A number that is the same for all rows, or that of row i."""
-    if is_number(x):
-        return x
     else:
         return tl.load(x + i)
 
@@ -180,13 +166,10 @@ def softmax_sums_kernel(
     """Compute the sums NAMES of each row."""
     i = tl.program_id(0).to(tl.int64)
     if load_or(mask, i, True):
-        temperature = load_number(inverse_temperature, i)
-        row = Row(
-            *row_fields(
-                logits, V, first_row + i, T, stride_a, stride_t, temperature, transform, TILE
-            ),
-            *transform,
+        fields = row_fields(
+            logits, stride_a, stride_t, inverse_temperature, transform, V, T, first_row, i, TILE
         )
+        row = Row(*fields, *transform)
         target_u = load_unscaled_logit(row, tl.load(targets + i))
         LEVEL: tl.constexpr = level_of(NAMES, "sum_exp_shifted", "sum_exp_squared")
         max_u, sum_exp, shifted, squared, _ = compute_softmax_sums(row, LEVEL, 0, TILE)
@@ -230,13 +213,10 @@ def softmax_gradient_kernel(
     values, has_gradient = load_coefficients(coefficients, coefficients_stride, i, NAMES)
     out_row = row_pointer(out, first_row + i, T, out_stride_a, out_stride_t, TILE)
     if has_gradient:
-        temperature = load_number(inverse_temperature, i)
-        row = Row(
-            *row_fields(
-                logits, V, first_row + i, T, stride_a, stride_t, temperature, transform, TILE
-            ),
-            *transform,
+        fields = row_fields(
+            logits, stride_a, stride_t, inverse_temperature, transform, V, T, first_row, i, TILE
         )
+        row = Row(*fields, *transform)
         max_logit = tl.load(sums + i)
         sum_exp = tl.load(sums + sums_stride + i)
         target_logit = tl.load(sums + 2 * sums_stride + i)
@@ -304,10 +284,8 @@ def fused_loss_kernel(
     temperature = load_number(inverse_temperature, i)
     is_processed = load_or(mask, i, True)
     if is_processed:
-        row = Row(
-            *row_fields(logits, V, i, T, stride_a, stride_t, temperature, transform, TILE),
-            *transform,
-        )
+        fields = row_fields(logits, stride_a, stride_t, temperature, transform, V, T, 0, i, TILE)
+        row = Row(*fields, *transform)
         # Loaded before the first store, since the gradient may overwrite the logits. The reductions
         # below act as the barrier.
         target_u = load_unscaled_logit(row, target)
@@ -455,6 +433,46 @@ def scale_kernel(
 
 
 # ---- rows of the policy and a reference
+
+
+@triton.jit
+def fields_of_both_rows(
+    logits,
+    stride_a,
+    stride_t,
+    reference,
+    reference_stride_a,
+    reference_stride_t,
+    inverse_temperature,
+    transform,
+    reference_inverse_temperature,
+    reference_transform,
+    V,
+    T,
+    first_row,
+    i,
+    TILE,
+):
+    """The `row_fields` of row i of the policy's logits, and of the reference's."""
+    fields = row_fields(
+        logits, stride_a, stride_t, inverse_temperature, transform, V, T, first_row, i, TILE
+    )
+    reference_fields = row_fields(
+        reference,
+        reference_stride_a,
+        reference_stride_t,
+        reference_inverse_temperature,
+        reference_transform,
+        V,
+        T,
+        first_row,
+        i,
+        TILE,
+    )
+    return fields, reference_fields
+
+
+# ---- sums and gradients with a reference
 #
 # reference_sums are the rows of the table `sums` from reference_max_logit on, with the same stride.
 
@@ -504,28 +522,25 @@ def reference_sums_kernel(
     """Compute POLICY_SUMS in NAMES and REFERENCE_SUMS of each row."""
     i = tl.program_id(0).to(tl.int64)
     if load_or(mask, i, True):
-        temperature = load_number(inverse_temperature, i)
-        row = Row(
-            *row_fields(
-                logits, V, first_row + i, T, stride_a, stride_t, temperature, transform, TILE
-            ),
-            *transform,
+        fields, reference_fields = fields_of_both_rows(
+            logits,
+            stride_a,
+            stride_t,
+            reference,
+            reference_stride_a,
+            reference_stride_t,
+            inverse_temperature,
+            transform,
+            reference_inverse_temperature,
+            reference_transform,
+            V,
+            T,
+            first_row,
+            i,
+            TILE,
         )
-        reference_temperature = load_number(reference_inverse_temperature, i)
-        reference_row = Row(
-            *row_fields(
-                reference,
-                V,
-                first_row + i,
-                T,
-                reference_stride_a,
-                reference_stride_t,
-                reference_temperature,
-                reference_transform,
-                TILE,
-            ),
-            *reference_transform,
-        )
+        row = Row(*fields, *transform)
+        reference_row = Row(*reference_fields, *reference_transform)
         target_u = load_unscaled_logit(row, tl.load(targets + i))
         LEVEL: tl.constexpr = level_of(NAMES, "sum_exp_shifted", "sum_exp_squared")
         (
@@ -571,8 +586,8 @@ def mixture_sums_kernel(
     reference_sums,
     sums_stride: tl.int64,
     log_sum_ratio,
-    # (b, 1 - b) with the weight b of the reference in the mixture
-    shares,
+    # weights of the reference and of the policy in the mixture, a tuple of two numbers
+    mixture_weights,
     # [2, n]
     mixture_sums,
     mixture_sums_stride: tl.int64,
@@ -582,28 +597,25 @@ def mixture_sums_kernel(
     """Compute MIXTURE_SUMS of each row."""
     i = tl.program_id(0).to(tl.int64)
     if load_or(mask, i, True):
-        temperature = load_number(inverse_temperature, i)
-        row = Row(
-            *row_fields(
-                logits, V, first_row + i, T, stride_a, stride_t, temperature, transform, TILE
-            ),
-            *transform,
+        fields, reference_fields = fields_of_both_rows(
+            logits,
+            stride_a,
+            stride_t,
+            reference,
+            reference_stride_a,
+            reference_stride_t,
+            inverse_temperature,
+            transform,
+            reference_inverse_temperature,
+            reference_transform,
+            V,
+            T,
+            first_row,
+            i,
+            TILE,
         )
-        reference_temperature = load_number(reference_inverse_temperature, i)
-        reference_row = Row(
-            *row_fields(
-                reference,
-                V,
-                first_row + i,
-                T,
-                reference_stride_a,
-                reference_stride_t,
-                reference_temperature,
-                reference_transform,
-                TILE,
-            ),
-            *reference_transform,
-        )
+        row = Row(*fields, *transform)
+        reference_row = Row(*reference_fields, *reference_transform)
         softmaxes, _ = load_softmaxes(sums, reference_sums, sums_stride, log_sum_ratio, i)
         zeros = tl.zeros(row.columns.shape, tl.float32)
         lane_sums = (zeros, zeros)
@@ -615,13 +627,21 @@ def mixture_sums_kernel(
                 reference_row,
                 start,
                 softmaxes,
-                shares,
+                mixture_weights,
                 DIRECTION,
                 TILE.ACCESSES,
                 False,
             )
         lane_sums = add_mixture_tile(
-            lane_sums, row, reference_row, end, softmaxes, shares, DIRECTION, TILE.ACCESSES, True
+            lane_sums,
+            row,
+            reference_row,
+            end,
+            softmaxes,
+            mixture_weights,
+            DIRECTION,
+            TILE.ACCESSES,
+            True,
         )
         nan_without_divergence = 0.0 * softmaxes.log_sum_ratio
         for k in tl.static_range(2):
@@ -660,8 +680,8 @@ def reference_gradient_kernel(
     # [n], see `SoftmaxSums`
     log_sum_ratio,
     centers,
-    # (b, 1 - b) with the weight b of the reference in the mixture
-    shares,
+    # weights of the reference and of the policy in the mixture, a tuple of two numbers
+    mixture_weights,
     # [num_coefficients, n]
     coefficients,
     coefficients_stride: tl.int64,
@@ -676,31 +696,28 @@ def reference_gradient_kernel(
     per_target, constant, per_logp, per_prob, per_divergence = values
     out_row = row_pointer(out, first_row + i, T, out_stride_a, out_stride_t, TILE)
     if has_gradient:
-        temperature = load_number(inverse_temperature, i)
-        row = Row(
-            *row_fields(
-                logits, V, first_row + i, T, stride_a, stride_t, temperature, transform, TILE
-            ),
-            *transform,
+        fields, reference_fields = fields_of_both_rows(
+            logits,
+            stride_a,
+            stride_t,
+            reference,
+            reference_stride_a,
+            reference_stride_t,
+            inverse_temperature,
+            transform,
+            reference_inverse_temperature,
+            reference_transform,
+            V,
+            T,
+            first_row,
+            i,
+            TILE,
         )
-        reference_temperature = load_number(reference_inverse_temperature, i)
-        reference_row = Row(
-            *row_fields(
-                reference,
-                V,
-                first_row + i,
-                T,
-                reference_stride_a,
-                reference_stride_t,
-                reference_temperature,
-                reference_transform,
-                TILE,
-            ),
-            *reference_transform,
-        )
+        row = Row(*fields, *transform)
+        reference_row = Row(*reference_fields, *reference_transform)
         softmaxes, sum_exp = load_softmaxes(sums, reference_sums, sums_stride, log_sum_ratio, i)
         log_sum = tl.log(sum_exp)
-        divergence = (per_divergence, tl.load(centers + i), shares[0], shares[1])
+        divergence = (per_divergence, tl.load(centers + i), mixture_weights[0], mixture_weights[1])
         factors = ((constant - per_target) - per_logp * log_sum, per_logp, per_prob)
         target = tl.load(targets + i)
         target_w = reference_row.factor * load_unscaled_logit(reference_row, target)

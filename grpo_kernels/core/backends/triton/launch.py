@@ -588,7 +588,7 @@ class RowCall:
         return self.rows.logits.shape[2], self.rows.logits.shape[1]
 
     @property
-    def shares(self) -> tuple[float, float]:
+    def mixture_weights(self) -> tuple[float, float]:
         """The weights of reference and policy in the mixture."""
         assert self.rows.reference is not None
         mixture = float(self.rows.reference.mixture)

@@ -72,15 +72,38 @@ def row_pointer(x, row, T, stride_a, stride_t, TILE):
     return x + offset
 
 
+@triton.constexpr_function
+def is_number(x):
+    """Whether an argument is a number and not a pointer."""
+    return isinstance(x, float) or not x.dtype.is_ptr()  # a float in the interpreter
+
+
 @triton.jit
-def row_fields(logits, V, row, T, stride_a, stride_t, inverse_temperature, transform, TILE):
-    """The fields of a `Row` before its transform, whose None no function can return."""
-    start = row_pointer(logits, row, T, stride_a, stride_t, TILE)
-    if transform.softcap is None:
-        factor = tl.abs(transform.scale * inverse_temperature)
+def load_number(x, i):
+    """A number that is the same for all rows, or that of row i."""
+    if is_number(x):
+        return x
     else:
-        factor = transform.softcap * inverse_temperature
-    return start, V, thread_columns(TILE, TILE.ALIGNED), factor, inverse_temperature
+        return tl.load(x + i)
+
+
+@triton.jit
+def row_fields(
+    logits, stride_a, stride_t, inverse_temperature, transform, V, T, first_row, i, TILE
+):
+    """The fields of a `Row` before its transform, whose None no function can return.
+
+    logits, stride_a, stride_t   the rows of logits, see `row_pointer`
+    inverse_temperature          a number, or [n]
+    first_row, i                 the row is the i-th of n rows from first_row on
+    """
+    temperature = load_number(inverse_temperature, i)
+    start = row_pointer(logits, first_row + i, T, stride_a, stride_t, TILE)
+    if transform.softcap is None:
+        factor = tl.abs(transform.scale * temperature)
+    else:
+        factor = transform.softcap * temperature
+    return start, V, thread_columns(TILE, TILE.ALIGNED), factor, temperature
 
 
 @triton.jit
