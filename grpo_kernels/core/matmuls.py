@@ -83,7 +83,7 @@ def grad_hidden_partial_sums(weight: Tensor, vocab_size: int, dtype: torch.dtype
     cpu_dtype = cpu_operand_dtype(weight, dtype)
     if cpu_dtype is None:
         return 0
-    return cpu_matmuls.d_hidden_parts(cpu_dtype, weight.shape[1], vocab_size)
+    return cpu_matmuls.num_vocab_splits(cpu_dtype, weight.shape[1], vocab_size)
 
 
 @functools.cache
@@ -219,7 +219,7 @@ class CpuMatmuls(HeadMatmuls):
     def grad_hidden(self, grad_logits: Tensor) -> Tensor:
         """Return grad_logits @ weight, fp32 [rows, H]."""
         out = torch.empty(len(grad_logits), self.weight.shape[1], dtype=torch.float32)
-        cpu_matmuls.d_hidden(grad_logits, self.weight, out)
+        cpu_matmuls.grad_hidden(grad_logits, self.weight, out)
         return out
 
     def add_grad_weight(
@@ -230,7 +230,7 @@ class CpuMatmuls(HeadMatmuls):
         out = total
         if out is None or out.dtype != dtype:
             out = memory.empty(self.weight.shape, dtype, hidden.device)
-        cpu_matmuls.d_weight(grad_logits, hidden, total, out)
+        cpu_matmuls.grad_weight(grad_logits, hidden, total, out)
         return out
 
 

@@ -282,13 +282,13 @@ def products(memory, engines):
             bias,
         ),
         (
-            cpu_matmuls.d_hidden,
+            cpu_matmuls.grad_hidden,
             (gradient, weight),
             memory.matrix(n, h, torch.float32),
             (rounded, weight),
             0.0,
         ),
-        (cpu_matmuls.d_weight, (gradient, hidden, total), total, (rounded.T, hidden), start),
+        (cpu_matmuls.grad_weight, (gradient, hidden, total), total, (rounded.T, hidden), start),
     ):
         with memory.guarded(out):
             function(*operands, out, by=engine)

@@ -80,8 +80,8 @@ def products(hidden, weight, gradient):
     """Logits, and the gradients of hidden states and weight."""
     return (
         product(cpu_matmuls.logits, hidden, weight, None, shape=(len(hidden), len(weight))),
-        product(cpu_matmuls.d_hidden, gradient, weight, shape=tuple(hidden.shape)),
-        product(cpu_matmuls.d_weight, gradient, hidden, None, shape=tuple(weight.shape)),
+        product(cpu_matmuls.grad_hidden, gradient, weight, shape=tuple(hidden.shape)),
+        product(cpu_matmuls.grad_weight, gradient, hidden, None, shape=tuple(weight.shape)),
     )
 
 
@@ -111,12 +111,12 @@ def test_values(n, h, v, dtype):
         check(d_hidden, of.to(dtype), weight)
         check(d_weight, of.to(dtype).T, hidden)
         total = start.clone()
-        cpu_matmuls.d_weight(of, hidden, total, total)
+        cpu_matmuls.grad_weight(of, hidden, total, total)
         check(total, of.to(dtype).T, hidden, start)
-        rounded = product(cpu_matmuls.d_weight, of, hidden, start, shape=(v, h), dtype=BF16)
+        rounded = product(cpu_matmuls.grad_weight, of, hidden, start, shape=(v, h), dtype=BF16)
         assert torch.equal(rounded, total.bfloat16())
         assert torch.equal(
-            product(cpu_matmuls.d_weight, of, hidden, None, shape=(v, h), dtype=BF16),
+            product(cpu_matmuls.grad_weight, of, hidden, None, shape=(v, h), dtype=BF16),
             d_weight.bfloat16(),
         )
 
@@ -289,8 +289,8 @@ def broken_inner(change_of_axis):
     """Faults along the inner dimension of each product."""
     return {
         "logits": lambda made, hidden, weight, bias, out: made(change_of_axis(1)(hidden), change_of_axis(1)(weight), bias, out),
-        "d_hidden": lambda made, gradient, weight, out: made(change_of_axis(1)(gradient), change_of_axis(0)(weight), out),
-        "d_weight": lambda made, gradient, hidden, start, out: made(change_of_axis(0)(gradient), change_of_axis(0)(hidden), start, out),
+        "grad_hidden": lambda made, gradient, weight, out: made(change_of_axis(1)(gradient), change_of_axis(0)(weight), out),
+        "grad_weight": lambda made, gradient, hidden, start, out: made(change_of_axis(0)(gradient), change_of_axis(0)(hidden), start, out),
     }  # fmt: skip
 
 
@@ -301,7 +301,7 @@ def broken_result(change):
         made(*arguments)
         change(arguments[-1])
 
-    return dict.fromkeys(("logits", "d_hidden", "d_weight"), broken)
+    return dict.fromkeys(("logits", "grad_hidden", "grad_weight"), broken)
 
 
 def beyond(out):
@@ -330,27 +330,27 @@ BROKEN_ENGINES = {
     "the last term is left out": broken_inner(without_last),
     "only the first block is summed": broken_inner(lambda axis: up_to(axis, 256)),
     "only the first 512 terms are summed": broken_inner(lambda axis: up_to(axis, 512)),
-    "only the first part of the vocabulary": {"d_hidden": broken_inner(lambda axis: up_to(axis, 16384))["d_hidden"]},
+    "only the first part of the vocabulary": {"grad_hidden": broken_inner(lambda axis: up_to(axis, 16384))["grad_hidden"]},
     "the bias is left out": {"logits": lambda made, hidden, weight, bias, out: made(hidden, weight, None, out)},
-    "the sum before is dropped": {"d_weight": lambda made, gradient, hidden, start, out: made(gradient, hidden, None, out)},
+    "the sum before is dropped": {"grad_weight": lambda made, gradient, hidden, start, out: made(gradient, hidden, None, out)},
     "the sum begins at what is there": {
-        "d_weight": lambda made, gradient, hidden, start, out: made(gradient, hidden, out.float() if start is None else start, out)
+        "grad_weight": lambda made, gradient, hidden, start, out: made(gradient, hidden, out.float() if start is None else start, out)
     },
     "a gradient is truncated": {
-        "d_hidden": lambda made, gradient, weight, out: made(truncated(gradient) if weight.dtype == BF16 else gradient, weight, out),
-        "d_weight": lambda made, gradient, hidden, start, out: made(
+        "grad_hidden": lambda made, gradient, weight, out: made(truncated(gradient) if weight.dtype == BF16 else gradient, weight, out),
+        "grad_weight": lambda made, gradient, hidden, start, out: made(
             truncated(gradient) if hidden.dtype == BF16 else gradient, hidden, start, out
         ),
     },
     "low parts are lost on the left": {
         "logits": lambda made, hidden, weight, bias, out: made(hidden, low_part_lost(weight), bias, out),
-        "d_hidden": lambda made, gradient, weight, out: made(low_part_lost(gradient), weight, out),
-        "d_weight": lambda made, gradient, hidden, start, out: made(low_part_lost(gradient), hidden, start, out),
+        "grad_hidden": lambda made, gradient, weight, out: made(low_part_lost(gradient), weight, out),
+        "grad_weight": lambda made, gradient, hidden, start, out: made(low_part_lost(gradient), hidden, start, out),
     },
     "low parts are lost on the right": {
         "logits": lambda made, hidden, weight, bias, out: made(low_part_lost(hidden), weight, bias, out),
-        "d_hidden": lambda made, gradient, weight, out: made(gradient, low_part_lost(weight), out),
-        "d_weight": lambda made, gradient, hidden, start, out: made(gradient, low_part_lost(hidden), start, out),
+        "grad_hidden": lambda made, gradient, weight, out: made(gradient, low_part_lost(weight), out),
+        "grad_weight": lambda made, gradient, hidden, start, out: made(gradient, low_part_lost(hidden), start, out),
     },
 }  # fmt: skip
 
@@ -365,15 +365,17 @@ def test_a_broken_engine_is_found(fault, name, monkeypatch):
     """
     made, broken = getattr(cpu_matmuls, name), BROKEN_ENGINES[fault][name]
 
-    def call(*arguments, by, threads):
-        right = functools.partial(made, by="fp32", threads=threads)
-        broken(right, *arguments) if by == "amx" else made(*arguments, by=by, threads=threads)
+    def call(*arguments, engine_name, threads):
+        right = functools.partial(made, engine_name="fp32", threads=threads)
+        broken(right, *arguments) if engine_name == "amx" else made(
+            *arguments, engine_name=engine_name, threads=threads
+        )
 
-    other = [n for n in ("logits", "d_hidden", "d_weight") if n != name]
+    other = [n for n in ("logits", "grad_hidden", "grad_weight") if n != name]
     for n in other:
-        right = functools.partial(getattr(cpu_matmuls, n), by="fp32")
+        right = functools.partial(getattr(cpu_matmuls, n), engine_name="fp32")
         monkeypatch.setattr(
-            cpu_matmuls, n, lambda *a, by, threads, right=right: right(*a, threads=threads)
+            cpu_matmuls, n, lambda *a, engine_name, threads, right=right: right(*a, threads=threads)
         )
     monkeypatch.setattr(cpu_matmuls, name, call)
     found = cpu_matmuls.first_difference("amx", "avx512bf16")
@@ -422,7 +424,7 @@ def test_a_comparison_without_memory_fails(monkeypatch):
     def without_memory(*_, **how):
         raise MemoryError("no memory")
 
-    monkeypatch.setattr(cpu_matmuls, "d_weight", without_memory)
+    monkeypatch.setattr(cpu_matmuls, "grad_weight", without_memory)
     assert (
         cpu_matmuls.first_difference("fp32", "avx512bf16")
         == "the comparison with avx512bf16 failed: MemoryError: no memory"
@@ -557,9 +559,9 @@ if engine == "amx":
 stack.enter_context(cpu_matmuls.using(engine))
 small, tall, wide = torch.zeros(n, 1), torch.zeros(8 * n, 1), torch.zeros(n, 64)
 calls = [  # (product, arguments, result, packed)
-    (cpu_matmuls.d_hidden, (torch.randn(n, 2), bf16(2, 1)), small, 0),
+    (cpu_matmuls.grad_hidden, (torch.randn(n, 2), bf16(2, 1)), small, 0),
     (cpu_matmuls.logits, (bf16(n, 513), bf16(64, 513), None), wide, packed[0]),
-    (cpu_matmuls.d_weight, (torch.randn(8 * n, 1), bf16(8 * n, 1), None), torch.zeros(1, 1), packed[1]),
+    (cpu_matmuls.grad_weight, (torch.randn(8 * n, 1), bf16(8 * n, 1), None), torch.zeros(1, 1), packed[1]),
 ]
 for product, arguments, out, packed in calls:
     product(*arguments, out)

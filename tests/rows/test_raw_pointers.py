@@ -118,8 +118,8 @@ OF_PAIRS = {
 }  # fmt: skip
 OF_PRODUCTS = {
     "logits": product("logits", "hidden", "weight", "bias", "out"),
-    "d_hidden": product("d_hidden", "gradient", "weight", "out"),
-    "d_weight": product("d_weight", "gradient", "hidden", "start", "out"),
+    "grad_hidden": product("grad_hidden", "grad_logits", "weight", "out"),
+    "grad_weight": product("grad_weight", "grad_logits", "hidden", "start", "out"),
 }
 
 
@@ -130,8 +130,8 @@ def arguments(function):
         "add_grad_hidden_of_pairs": (N, H),
         "add_grad_weight_of_pairs": (V, H),
         "logits": (N, V),
-        "d_hidden": (N, H),
-        "d_weight": (V, H),
+        "grad_hidden": (N, H),
+        "grad_weight": (V, H),
     }
     vectors = (
         "inverse_temperature",
@@ -148,7 +148,7 @@ def arguments(function):
         "targets": torch.arange(N), "mask": torch.ones(N, dtype=torch.bool),
         "sums": torch.rand(len(JSD if beside else ENTROPY), N) + 1.0, "coefficients": torch.rand(5 if beside else 4, N),
         "pairs.ids": torch.arange(N), "pairs.rows": torch.arange(N),
-        "hidden": torch.randn(N, H), "weight": torch.randn(V, H), "bias": torch.zeros(V), "gradient": torch.randn(N, V),
+        "hidden": torch.randn(N, H), "weight": torch.randn(V, H), "bias": torch.zeros(V), "grad_logits": torch.randn(N, V),
         "start": torch.zeros(V, H), **{name: torch.rand(N) for name in vectors},
         **({"reference.logits": torch.randn(1, N, V)} if beside else {}),
     }  # fmt: skip

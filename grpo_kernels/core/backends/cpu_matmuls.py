@@ -1,9 +1,10 @@
-"""Matrix products of bf16 or fp32 operands with fp32 results, for CPUs with AVX512_BF16
-(csrc/matmuls*.cpp), and the choice of the engine that computes them.
+"""Matmuls of bf16 or fp32 operands with fp32 results on a CPU with AVX512_BF16.
 
-torch.mm rounds results of bf16 operands to bf16; going through fp32 operands instead takes 2 to 4
-times as long. Of fp32 operands torch.mm (MKL) takes twice as long on AMD, and oneDNN's results are
-new memory each time.
+The C++ is in csrc/matmuls*.cpp. This file chooses the engine that computes the matmuls.
+
+torch.mm rounds the results of bf16 operands to bf16. Converting the operands to fp32 first takes 2
+to 4 times as long. For fp32 operands torch.mm takes twice as long on AMD (MKL), or allocates each
+result anew (oneDNN).
 """
 
 from __future__ import annotations
@@ -23,23 +24,27 @@ from ...checks import warn_once
 from . import cpu
 from .cpu import _cpu, matrix, vector
 
+#: The dtypes of operands.
 OPERANDS = (torch.bfloat16, torch.float32)
 
-#: Ways to multiply bf16 operands: AMX tiles; vdpbf16ps; fp32 of operands that are widened while
-#: they are packed; torch's, in fp32.
+#: How bf16 operands are multiplied:
+#:
+#:     amx          AMX tiles
+#:     avx512bf16   vdpbf16ps
+#:     fp32         fp32 FMA; the operands are converted while they are packed
+#:     torch        torch.mm, in fp32
 ENGINES = ("amx", "avx512bf16", "fp32", "torch")
-#: One of them, in the environment of the process; "auto" or nothing: `automatic`.
+#: The environment variable that names an engine. "auto" or an empty value: see `automatic`.
 SETTING = "GRPO_KERNELS_PRODUCTS"
 
-_chosen: str | None = None  # the engine in use, once there is one
-_lock = threading.RLock()  # held while the engine is chosen and while AMX is compared
+#: The engine in use. None until the first call chooses one.
+_chosen: str | None = None
+#: Held while a thread chooses the engine or compares AMX.
+_lock = threading.RLock()
 
 
 def _replace_lock() -> None:
-    """Give a forked process a lock of its own:
-
-    another thread of its parent may have held the lock during the fork.
-    """
+    """Make a new lock in a forked process: a thread of its parent may have held the old one."""
     global _lock
     _lock = threading.RLock()
 
@@ -49,20 +54,20 @@ if hasattr(os, "register_at_fork"):
 
 
 def available() -> str | None:
-    """None if these products can run, else the reason in words."""
+    """Return None if the matmuls of this file can run, or else the reason."""
     if engine() != "torch":
         return None
-    return _why_not_own() or f"{SETTING}=torch"
+    return _reason_without_avx512bf16() or f"{SETTING}=torch"
 
 
-# ---- the choice
+# ---- the choice of the engine
 
 
 def engine() -> str:
-    """Return the engine in use. The first call chooses it: the engine that the setting names, or
-    `automatic`.
+    """Return the engine in use.
 
-    Raises ValueError if the setting is not an engine, or is one that cannot run here.
+    The first call chooses it: the engine that the environment names, or `automatic`. Raises
+    ValueError if the environment names no engine, or one that cannot run here.
     """
     global _chosen
     if _chosen is not None:
@@ -76,11 +81,10 @@ def engine() -> str:
                 chosen = automatic()
                 mismatch = amx_mismatch()
             else:
-                chosen = _checked(setting)
+                chosen = _check_engine(setting)
             _chosen = chosen
-    if (
-        mismatch is not None
-    ):  # after the choice and outside the lock: a filter may raise the warning, or call this package
+    # Outside of the lock: a warning filter may raise the warning, or call this package.
+    if mismatch is not None:
         warn_once(
             f"{mismatch}. Losses from hidden states use {SETTING}={chosen} instead, which may be"
             " slower. Please report this with the output of `python -m grpo_kernels doctor"
@@ -91,9 +95,10 @@ def engine() -> str:
 
 @contextmanager
 def using(name: str) -> Iterator[None]:
-    """Use another engine in this block, in all threads: for tests and to compare engines."""
+    """Use another engine in this block, in all threads. For tests and for comparing engines."""
     global _chosen
-    before, _chosen = _chosen, _checked(name)
+    before = _chosen
+    _chosen = _check_engine(name)
     try:
         yield
     finally:
@@ -101,64 +106,68 @@ def using(name: str) -> Iterator[None]:
 
 
 def automatic() -> str:
-    """Return the fastest engine that this process can use:
-
-    AMX if its products pass the comparison below.
-    """
-    if _why_not_own() is not None:
+    """Return the fastest engine that this process can use."""
+    if _reason_without_avx512bf16() is not None:
         return "torch"
-    return "amx" if _why_not("amx") is None else _best_without_amx()
+    return "amx" if _reason_unavailable("amx") is None else _best_without_amx()
 
 
 def _best_without_amx() -> str:
     """Return the fastest engine without AMX.
 
-    On Intel vdpbf16ps has half the rate of fp32 FMA, on AMD twice the rate.
+    vdpbf16ps has half the rate of fp32 FMA on Intel, and twice its rate on AMD.
     """
     return "fp32" if _cpu.processor()[0] == "GenuineIntel" else "avx512bf16"
 
 
 def engines() -> dict[str, str | None]:
-    """Return each engine and why it cannot run here; None if it can."""
-    return {name: _why_not(name) for name in ENGINES}
+    """Return each engine with the reason why it cannot run here, None if it can."""
+    return {name: _reason_unavailable(name) for name in ENGINES}
 
 
 def amx_mismatch() -> str | None:
-    """Return what was wrong if this process can use AMX but its products failed the comparison;
-    else None.
-    """
-    return _amx().reason if _why_not_own() is None and _amx().mismatch else None
+    """Return how the AMX matmuls failed the comparison, None if they were not wrong."""
+    if _reason_without_avx512bf16() is not None:
+        return None
+    amx = _amx()
+    return amx.reason if amx.mismatch else None
 
 
-def _why_not(name: str) -> str | None:
+def _reason_unavailable(name: str) -> str | None:
+    """Return why an engine cannot run here, None if it can."""
     if name == "torch":
         return None
-    return _why_not_own() or (_amx().reason if name == "amx" else None)
+    reason = _reason_without_avx512bf16()
+    if reason is None and name == "amx":
+        reason = _amx().reason
+    return reason
 
 
-def _why_not_own() -> str | None:
+def _reason_without_avx512bf16() -> str | None:
+    """Return why none of the engines in C++ can run here, None if they can."""
     reason = cpu.available()
     if reason is None and not _cpu.has_matmuls():
         return "this processor has no AVX512_BF16 instructions"
     return reason
 
 
-def _checked(name: str) -> str:
+def _check_engine(name: str) -> str:
+    """Return the name of an engine. Raises ValueError if it cannot run here."""
     if name not in ENGINES:
         raise ValueError(f"{SETTING}={name}: it is auto or one of {', '.join(ENGINES)}.")
-    reason = _why_not(name)
+    reason = _reason_unavailable(name)
     if reason is not None:
         able = ", ".join(other for other, why in engines().items() if why is None)
         raise ValueError(f"{SETTING}={name}: {reason}; leave it at auto, or take one of {able}.")
     return name
 
 
-# ---- AMX: whether this process can use it
+# ---- whether this process can use AMX
 
-#: Bits of EDX of CPUID leaf 7: the bf16 products of AMX, and its tile registers.
-AMX_BF16, AMX_TILE = 1 << 22, 1 << 24
-#: Bits of XCR0: the operating system saves the configuration and the contents of the tile
-#: registers.
+#: Bits of EDX of CPUID leaf 7: bf16 matmuls of AMX, and its tile registers.
+AMX_BF16 = 1 << 22
+AMX_TILE = 1 << 24
+#: Bits of XCR0: the operating system saves the configuration and the contents of tile registers.
 TILE_STATE = 1 << 17 | 1 << 18
 #: Why Linux refuses permission, by errno.
 REFUSALS = {
@@ -171,115 +180,130 @@ REFUSALS = {
 
 
 class Amx(NamedTuple):
-    """Whether this process can use the AMX products."""
+    """Whether this process can use AMX.
 
-    reason: str | None  # why not; None if it can
-    mismatch: bool = False  # the reason is a failed comparison
+    reason     why not, None if it can
+    mismatch   whether the reason is that its results are wrong
+    """
+
+    reason: str | None
+    mismatch: bool = False
 
 
 def _amx() -> Amx:
-    """Ask and compare once per process, in whichever thread comes first; the other threads wait for
-    the answer.
-    """
+    """Return whether this process can use AMX. The first thread finds out, the others wait."""
     with _lock:
         return _examine_amx()
 
 
 @functools.cache
 def _examine_amx() -> Amx:
-    """Each step is taken only if those before it succeeded.
+    """Find out whether this process can use AMX.
 
-    So without AMX the process is not changed and nothing is compared.
+    Each step follows only if those before it succeeded. So without AMX the process does not ask for
+    permission, and compares nothing.
     """
-    _, features, saved = _cpu.processor()
-    wanted = AMX_BF16 | AMX_TILE
-    if features & wanted != wanted:
+    _, features, saved_state = _cpu.processor()
+    needed = AMX_BF16 | AMX_TILE
+    if features & needed != needed:
         return Amx("this processor has no AMX with bf16")
     if "amx" not in _cpu.matmul_engines():
         return Amx("the C++ module was built by a compiler without AMX: GCC 11 or Clang 12 have it")
-    if saved & TILE_STATE != TILE_STATE:
+    if saved_state & TILE_STATE != TILE_STATE:
         return Amx("the system does not save the registers of AMX")
     refusal = _cpu.request_amx_permission()
     if refusal:
-        return Amx(
-            "the system does not let this process use AMX:"
-            f" {REFUSALS.get(refusal, os.strerror(refusal))}"
-        )
+        reason = REFUSALS.get(refusal, os.strerror(refusal))
+        return Amx(f"the system does not let this process use AMX: {reason}")
     difference = first_difference("amx", _best_without_amx())
-    return (
-        Amx(None)
-        if difference is None
-        else Amx(f"the AMX products are wrong on this machine: {difference}", mismatch=True)
-    )
+    if difference is None:
+        return Amx(None)
+    return Amx(f"the AMX products are wrong on this machine: {difference}", mismatch=True)
 
 
 # ---- the comparison of two engines
 #
-# Operands are integers, so small that every partial sum of a result is below 2^24 in absolute
-# value. A product of two bf16 numbers is exact in fp32, and so are these sums, in any order of
-# summation. Engines differ in that order only, so their results must be equal, and no tolerance is
-# needed. No operand is 0, so a term that is missing, repeated or misplaced shows.
+# The elements of all operands are integers, so small that every partial sum of a result is below
+# 2^24 in absolute value. fp32 holds the product of two bf16 numbers exactly, and so these sums, in
+# any order. Engines differ in the order only, so their results must be equal, without a tolerance.
+# No element is 0, so a term that is missing, repeated or misplaced changes the result.
 
-#: N, H, V: one element; odd ends with several blocks of H, of N (and of the rows of d_hidden) and
-#: of V; more than 1,024 columns of d_hidden; V in two parts that d_hidden sums separately; and rows
-#: that begin at cache lines, which other instructions store.
+#: (N, H, V) of the matmuls that are compared.
 SHAPES = (
     (1, 1, 1),
+    # Several blocks of H, of N (and of the rows of grad_hidden) and of V, with odd ends.
     (37, 515, 61),
     (513, 35, 59),
     (59, 61, 301),
+    # More than 1,024 columns of grad_hidden.
     (3, 1025, 35),
+    # Two parts of V that grad_hidden sums separately.
     (1, 1, 16385),
+    # Rows that begin at cache lines, which are stored by other instructions.
     (33, 96, 240),
 )
-#: torch divides work on this many elements among threads. Starting threads would take longer than
-#: the comparison, so its products run on one thread, and what torch computes is smaller.
+#: torch divides work on this many elements among threads. Starting threads takes longer than the
+#: comparison, so no tensor that torch computes is larger.
 DIVIDED = 32768
-#: Operands are -2^bits to 2^bits without 0. WIDE ones need more than the 8 bits of bf16: a gradient
-#: in fp32 is rounded to bf16, and an fp32 operand is split into two bf16 numbers. LARGE ones, which
-#: are added to a sum, show whether it is held in fp32.
-NARROW, WIDE, LARGE = 1, 10, 21
-#: No sum of integers is this number: outputs are filled with it, so an element that is not written,
-#: or is past the end, shows.
+#: The bits of the elements of operands, which are -2^bits to 2^bits without 0. WIDE elements have
+#: more than the 8 bits of bf16: an fp32 gradient is rounded to bf16, and AMX splits an fp32 operand
+#: into two bf16 numbers. LARGE elements are added to a sum, which must then be held in fp32.
+NARROW = 1
+WIDE = 10
+LARGE = 21
+#: What results are filled with before: no sum of integers is this number, so an element shows that
+#: is not written, or that lies past the end and is.
 UNWRITTEN = 0.5
+
+#: Writes a matmul to a result [rows, columns], by the named engine.
+ComputeMatmul = Callable[[Tensor, str], None]
 
 
 class Comparison(NamedTuple):
-    """A product that two engines compute."""
+    """A matmul that two engines compute.
+
+    operands        their dtype, in words
+    matmul          its name, in words
+    rows, columns   the shape of the result
+    dtype           of the result
+    compute         writes the result
+    """
 
     operands: str
-    product: str
-    rows: int  # of the result
+    matmul: str
+    rows: int
     columns: int
     dtype: torch.dtype
-    call: Callable[[Tensor, str], None]  # with the result's memory and an engine
+    compute: ComputeMatmul
 
-    def difference(self, engine: str, reference: str) -> str | None:
-        """Return how the results of two engines differ, in words; None if all of their memory is
-        equal.
+    def difference(self, engine_name: str, reference: str) -> str | None:
+        """Return how the results of two engines differ, in words, None if they are equal.
+
+        The memory around the results is compared, too.
         """
-        ours, theirs = (Result(self.rows, self.columns, self.dtype) for _ in range(2))
-        self.call(ours.matrix, engine)
-        self.call(theirs.matrix, reference)
+        ours = Result(self.rows, self.columns, self.dtype)
+        theirs = Result(self.rows, self.columns, self.dtype)
+        self.compute(ours.matrix, engine_name)
+        self.compute(theirs.matrix, reference)
         if torch.equal(ours.memory, theirs.memory):
             return None
         count = int((ours.memory != theirs.memory).sum())
         return (
-            f"{count} elements of {self.product} of {self.operands} operands differ from the engine"
+            f"{count} elements of {self.matmul} of {self.operands} operands differ from the engine"
             f" {reference}"
         )
 
 
 @torch.no_grad()
-def first_difference(engine: str, reference: str) -> str | None:
-    """Compare all products of two engines, of bf16 and of fp32 operands.
+def first_difference(engine_name: str, reference: str) -> str | None:
+    """Compare all matmuls of two engines, of bf16 and of fp32 operands.
 
-    Return the first difference in words, or None.
+    Returns the first difference in words, None if there is none.
     """
     try:
         for n, h, v in SHAPES:
             for comparison in _comparisons(n, h, v):
-                difference = comparison.difference(engine, reference)
+                difference = comparison.difference(engine_name, reference)
                 if difference is not None:
                     return f"{difference} (N = {n}, H = {h}, V = {v})"
     except (MemoryError, RuntimeError) as error:
@@ -288,84 +312,95 @@ def first_difference(engine: str, reference: str) -> str | None:
 
 
 def _comparisons(n: int, h: int, v: int) -> Iterator[Comparison]:
-    bf16, fp32 = torch.bfloat16, torch.float32
-    hidden16, weight16, gradient16 = (
-        integers(n, h, NARROW, bf16),
-        integers(v, h, NARROW, bf16),
-        integers(n, v, NARROW, bf16),
+    """Yield the comparisons for hidden states [n, h] and a weight [v, h]."""
+    bf16 = torch.bfloat16
+    fp32 = torch.float32
+    hidden16 = integers(n, h, NARROW, bf16)
+    weight16 = integers(v, h, NARROW, bf16)
+    grad16 = integers(n, v, NARROW, bf16)
+    hidden = integers(n, h, NARROW)
+    weight = integers(v, h, NARROW)
+    grad = integers(n, v, NARROW)
+    wide_hidden = integers(n, h, WIDE)
+    wide_weight = integers(v, h, WIDE)
+    wide_grad = integers(n, v, WIDE)
+    bias = integers(1, v, LARGE)[0]
+    start = integers(v, h, LARGE)
+
+    def compare_logits(
+        operands: str, hidden: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Comparison:
+        def compute(out: Tensor, name: str) -> None:
+            logits(hidden, weight, bias, out, engine_name=name, threads=1)
+
+        return Comparison(operands, "logits", n, v, fp32, compute)
+
+    def compare_grad_hidden(operands: str, grad: Tensor, weight: Tensor) -> Comparison:
+        def compute(out: Tensor, name: str) -> None:
+            grad_hidden(grad, weight, out, engine_name=name, threads=1)
+
+        return Comparison(operands, "grad_hidden", n, h, fp32, compute)
+
+    def compare_grad_weight(
+        operands: str,
+        what: str,
+        grad: Tensor,
+        hidden: Tensor,
+        *,
+        start: Tensor | None = None,
+        dtype: torch.dtype = fp32,
+    ) -> Comparison:
+        def compute(out: Tensor, name: str) -> None:
+            grad_weight(grad, hidden, start, out, engine_name=name, threads=1)
+
+        return Comparison(operands, what, v, h, dtype, compute)
+
+    def compare_sum_in_place(operands: str, grad: Tensor, hidden: Tensor) -> Comparison:
+        def compute(out: Tensor, name: str) -> None:
+            grad_weight(grad, hidden, out.copy_(start), out, engine_name=name, threads=1)
+
+        return Comparison(operands, "grad_weight, added to a sum", v, h, fp32, compute)
+
+    yield compare_logits("bf16", hidden16, weight16, bias)
+    yield compare_grad_hidden("bf16", grad16, weight16)
+    yield compare_grad_hidden("bf16", wide_grad, weight16)
+    # Each fp32 operand is wide once. Never two of them, because AMX leaves out the product of their
+    # low parts.
+    yield compare_logits("fp32", wide_hidden, weight, bias)
+    yield compare_logits("fp32", hidden, wide_weight, None)
+    yield compare_grad_hidden("fp32", wide_grad, weight)
+    yield compare_grad_hidden("fp32", grad, wide_weight)
+    if v * h >= DIVIDED:
+        return
+    yield compare_grad_weight("bf16", "grad_weight", grad16, hidden16)
+    yield compare_grad_weight("bf16", "grad_weight", wide_grad, hidden16)
+    yield compare_sum_in_place("bf16", grad16, hidden16)
+    yield compare_grad_weight(
+        "bf16", "grad_weight, rounded", grad16, hidden16, start=start, dtype=bf16
     )
-    hidden, weight, gradient = (
-        integers(n, h, NARROW),
-        integers(v, h, NARROW),
-        integers(n, v, NARROW),
-    )
-    wide_hidden, wide_weight, wide_gradient = (
-        integers(n, h, WIDE),
-        integers(v, h, WIDE),
-        integers(n, v, WIDE),
-    )
-    bias, start = integers(1, v, LARGE)[0], integers(v, h, LARGE)
-
-    def logits_of(
-        hidden: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> Callable[[Tensor, str], None]:
-        return lambda out, engine: logits(hidden, weight, bias, out, by=engine, threads=1)
-
-    def d_hidden_of(gradient: Tensor, weight: Tensor) -> Callable[[Tensor, str], None]:
-        return lambda out, engine: d_hidden(gradient, weight, out, by=engine, threads=1)
-
-    def d_weight_of(
-        gradient: Tensor, hidden: Tensor, start: Tensor | None
-    ) -> Callable[[Tensor, str], None]:
-        return lambda out, engine: d_weight(gradient, hidden, start, out, by=engine, threads=1)
-
-    def d_weight_added(gradient: Tensor, hidden: Tensor) -> Callable[[Tensor, str], None]:
-        return lambda out, engine: d_weight(
-            gradient, hidden, out.copy_(start), out, by=engine, threads=1
-        )
-
-    yield Comparison("bf16", "logits", n, v, fp32, logits_of(hidden16, weight16, bias))
-    yield Comparison("bf16", "d_hidden", n, h, fp32, d_hidden_of(gradient16, weight16))
-    yield Comparison("bf16", "d_hidden", n, h, fp32, d_hidden_of(wide_gradient, weight16))
-    # Each fp32 operand is wide once, but never two: the product of the low parts of both is left
-    # out.
-    yield Comparison("fp32", "logits", n, v, fp32, logits_of(wide_hidden, weight, bias))
-    yield Comparison("fp32", "logits", n, v, fp32, logits_of(hidden, wide_weight, None))
-    yield Comparison("fp32", "d_hidden", n, h, fp32, d_hidden_of(wide_gradient, weight))
-    yield Comparison("fp32", "d_hidden", n, h, fp32, d_hidden_of(gradient, wide_weight))
-    if v * h < DIVIDED:
-        yield Comparison("bf16", "d_weight", v, h, fp32, d_weight_of(gradient16, hidden16, None))
-        yield Comparison("bf16", "d_weight", v, h, fp32, d_weight_of(wide_gradient, hidden16, None))
-        yield Comparison(
-            "bf16", "d_weight, added to a sum", v, h, fp32, d_weight_added(gradient16, hidden16)
-        )
-        yield Comparison(
-            "bf16", "d_weight, rounded", v, h, bf16, d_weight_of(gradient16, hidden16, start)
-        )
-        yield Comparison("fp32", "d_weight", v, h, fp32, d_weight_of(wide_gradient, hidden, None))
-        yield Comparison(
-            "fp32", "d_weight, added to a sum", v, h, fp32, d_weight_added(gradient, wide_hidden)
-        )
+    yield compare_grad_weight("fp32", "grad_weight", wide_grad, hidden)
+    yield compare_sum_in_place("fp32", grad, wide_hidden)
 
 
 def integers(rows: int, columns: int, bits: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return [rows, columns] of integers from -2^bits to 2^bits without 0 that look random, the
-    same at every call. The rows of a large matrix overlap in memory.
+    """Return integers [rows, columns] from -2^bits to 2^bits without 0 that look random.
+
+    They are the same at every call. The rows of a large matrix overlap in memory.
     """
     stride = min(columns, (DIVIDED - 1 - columns) // rows)
-    hashed = (
-        torch.arange((rows - 1) * stride + columns, dtype=torch.int64, device="cpu")
-        .add_(bits)
-        .mul_(0x9E3779B1)
-    )
+    count = (rows - 1) * stride + columns
+    # A hash of the indices, by two multiplications modulo 2^32.
+    hashed = torch.arange(count, dtype=torch.int64, device="cpu").add_(bits).mul_(0x9E3779B1)
     hashed = hashed.bitwise_xor_(hashed >> 15).bitwise_and_(0xFFFFFFFF).mul_(0x2C1B3C6D) >> 12
     values = hashed.bitwise_and_((2 << bits) - 1).sub_(1 << bits)
-    return values.add_(values >= 0).to(dtype).as_strided((rows, columns), (stride, 1))
+    values.add_(values >= 0)  # without 0
+    return values.to(dtype).as_strided((rows, columns), (stride, 1))
 
 
 class Result:
-    """Memory for a result, with memory behind its end, and behind its rows unless they begin at
-    cache lines.
+    """Memory for a result [rows, columns] with memory behind its end, filled with UNWRITTEN.
+
+    Behind each row is memory, too, unless rows begin at cache lines.
     """
 
     def __init__(self, rows: int, columns: int, dtype: torch.dtype) -> None:
@@ -374,7 +409,10 @@ class Result:
         self.matrix = self.memory[: rows * stride].view(rows, stride)[:, :columns]
 
 
-# ---- the products. `by`: the engine; None: the one in use. `threads`: 0 for as many as torch uses.
+# ---- the matmuls
+#
+#     engine_name   None: the engine in use for the dtype of the operands
+#     threads       0: as many as torch uses
 
 
 def logits(
@@ -382,88 +420,103 @@ def logits(
     weight: Tensor,
     bias: Tensor | None,
     out: Tensor,
-    by: str | None = None,
+    engine_name: str | None = None,
     threads: int = 0,
 ) -> None:
-    """out [N, V] fp32 = hidden [N, H] @ weight [V, H]^T + bias [V] fp32.
+    """Write hidden @ weight.T + bias to out.
 
-    Hidden states and weight are bf16 or fp32, both.
+    hidden [N, H], weight [V, H]   both bf16 or both fp32
+    bias                           fp32 [V] or None
+    out                            fp32 [N, V]
     """
-    operands, of_bias = (
-        (matrix("hidden", hidden), matrix("weight", weight)),
-        vector("bias", bias, torch.float32, weight.shape[0]),
-    )
+    hidden_matrix = matrix("hidden", hidden)
+    weight_matrix = matrix("weight", weight)
     _cpu.logits(
-        by or _engine_for(weight.dtype),
-        *operands,
-        of_bias,
+        engine_name or _engine_for(weight.dtype),
+        hidden_matrix,
+        weight_matrix,
+        vector("bias", bias, torch.float32, weight.shape[0]),
         matrix("out", out),
         threads or torch.get_num_threads(),
     )
 
 
-def d_hidden(
-    gradient: Tensor, weight: Tensor, out: Tensor, by: str | None = None, threads: int = 0
+def grad_hidden(
+    grad_logits: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    engine_name: str | None = None,
+    threads: int = 0,
 ) -> None:
-    """out [N, H] fp32 = gradient [N, V] @ weight [V, H], bf16 or fp32. With a bf16 weight a
-    gradient in fp32 is rounded to bf16 on the way; with one in fp32 the gradient is fp32.
+    """Write grad_logits @ weight to out.
+
+    grad_logits   [N, V]; bf16 or fp32 with a bf16 weight (it is rounded to bf16 while it is
+                  packed), fp32 with an fp32 weight
+    weight        [V, H]
+    out           fp32 [N, H]
     """
-    operands = matrix("gradient", gradient), matrix("weight", weight)
+    grad_matrix = matrix("grad_logits", grad_logits)
+    weight_matrix = matrix("weight", weight)
     _cpu.grad_hidden(
-        by or _engine_for(weight.dtype),
-        *operands,
+        engine_name or _engine_for(weight.dtype),
+        grad_matrix,
+        weight_matrix,
         matrix("out", out),
         threads or torch.get_num_threads(),
     )
 
 
-def d_weight(
-    gradient: Tensor,
+def grad_weight(
+    grad_logits: Tensor,
     hidden: Tensor,
     start: Tensor | None,
     out: Tensor,
-    by: str | None = None,
+    engine_name: str | None = None,
     threads: int = 0,
 ) -> None:
-    """out [V, H] = start [V, H] fp32 + gradient [N, V]^T @ hidden [N, H], bf16 or fp32, summed in
-    fp32. out is fp32, and may be `start`, or bf16, rounded once. Without `start` the sum begins at
-    0, whatever out holds. The gradient is as in `d_hidden`.
+    """Write start + grad_logits.T @ hidden to out, summed in fp32.
+
+    grad_logits   [N, V], as in `grad_hidden`
+    hidden        [N, H], bf16 or fp32
+    start         fp32 [V, H], possibly `out` itself; None is 0
+    out           [V, H]; fp32, or bf16, to which the sum is rounded once
     """
-    operands, begin = (
-        (matrix("gradient", gradient), matrix("hidden", hidden)),
-        None if start is None else matrix("start", start),
-    )
+    grad_matrix = matrix("grad_logits", grad_logits)
+    hidden_matrix = matrix("hidden", hidden)
     _cpu.grad_weight(
-        by or _engine_for(hidden.dtype),
-        *operands,
-        begin,
+        engine_name or _engine_for(hidden.dtype),
+        grad_matrix,
+        hidden_matrix,
+        None if start is None else matrix("start", start),
         matrix("out", out),
         threads or torch.get_num_threads(),
     )
 
 
-def d_hidden_parts(dtype: torch.dtype, width: int, vocab: int) -> int:
-    """How many sums of its size in fp32 one product makes beside its result, to add them up; 0:
+def num_vocab_splits(dtype: torch.dtype, width: int, vocab_size: int) -> int:
+    """Return how many partial sums [N, H] `grad_hidden` computes in memory of its own, 0 if none.
 
-    none.
+    dtype   of the operands
     """
-    parts = _cpu.num_vocab_splits(_engine_for(dtype), width, vocab)
-    return parts if parts > 1 else 0
+    splits = _cpu.num_vocab_splits(_engine_for(dtype), width, vocab_size)
+    return splits if splits > 1 else 0
 
 
 def _engine_for(dtype: torch.dtype) -> str:
-    """The engine in use for operands of this type. Tiles take fp32 as two bf16 numbers, which keep
-    16 of the 24 bits: only where torch may use less than fp32 for fp32, too.
+    """Return the engine in use for operands of a dtype.
+
+    AMX splits fp32 operands into two bf16 numbers, which keep 16 of their 24 bits. So it takes fp32
+    operands only if torch may use less than fp32 for them, too.
     """
     name = engine()
-    return (
-        "avx512bf16" if name == "amx" and dtype == torch.float32 and not less_than_fp32() else name
-    )
+    if name == "amx" and dtype == torch.float32 and not less_than_fp32():
+        return "avx512bf16"
+    return name
 
 
 def less_than_fp32() -> bool:
-    """Whether the user allows it to products of fp32 operands."""
+    """Return whether the user allows less than fp32 for matmuls of fp32 operands."""
     try:
         return torch.get_float32_matmul_precision() != "highest"
-    except RuntimeError:  # newer settings say it for each library, and ours is none of them
+    except RuntimeError:  # newer settings of torch are for its own libraries, one by one
         return False
