@@ -24,9 +24,9 @@ from ..core.backends.native import (
     built_from,
     load,
     package,
-    sources,
-    version_here,
-    why_not_here,
+    package_version,
+    source_digest,
+    unsupported_machine,
 )
 from ..integrations import adapters
 from ..integrations._swap import one_of
@@ -313,7 +313,7 @@ def facts(device: torch.device) -> dict[str, Any]:
     runs.
     """
     return {
-        "versions": {"grpo_kernels": version_here(), **versions()},
+        "versions": {"grpo_kernels": package_version(), **versions()},
         "package": package(),
         "native": module(),
         "products": {"engine": engine(), "engines": cpu_matmuls.engines()},
@@ -334,7 +334,7 @@ def module_findings(report: Mapping[str, Any], environ: Mapping[str, str]) -> It
             f"the checkout at {PACKAGE.parent} hides the installed package at {shadows}",
             "start Python in another directory to use the installed package",
         )
-    unserved = why_not_here() or (NO_AVX2 if native["isa"] == "" else None)
+    unserved = unsupported_machine() or (NO_AVX2 if native["isa"] == "" else None)
     if unserved:
         yield Finding(
             f"CPU tensors run in eager PyTorch: {unserved}",
@@ -354,7 +354,7 @@ def module_findings(report: Mapping[str, Any], environ: Mapping[str, str]) -> It
             blocks=True,
         )
     path = native["path"]
-    if path and sources(PACKAGE.parent) not in (None, built_from(Path(path))):
+    if path and source_digest(PACKAGE.parent) not in (None, built_from(Path(path))):
         yield Finding(
             f"the compiled module is out of date: {path} was built from other C++ sources than"
             f" those in {PACKAGE.parent}",

@@ -157,7 +157,7 @@ def site(tmp_path):
         module = Path(str(native.load().__file__))
     except ImportError as error:
         pytest.skip(str(error))
-    if native.built_from(module) != native.sources():
+    if native.built_from(module) != native.source_digest():
         pytest.skip("the compiled module is out of date")
     package = tmp_path / "site" / "grpo_kernels"
     package.mkdir(parents=True)

@@ -341,7 +341,7 @@ def advice(environ=(), present=False, gpu=False, built=None, **changes):
         for name, value in SOUND.items()
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(machine, "built_from", lambda path: built or machine.sources())
+        patch.setattr(machine, "built_from", lambda path: built or machine.source_digest())
         patch.setattr(machine, "processor", lambda: ("", BF16))
         patch.setattr(machine, "device_present", lambda: present)
         patch.setattr(torch.cuda, "is_available", lambda: gpu)

@@ -63,8 +63,8 @@ DEFAULT_CACHE_BYTES = 32 << 20
 
 def available() -> str | None:
     """Return None if this backend can run, or else the reason."""
-    if _cpu is None and native.why_not_here() is not None:
-        return native.why_not_here()
+    if _cpu is None and native.unsupported_machine() is not None:
+        return native.unsupported_machine()
     if _cpu is None:
         command = native.build_command(native.package())
         return (

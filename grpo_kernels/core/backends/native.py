@@ -1,8 +1,8 @@
-"""The compiled module `grpo_kernels._cpu`: where it is, and what it was built from.
+"""Find and load the compiled module `grpo_kernels._cpu`, and say what it was built from.
 
 Python started in a checkout imports the package from there, even if `pip install .` has put the
-compiled module into site-packages. A checkout without a compiled module uses that of the installed
-copy, if it was built from the same sources.
+compiled module into site-packages. A checkout without a compiled module loads the module of the
+installed copy, if that was built from the same sources.
 """
 
 from __future__ import annotations
@@ -21,27 +21,38 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-#: The name that this package was imported by: another one in a build for the Hub, which has no
-#: compiled module.
+#: The name that this package is imported by. It is another one in a build for the Hugging Face Hub,
+#: which has no compiled module.
 HOME = __name__.partition(".")[0]
+#: The name of the compiled module, and of its file before the suffix.
 NAME = f"{HOME}._cpu"
+STEM = "_cpu"
+#: The folder of this package.
 PACKAGE = Path(__file__).parents[2]
 
+#: What CMakeLists.txt writes into the compiled module.
+BUILD_MARK = re.compile(rb"grpo_kernels built from sha256:([0-9a-f]{64})")
 
-def version_here() -> str:
-    """The version of this package, whose first line it is."""
+
+def package_version() -> str:
+    """Return the version of this package."""
     return str(sys.modules[HOME].__version__)
 
 
 def load() -> ModuleType:
-    """The compiled module of this package. ImportError says why there is none."""
+    """Return the compiled module of this package, or of the installed copy.
+
+    Raises ImportError with the reason if there is none.
+    """
     try:
         return importlib.import_module(NAME)
     except ImportError as error:
-        reason = why_missing(str(error))
-    path, why_not = installed_module()
+        reason = reason_missing(str(error))
+    path, reason_not_installed = installed_module()
     if path is None:
-        raise ImportError(f"{reason}; {why_not}" if why_not else reason, name=NAME)
+        if reason_not_installed:
+            reason = f"{reason}; {reason_not_installed}"
+        raise ImportError(reason, name=NAME)
     spec = importlib.util.spec_from_file_location(NAME, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -51,74 +62,85 @@ def load() -> ModuleType:
     return module
 
 
-def why_not_here() -> str | None:
-    """Why no build of the module runs on this machine; None where one may."""
+def unsupported_machine() -> str | None:
+    """Return why no build of the module runs on this machine, or None if one may."""
     machine = platform.machine()
-    return (
-        None
-        if machine in ("x86_64", "AMD64")
-        else f"the C++ kernels are for x86-64 with AVX2, and this machine is {machine}"
-    )
+    if machine in ("x86_64", "AMD64"):
+        return None
+    return f"the C++ kernels are for x86-64 with AVX2, and this machine is {machine}"
 
 
-def why_missing(error: str) -> str:
-    """`error`: what the import of the module beside this file said."""
-    files = module_files()
+def reason_missing(import_error: str) -> str:
+    """Return why the package has no compiled module that loads.
+
+    import_error   the message of the import
+    """
     if HOME != "grpo_kernels":
         return "a build for the Hub has none"
-    if not files:
-        return f"it was not built in {PACKAGE} ({error})"
-    if any(
-        name == "_cpu" + suffix
-        for name in files
-        for suffix in importlib.machinery.EXTENSION_SUFFIXES
-    ):
-        return f"its file is there but does not load ({error})"
-    expected = sysconfig.get_config_var("EXT_SUFFIX")
-    return (
-        f"{', '.join(files)} was built for another Python or system, this one loads _cpu{expected}"
-    )
+    names = module_files()
+    if not names:
+        return f"it was not built in {PACKAGE} ({import_error})"
+    loadable = {STEM + suffix for suffix in importlib.machinery.EXTENSION_SUFFIXES}
+    if loadable & set(names):
+        return f"its file is there but does not load ({import_error})"
+    expected = STEM + str(sysconfig.get_config_var("EXT_SUFFIX"))
+    return f"{', '.join(names)} was built for another Python or system, this one loads {expected}"
 
 
 def module_files() -> list[str]:
-    """Names of compiled modules beside this file, for any version of Python."""
-    return sorted(p.name for p in PACKAGE.glob("_cpu.*") if p.suffix in (".so", ".pyd", ".dylib"))
+    """Return the names of compiled modules in the package, of any version of Python."""
+    files = PACKAGE.glob(f"{STEM}.*")
+    return sorted(file.name for file in files if file.suffix in (".so", ".pyd", ".dylib"))
 
 
 # ---- what a module was built from
 
 
-def sources(root: Path = PACKAGE.parent) -> str | None:
-    """The digest of what the checkout at `root` builds the module from, as CMakeLists.txt computes
-    it; None: no checkout.
+def source_digest(root: Path = PACKAGE.parent) -> str | None:
+    """Return the digest of the sources of the module, computed as in CMakeLists.txt.
+
+    root   a checkout. The result is None if it is none.
     """
     if not (root / "csrc").is_dir() or not (root / "CMakeLists.txt").is_file():
         return None
-    names = [
-        "CMakeLists.txt",
-        *(f"csrc/{p.name}" for p in (root / "csrc").iterdir() if p.suffix in (".cpp", ".h")),
-    ]
-    digests = (
-        f"{name} {hashlib.sha256((root / name).read_bytes()).hexdigest()}\n"
-        for name in sorted(names)
-    )
-    return hashlib.sha256("".join(digests).encode()).hexdigest()
+    names = ["CMakeLists.txt"]
+    for file in (root / "csrc").iterdir():
+        if file.suffix in (".cpp", ".h"):
+            names.append(f"csrc/{file.name}")
+    lines = []
+    for name in sorted(names):
+        digest = hashlib.sha256((root / name).read_bytes()).hexdigest()
+        lines.append(f"{name} {digest}\n")
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def built_from(module: Path) -> str | None:
-    """The digest that the build left in the file, which need not be loaded; None in one of an older
-    version.
+    """Return the `source_digest` that a compiled module was built from, without loading it.
+
+    The result is None for a module of an older version, which does not say.
     """
-    match = re.search(rb"grpo_kernels built from sha256:([0-9a-f]{64})", module.read_bytes())
+    match = BUILD_MARK.search(module.read_bytes())
     return match[1].decode() if match else None
 
 
 # ---- the installed copy
 
 
+def find_distribution() -> importlib.metadata.Distribution | None:
+    """Return the installed distribution of this package, or None if it is not installed."""
+    try:
+        return importlib.metadata.distribution("grpo_kernels")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def package() -> dict[str, Any]:
-    """{"path", "kind": "checkout", "editable install" or "install", "shadows": an installed package
-    that is not the one imported, "source": what it was installed from}.
+    """Return what this package is.
+
+    path      its folder
+    kind      "checkout", "editable install" or "install"
+    shadows   the folder of an installed copy that is not the one imported, or None
+    source    what the installed copy was installed from, or None
     """
     facts: dict[str, Any] = {
         "path": str(PACKAGE),
@@ -126,61 +148,56 @@ def package() -> dict[str, Any]:
         "shadows": None,
         "source": None,
     }
-    try:
-        distribution = importlib.metadata.distribution("grpo_kernels")
-    except importlib.metadata.PackageNotFoundError:
+    distribution = find_distribution()
+    if distribution is None:
         return facts
-    direct = json.loads(distribution.read_text("direct_url.json") or "{}")
-    facts["source"] = direct.get("url", "").removeprefix("file://") or None
-    editable = direct.get("dir_info", {}).get("editable", False)
-    installed = (
-        Path(facts["source"]) / "grpo_kernels"
-        if editable
-        else Path(str(distribution.locate_file("grpo_kernels")))
-    )
-    if installed.resolve() == PACKAGE.resolve():
-        facts["kind"] = "editable install" if editable else "install"
+    direct_url = json.loads(distribution.read_text("direct_url.json") or "{}")
+    facts["source"] = direct_url.get("url", "").removeprefix("file://") or None
+    is_editable = direct_url.get("dir_info", {}).get("editable", False)
+    if is_editable:
+        installed = Path(facts["source"]) / "grpo_kernels"
     else:
+        installed = Path(str(distribution.locate_file("grpo_kernels")))
+    if installed.resolve() != PACKAGE.resolve():
         facts["shadows"] = str(installed)
+    else:
+        facts["kind"] = "editable install" if is_editable else "install"
     return facts
 
 
 def build_command(facts: dict[str, Any]) -> str:
-    """The command that rebuilds the module, for the result of `package()`."""
+    """Return the command that builds the module anew.
+
+    facts   the result of `package`
+    """
     if HOME != "grpo_kernels":
         return "pip install grpo_kernels"
     if facts["kind"] != "install":
         return f"pip install -v --no-deps -e {PACKAGE.parent}"
-    return (
-        "pip install -v --no-deps --no-cache-dir --force-reinstall"
-        f" {facts['source'] or 'grpo_kernels'}"
-    )
+    source = facts["source"] or "grpo_kernels"
+    return f"pip install -v --no-deps --no-cache-dir --force-reinstall {source}"
 
 
 def installed_module() -> tuple[Path | None, str | None]:
-    """(the installed copy's module, None) if this checkout may use it, else (None, why not); (None,
-    None): there is no copy.
+    """Return the module of the installed copy if this checkout may load it, and else why not.
+
+    Both are None if there is no other copy.
     """
-    if HOME != "grpo_kernels":
-        return None, None
-    try:
-        distribution = importlib.metadata.distribution("grpo_kernels")
-    except importlib.metadata.PackageNotFoundError:
+    distribution = find_distribution() if HOME == "grpo_kernels" else None
+    if distribution is None:
         return None, None
     folder = Path(str(distribution.locate_file("grpo_kernels")))
     if folder.resolve() == PACKAGE.resolve():
         return None, None
     copy = f"the installed copy in {folder}"
-    module = next(
-        (m for s in importlib.machinery.EXTENSION_SUFFIXES if (m := folder / f"_cpu{s}").is_file()),
-        None,
-    )
-    if module is None:
+    files = [folder / f"{STEM}{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
+    files = [file for file in files if file.is_file()]
+    if not files:
         return None, f"{copy} has none"
-    version = version_here()
+    version = package_version()
     if distribution.version != version:
         return None, f"{copy} is version {distribution.version} and this is {version}"
-    here = sources()
-    if here is None or built_from(module) != here:
+    digest = source_digest()
+    if digest is None or built_from(files[0]) != digest:
         return None, f"{copy} was built from other C++ sources"
-    return module, None
+    return files[0], None
