@@ -9,7 +9,14 @@ from .checks import nearest
 from .core.backends import use
 from .draft_heads import draft_head_loss
 from .formulas.divergence import Exact
-from .formulas.filters import EntropyFloor, EntropyQuantile, OffPolicySequences, TrustRegion
+from .formulas.filters import (
+    EntropyFloor,
+    EntropyQuantile,
+    OffPolicySequences,
+    SamplerMismatch,
+    TrustRegion,
+)
+from .formulas.future_kl import FutureKl
 from .formulas.kl import DetachedWeight, Kl, check_kl
 from .formulas.surrogates import (
     A2po,
@@ -54,6 +61,7 @@ __all__ = [
     "EntropyFloor",
     "EntropyQuantile",
     "Exact",
+    "FutureKl",
     "Gmpo",
     "Head",
     "ImportanceSampling",
@@ -66,6 +74,7 @@ __all__ = [
     "OffPolicySequences",
     "Options",
     "PolicyGradient",
+    "SamplerMismatch",
     "Sapo",
     "TokenBatch",
     "TokenLogprobs",

@@ -37,6 +37,7 @@ from .formulas.filters import (
     EntropyFloor,
     Filter,
     OffPolicySequences,
+    SamplerMismatch,
     TrustRegion,
     check_filters,
 )
@@ -213,6 +214,12 @@ class Objective(Checked):
             )
             object.__setattr__(self, "max_tokens", as_number(self.max_tokens))
         check_filters(self.filters, self.level)
+        remedy = (
+            "an exact divergence is not part of what a SamplerMismatch drops: mask the sequences"
+            " with rewards.corrections.sampler_mismatch_mask, and leave the filter out."
+        )
+        is_masked = self.filter(SamplerMismatch) is not None
+        require(self.exact is None or not is_masked, "filters", self.filters, remedy)
         if self.log_ratio_bounds is not None:
             check_log_ratio_bounds(self.log_ratio_bounds, self.surrogate)
         if self.future_kl is not None:
@@ -466,11 +473,16 @@ class Objective(Checked):
                 'sampler_logps is None, but TrustRegion(anchor="sampler") compares with them: pass'
                 " them."
             )
+        if self.filter(SamplerMismatch) is not None and batch.sampler_logps is None:
+            raise ValueError(
+                "sampler_logps is None, but SamplerMismatch compares with them: pass them."
+            )
         if self.future_kl is not None:
             self._of_sequences(batch)
             remedy = "a rank does not know the later tokens of a sequence that ranks share."
             require(batch.context_group is None, "future_kl", self.future_kl, remedy)
-        if self.level != "token" or (self.filters and self.filter(OffPolicySequences) is not None):
+        by_sequence = (OffPolicySequences, SamplerMismatch)
+        if self.level != "token" or any(isinstance(f, by_sequence) for f in self.filters):
             self._of_sequences(batch)
         if (
             self.surrogate.absorbs_weights
@@ -715,6 +727,9 @@ class Objective(Checked):
             if f.is_per_token:
                 continue
             keep = f.keep(logps, entropy, inputs, batch)
+            if isinstance(f, SamplerMismatch):
+                inputs = self._drop_sequences(inputs, keep, f.normalize, batch)
+                continue
             policy_weight = torch.where(keep, inputs.policy_weight, 0.0)
             if f.filters_entropy and entropy is not None:
                 is_unknown = entropy.isnan() & (policy_weight != 0)
@@ -724,6 +739,57 @@ class Objective(Checked):
                 entropy_weight = self._filter_entropy_weight(inputs.entropy_weight, keep, batch)
                 inputs = replace(inputs, entropy_weight=entropy_weight)
         return inputs
+
+    def _drop_sequences(
+        self, inputs: TokenInputs, keep: Tensor, normalize: bool, batch: TokenBatch
+    ) -> TokenInputs:
+        """Return the inputs with weight 0 in all terms of dropped sequences.
+
+        keep        bool [num_tokens], the same for all tokens of a sequence
+        normalize   whether the denominators count the sequences that are left
+        """
+        policy, kl, entropy = self.aggregates
+        aggregates = {"policy_weight": policy, "kl_weight": kl, "entropy_weight": entropy}
+        weights = {}
+        for name, aggregate in aggregates.items():
+            weight = getattr(inputs, name)
+            if weight is not None:
+                if normalize:
+                    weight = weight * self._share_of_sequences_left(keep, batch, aggregate)
+                weights[name] = torch.where(keep, weight, 0.0)
+        if inputs.nll_weight is not None:
+            weights["nll_weight"] = torch.where(keep, inputs.nll_weight, 0.0)
+        return replace(inputs, **weights)
+
+    def _share_of_sequences_left(
+        self, keep: Tensor, batch: TokenBatch, aggregate: str
+    ) -> float | Tensor:
+        """Return what turns the weights of an aggregate into those without dropped sequences.
+
+        It is the denominator of all sequences over that of those that are left: a number, a 0-d
+        tensor, or fp32 [num_tokens].
+        """
+        if aggregate == "token-sum":
+            return 1.0
+        lengths = batch.lengths
+        kept_lengths = batch.sequence_sum(keep & batch.trained)
+        if aggregate == "token-mean":
+            return (lengths.sum() / kept_lengths.sum().clamp(min=1.0)).float()
+        is_left = (lengths == 0) | (kept_lengths > 0)
+        share = torch.ones_like(lengths)
+        more_per_token = share
+        if aggregate == "group-mean":
+            # Each sequence counts as its share of the group.
+            same = batch.same_group()
+            share = share / same.sum(1)
+            is_left = same @ is_left.double() > 0
+            lengths, kept_lengths = same @ lengths, same @ kept_lengths
+            more_per_token = lengths / kept_lengths.clamp(min=1.0)
+        if self.count_empty:
+            count, count_left = share.sum(), (share * is_left).sum()
+        else:
+            count, count_left = (share * (lengths > 0)).sum(), (share * (kept_lengths > 0)).sum()
+        return batch.spread(more_per_token * count / count_left.clamp(min=1.0)).float()
 
     def _filter_entropy_weight(
         self, entropy_weight: Tensor, keep: Tensor, batch: TokenBatch

@@ -226,6 +226,41 @@ class OffPolicySequences(Filter):
         return _near(batch, x, self.delta, self.advantage_of)
 
 
+@dataclass(frozen=True)
+class SamplerMismatch(Filter):
+    """Drop whole sequences whose log-probs are too far from the sampler's, as if they were masked.
+
+    threshold   a sequence is dropped if the mean of exp |log-prob - sampler_logp| over its trained
+                tokens exceeds it (NeMo-RL's `seq_logprob_error_threshold`)
+    normalize   True: the denominators count only the sequences of this batch that are left. False:
+                they count all; for a step of several batches, multiply the gradients by the
+                denominator of all tokens or sequences over the denominator of those that are left.
+
+    Unlike with other filters, dropped sequences have no KL, no entropy bonus and no NLL either. The
+    batch must have sampler_logps; a token that the sampler did not score counts as equal. With
+    kl=Exact(...) mask the sequences instead, see `corrections.sampler_mismatch_mask`.
+    """
+
+    threshold: float = 2.0
+    normalize: bool = True
+    reads_advantages = False
+    ranges = (("threshold", "the mean of exp |difference| is at least 1.", 1, LARGEST),)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_bool = isinstance(self.normalize, bool)
+        require(is_bool, "normalize", self.normalize, "pass True or False.")
+        # The denominators depend on all sequences.
+        object.__setattr__(self, "is_per_sequence", not self.normalize)
+
+    def keep(
+        self, logps: Tensor, entropy: Tensor | None, rows: TokenInputs, batch: TokenBatch | None
+    ) -> Tensor:
+        assert batch is not None
+        # A comparison with NaN is False, so that the loss becomes NaN.
+        return batch.spread(~(sampler_errors(batch, logps) > self.threshold))
+
+
 def near_sampler(
     batch: TokenBatch, logps: Tensor, delta: float, advantage_of: str = "sequence"
 ) -> Tensor:

@@ -37,6 +37,8 @@ What the trainers call it, and how to write it (iw = importance_weights, rm = re
     off-policy sequence mask                           off_policy_sequence_mask(batch, logps,
                                                        delta=0.5)
     M2PO                                               second_moment_mask(batch, threshold=0.04)
+    sequence log-prob error (NeMo)                     sampler_mismatch_mask(batch, logps,
+                                                       threshold=2.0)
     the ratio against the sampler itself (prime-rl,    dataclasses.replace(batch,
     torchtitan, verl's bypass mode)                    old_logps=batch.sampler_logps), unscored
                                                        tokens (NaN) taken out of the mask
@@ -78,7 +80,14 @@ from ..checks import (
     require_shape,
     require_tensor,
 )
-from ..formulas.filters import ADVANTAGES_OF, BOUND, DELTA, log_ratio, near_sampler
+from ..formulas.filters import (
+    ADVANTAGES_OF,
+    BOUND,
+    DELTA,
+    log_ratio,
+    near_sampler,
+    sampler_errors,
+)
 from .groups import Grouped, Groups
 
 LEVELS = ("token", "sequence", "geometric")
@@ -207,6 +216,27 @@ def off_policy_sequence_mask(
         batch,
         near_sampler(batch, _like_targets(batch, "logps", logps).float(), delta, advantage_of),
     )
+
+
+def sampler_mismatch_mask(
+    batch: TokenBatch, logps: Tensor, *, threshold: float = 2.0
+) -> Tensor:  # fmt: skip
+    """1 in sequences whose mean of exp |logp - sampler_logp| over their trained tokens is at most
+    `threshold`, else 0: fp32, the shape of targets, 0 where masked. Put it into the mask, so that
+    the sequences that are left make up the denominators: mask & (... != 0).
+
+    logps       the policy's log-probs now, or old_logps: the shape of targets, or flat [N].
+    threshold   at least 1.
+
+    A sequence with a NaN among its log-probs is kept. Raises ValueError for logps of another size,
+    without sampler_logps, and for packed rows without cu_seqlens. Source: NeMo-RL's
+    `seq_logprob_error_threshold`; `SamplerMismatch` is the filter with the log-probs of the loss.
+    """
+    remedy = "the mean of exp |difference| is at least 1."
+    require_number("threshold", threshold, remedy, 1, LARGEST)
+    batch.check_sequences("sampler_mismatch_mask needs")
+    errors = sampler_errors(batch, _like_targets(batch, "logps", logps).float())
+    return _per_token(batch, batch.spread(~(errors > threshold)))
 
 
 def second_moment_mask(batch: TokenBatch, *, threshold: float) -> Tensor:
@@ -429,7 +459,7 @@ class Correction:
             mask = batch.trained.view(batch.targets.shape)
             kept = without_truncated(mask, finished, cu_seqlens=batch.cu_seqlens)  # type: ignore[arg-type]
             return dataclasses.replace(batch, mask=kept)
-        if self.function is off_policy_sequence_mask:
+        if self.function in (off_policy_sequence_mask, sampler_mismatch_mask):
             chosen["logps"] = batch.old_logps
         if "process_group" in parameters:
             chosen["process_group"] = process_group
@@ -455,6 +485,7 @@ CORRECTIONS: dict[str, Correction] = {
         Correction("geometric_mask", rejection_mask, {"over": "mean", "low": 0.99, "high": 1.01}),
         Correction("veto", rejection_mask, {"over": "min", "low": 1e-4}),
         Correction("off_policy_mask", off_policy_sequence_mask, {"delta": 0.5}),
+        Correction("sampler_mismatch", sampler_mismatch_mask, {"threshold": 2.0}),
         Correction("m2po", second_moment_mask, {"threshold": 0.04}),
         Correction("without_truncated", without_truncated),
     )

@@ -35,6 +35,7 @@ from grpo_kernels.formulas.filters import (
     EntropyQuantile,
     Filter,
     OffPolicySequences,
+    SamplerMismatch,
     TrustRegion,
 )
 from grpo_kernels.formulas.kl import ESTIMATORS, WEIGHTINGS, Kl
@@ -98,6 +99,8 @@ OPTIONS: dict[str, Objective] = {
     **{f"{f}": Objective(filters=(f,)) for f in [*REGIONS, EntropyFloor(0.0), EntropyQuantile(1.0), NearOld()]},
     "a region without a ratio": replace(PRESETS["reinforce"], filters=(REGIONS[0],)),
     "off-policy sequences": Objective(level="sequence", filters=(OffPolicySequences(9.0),)),
+    "far from the sampler": Objective(filters=(SamplerMismatch(9.0),)),
+    "far from the sampler, a sequence level": Objective(level="sequence", filters=(SamplerMismatch(9.0, normalize=False),)),
     "a floor and a bonus": Objective(entropy_coef=0.1, filters=(EntropyFloor(0.0),)),
     "a quantile and a bonus": Objective(entropy_coef=0.1, filters=(EntropyQuantile(1.0),), entropy_aggregate="token-mean"),
     **{f"{e}, {w}": Objective(beta=0.1, kl=Kl(e, w)) for e in ESTIMATORS for w in WEIGHTINGS if e != "distillation"},
@@ -135,6 +138,8 @@ class Problem:
             "old_logps": logps - 1e-4 * torch.randn(B, T, generator=g), "advantages": advantages,
             "weights": torch.rand(B, T, generator=g) + 0.5, "nll_weights": 0.1 * torch.rand(B, T, generator=g),
         }  # fmt: skip
+        if objective.filter(SamplerMismatch) is not None:
+            fields["sampler_logps"] = logps.clone()
         if objective.beta and objective.exact is None:
             fields["ref_logps"] = logps + 0.1 * torch.randn(B, T, generator=g)
         return cls(hidden, weight, targets, fields)

@@ -105,7 +105,8 @@ def test_metrics_of_every_objective(name, marked, backend):
     }  # fmt: skip
     if spec.beta:
         direct["kl"] = found.kl[live].mean()
-    if spec.trust or spec.off_policy or spec.entropy_floor or spec.entropy_share:
+    filtered = (spec.off_policy, spec.entropy_floor, spec.entropy_share, spec.sampler_mismatch)
+    if spec.trust or any(filtered):
         direct["kept"] = found.kept.double().mean()
     assert out.metrics.keys() == direct.keys(), "add the float64 value of a new metric to `direct`"
     for key, value in direct.items():

@@ -20,10 +20,12 @@ import grpo_kernels
 from grpo_kernels import (
     Denominators,
     Exact,
+    FutureKl,
     Head,
     LogitTransform,
     Objective,
     Options,
+    SamplerMismatch,
     TokenBatch,
     TokenSets,
     grpo_loss,
@@ -266,6 +268,7 @@ OBJECTIVES = [
     {"kl": "k4"}, {"kl": None}, {"entropy_coef": INF}, {"max_tokens": 0}, {"max_tokens": 2.5},
     {"filters": [EntropyFloor(1.0)]}, {"filters": (Clip(),)}, {"log_ratio_bounds": 20.0}, {"log_ratio_bounds": (-20.0,)},
     {"log_ratio_bounds": (-20.0, -1.0)},
+    {"filters": (SamplerMismatch(),), "kl": Exact(), "beta": 0.1}, {"future_kl": 32.0}, {"future_kl": FutureKl(), "level": "sequence"},
     {"log_ratio_bounds": (-20.0, NAN)}, {"log_ratio_bounds": (-20.0, 20.0), "surrogate": Dro()},
     *({"level": level, "surrogate": one} for one, known in (
         (Vespo(), "sequence-sum"), (Gmpo(), "sequence"), (A2po(), "sequence-sum"), (Dro(), "token"), (ClipCov(), "token"), (KlCov(), "token"),
@@ -285,6 +288,9 @@ LACKING = [
     ("cu_seqlens is None", {"kl_aggregate": MEAN, "beta": 1.0}, REF),
     *(("cu_seqlens is None|sequence|pass", {"level": f"sequence{more}"}, {}) for more in ("", "-token", "-sum")),
     ("cu_seqlens is None", {"filters": (OffPolicySequences(),)}, {}),
+    ("cu_seqlens is None", {"future_kl": FutureKl()}, {}),
+    ("cu_seqlens is None", {"filters": (SamplerMismatch(),)}, {"sampler_logps": torch.zeros(B * T)}),
+    ("sampler_logps is None|SamplerMismatch", {"filters": (SamplerMismatch(),)}, CUT),
     ("weights holds negative numbers", {"surrogate": Vespo(), "level": "sequence-sum"}, {**CUT, "weights": -torch.ones(B * T)}),
 ]  # fmt: skip
 

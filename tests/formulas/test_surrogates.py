@@ -18,6 +18,7 @@ from grpo_kernels.formulas.filters import (
     EntropyFloor,
     EntropyQuantile,
     OffPolicySequences,
+    SamplerMismatch,
     TrustRegion,
 )
 from grpo_kernels.formulas.future_kl import FutureKl
@@ -221,6 +222,7 @@ PARAMETERS = {
     EntropyFloor: {"threshold": (nan,)},
     EntropyQuantile: {"share": (0.0, 1.1)},
     OffPolicySequences: {"delta": (inf,), "advantage_of": ("batch", None)},
+    SamplerMismatch: {"threshold": (0.9, nan), "normalize": (1, None)},
     FutureKl: {
         "half_life": (0.0, inf),
         "low": (-0.1, 1.3),

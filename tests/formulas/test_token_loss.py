@@ -122,6 +122,7 @@ def check_combination(case):
     refused = (
         bool(regions and level != "token")
         or any(f.anchor == "sampler" and "sampler_logps" in without for f in regions)
+        or ("sampler_mismatch" in spec and "sampler_logps" in without)
         or (surrogate.reads_logp and "log_ratio_bounds" in ours)
     )
     if refused:

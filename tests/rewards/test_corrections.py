@@ -5,6 +5,7 @@ weights, masks, metrics and thresholds against plain Python floats and the train
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from math import inf, nan
@@ -24,6 +25,7 @@ from grpo_kernels.rewards.corrections import (
     importance_weights,
     off_policy_sequence_mask,
     rejection_mask,
+    sampler_mismatch_mask,
     second_moment_mask,
     without_truncated,
 )
@@ -165,6 +167,23 @@ def test_off_policy_sequence_mask(delta, packed):
 
 
 @both
+def test_sampler_mismatch_mask(packed):
+    """Whole sequences, by the mean of exp |log-ratio|; an unscored token counts as equal."""
+    rows, x = ratios()
+    batch = batch_of(rows, x, packed)
+    errors = []
+    for row in rows.lists(x):
+        of_tokens = [1.0 if v != v else math.exp(abs(v)) for v in row]
+        errors.append(oracle.mean(of_tokens) if row else 0.0)
+    threshold = sorted(errors)[len(errors) // 2] + 1e-3
+    want = [
+        [float(e <= threshold)] * len(row) for e, row in zip(errors, rows.lists(x), strict=True)
+    ]
+    assert {0.0, 1.0} <= {v for row in want for v in row}
+    rows.check(sampler_mismatch_mask(batch, batch.old_logps, threshold=threshold), want)
+
+
+@both
 def test_off_policy_masks_of_advantages_of_both_signs(packed):
     """The sum of the trained tokens' advantages decides for the whole sequence, and the mean
     log-ratio of all is 1. A filter decides alike. What is masked does not count.
@@ -274,6 +293,7 @@ CALLS = {
         )
         for metric, over in zip(("k3", "k1", "k2", "ratio", "k1"), OVER, strict=True)
     },
+    "sampler mismatch": lambda b: sampler_mismatch_mask(b, b.old_logps, threshold=1.5),
     "off-policy": lambda b: off_policy_sequence_mask(b, b.old_logps, delta=0.1),
     "second moment": partial(second_moment_mask, threshold=0.04),
     "metrics": lambda b: torch.stack(list(correction_metrics(b, low=0.5, high=2.0).values())),
@@ -334,6 +354,7 @@ def test_corrections_do_not_wait_for_the_device(name):
         ("geometric_mask", partial(rejection_mask, over="mean", low=0.99, high=1.01)),
         ("veto", partial(rejection_mask, over="min", low=1e-4)),
         ("off_policy_mask", lambda b: off_policy_sequence_mask(b, b.old_logps, delta=0.5)),
+        ("sampler_mismatch", lambda b: sampler_mismatch_mask(b, b.old_logps, threshold=2.0)),
         ("m2po", partial(second_moment_mask, threshold=0.04)),
     ],
 )

@@ -18,6 +18,7 @@ from grpo_kernels.formulas.filters import (
     EntropyFloor,
     EntropyQuantile,
     OffPolicySequences,
+    SamplerMismatch,
     TrustRegion,
 )
 from grpo_kernels.formulas.future_kl import FutureKl
@@ -154,6 +155,43 @@ OBJECTIVES: dict[str, tuple[Callable[[], Objective], Spec]] = {
             entropy_floor=1.2,
             entropy_coef=0.1,
             future_kl=(4.0, 0.0, 3.0, math.inf, math.inf),
+        ),
+    ),
+    "far from the sampler": (
+        lambda: Objective.preset(
+            "grpo", beta=0.1, entropy_coef=0.1, filters=(SamplerMismatch(1.7),)
+        ),
+        Spec(aggregate=MEAN, beta=0.1, entropy_coef=0.1, sampler_mismatch=(1.7, True)),
+    ),
+    "far from the sampler, groups": (
+        lambda: Objective(
+            aggregate="group-mean",
+            beta=0.1,
+            kl_aggregate="token-mean",
+            filters=(SamplerMismatch(1.7),),
+        ),
+        Spec(
+            aggregate="group-mean",
+            beta=0.1,
+            kl_aggregate="token-mean",
+            sampler_mismatch=(1.7, True),
+        ),
+    ),
+    "far from the sampler, gspo, all counted": (
+        lambda: Objective(
+            Clip(0.3, 0.4),
+            level="sequence",
+            count_empty=False,
+            aggregate=MEAN,
+            filters=(SamplerMismatch(1.7, normalize=False),),
+        ),
+        Spec(
+            eps_low=0.3,
+            eps_high=0.4,
+            level="sequence",
+            count_empty=False,
+            aggregate=MEAN,
+            sampler_mismatch=(1.7, False),
         ),
     ),
     # ---- other surrogates
@@ -413,6 +451,21 @@ FILTERS = options(
         "tv and quantile",
         {"filters": (TrustRegion("tv", 0.15, 0.15), EntropyQuantile(0.73))},
         {"trust": ("tv", 0.15, 0.15, "old"), "entropy_share": 0.73},
+    ),
+    (
+        "sampler",
+        {"filters": (SamplerMismatch(1.4),)},
+        {"sampler_mismatch": (1.4, True)},
+    ),
+    (
+        "sampler, all counted",
+        {"filters": (SamplerMismatch(1.4, normalize=False),)},
+        {"sampler_mismatch": (1.4, False)},
+    ),
+    (
+        "sampler and off-policy",
+        {"filters": (OffPolicySequences(0.05), SamplerMismatch(1.5))},
+        {"sampler_mismatch": (1.5, True), "off_policy": 0.05},
     ),
     (
         "floor and off-policy",

@@ -67,6 +67,8 @@ class Spec:
     entropy_share: float | None = None
     off_policy: float | None = None
     off_policy_by: str = "sequence"  # or "token": whose advantage must be negative
+    #: the largest error of a sequence, and whether the denominators count only those below
+    sampler_mismatch: tuple[float, bool] | None = None
     #: half-life, bounds of the weight, ratios from which on a token does not count, and is bounded
     future_kl: tuple[float, float, float, float, float] | None = None
 
@@ -335,10 +337,23 @@ def combine(
     groups: list[int] | None,
     normalizer: float | None,
     zero: Tensor,
+    without: list[int],
 ) -> Tensor:
     """One number from the terms of the trained tokens of each sequence.
 
-    Without a normalizer the denominator is that of one process and one micro-batch, at least 1."""
+    Without a normalizer the denominator is that of one process and one micro-batch, at least 1.
+    Sequences `without` do not count in it, and a normalizer shrinks by their share.
+    """
+    if without:
+        rest = [i for i in range(len(terms)) if i not in without]
+        left = [terms[i] for i in rest]
+        of_left = None if groups is None else [groups[i] for i in rest]
+        if normalizer is not None:
+            counts = [
+                denominator(spec, aggregate, x, g) for x, g in ((left, of_left), (terms, groups))
+            ]
+            normalizer = (float(normalizer) or 1.0) * max(counts[0], 1.0) / max(counts[1], 1.0)
+        return combine(spec, aggregate, left, of_left, normalizer, zero, [])
     total, count = (
         zero,
         float(len(terms) if spec.count_empty else sum(t.numel() > 0 for t in terms)),
@@ -431,6 +446,9 @@ def objective(
         selected = torch.zeros(rows, dtype=torch.bool)
         selected[order] = torch.tensor(selection(spec, tokens, margin), dtype=torch.bool)
 
+    far = far_sequences(spec, tokens, margin)
+    for b in far:
+        keep[0][ids[b]] = False
     kl = torch.zeros(rows, dtype=dtype)
     log_ratio = torch.zeros(rows, dtype=dtype)
     policy_terms, kl_terms, entropy_terms = [], [], []
@@ -489,16 +507,22 @@ def objective(
                 margin(d, -spec.clamp_log, spec.clamp_log, *((0.0,) if spec.kl == "abs" else ()))
                 margin(value, spec.clamp)
         entropy_terms.append(entropy[at])
-        nll_total = nll_total - (nll[at] * logp).sum()
+        if len(policy_terms) - 1 not in far:
+            nll_total = nll_total - (nll[at] * logp).sum()
 
     where = groups.tolist() if groups is not None else None
     zero = logps[:0].sum()
     D, kl_D, entropy_D = normalizer if isinstance(normalizer, tuple) else (normalizer, None, None)
-    total = combine(spec, spec.aggregate, policy_terms, where, D, zero) + nll_total
+    for b in far:
+        for terms in (policy_terms, kl_terms, entropy_terms):
+            if terms:
+                terms[b] = 0.0 * terms[b].detach()
+    leave = far if spec.sampler_mismatch is not None and spec.sampler_mismatch[1] else []
+    total = combine(spec, spec.aggregate, policy_terms, where, D, zero, leave) + nll_total
     if spec.beta != 0:
         own_mean = D if kl_D is None and not spec.kl_aggregate else kl_D
         total = total + spec.beta * combine(
-            spec, spec.kl_aggregate or spec.aggregate, kl_terms, where, own_mean, zero
+            spec, spec.kl_aggregate or spec.aggregate, kl_terms, where, own_mean, zero, leave
         )
     if spec.entropy_coef != 0:
         if (
@@ -513,7 +537,13 @@ def objective(
             ]
         own_mean = D if entropy_D is None and not spec.entropy_aggregate else entropy_D
         bonus = combine(
-            spec, spec.entropy_aggregate or spec.aggregate, entropy_terms, where, own_mean, zero
+            spec,
+            spec.entropy_aggregate or spec.aggregate,
+            entropy_terms,
+            where,
+            own_mean,
+            zero,
+            leave,
         )
         total = total - spec.entropy_coef * bonus
     low, high = ratio_bounds(spec)
@@ -552,6 +582,39 @@ def future_weights(
             weight = min(max(weight, 0.8), 1.0) if x > math.log(safety) else weight
         weights.append(weight)
     return torch.tensor(weights, dtype=log_ratio.dtype)
+
+
+def denominator(spec: Spec, aggregate: str, terms: list[Tensor], groups: list[int] | None) -> float:
+    """What the terms of one batch are divided by."""
+    if aggregate == "token-sum":
+        return 1.0
+    if aggregate == "token-mean":
+        return float(sum(t.numel() for t in terms))
+    if aggregate == "group-mean":
+        assert groups is not None
+        named = zip(terms, groups, strict=True)
+        return float(len({g for t, g in named if spec.count_empty or t.numel()}))
+    count = float(len(terms) if spec.count_empty else sum(t.numel() > 0 for t in terms))
+    if aggregate == "constant":
+        assert spec.max_tokens is not None
+        count *= spec.max_tokens
+    return count
+
+
+def far_sequences(spec: Spec, tokens: Tokens, margin: Margin) -> list[int]:
+    """The sequences whose mean of exp |log-prob - the sampler's| is above the threshold."""
+    if spec.sampler_mismatch is None:
+        return []
+    assert tokens.sampler is not None
+    far = []
+    for b, at in enumerate(tokens.sequences):
+        apart = [tokens.sampler[i] - tokens.logp[i] for i in at]
+        errors = [1.0 if math.isnan(d) else math.exp(min(abs(d), 60.0)) for d in apart]
+        error = math.fsum(errors) / max(len(errors), 1)
+        margin(error, spec.sampler_mismatch[0])
+        if error > spec.sampler_mismatch[0]:
+            far.append(b)
+    return far
 
 
 def in_sequence(spec: Spec, x: Tensor, advantage: Tensor, weight: Tensor, margin: Margin) -> Tensor:
