@@ -84,6 +84,11 @@ CONTRACTS = {
         "mean KL(policy, teacher) of given logits [N, V]: value and gradient with respect to the"
         " policy's"
     ),
+    "draft": (
+        "mean cross-entropy of a draft head with the policy's distribution at the next position,"
+        " from hidden states of both and one frozen head: value, gradient of the draft's hidden"
+        " states"
+    ),
     "step": "a training step end to end: forward, DAPO loss, backward, AdamW",
 }
 #: The direction of each divergence.
@@ -91,6 +96,9 @@ DIRECTIONS = {
     "divergence": "reverse", "divergence-forward": "forward", "divergence-jsd": "jsd", "logits-divergence": "reverse"
 }  # fmt: skip
 
+
+#: Those whose head gets no gradient.
+FROZEN = ("hidden-frozen", "gspo-frozen", "draft")
 
 #: Those whose ratio is that of a sequence.
 OF_SEQUENCES = ("gspo", "gspo-frozen", "vespo")
@@ -300,6 +308,12 @@ def make_case(cell: Cell, device: str, seed: int = 0) -> Case:
             (x + x.float().std() * torch.randn(x.shape, generator=g, device=device)).to(cell.dtype)
             for x in (hidden, weight)
         )
+    elif cell.contract == "draft":
+        # The policy's states one position later are the draft's plus noise.
+        noise = torch.randn(hidden.shape, generator=g, device=device)
+        next_hidden = hidden + hidden.float().std() * noise
+        case.ref_hidden = next_hidden.to(cell.dtype).roll(1, 0)
+        case.ref_weight = weight
     else:
         case.batch = tokens(case, g)
     if cell.contract == "forms":
@@ -307,9 +321,7 @@ def make_case(cell: Cell, device: str, seed: int = 0) -> Case:
     if kept is not None:
         case.weight_grad = torch.zeros(weight.shape, device=device)
     hidden.requires_grad_(cell.contract != "hidden-forward")
-    weight.requires_grad_(
-        cell.contract != "hidden-forward" and not cell.contract.endswith("-frozen")
-    )
+    weight.requires_grad_(cell.contract not in ("hidden-forward", *FROZEN))
     return case
 
 
@@ -524,6 +536,8 @@ def reference(case: Case) -> Result:
     """
     if case.model is not None:
         return _step_reference(case)
+    if case.cell.contract == "draft":
+        return _draft_reference(case)
     cell, batch, wide = (
         case.cell,
         case.batch,
@@ -649,6 +663,22 @@ def _step_reference(case: Case) -> Result:
     ]
     case.optimizer.zero_grad(set_to_none=True)
     return {"loss": head["loss"], "gradients": gradients}
+
+
+def _draft_reference(case: Case) -> Result:
+    """The last position of each sequence has no next one, and does not count."""
+    cell, weight = case.cell, case.weight.double()
+    position = torch.arange(cell.rows, device=weight.device)
+    counted = position[position % cell.length != cell.length - 1]
+    loss = torch.zeros((), dtype=torch.float64, device=weight.device)
+    grad_hidden = torch.zeros(case.hidden.shape, dtype=torch.float64, device=weight.device)
+    for part in row_blocks(cell, 8, weight.device.type):
+        rows = counted[part]
+        log_p = (case.hidden[rows].double() @ weight.t()).log_softmax(-1)
+        q = (case.ref_hidden[rows + 1].double() @ weight.t()).softmax(-1)
+        loss -= (q * log_p).sum() / len(counted)
+        grad_hidden[rows] = (log_p.exp() - q) @ weight / len(counted)
+    return {"loss": loss.float(), "d_hidden": grad_hidden.float()}
 
 
 @torch.no_grad()

@@ -105,6 +105,7 @@ COMPARED = ("logits", "hidden", "active", "kept")
 FURTHER = (
     "step", "divergence", "logits-divergence", "length", "cross-entropy", "hidden-frozen", "logits-forward", "hidden-forward",
     "hidden-sequence", "divergence-forward", "divergence-jsd", "rows", "vocab", "trees", "forms", "logits-forms",
+    "draft",
 )  # fmt: skip
 REHEARSED_SUITES = ("kept", "length")  # of them, on a CPU
 

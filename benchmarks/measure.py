@@ -201,7 +201,7 @@ def outside_gate(cell: Cell, found: dict[str, float]) -> str | None:
         )
         kind = {"gradients": "parameter", "logps": "value", "entropy": "value"}.get(kind, kind)
         most = (FULL if cell.dtype == torch.float32 else HALF)[kind]
-        if cell.contract in DIRECTIONS and kind == "worst row":
+        if cell.contract in (*DIRECTIONS, "draft") and kind == "worst row":
             # where two rows nearly agree, their difference is mostly the rounding of the logits
             most *= 2
         if not value <= most:  # NaN as well
@@ -218,6 +218,7 @@ def derived(cell: Cell, ms: float) -> Row:
         "step",
         "kept",
         "trees",
+        "draft",
         *DIRECTIONS,
     ):  # whose work is not known before, or has no one rate
         return {}

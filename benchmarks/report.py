@@ -419,6 +419,7 @@ def blocks(folder: Path = RESULTS) -> dict[Path, dict[str, str]]:
             ),
             "logits_divergence_cpu": figures(folder, "logits-divergence"),
         },
+        DOCS / "draft_heads.md": {"draft_cpu": figures(folder, "draft")},
         FIGURES: {
             "front": front(folder),
             **{

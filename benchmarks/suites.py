@@ -223,6 +223,10 @@ SUITES = {
         _head("divergence-forward", "The same, forward"),
         _head("divergence-jsd", "The same, Jensen-Shannon"),
         _logits("logits-divergence", "Exact KL to a teacher, from logits"),
+        Suite(
+            "draft", "Soft cross-entropy of a draft head, from hidden states", "draft",
+            plan("draft", (256, 1024, QWEN), MANY, sequences=1), gpu("draft", LARGE, sequences=1),
+        ),
         _head("hidden-frozen", "Loss from hidden states, frozen head"),
         Suite(
             "hidden-sequence", "Losses of sequence levels from hidden states: GSPO, with a frozen head, and VESPO", "gspo",

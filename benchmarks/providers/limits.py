@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.cases import OF_SEQUENCES, Case
+from benchmarks.cases import FROZEN, OF_SEQUENCES, Case
 from benchmarks.providers import BETAS, Run, Unavailable, provider
 from benchmarks.providers.ours import loss_of, native, objective
 from grpo_kernels import Options
@@ -152,11 +152,13 @@ class _OursInChunks(_Ours):
             raise Unavailable("the engine takes all rows at once")
 
 
-BACKWARD = ("hidden", "hidden-frozen", *OF_SEQUENCES, "cross-entropy", "trees", "forms", *BETAS)
+BACKWARD = (
+    "hidden", "hidden-frozen", *OF_SEQUENCES, "cross-entropy", "trees", "forms", "draft", *BETAS
+)  # fmt: skip
 #: The products, and the contracts that need each.
 PARTS = {
-    "teacher logits": tuple(BETAS), "logits": (*BACKWARD, "hidden-forward"), "d_hidden": BACKWARD,
-    "d_weight": tuple(x for x in BACKWARD if not x.endswith("-frozen")),
+    "teacher logits": (*BETAS, "draft"), "logits": (*BACKWARD, "hidden-forward"), "d_hidden": BACKWARD,
+    "d_weight": tuple(x for x in BACKWARD if x not in FROZEN),
 }  # fmt: skip
 WAYS: dict[str, tuple[type[_Torch], tuple[str, ...]]] = {
     "torch.mm": (_Torch, ("cpu", "cuda")),

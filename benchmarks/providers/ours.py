@@ -18,6 +18,7 @@ from grpo_kernels import (
     Objective,
     Options,
     TokenBatch,
+    draft_head_loss,
     grpo_loss,
     linear_divergence,
     linear_grpo_loss,
@@ -165,6 +166,22 @@ def layer_one_divergence(case: Case) -> Call:
     )
 
 
+def _draft_head(metrics: bool) -> Callable[[Case], Call]:
+    def make(case: Case) -> Call:
+        options, shape = Options(backend=native(case)), (case.cell.sequences, case.cell.length, -1)
+
+        def run() -> Result:
+            draft, policy = case.hidden.view(shape), case.ref_hidden.view(shape)
+            out = draft_head_loss(draft, policy, case.weight, metrics=metrics, options=options)
+            return case.gradients(out.loss)
+
+        return run
+
+    return make
+
+
+provider(OURS, "draft")(_draft_head(metrics=True))
+provider(f"{OURS}, without metrics", "draft")(_draft_head(metrics=False))
 loss(", eager backend", "logits", "hidden", "hidden-frozen", backend="eager")
 logps_provider(f"{OURS}, eager backend", "logits-forward", "hidden-forward")(
     lambda case: _logps(case, "eager")

@@ -183,6 +183,33 @@ provider("torch.compile", *BETAS, "logits-divergence", **_two)(
 )
 
 
+# ---- draft heads
+
+
+def soft_cross_entropy(student: Tensor, teacher: Tensor) -> Tensor:
+    """Mean cross-entropy of fp32 logits [n, V] with the teacher's distribution at these rows."""
+    return -(teacher.softmax(-1) * student.log_softmax(-1)).sum(-1).mean()
+
+
+def _draft(case: Case, function: Callable[..., Tensor]) -> Call:
+    """With logits of all positions on both sides, in the form of trainers: the head in the dtype of
+    the operands, the teacher one position later.
+    """
+    shape = (case.cell.sequences, case.cell.length, -1)
+
+    def run() -> Result:
+        student = (case.hidden @ case.weight.t()).view(shape)[:, :-1]
+        with torch.no_grad():
+            teacher = (case.ref_hidden @ case.weight.t()).view(shape)[:, 1:]
+        return case.gradients(function(student.float(), teacher.float()))
+
+    return run
+
+
+provider("eager PyTorch", "draft", **_two)(lambda case: _draft(case, soft_cross_entropy))
+provider("torch.compile", "draft", **_two)(lambda case: _draft(case, compiled(soft_cross_entropy)))
+
+
 # ---- kept sets
 
 
