@@ -259,6 +259,18 @@ class Optimisation:
 
 
 @dataclass(frozen=True)
+class DraftOptions:
+    _argument_group_name = "draft head"
+
+    draft_lr: float = option(
+        0.0,
+        "learning rate of a draft head for speculative decoding (multi-token prediction), which"
+        " learns the policy's distributions beside it and does not change it; 0 = none",
+        "RATE",
+    )
+
+
+@dataclass(frozen=True)
 class Evaluation:
     _argument_group_name = "evaluation"
 
@@ -371,6 +383,7 @@ class TrainConfig(
     ObjectiveOptions,
     Sampling,
     Optimisation,
+    DraftOptions,
     Evaluation,
     Logging,
     OutputAndCheckpoints,
@@ -385,7 +398,7 @@ class TrainConfig(
             "ref_refresh_steps micro_batch top_k warmup_steps weight_decay eval_steps checkpoint_steps sample_every sample_count",
             "it must be 0 or more.", 0, LARGEST,
         ),
-        ("beta lr", "it must be a finite number >= 0.", 0, LARGEST),
+        ("beta lr draft_lr", "it must be a finite number >= 0.", 0, LARGEST),
         ("temperature", "it divides the logits and must be above 0; for greedy use eval_temperature=0.", SMALLEST, LARGEST),
         ("eval_temperature", "it must be 0 (greedy) or above.", 0, LARGEST),
         ("top_p entropy_share", "it is a share in (0, 1]; 1 switches it off.", SMALLEST, 1),

@@ -31,6 +31,7 @@ import torch
 from ..rewards.entropy import AdaptiveEntropyCoef
 from . import Ranks, require
 from .config import TrainConfig
+from .draft import DraftTrainer
 from .policy import ParallelModel
 
 #: What may differ between a run and its continuation without changing the steps.
@@ -38,6 +39,8 @@ FREE_TO_CHANGE = {
     "steps", "out", "resume", "progress", "checkpoint_steps", "keep_checkpoints", "eval_steps", "eval_prompts", "parallel",
     "log_to", "sample_every", "sample_count",
 }  # fmt: skip
+#: What of a checkpoint rank 0 sends to the other ranks as Python objects.
+SMALL = ("step", "entropy_coef", "draft", "rng", "sizes")
 #: Seconds within which a launcher and its batch system may pass on one and the same signal.
 ECHO = 3.0
 #: What file systems without locks answer, as NFS without its lock daemon does.
@@ -181,6 +184,7 @@ class Saved:
     reference: ParallelModel | None
     optimizer: torch.optim.Optimizer
     entropy_coef: AdaptiveEntropyCoef | None
+    draft: DraftTrainer | None
     newest: int = 0  # step of which there is a checkpoint
 
     def save(self, step: int, rng: dict[str, Any], sizes: dict[str, int]) -> None:
@@ -192,6 +196,7 @@ class Saved:
             "policy": self.policy.state(self.optimizer),
             "reference": None if self.reference is None else self.reference.state(),
             "entropy_coef": None if self.entropy_coef is None else self.entropy_coef.state_dict(),
+            "draft": None if self.draft is None else self.draft.state(),
             "rng": self.ranks.gather(rng),
             "sizes": sizes,
             "config": asdict(self.config),
@@ -211,7 +216,7 @@ class Saved:
         def read() -> dict[str, Any]:
             whole.update(load_newest(self.folder.checkpoints))
             self.tell_changes(whole.get("config", {}))
-            small = {name: whole.get(name) for name in ("step", "entropy_coef", "rng", "sizes")}
+            small = {name: whole.get(name) for name in SMALL}
             return small | {"refers": bool(whole.get("reference"))}
 
         small = self.ranks.on_main(read)
@@ -223,6 +228,8 @@ class Saved:
             self.reference.load_state(whole.get("reference", ({}, {})))
         if self.entropy_coef is not None and small["entropy_coef"] is not None:
             self.entropy_coef.load_state_dict(small["entropy_coef"])
+        if self.draft is not None and small["draft"] is not None:
+            self.draft.load_state(small["draft"])
         if self.ranks.rank < len(small["rng"]):  # a rank that the run did not have keeps its own
             rng = small["rng"][self.ranks.rank]
             set_random_state(rng, self.ranks.device)
@@ -264,6 +271,12 @@ class Saved:
                 f" to {needed / 1e6:.0f} MB: make room, lower keep_checkpoints, or choose another"
                 " folder."
             )
+
+    def save_draft(self) -> None:
+        """The parameters of the draft head, in out/draft.pt."""
+        if self.draft is not None:
+            parameters = self.draft.head.state_dict()
+            self.ranks.on_main(lambda: torch.save(parameters, self.folder.path / "draft.pt"))
 
     def save_model(self, tokenizer: Any) -> None:
         """The policy and its tokenizer, as transformers loads them."""

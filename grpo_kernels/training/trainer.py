@@ -36,6 +36,7 @@ from ..rewards.entropy import AdaptiveEntropyCoef
 from . import Ranks, data, require
 from .config import TrainConfig, parse
 from .data import Row, prompts_of_step
+from .draft import DraftTrainer
 from .policy import Completions, Losses, LossParts, ParallelModel, check_recomputing, recomputing
 from .report import RunLog, Stopwatch, Tracker, of_update, write_summary
 from .rewards import RewardFunction, Scores
@@ -120,6 +121,9 @@ class Trainer:
         if config.gradient_checkpointing:
             self.policy.without_gradients(check_recomputing)
         self.rollouts = Rollouts(config, self.policy, self.tokenizer, given.rewards, ranks)
+        self.draft: DraftTrainer | None = None
+        if config.draft_lr > 0:
+            self.draft = DraftTrainer(config, self.policy, ranks)
         self.saved = Saved(
             config,
             self.folder,
@@ -128,6 +132,7 @@ class Trainer:
             self.reference,
             self.optimizer,
             self.entropy_coef,
+            self.draft,
         )
         ranks.on_main(self.saved.check_space)
 
@@ -146,6 +151,7 @@ class Trainer:
             self.take_steps()
             if self.step == self.config.steps:
                 self.saved.save_model(self.tokenizer)
+                self.saved.save_draft()
             self.ranks.on_main(lambda: write_summary(self.out))
         finally:
             self.folder.release()
@@ -202,6 +208,9 @@ class Trainer:
         advantages = self.advantages(rows, completions, scores)
         self.log.keep_samples(self.step, rows, scores, advantages)
         metrics = self.update(completions, advantages)
+        if self.draft is not None:
+            metrics |= self.draft.update(completions)
+            self.watch.lap("draft")
         self.step += 1
         if (
             self.reference is not None

@@ -56,10 +56,12 @@ def small_first(prompts, completions, **_):
     ]
 
 
+#: Of the draft head in those runs.
+RATE_OF_DRAFT = 0.01
 #: Five prompts are three and two; in micro-batches of five completions three passes and two.
 UNEVEN = dict(
     steps=4, prompts_per_step=5, micro_batch=5, num_updates=2, beta=0.1, ref_refresh_steps=2, eval_steps=2, eval_prompts=7,
-    warmup_steps=2, weight_decay=0.1,
+    warmup_steps=2, weight_decay=0.1, draft_lr=RATE_OF_DRAFT,
 )  # fmt: skip
 #: With `smooth_optimizers` parameters move as far as at a usual rate without.
 RATE = 0.03
