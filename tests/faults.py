@@ -55,6 +55,7 @@ KIT = "tests/benchmarks/test_gpu_kit.py"
 EXTRA_IDS = "tests/compositions/test_extra_ids.py"
 CANDIDATES = "tests/compositions/test_candidates.py"
 TEACHERS = "tests/compositions/test_teachers.py"
+TRAINER_DRAFT = "tests/training/test_trainer_draft.py"
 DRAFT_HEADS = "tests/compositions/test_draft_heads.py"
 UNREAD = "tests/compositions/test_transforms_and_waits.py"
 LINEAR_PASS = "tests/core/test_linear_pass.py"
@@ -1288,6 +1289,13 @@ FAULTS: list[Fault] = [
         ("draft and policy share the memory of their logits", "replace(projection, weight=policy_matmuls.weight).make_matmuls()", "policy_matmuls"),
         ("depths have the normalizer of the first", "(losses.flatten(1).sum(1) / denominator)", "(losses.flatten(1).sum(1) / denominator.flatten()[0] if normalizer is None else losses.flatten(1).sum(1) / denominator)"),
         ("a chunk has the logits of one side", "max_rows = memory.plan(device_type, max(num_rows, 1)).chunk", "max_rows = max(num_rows, 1)"),
+    ),
+    *of("grpo_kernels/training/draft.py", TRAINER_DRAFT,
+        ("the draft draws from the random numbers of the run", "with torch.random.fork_rng(devices):", "if devices is not None:"),
+        ("the draft gets the token that it stands at", "(completions.ids[:, 1:])", "(completions.ids[:, :-1])"),
+        ("gradients are sums over positions", "            gradient /= count\n", "            pass\n"),
+        ("padding is trained on", "mask=completions.attention[:, :-1]", "mask=None"),
+        ("the optimizer's state is not restored", "self.optimizer.load_state_dict(state[\"optimizer\"])", "pass"),
     ),
     *of("grpo_kernels/trees.py", EXTRA_IDS,
         ("all tokens are processed", "        no_extra_ids,\n        mask=mask,", "        no_extra_ids,\n        mask=None,"),

@@ -12,7 +12,10 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
-from support.runs import PROMPTS, config, lines, tiny, trainer, weights
+from benchmarks import results
+from benchmarks.tables import marked
+from examples import draft_head
+from support.runs import PROMPTS, config, lines, noisy, seed, tiny, trainer, weights
 
 RUN = {"steps": 4, "micro_batch": 5, "checkpoint_steps": 1}
 
@@ -23,10 +26,10 @@ def without_draft(metrics):
 
 
 def test_the_policy_is_bitwise_that_of_a_run_without_a_draft(tok, tmp_path):
-    """Also with dropout-free random numbers that everybody in the process shares."""
+    """The rewards draw from the random generators that everybody in a process shares."""
     for name, rate in (("without", 0.0), ("with", 0.02)):
-        torch.manual_seed(11)
-        assert trainer(tok, tmp_path / name, **RUN, draft_lr=rate).train()
+        seed(7)
+        assert trainer(tok, tmp_path / name, rewards=[noisy], **RUN, draft_lr=rate).train()
     found = lines(tmp_path / "with")
     assert without_draft(found) == lines(tmp_path / "without")
     assert all("draft_acceptance" in line for line in found)
@@ -100,6 +103,32 @@ def test_a_resumed_run_has_the_draft_of_the_whole_run(tok, tmp_path):
     assert lines(tmp_path / "half") == lines(tmp_path / "whole")
     whole, half = (torch.load(tmp_path / name / "draft.pt") for name in ("whole", "half"))
     assert all(torch.equal(whole[name], half[name]) for name in whole)
+
+
+def test_the_example_measures_a_draft_that_stops(tmp_path, monkeypatch, capsys):
+    """A stopped draft is a copy: it has the acceptance of the other one at the step where it stops,
+    and another one later.
+    """
+    size = draft_head.Size(width=32, layers=1, warm_up=3, steps=6, prompts=2, group=4)
+    page = tmp_path / "page.md"
+    start, end = marked("draft_head", draft_head.COMMAND)
+    page.write_text(f"{start}\n{end}\n")
+    for name, path in (("FILE", "x.json"), ("PICTURE", "x.svg"), ("PAGE", page.name)):
+        monkeypatch.setattr(draft_head, name, tmp_path / path)
+    threads = torch.get_num_threads()
+    assert draft_head.main(["--write"], size) == 0
+    torch.set_num_threads(threads)
+    (record,) = results.load(tmp_path / "x.json")["runs"]
+    learning, stopped = record["draft_acceptance"], record["stopped_acceptance"]
+    assert len(learning) == 6 and len(stopped) == 3
+    assert learning[3] == stopped[0] and learning[4:] != stopped[1:]
+    assert f"{learning[0]:.3f}" in page.read_text() and "| seed |" in capsys.readouterr().out
+    assert (tmp_path / "x.svg").read_text().startswith("<?xml")
+
+
+def test_the_page_shows_the_record():
+    record = results.load(draft_head.FILE)
+    assert draft_head.block(record) in draft_head.PAGE.read_text()
 
 
 def test_a_rate_below_0_is_refused(tmp_path):
