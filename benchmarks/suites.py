@@ -225,7 +225,7 @@ SUITES = {
         _logits("logits-divergence", "Exact KL to a teacher, from logits"),
         Suite(
             "draft", "Soft cross-entropy of a draft head, from hidden states", "draft",
-            plan("draft", (256, 1024, QWEN), MANY, sequences=1), gpu("draft", LARGE, sequences=1),
+            plan("draft", (256, 1024, QWEN), sequences=1), gpu("draft", LARGE, sequences=1),
         ),
         _head("hidden-frozen", "Loss from hidden states, frozen head"),
         Suite(
