@@ -124,7 +124,7 @@ def run(seed: int, size: Size, progress: bool = True) -> Record:
 
 def table(record: Record) -> list[list[str]]:
     """Means over a few steps, for each seed."""
-    head = ["seed", "reward", "acceptance, first step", "after", "stopped half-way", "top-1 after"]
+    head = ["seed", "reward", "acceptance untrained", "after", "stopped half-way", "top-1 after"]
     lines = [head]
     for one in record["runs"]:
         reward, acceptance, stopped, agreement = (
