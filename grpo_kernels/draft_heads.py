@@ -125,8 +125,8 @@ def draft_head_loss(
     normalizer      number of positions that each depth's sum is divided by, for example over all
                     micro-batches; a number or 0-d tensor. None: the positions of this call, at
                     least 1.
-    metrics         False: only "loss" and "positions". The others cost passes over the logits, and no
-                    matmul.
+    metrics         False: only "loss" and "positions". The others cost passes over the logits, but
+                    no matmul.
     options         backend, strict mode, vocabulary shard, see `Options`. Padding ids of a shard
                     take no part in either softmax.
 
