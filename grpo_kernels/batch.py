@@ -1,4 +1,4 @@
-"""The tokens of a batch: validated once, then seen as flat rows."""
+"""The tokens of a batch, checked when they are put together, and seen as flat tensors by a loss."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from .token_sets import TokenSets, check_sets, narrowed, without_set
 
 M = TypeVar("M")
 
-#: What targets are.
+#: Dtypes of targets, and what to pass.
 IDS = (INTEGERS, "an int64 tensor of token ids, [B, T] or packed [N]")
 #: Fields that are tensors, the dtypes that they may have, and what to pass.
 FIELDS = {
@@ -53,54 +53,57 @@ FIELDS = {
         (FLOATING, "a floating-point tensor on the device of targets"),
     ),
 }
-#: Those that may have one number a sequence.
+#: Dtypes of advantages that are not floating-point.
+INTEGERS_OF_ADVANTAGES = frozenset(INTEGRAL) - {torch.bool}
+#: Fields that may have one number per sequence.
 WIDE = ("advantages", "weights", "nll_weights")
-KINDS = ("trained", "contributing", "sequences")
-
-
-#: Behind a kind: those of its rows that have no set of kept ids, which run over the whole
-#: vocabulary.
-WHOLE = ", whole"
-
+#: Names of masks, see `TokenBatch.named_mask`.
+MASK_NAMES = ("trained", "contributing", "sequences")
+#: The end of messages about cached counts that do not fit the tensors.
 UNSEEN = (
     "changed, but torch saw no write into its tensors (NumPy, DLPack, .data, inference mode): write"
     " by torch operations, or make a new TokenBatch."
 )
 
-
-#: Devices with events and copies to pinned memory that run beside the host, where counts are sent
-#: ahead. ROCm's devices are called cuda; on xpu this has not been run.
+#: Types of devices with events and asynchronous copies to pinned memory, from which a batch sends
+#: its row counts to the host early. ROCm's devices are called cuda. xpu is untested.
 AHEAD = ("cuda", "xpu")
 
 
 def sends_ahead(device: torch.device) -> bool:
+    """Return whether batches on this device send their row counts to the host early."""
     return device.type in AHEAD
 
 
-class Counts:
-    """Numbers that are being copied from a GPU to the host. The first reading waits for the copy
-    only, not for later work; the others wait for nothing. While a graph is captured the host can do
-    neither.
+class HostCopy:
+    """Integers that are being copied from a device to the host.
+
+    The first access to `on_host` waits for the copy, not for work that was queued after it. The
+    later ones do not wait. While a graph is captured, neither the copy nor the wait is possible.
     """
 
-    def __init__(self, counts: Tensor) -> None:
-        _refuse_capture(counts.device)
-        module = torch.get_device_module(counts.device)
-        with module.device(counts.device):
-            self.sent = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
-            self.sent.copy_(counts, non_blocking=True)
+    def __init__(self, on_device: Tensor) -> None:
+        refuse_capture(on_device.device)
+        module = torch.get_device_module(on_device.device)
+        with module.device(on_device.device):
+            self.sent = torch.empty(
+                on_device.shape, dtype=on_device.dtype, device="cpu", pin_memory=True
+            )
+            self.sent.copy_(on_device, non_blocking=True)
             self.event = module.Event()
             self.event.record()
-        self.counts = counts
+        self.on_device = on_device
 
     @cached_property
-    def on_host(self) -> list[list[int]]:
-        _refuse_capture(self.counts.device)
+    def on_host(self) -> list[Any]:
+        """The integers as Python numbers, nested lists of the shape of `on_device`."""
+        refuse_capture(self.on_device.device)
         self.event.synchronize()
         return self.sent.tolist()
 
 
-def _refuse_capture(device: torch.device) -> None:
+def refuse_capture(device: torch.device) -> None:
+    """Raise RuntimeError if a graph is being captured on the device."""
     if is_capturing(device):
         raise RuntimeError(
             "a graph is being captured, and the host does not know the row counts of this"
@@ -225,6 +228,24 @@ class TokenBatch(Checked):
     __repr__ = describe
 
     def __post_init__(self) -> None:
+        self._check_tensors()
+        if self.rows is not None:
+            check_rows(self.rows, self.targets)
+        if self.mask is not None:
+            self._put("mask", as_mask("mask", self.mask, self.targets.shape))
+        if self.on_policy is not None:
+            self._check_on_policy(self.on_policy)
+        self._check_token_sets()
+        if self.context_group is not None:
+            self._check_context_group()
+        if self.groups is not None:
+            self._check_groups()
+        device = self.targets.device
+        if sends_ahead(device) and not (torch.compiler.is_compiling() or is_capturing(device)):
+            self._counts()  # start the copy to the host early, so that a loss need not wait for it
+
+    def _check_tensors(self) -> None:
+        """Check dtypes, devices and shapes. Integer advantages become fp32."""
         targets = self.targets
         require_tensor("targets", targets, *IDS)
         shape = targets.shape
@@ -232,76 +253,72 @@ class TokenBatch(Checked):
             raise ValueError(
                 f"targets has shape {list(shape)}: pass [B, T], or packed [N] with cu_seqlens."
             )
-        if (
-            isinstance(self.advantages, Tensor)
-            and self.advantages.dtype in INTEGRAL
-            and self.advantages.dtype != torch.bool
-        ):
-            self._put("advantages", self.advantages.float())
+        advantages = self.advantages
+        if isinstance(advantages, Tensor) and advantages.dtype in INTEGERS_OF_ADVANTAGES:
+            self._put("advantages", advantages.float())
         if self.cu_seqlens is not None:
             check_offsets("targets", targets, self.cu_seqlens)
-        for name, taken in FIELDS.items():
+        for name, (dtypes, remedy) in FIELDS.items():
             value = getattr(self, name)
-            if value is not None:
-                require_tensor(name, value, *taken)
-                require_device(name, value, targets.device, "targets")
-                if name.endswith("logps"):
-                    require_shape(name, value, shape, "targets")
-                elif name in WIDE:
-                    check_width(name, value.shape, shape, self.cu_seqlens)
-        if self.rows is not None:
-            check_rows(self.rows, targets)
-        if self.mask is not None:
-            self._put("mask", as_mask("mask", self.mask, shape))
-        if self.on_policy is not None:
-            require_tensor("on_policy", self.on_policy, DTYPES, "a bool tensor")
-            require_device("on_policy", self.on_policy, targets.device, "targets")
-            check_width("on_policy", self.on_policy.shape, shape, self.cu_seqlens)
-            self._put("on_policy", as_mask("on_policy", self.on_policy, self.on_policy.shape))
+            if value is None:
+                continue
+            require_tensor(name, value, dtypes, remedy)
+            require_device(name, value, targets.device, "targets")
+            if name.endswith("logps"):
+                require_shape(name, value, shape, "targets")
+            elif name in WIDE:
+                check_width(name, value.shape, shape, self.cu_seqlens)
+
+    def _check_on_policy(self, on_policy: Tensor) -> None:
+        """Check the marks of on-policy tokens, which become bool."""
+        require_tensor("on_policy", on_policy, DTYPES, "a bool tensor")
+        require_device("on_policy", on_policy, self.targets.device, "targets")
+        check_width("on_policy", on_policy.shape, self.targets.shape, self.cu_seqlens)
+        self._put("on_policy", as_mask("on_policy", on_policy, on_policy.shape))
+
+    def _check_token_sets(self) -> None:
+        """Check the sets of ids. Candidate sets may change the mask (`missing="mask"`)."""
         if self.missing is not None:
             check_missing(self.missing)
         if self.kept is not None:
-            check_sets("kept", self.kept, targets)
+            check_sets("kept", self.kept, self.targets)
             self._put("_given_mask", self.mask)
-            self._put("mask", narrowed(self.kept, targets, self.mask, self.missing))
+            self._put("mask", narrowed(self.kept, self.targets, self.mask, self.missing))
         for name, sets in (("logp_terms", self.logp_terms), ("prob_terms", self.prob_terms)):
             if sets is not None:
-                check_sets(name, sets, targets)
-                require(
-                    sets.values is not None,
-                    name,
-                    sets,
-                    "give each id its coefficient: sets.with_values(...).",
-                )
+                check_sets(name, sets, self.targets)
+                remedy = "give each id its coefficient: sets.with_values(...)."
+                require(sets.values is not None, name, sets, remedy)
         if self.logp_terms is not None and self.prob_terms is not None:
-            same = self.logp_terms.same_ids(self.prob_terms)
             remedy = (
                 "they list other ids than logp_terms: list the ids of both in both, with the value"
                 " 0 where one has none."
             )
-            require(same, "prob_terms", self.prob_terms, remedy)
-        if self.context_group is not None:
-            ready = dist.is_available() and dist.is_initialized()
-            require(ready, "context_group", self.context_group, "call init_process_group first.")
-            remedy = "this rank is not in it: pass the group that it shares sequences with."
-            require(
-                dist.get_rank(self.context_group) >= 0, "context_group", self.context_group, remedy
-            )
-            self.check_sequences("a context_group needs")
-        if self.groups is not None and (
-            self.groups.shape != (self.sequences,) or self.groups.is_floating_point()
-        ):
+            lists_same_ids = self.logp_terms.same_ids(self.prob_terms)
+            require(lists_same_ids, "prob_terms", self.prob_terms, remedy)
+
+    def _check_context_group(self) -> None:
+        """Raise ValueError unless this rank is in the group, and the sequences are known."""
+        group = self.context_group
+        is_ready = dist.is_available() and dist.is_initialized()
+        require(is_ready, "context_group", group, "call init_process_group first.")
+        remedy = "this rank is not in it: pass the group that it shares sequences with."
+        require(dist.get_rank(group) >= 0, "context_group", group, remedy)
+        self.check_sequences("a context_group needs")
+
+    def _check_groups(self) -> None:
+        """Raise ValueError unless there is one integer group id per sequence."""
+        groups = self.groups
+        assert groups is not None
+        if groups.shape != (self.sequences,) or groups.is_floating_point():
             raise ValueError(
-                f"groups has shape {list(self.groups.shape)} and dtype {self.groups.dtype}: pass"
+                f"groups has shape {list(groups.shape)} and dtype {groups.dtype}: pass"
                 f" one integer id per sequence, [{self.sequences}] (packed targets want cu_seqlens"
                 " beside it)."
             )
-        if sends_ahead(targets.device) and not (
-            torch.compiler.is_compiling() or is_capturing(targets.device)
-        ):
-            self._counts()  # starts the copy to the host early, so that a loss need not wait for it
 
     def _put(self, name: str, value: Any) -> None:
+        """Set an attribute of this frozen dataclass."""
         object.__setattr__(self, name, value)
 
     @classmethod
@@ -455,11 +472,9 @@ class TokenBatch(Checked):
     @property
     def trained(self) -> Tensor:
         """bool [N]: the mask."""
-        return (
-            torch.ones(self.tokens, dtype=torch.bool, device=self.targets.device)
-            if self.mask is None
-            else flat(self.mask)
-        )
+        if self.mask is None:
+            return torch.ones(self.tokens, dtype=torch.bool, device=self.targets.device)
+        return flat(self.mask)
 
     @property
     def on_policy_tokens(self) -> Tensor:
@@ -468,44 +483,48 @@ class TokenBatch(Checked):
         return flat(as_wide(self.on_policy, self.targets.shape, self.cu_seqlens) != 0)
 
     def flat(self, name: str) -> Tensor | None:
-        """The float field `name` as fp32 [N], one value per token, 0 where the mask is False; None
-        if it was not given.
-        """
+        """Return the float field `name` as `table` has it, None if the batch has none."""
         return self.table(name).get(name)
 
     def table(self, *names: str) -> dict[str, Tensor]:
-        """`flat` of each of these fields that was given."""
-        shape = self.targets.shape
-        given: dict[str, Tensor] = {}
-        for name in names:
-            if (value := getattr(self, name)) is not None:
-                wide = as_wide(value, shape, self.cu_seqlens)
-                given[name] = wide.flatten() if self.mask is None else wide
-        if self.mask is None or not given:
-            return given
-        masked = torch.where(self.mask, torch.stack([*given.values()]), 0.0).flatten(1)
-        return dict(zip(given, masked.unbind(), strict=True))
+        """Return float fields as fp32 [N], one value per token, without those that are None.
 
-    def named_mask(self, kind: str) -> Tensor | None:
-        """bool [N] of a kind, None standing for all rows. "trained": the mask. "contributing":
-        trained, with a nonzero advantage or listed ids and a nonzero weight, or with a likelihood
-        term. "sequences": trained, in a sequence that holds a contributing token.
+        They are 0 where the mask is False.
+        """
+        tensors = {}
+        for name in names:
+            value = getattr(self, name)
+            if value is not None:
+                tensors[name] = as_wide(value, self.targets.shape, self.cu_seqlens)
+        if self.mask is None or not tensors:
+            return {name: x.flatten() for name, x in tensors.items()}
+        # Mask all fields in one operation, which is one kernel launch on a GPU.
+        masked = torch.where(self.mask, torch.stack(list(tensors.values())), 0.0)
+        return dict(zip(tensors, masked.flatten(1).unbind(), strict=True))
+
+    # ---- which tokens may have a gradient, and how many
+
+    def named_mask(self, name: str) -> Tensor | None:
+        """Return a mask of the tokens by name, bool [N]. None stands for all tokens.
+
+        "trained"        the mask of the batch
+        "contributing"   trained tokens whose policy or likelihood term is not always 0: the
+                         advantage is nonzero or the token lists extra ids, and the weight is
+                         nonzero, or the nll weight is nonzero
+        "sequences"      trained tokens of sequences that have a contributing token
         """
         mask = None if self.mask is None else flat(self.mask)
-        if kind == "trained":
+        if name == "trained":
             return mask
-        base, *of_whole = kind.split(WHOLE)
-        if of_whole:
-            marked, without = self.named_mask(base), self.without_set
-            return without if marked is None else marked & without
         contributing = self._contributing()
-        if kind == "contributing" or self.sequences is None:
+        if name == "contributing" or self.sequences is None:
             return contributing
-        alive = self.spread(self._alive(self._own_sum(contributing)) > 0)
-        return alive if mask is None else alive & mask
+        num_contributing = self._contributing_over_ranks(self._own_sum(contributing))
+        contributes = self.spread(num_contributing > 0)
+        return contributes if mask is None else contributes & mask
 
     def _contributing(self) -> Tensor:
-        """bool [N]: see `named_mask`."""
+        """Return the mask "contributing", bool [N]."""
         shape = self.targets.shape
         if self.advantages is None:
             contributing = torch.zeros(shape, dtype=torch.bool, device=self.targets.device)
@@ -525,150 +544,158 @@ class TokenBatch(Checked):
             contributing = torch.logical_and(contributing, self.mask)
         return flat(contributing if contributing.dtype == torch.bool else contributing != 0)
 
-    def _known(self, name: str, versions: list[Any], make: Callable[[], M]) -> M:
-        """What `make` returns, made again where the versions of what it depends on are others than
-        before.
-        """
-        known = self.__dict__.get(name)
-        if known is None or known[0] != versions:
-            known = versions, make()
-            self._put(name, known)
-        return known[1]
-
-    def count_in_mask(self, kind: str, marked: Tensor | None = None) -> int:
-        """Number of rows of a kind, as a Python number; see `counts_by_sequence`."""
-        marked = self.named_mask(kind) if marked is None else marked
+    def count_in_mask(self, name: str, mask: Tensor | None = None) -> int:
+        """Return the number of tokens in a named mask. See `counts_by_sequence`."""
+        mask = self.named_mask(name) if mask is None else mask
         if not sends_ahead(self.targets.device):
-            return self.tokens if marked is None else int(marked.sum())
-        sent = sum(self._sent(kind)[0])
-        if marked is not None:
-            torch._assert_async(
-                marked.sum() == sent, f"the rows of a TokenBatch that are {kind} {UNSEEN}"
-            )
-        return sent
+            return self.tokens if mask is None else int(mask.sum())
+        count = sum(self._sent_counts(name)[0])
+        if mask is not None:
+            message = f"the rows of a TokenBatch that are {name} {UNSEEN}"
+            torch._assert_async(mask.sum() == count, message)
+        return count
 
-    def counts_by_sequence(self, kind: str, marked: Tensor | None = None) -> tuple[int, ...]:
-        """Number of rows of a kind in each sequence of this process, or in all where the sequences
-        are not known, as Python numbers. `marked`: what `named_mask(kind)` returned, if the caller
-        has it already. On a CPU the rows are counted now; on a GPU the numbers were sent to the
-        host when the batch was made.
+    def counts_by_sequence(self, name: str, mask: Tensor | None = None) -> tuple[int, ...]:
+        """Return the number of tokens of each sequence in a named mask, as Python numbers.
 
-        On a GPU, a write that torch does not see (through DLPack or `.data`, or in inference mode,
-        or between replays of a graph) makes these numbers stale. An asynchronous assertion on the
-        device then stops the program; the host does not wait for it.
+        They are the tokens of this process. If the sequences are not known, it is one number for
+        all tokens. On a CPU they are counted now. On a GPU the batch has sent the numbers to the
+        host when it was made.
+
+        A write on a GPU that torch does not see (through DLPack or `.data`, in inference mode, or
+        between replays of a graph) makes these numbers wrong. An asynchronous assertion on the
+        device then stops the program. The host does not wait for it.
+
+        mask   what `named_mask(name)` returned, if the caller has it
         """
-        marked = self.named_mask(kind) if marked is None else marked
-        own = self._own_sum(self.trained if marked is None else marked).long()
+        mask = self.named_mask(name) if mask is None else mask
+        counts = self._own_sum(self.trained if mask is None else mask).long()
         if not sends_ahead(self.targets.device):
-            return tuple(own.tolist())
-        sent, on_device = self._sent(kind)
-        torch._assert_async(
-            (own == on_device).all(),
-            f"the rows of a TokenBatch that are {kind}, in a sequence, {UNSEEN}",
-        )
-        return sent
+            return tuple(counts.tolist())
+        on_host, on_device = self._sent_counts(name)
+        message = f"the rows of a TokenBatch that are {name}, in a sequence, {UNSEEN}"
+        torch._assert_async((counts == on_device).all(), message)
+        return on_host
 
-    def _sent(self, kind: str) -> tuple[tuple[int, ...], Tensor]:
-        """`counts_by_sequence` as the host knows them, and on the device."""
-        counts, place = self._counts(), self._kinds.index(kind)
-        return tuple(of_sequence[place] for of_sequence in counts.on_host), counts.counts[:, place]
+    def _sent_counts(self, name: str) -> tuple[tuple[int, ...], Tensor]:
+        """Return `counts_by_sequence` as they were sent to the host, and on the device."""
+        counts = self._counts()
+        column = MASK_NAMES.index(name)
+        return tuple(row[column] for row in counts.on_host), counts.on_device[:, column]
 
-    @property
-    def _kinds(self) -> tuple[str, ...]:
-        return KINDS if self.kept is None else (*KINDS, *(kind + WHOLE for kind in KINDS))
+    def _counts(self) -> HostCopy:
+        """Return the counts of all masks. They are sent again after a write into their tensors."""
+        versions = versions_of((self.mask, self.advantages, self.weights, self.nll_weights))
+        return self._cached("_cached_counts", versions, self._send_counts)
 
-    @property
-    def outside_set(self) -> Tensor:
-        """0-d fp32:
+    def _send_counts(self) -> HostCopy:
+        """Count the tokens in all masks, [B, masks], in one sum, and send the numbers."""
+        counts = self._own_sum(torch.stack([self.trained, self._contributing()], 1))
+        num_trained, num_contributing = counts.unbind(1)
+        in_sequences = num_contributing
+        if self.sequences is not None:
+            contributes = self._contributing_over_ranks(num_contributing) > 0
+            in_sequences = num_trained * contributes
+        return HostCopy(torch.stack([num_trained, num_contributing, in_sequences], 1).long())
 
-        the share of the tokens that their sets lack, also where missing="mask" takes them out.
+    def _cached(self, name: str, versions: list[Any], make: Callable[[], M]) -> M:
+        """Return what `make` returned, called again if `versions` changed.
+
+        name       the attribute that holds the result
+        versions   of the tensors that the result depends on (`versions_of`)
         """
-        assert self.kept is not None
-        held, given = self.kept.contains(self.targets), self.__dict__["_given_mask"]
-        given = torch.ones_like(held) if given is None else flat(given)
-        return (given & ~held).sum() / given.sum().clamp(min=1).float()
+        cached = self.__dict__.get(name)
+        if cached is None or cached[0] != versions:
+            cached = versions, make()
+            self._put(name, cached)
+        return cached[1]
+
+    # ---- sets of ids
 
     @property
     def extra_ids(self) -> TokenSets | None:
-        """The ids of `logp_terms` and `prob_terms`."""
+        """The ids of `logp_terms` and `prob_terms`, which are the same."""
         return self.prob_terms if self.logp_terms is None else self.logp_terms
 
     @property
     def without_set(self) -> Tensor:
-        """bool [N]: rows that run over the whole vocabulary, of a batch with kept sets."""
+        """bool [N]: tokens over the whole vocabulary, in a batch with candidate sets."""
         assert self.kept is not None
         return without_set(self.kept, self.targets, self.missing)
 
-    def _counts(self) -> Counts:
-        """The counts of all kinds, cached on the host, and sent again if a tensor that they depend
-        on was written since.
+    @property
+    def outside_set(self) -> Tensor:
+        """The share of targets that are not in their candidate sets, 0-d fp32.
+
+        Tokens that missing="mask" masks count, too.
         """
-        versions = versions_of((self.mask, self.advantages, self.weights, self.nll_weights))
-        return self._known("_known_counts", versions, self._count_rows)
+        assert self.kept is not None
+        is_inside = self.kept.contains(self.targets)
+        given_mask = self.__dict__["_given_mask"]
+        counted = torch.ones_like(is_inside) if given_mask is None else flat(given_mask)
+        return (counted & ~is_inside).sum() / counted.sum().clamp(min=1).float()
 
-    def _count_rows(self) -> Counts:
-        """Those of `_kinds`, [B, kinds], in one sum and without a host sync."""
-        marked = torch.stack([self.trained, self._contributing()], 1)
-        if self.kept is not None:
-            marked = torch.cat([marked, marked & self.without_set[:, None]], 1)
-        own = self._own_sum(marked)
-        of_trained, contributing = own[:, ::2], own[:, 1::2]
-        alive = contributing
-        if self.sequences is not None:
-            alive = of_trained * (self._alive(own[:, 1]) > 0)[:, None]
-        return Counts(torch.stack([of_trained, contributing, alive], 2).flatten(1).long())
+    # ---- sums over sequences, and over the ranks that share them
 
-    def _alive(self, contributing: Tensor) -> Tensor:
-        """[B]: contributing tokens of each sequence, from those of this rank."""
-        return self._exchanged(
+    def _contributing_over_ranks(self, num_contributing: Tensor) -> Tensor:
+        """Return the contributing tokens of each sequence, [B], from those of this rank."""
+        return self._sum_over_ranks(
             "contributing tokens",
-            contributing,
-            self.mask,
-            self.advantages,
-            self.weights,
-            self.nll_weights,
+            num_contributing,
+            (self.mask, self.advantages, self.weights, self.nll_weights),
         )
 
-    def _exchanged(self, name: str, own: Tensor, *sources: Tensor | None) -> Tensor:
-        """`own` [B], sums over this rank's tokens, summed over the ranks that share the sequences.
-        The result is cached, and computed again if one of `sources`, the tensors that it depends
-        on, was written since.
+    def _sum_over_ranks(
+        self, name: str, own_sums: Tensor, sources: tuple[Tensor | None, ...]
+    ) -> Tensor:
+        """Return sums [B] over this rank's tokens, summed over the ranks that share sequences.
+
+        The result is cached. It is computed again if torch saw a write into one of `sources`, the
+        tensors that it depends on.
+
+        name   what is summed, for messages
         """
         if self.context_group is None or torch.compiler.is_compiling():
-            return self.over_context(own)
-        of, total = self._known(
-            f"_known_{name}", versions_of(sources), lambda: (own, self.over_context(own.clone()))
+            return self.over_context(own_sums)
+        cached_sums, total = self._cached(
+            f"_cached_{name}",
+            versions_of(sources),
+            lambda: (own_sums, self.over_context(own_sums.clone())),
         )
-        if of is not own and sends_ahead(own.device):
-            torch._assert_async((own == of).all(), f"the {name} of a TokenBatch {UNSEEN}")
-        elif of is not own and not torch.equal(
-            own, of
-        ):  # a new exchange needs all ranks, and the others may not have seen a change
+        if cached_sums is own_sums:
+            return total
+        if sends_ahead(own_sums.device):
+            is_same = (own_sums == cached_sums).all()
+            torch._assert_async(is_same, f"the {name} of a TokenBatch {UNSEEN}")
+        elif not torch.equal(own_sums, cached_sums):
+            # All ranks would have to sum again, and the others may not have seen a change.
             raise RuntimeError(f"the {name} of a TokenBatch with a context_group {UNSEEN}")
         return total
 
     def sequence_sum(self, values: Tensor) -> Tensor:
-        """Sum of flat `values` [N] over each sequence:
+        """Return the sum of values [N] over each sequence, fp64 [B], over all ranks that share it.
 
-        [B], accumulated in fp64 in a fixed order, no atomics.
+        Sums are in a fixed order, without atomics. values may be [N, k], the result is [B, k] then.
         """
         return self.over_context(self._own_sum(values))
 
     def _own_sum(self, values: Tensor) -> Tensor:
-        """`sequence_sum` of this rank's tokens alone, also of several numbers a token [N, k]: [B,
-        k]. Where the sequences are not known, of all tokens.
+        """Return `sequence_sum` over the tokens of this rank.
+
+        If the sequences are not known, it is the sum over all tokens, [1].
         """
         if self.sequences is None:
             return values.sum(0, dtype=torch.float64)[None]
         if self.cu_seqlens is None:
-            return values.view(*self.targets.shape, *values.shape[1:]).sum(1, dtype=torch.float64)
+            per_sequence = values.view(*self.targets.shape, *values.shape[1:])
+            return per_sequence.sum(1, dtype=torch.float64)
         offsets = self.cu_seqlens.long()
         return torch.segment_reduce(values.double(), "sum", offsets=offsets, initial=0, unsafe=True)
 
     def over_context(self, values: Tensor, how: str = "SUM") -> Tensor:
-        """All-reduce `values` in place over the ranks that share the sequences.
+        """Reduce values in place over the ranks that share the sequences, and return them.
 
-        `how`: SUM, MAX or MIN.
+        how   "SUM", "MAX" or "MIN"
         """
         if self.context_group is not None:
             dist.all_reduce(values, op=getattr(dist.ReduceOp, how), group=self.context_group)
@@ -681,14 +708,13 @@ class TokenBatch(Checked):
 
     @property
     def lengths(self) -> Tensor:
-        """Trained tokens of each sequence, fp64 [B]."""
-        return self._exchanged("trained tokens", self._own_sum(self.trained), self.mask)
+        """Trained tokens of each sequence, fp64 [B], over all ranks that share it."""
+        return self._sum_over_ranks("trained tokens", self._own_sum(self.trained), (self.mask,))
 
     def same_group(self) -> Tensor:
-        """fp64 [B, B]:
+        """Return fp64 [B, B]: 1 where two sequences answer the same prompt, else 0.
 
-        1 where two sequences answer the same prompt. The shape does not depend on values, so no
-        host sync.
+        Its shape does not depend on values, so the host does not wait.
         """
         if self.groups is None:
             raise ValueError(
@@ -698,11 +724,11 @@ class TokenBatch(Checked):
         return (self.groups[:, None] == self.groups).double()
 
     def spread(self, values: Tensor) -> Tensor:
-        """Give each token its sequence's value: `values` [B] -> [N]."""
+        """Give each token the value of its sequence: values [B] -> [N]."""
         return self.broadcast(values).expand(self.targets.shape).flatten()
 
     def broadcast(self, values: Tensor) -> Tensor:
-        """Give each token its sequence's value, in a shape that broadcasts to that of targets.
+        """Give each token the value of its sequence, in a shape that broadcasts to targets.
 
         values   [B]
         """
@@ -711,8 +737,8 @@ class TokenBatch(Checked):
         return values[:, None]
 
 
-# ---- the one place that shifts: what is recorded for each token of a text goes to the row of a
-# model that predicts it
+# ---- alignment: a row of a model predicts the next token, so what was recorded for a token moves
+# to the row before it
 
 
 def shift_targets(

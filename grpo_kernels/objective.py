@@ -1,9 +1,11 @@
-"""What is minimised: a surrogate, the level of its ratio, filters, a KL term, an entropy bonus and
-an aggregation.
+"""Objectives: a surrogate, the level of its ratio, filters, a KL, an entropy bonus, an aggregate.
 
-Everything but the surrogate, the filters and the KL estimator is a weight per token, see
-token_loss.py. At the end stand the published objectives by name, and what trainers do differently
-in each: clip widths, clamps, denominators, the KL.
+An `Objective` gives each token the weights of its loss terms (`token_inputs`), and computes the
+loss of tokens and its gradients from their log-probs and entropies (`token_losses`). Kernels
+receive the loss of a token as a formula (`loss_formula`).
+
+The end of the file has the published objectives by name (`PRESETS`) and, for each trainer, what it
+does differently: clip widths, clamps, denominators, the KL (`NUMERICS`).
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -83,79 +86,139 @@ AGGREGATES = (
 )
 
 
-def _is_fixed(part: object) -> bool:
-    """Whether what it gives cannot change after it was made; the properties of a class of the user
-    may read anything.
-    """
-    own = vars(type(part)).get("__dataclass_params__")
-    return own is not None and own.frozen and is_own(type(part))
-
-
 class Denominators(NamedTuple):
-    """The denominator of each term, to pass as `normalizer=` where the KL or the bonus has an
-    aggregation of its own.
+    """The denominator of each term, for `normalizer=`. A number or a 0-d tensor each.
 
-    policy, kl, entropy   the denominator of that term, a number or a 0-d tensor. None: that of this
-                          batch alone, and for a term without an aggregation of its own that of the
-                          policy term.
+    None stands for the denominator of this batch alone. A KL or entropy bonus without an aggregate
+    of its own then has that of the policy term.
     """
 
     policy: float | Tensor | None
     kl: float | Tensor | None = None
     entropy: float | Tensor | None = None
 
-    def __truediv__(self, ranks: float) -> Denominators:
-        """Each over the number of ranks, where gradients are averaged instead of summed."""
-        return Denominators(*(None if x is None else x / ranks for x in self))
+    def __truediv__(self, num_ranks: float) -> Denominators:
+        """Divide by the number of ranks, if gradients are averaged over ranks instead of summed."""
+        return Denominators(*(None if x is None else x / num_ranks for x in self))
+
+
+NO_DENOMINATORS = Denominators(None)
+
+
+def _check_normalizer(
+    normalizer: float | Tensor | Denominators | None, batch: TokenBatch
+) -> Denominators:
+    """Return the denominators that were passed as `normalizer=`: floats, or 0-d fp32 tensors.
+
+    Raises ValueError for one that is not a finite number above 0.
+    """
+    if normalizer is None:
+        return NO_DENOMINATORS
+    if not isinstance(normalizer, Denominators):
+        return Denominators(_check_denominator(normalizer, batch))
+    return Denominators(*(None if x is None else _check_denominator(x, batch) for x in normalizer))
+
+
+def _check_denominator(denominator: float | Tensor, batch: TokenBatch) -> float | Tensor:
+    """Return a denominator as a float or a 0-d fp32 tensor on the device of the batch."""
+    remedy = "the denominator is a finite number above 0, over all micro-batches and ranks."
+    if not isinstance(denominator, Tensor):
+        require_number("normalizer", denominator, remedy, SMALLEST, LARGEST)
+        return float(denominator)
+    if denominator.numel() != 1:
+        raise ValueError(
+            f"normalizer has shape {list(denominator.shape)}: pass a number or a 0-d tensor."
+        )
+    if values_are_checked(denominator):
+        nothing_is_trained = batch.mask is not None and not batch.mask.any()
+        lowest = 0 if nothing_is_trained else SMALLEST
+        require_number("normalizer", float(denominator), remedy, lowest, LARGEST)
+    scalar = denominator.detach().reshape(())
+    return scalar.to(batch.targets.device, torch.float32, non_blocking=True)
+
+
+def _is_immutable(part: object) -> bool:
+    """Return whether part is a frozen dataclass of this package.
+
+    A class of the user may have properties that read anything.
+    """
+    params = vars(type(part)).get("__dataclass_params__")
+    return params is not None and params.frozen and is_own(type(part))
+
+
+def _refuse_unknown_fields(changes: dict[str, Any], surrogate: Any) -> None:
+    """Raise an error for the first name that is not a field of an Objective.
+
+    A number of the surrogate raises ValueError, any other name TypeError.
+    """
+    unknown = {name: value for name, value in changes.items() if name not in FIELDS}
+    numbers = {
+        name: value for name, value in unknown.items() if name in surrogate.__dataclass_fields__
+    }
+    if numbers:
+        raise ValueError(
+            f"{', '.join(numbers)} is a number of the surrogate, not of the Objective:"
+            f" pass surrogate={replace(surrogate, **numbers)!r}."
+        )
+    if unknown:
+        remedy = f"It has {', '.join(FIELDS)}. Clip bounds go into surrogate={surrogate!r}."
+        refuse_unknown("Objective.preset", unknown, FIELDS, remedy)
 
 
 @dataclass(frozen=True)
 class Objective(Checked):
-    """A GRPO-family objective.
+    """An objective of the GRPO family.
 
-    surrogate     the per-token policy term, see surrogates.py: Clip, Cispo, Sapo, Gmpo, Vespo, ...,
-                  or Custom.
-    level         "token": r_t = exp(logp_t - old_t). "sequence": one ratio per sequence, exp of the
-                  mean log-ratio over its trained tokens, with the gradient through the mean (GSPO,
-                  arXiv 2507.18071 eq. 5; a surrogate that detaches the ratio keeps its slope at the
-                  token). "sequence-token": that ratio in value, but the gradient of each token
-                  stays its own (GSPO-token, eq. 14). "sequence-sum": exp of the sum, the ratio of
-                  the whole completion (RLOO arXiv 2402.14740, VESPO).
-    aggregate     how per-token terms become one number, see `normalizer` below:
-                  "token-mean"            sum of all tokens / D, D = number of trained tokens
-                  "seq-mean-token-mean"   sum of per-sequence means / D, D = B
-                  "seq-mean-token-sum"    sum of all tokens / D, D = B
-                  "group-mean"            sum over groups of the mean over the group's tokens / D, D
-                                          = number of groups
-                  "token-sum"             sum of all tokens / D, D = 1
-                  "constant"              sum of all tokens / D, D = B * max_tokens (Dr. GRPO, arXiv
-                                          2503.20783)
-                  A fully masked sequence adds 0 and counts in B, unless count_empty=False (verl,
-                  OpenRLHF).
-    beta, kl      weight and estimator of the KL to the reference: "k1", "k2", "k3", "abs", with "+"
-                  for the straight-through form, a `Kl`, or a function (logp, old, ref) -> (value,
-                  slope). An `Exact` is the divergence of the whole distributions instead. It is not
-                  multiplied by the batch's weights. A log-prob below -1e4, -inf included, counts as
-                  -1e4, and exponents are at most 60: k3 of a target with p = 0 is about e^60 =
-                  1.1e26, k3 of a reference with p = 0 about 1e4. Strict mode raises ValueError for
-                  a log-prob of -inf, of the policy or the reference, at a trained token.
-    entropy_coef  weight of the entropy bonus, which is subtracted from the loss.
-    max_tokens    the completion budget of "constant", the paper's constant, not the padded length.
-    filters       see filters.py: which tokens are left out of the policy term. At most one filter
-                  of each kind.
-    log_ratio_bounds  (low, high): the log-ratio at the objective's level is clamped, with no slope
-                      outside, as torch.clamp
-                  has it (verl: -20, 20). None: it is bounded in the exponent only, at 60, and keeps
-                  its slope.
-    listed        what the terms of a batch's `logp_terms` are: a function (logp, values, advantage,
-                  sums) -> (term, slope) of listed ids, see formulas/token_loss.py; None: c log p.
-                  They are weighted, filtered and aggregated like the policy term, but that a
-                  `TrustRegion` drops the token alone.
-    future_kl     a `FutureKl`, which weighs the policy term of a token by the ratios of the tokens
-                  that follow it (FIPO); level "token" only. None: no such weights.
-    kl_aggregate, entropy_aggregate  None: like `aggregate`, with the same D. Otherwise their own,
-                                     over this batch unless
-                  `normalizer` is a Denominators.
+    surrogate           the policy term of a token, see formulas/surrogates.py: Clip, Cispo, Sapo,
+                        Gmpo, Vespo, ... or Custom
+    level               at which level the ratio is computed (`importance_sampling_level`):
+                        "token"            r = exp(logp - old_logp) of the token
+                        "sequence"         exp of the mean log-ratio over the trained tokens of the
+                                           sequence, with the gradient through the mean (GSPO, arXiv
+                                           2507.18071 eq. 5). A surrogate that detaches the ratio
+                                           has its gradient at the token.
+                        "sequence-token"   that ratio in value, with the gradient of each token's
+                                           own ratio (GSPO-token, eq. 14)
+                        "sequence-sum"     exp of the sum, the ratio of the whole completion (RLOO
+                                           arXiv 2402.14740, VESPO)
+    aggregate           how the terms of tokens become one number; D is the denominator:
+                        "token-mean"            sum over tokens / D, D = number of trained tokens
+                        "seq-mean-token-mean"   sum of the means of sequences / D, D = B
+                        "seq-mean-token-sum"    sum over tokens / D, D = B
+                        "group-mean"            sum over groups of the mean over the tokens of the
+                                                group / D, D = number of groups
+                        "token-sum"             sum over tokens / D, D = 1
+                        "constant"              sum over tokens / D, D = B * max_tokens (Dr. GRPO,
+                                                arXiv 2503.20783)
+                        A fully masked sequence adds 0 and counts in B, unless count_empty=False.
+    beta, kl            weight and estimator of the KL to the reference. An estimator is "k1", "k2",
+                        "k3" or "abs", with "+" for its straight-through form, a `Kl`, or a function
+                        (logp, old_logp, ref_logp) -> (value, slope). An `Exact` is the divergence
+                        of the whole distributions instead. The batch's weights do not multiply the
+                        KL. A log-prob below -1e4, -inf included, counts as -1e4, and exponents are
+                        at most 60: k3 of a target with p = 0 is about e^60 = 1.1e26, k3 of a
+                        reference with p = 0 about 1e4. Strict mode raises ValueError for a log-prob
+                        of -inf, of the policy or the reference, at a trained token.
+    entropy_coef        weight of the entropy bonus, which is subtracted from the loss
+    max_tokens          the completion budget of "constant": the constant of the paper, not the
+                        padded length
+    filters             which tokens are left out of the policy term, see formulas/filters.py. At
+                        most one filter of each kind.
+    log_ratio_bounds    (low, high): the log-ratio at `level` is clamped, without gradient outside,
+                        as by torch.clamp (verl: -20, 20). None: it is bounded at 60 in the exponent
+                        only, and keeps its gradient.
+    kl_aggregate,
+    entropy_aggregate   aggregate of the KL and of the entropy bonus, with a denominator over this
+                        batch unless `normalizer` is a `Denominators`. None: `aggregate`, with the
+                        denominator of the policy term.
+    count_empty         whether a fully masked sequence counts in the denominator (not so in verl
+                        and OpenRLHF)
+    listed              what the terms of a batch's `logp_terms` are: a function (logp, values,
+                        advantage, sums) -> (term, slope), see formulas/extra_id_terms.py. None:
+                        value * logp. They are weighted, filtered and aggregated like the policy
+                        term, except that a `TrustRegion` drops the sampled token alone.
+    future_kl           a `FutureKl`, which weighs the policy term of a token by the ratios of the
+                        tokens that follow it (FIPO), at level "token" only. None: no such weights.
 
     The denominator D is for one process and one micro-batch. If a batch is split, pass
     `normalizer=` to the loss: D over all micro-batches and ranks, see
@@ -183,80 +246,61 @@ class Objective(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.surrogate, Surrogate):
+        surrogate = self.surrogate
+        if not isinstance(surrogate, Surrogate):
             raise ValueError(
-                f"surrogate={self.surrogate!r}: pass Clip(), Cispo(), PolicyGradient() or"
+                f"surrogate={surrogate!r}: pass Clip(), Cispo(), PolicyGradient() or"
                 " Custom(your_function)."
             )
         require_one_of("level", self.level, LEVELS)
-        remedy = (
-            f"{type(self.surrogate).__name__} is defined at level"
-            f" {' or '.join(map(repr, self.surrogate.levels))} only."
-        )
-        require(self.level in self.surrogate.levels, "level", self.level, remedy)
-        for name in ("aggregate", "kl_aggregate", "entropy_aggregate"):
-            if name == "aggregate" or getattr(self, name) is not None:
+        levels = " or ".join(repr(level) for level in surrogate.levels)
+        remedy = f"{type(surrogate).__name__} is defined at level {levels} only."
+        require(self.level in surrogate.levels, "level", self.level, remedy)
+        require_one_of("aggregate", self.aggregate, AGGREGATES)
+        for name in ("kl_aggregate", "entropy_aggregate"):
+            if getattr(self, name) is not None:
                 require_one_of(name, getattr(self, name), AGGREGATES)
-        # Not a field, because `kl` already has the information.
-        object.__setattr__(self, "_kl", Kl() if isinstance(self.kl, Exact) else as_kl(self.kl))
-        remedy = "pass a function (logp, values, advantage, sums) -> (term, slope), or None."
-        require(
-            self.listed is None or (callable(self.listed) and not isinstance(self.listed, type)),
-            "listed",
-            self.listed,
-            remedy,
-        )
+        if self.listed is not None:
+            is_function = callable(self.listed) and not isinstance(self.listed, type)
+            remedy = "pass a function (logp, values, advantage, sums) -> (term, slope), or None."
+            require(is_function, "listed", self.listed, remedy)
         if self.max_tokens is not None:
-            require_whole(
-                "max_tokens",
-                self.max_tokens,
-                "the completion budget is a whole number of at least 1 token.",
-            )
+            remedy = "the completion budget is a whole number of at least 1 token."
+            require_whole("max_tokens", self.max_tokens, remedy)
             object.__setattr__(self, "max_tokens", as_number(self.max_tokens))
         check_filters(self.filters, self.level)
-        remedy = (
-            "an exact divergence is not part of what a SamplerMismatch drops: mask the sequences"
-            " with rewards.corrections.sampler_mismatch_mask, and leave the filter out."
-        )
-        is_masked = self.filter(SamplerMismatch) is not None
-        require(self.exact is None or not is_masked, "filters", self.filters, remedy)
         if self.log_ratio_bounds is not None:
-            check_log_ratio_bounds(self.log_ratio_bounds, self.surrogate)
+            check_log_ratio_bounds(self.log_ratio_bounds, surrogate)
         if self.future_kl is not None:
             remedy = "pass a FutureKl, or None."
             require(isinstance(self.future_kl, FutureKl), "future_kl", self.future_kl, remedy)
             remedy = 'its sums are over the ratios of tokens: it needs level="token".'
             require(self.level == "token", "future_kl", self.future_kl, remedy)
-        # Not fields, because they follow from them: read in every call.
-        alone = not (self.surrogate.selects or self.surrogate.in_torch or self.future_kl)
-        one_pass = self.level == "token" and alone and all(f.is_per_token for f in self.filters)
-        object.__setattr__(self, "_one_pass", one_pass)
-        object.__setattr__(
-            self, "_fixed", all(map(_is_fixed, (self.surrogate, self.kl_spec, *self.filters)))
-        )
+        # Compute what follows from the fields now: torch.compile cannot trace cached_property.
+        for name, compute in COMPUTED_ONCE.items():
+            object.__setattr__(self, name, compute(self))
+        if self.exact is not None and self.filter(SamplerMismatch) is not None:
+            remedy = (
+                "an exact divergence is not part of what a SamplerMismatch drops: mask the"
+                " sequences with rewards.corrections.sampler_mismatch_mask, and leave the filter"
+                " out."
+            )
+            require(False, "filters", self.filters, remedy)
 
     @classmethod
     def preset(cls, name: str, *, numerics: str | None = None, **changes: Any) -> Objective:
-        """A published objective by name (see PRESETS), with fields replaced by `changes`.
+        """Return a published objective by name (`PRESETS`), with fields replaced by `changes`.
 
-        numerics: "trl", "verl", "openrlhf", ...: that trainer's constants, clamps and denominators;
-        a name that it does not have is refused, rather than guessed. Raises ValueError for an
-        unknown name or trainer, TypeError for an unknown field.
+        numerics   "trl", "verl", "openrlhf", ...: take the constants, clamps and denominators of
+                   that trainer. None: those of the paper.
+
+        Raises ValueError for an unknown name or trainer, and for a trainer without this objective.
+        Raises TypeError for an unknown field.
         """
         require_one_of("preset", name, PRESETS)
-        published, theirs = PRESETS[name], {}
-        surrogate: Any = published.surrogate
-        unknown = {n: x for n, x in changes.items() if n not in FIELDS}
-        numbers = {n: x for n, x in unknown.items() if n in surrogate.__dataclass_fields__}
-        if numbers:
-            remedy = f"pass surrogate={replace(surrogate, **numbers)!r}"
-            raise ValueError(
-                f"{', '.join(numbers)} is a number of the surrogate, not of the Objective:"
-                f" {remedy}."
-            )
-        if unknown:
-            remedy = f"It has {', '.join(FIELDS)}. Clip bounds go into surrogate={surrogate!r}."
-            refuse_unknown("Objective.preset", unknown, FIELDS, remedy)
+        published = PRESETS[name]
+        _refuse_unknown_fields(changes, published.surrogate)
+        changes_of_trainer: Changes = {}
         if numerics is not None:
             require_one_of("numerics", numerics, NUMERICS)
             if name not in NUMERICS[numerics]:
@@ -264,89 +308,122 @@ class Objective(Checked):
                     f"preset {name!r}: {numerics} has no such objective, only"
                     f" {', '.join(NUMERICS[numerics])}."
                 )
-            theirs = NUMERICS[numerics][name]
-        return cls(**{**{n: getattr(published, n) for n in FIELDS}, **theirs, **changes})
+            changes_of_trainer = NUMERICS[numerics][name]
+        values = {name: getattr(published, name) for name in FIELDS}
+        return cls(**{**values, **changes_of_trainer, **changes})
 
     def filter(self, kind: type[F]) -> F | None:
-        """The filter of this kind, if there is one."""
-        return next((f for f in self.filters if isinstance(f, kind)), None)
+        """Return the filter of this class, None if there is none."""
+        for candidate in self.filters:
+            if isinstance(candidate, kind):
+                return candidate
+        return None
 
-    @property
+    # ---- what follows from the fields
+
+    @cached_property
     def exact(self) -> Exact | None:
-        """`kl`, where it is an exact divergence and has a weight."""
+        """The divergence of whole distributions, None without one or without a weight."""
         return self.kl if isinstance(self.kl, Exact) and self.beta != 0 else None
 
-    @property
+    @cached_property
     def kl_spec(self) -> Kl:
-        """`kl` as a Kl; of an exact divergence a Kl that nothing uses."""
-        return self.__dict__["_kl"]
+        """`kl` as a Kl. With an `Exact` it is not used."""
+        return Kl() if isinstance(self.kl, Exact) else as_kl(self.kl)
+
+    @cached_property
+    def has_kl_estimate(self) -> bool:
+        """Whether the loss contains an estimate of the KL from the sampled tokens."""
+        return self.beta != 0 and not isinstance(self.kl, Exact)
+
+    @cached_property
+    def compares_with_sampler(self) -> bool:
+        """Whether a trust region compares the policy with the sampler's log-probs."""
+        trust = self.filter(TrustRegion)
+        return trust is not None and trust.anchor == "sampler"
 
     @property
     def aggregates(self) -> tuple[str, str, str]:
-        """Of the policy term, the KL and the entropy bonus; a term that there is none of has that
-        of the policy term.
+        """The aggregates of policy term, KL and entropy bonus.
+
+        A term that the loss does not have gets that of the policy term.
         """
         kl = self.kl_aggregate if self.beta != 0 else None
         entropy = self.entropy_aggregate if self.entropy_coef != 0 else None
         return (self.aggregate, kl or self.aggregate, entropy or self.aggregate)
 
-    @property
+    @cached_property
     def gradient_is_per_token(self) -> bool:
-        """True where a token's slope depends on that token alone, so that a kernel reads each row
-        of logits once.
+        """Whether the gradient of a token depends on this token alone.
+
+        Then a kernel computes loss and gradient while it reads a row of logits once.
         """
-        return self.__dict__["_one_pass"]
+        if self.level != "token" or self.future_kl is not None:
+            return False
+        if self.surrogate.selects or self.surrogate.in_torch:
+            return False
+        return all(f.is_per_token for f in self.filters)
 
-    @property
+    @cached_property
     def gradient_is_per_sequence(self) -> bool:
-        """True where a token's slope depends on the tokens of its sequence at most."""
-        return not self.surrogate.selects and all(
-            f.is_per_token or f.is_per_sequence for f in self.filters
-        )
+        """Whether the gradient of a token depends on the tokens of its sequence at most."""
+        if self.surrogate.selects:
+            return False
+        return all(f.is_per_token or f.is_per_sequence for f in self.filters)
 
-    @property
+    @cached_property
     def reads_advantages(self) -> bool:
         """Whether a batch must have advantages."""
         no_term = isinstance(self.surrogate, NoPolicyTerm) and self.listed is None
         return not no_term or any(f.reads_advantages for f in self.filters)
 
-    @property
+    @cached_property
+    def reads_sequences(self) -> bool:
+        """Whether the loss depends on which tokens form a sequence, apart from its aggregate."""
+        if self.level != "token" or self.future_kl is not None:
+            return True
+        return any(isinstance(f, (OffPolicySequences, SamplerMismatch)) for f in self.filters)
+
+    @cached_property
     def needs_entropy(self) -> bool:
         """Whether entropy has a gradient."""
         return self.entropy_coef != 0
 
-    @property
+    @cached_property
     def through_sequence(self) -> bool:
-        """True where a gradient flows through the log-ratio of a sequence to all of its tokens."""
-        kl = self.level == "sequence" and self.beta != 0 and self.kl_spec.weighting == "ratio"
-        return kl or (
-            self.level in ("sequence", "sequence-sum") and not self.surrogate.detached_ratio
-        )
+        """Whether a gradient flows through the log-ratio of a sequence to all of its tokens."""
+        if self.level == "sequence" and self.beta != 0 and self.kl_spec.weighting == "ratio":
+            return True
+        is_sequence = self.level in ("sequence", "sequence-sum")
+        return is_sequence and not self.surrogate.detached_ratio
 
-    @property
+    @cached_property
     def gradient_mask(self) -> str:
-        """Which rows can have a gradient, as `TokenBatch.named_mask` names them.
+        """The name of a mask outside of which all gradients are exactly 0.
 
-        The others have exactly none.
+        See `TokenBatch.named_mask`.
         """
         if not self.surrogate.zero_at_zero_advantage or self.beta != 0 or self.entropy_coef != 0:
             return "trained"
         return "sequences" if self.through_sequence else "contributing"
 
-    # ---- weights
+    # ---- denominators
 
     def normalizer(self, batch: TokenBatch) -> float | Tensor:
-        """The denominator D of one batch, a number or a 0-d tensor. Sum it over micro-batches and
-        ranks: see `distributed.global_normalizer`. It may be 0, which a loss takes for 1. Of
-        sequences that several ranks share (`TokenBatch.context_group`) each rank has its share.
+        """Return the denominator D of one batch, a number or a 0-d tensor.
+
+        Sum it over micro-batches and ranks, see `distributed.global_normalizer`. It may be 0, which
+        a loss replaces by 1. If ranks share sequences (`TokenBatch.context_group`), each rank gets
+        its share.
         """
         return self._denominator(batch, self.aggregate)
 
     def denominators(self, batch: TokenBatch) -> Denominators:
-        """`normalizer` of each term, with its own aggregation."""
-        return Denominators(*(self._denominator(batch, kind) for kind in self.aggregates))
+        """Return `normalizer` for each term, with its own aggregate."""
+        return Denominators(*(self._denominator(batch, name) for name in self.aggregates))
 
     def _denominator(self, batch: TokenBatch, aggregate: str) -> float | Tensor:
+        """Return the denominator of an aggregate for one batch, this rank's share of it."""
         if aggregate == "token-sum":
             return 1.0
         if aggregate == "token-mean":
@@ -354,88 +431,47 @@ class Objective(Checked):
                 return float(batch.tokens)
             return batch.mask.sum(dtype=torch.float32)  # exact up to 2^24 tokens
         if aggregate == "group-mean":
-            same = batch.same_group()
-            tokens = same @ self._of_sequences(batch).lengths
-            counted = torch.ones_like(tokens) if self.count_empty else (tokens > 0).to(same.dtype)
-            return (counted / same.sum(1)).sum().float() / batch.context_ranks
-        known: Any = self._of_sequences(batch)
-        count = known.sequences if self.count_empty else (known.lengths > 0).sum().float()
-        sequences: float | Tensor = count / batch.context_ranks
+            is_same_group = batch.same_group()
+            counts = torch.ones_like(is_same_group[0])
+            if not self.count_empty:
+                tokens_of_group = is_same_group @ self._with_sequences(batch).lengths
+                counts = (tokens_of_group > 0).to(is_same_group.dtype)
+            # Each sequence counts as 1 / (sequences of its group).
+            return (counts / is_same_group.sum(1)).sum().float() / batch.context_ranks
+        num_sequences: Any = self._with_sequences(batch).sequences
+        if not self.count_empty:
+            num_sequences = (batch.lengths > 0).sum().float()
+        share: float | Tensor = num_sequences / batch.context_ranks
         if aggregate != "constant":
-            return sequences
+            return share
         if self.max_tokens is None:
             raise ValueError(
                 'max_tokens is None, but aggregate="constant" divides by B * max_tokens: set it to'
                 ' the completion budget (Objective.preset("dr_grpo", max_tokens=1024)), or pass'
                 " normalizer= to the loss."
             )
-        return sequences * self.max_tokens
+        return share * self.max_tokens
 
-    def _of_sequences(self, batch: TokenBatch) -> TokenBatch:
-        """The batch, whose sequences have to be known."""
+    def _denominator_over_ranks(self, batch: TokenBatch, aggregate: str) -> float | Tensor:
+        """Return the denominator of a batch over all ranks that share its sequences, at least 1."""
+        denominator = self._denominator(batch, aggregate)
+        if batch.context_group is not None and aggregate != "token-sum":
+            share = torch.zeros((), dtype=torch.float64, device=batch.targets.device) + denominator
+            denominator = batch.over_context(share).float()
+        # A batch without trained tokens has the loss 0 / 1.
+        if isinstance(denominator, Tensor):
+            return denominator.clamp(min=1.0)
+        return max(denominator, 1.0)
+
+    def _with_sequences(self, batch: TokenBatch) -> TokenBatch:
+        """Return the batch. Raises ValueError if its sequences are not known."""
+        if batch.sequences is not None:
+            return batch
         return batch.check_sequences(
             f'aggregate="{self.aggregate}", level="{self.level}" and filters={self.filters} need'
         )
 
-    def _weights(
-        self, batch: TokenBatch, aggregate: str, normalizer: float | Tensor | None
-    ) -> Tensor:
-        """Return the weight of each token's term, fp32 [n], 0 where masked."""
-        own = normalizer is None
-        if normalizer is None:
-            normalizer = self._denominator(batch, aggregate)
-            if batch.context_group is not None and aggregate != "token-sum":
-                share = (
-                    torch.zeros((), dtype=torch.float64, device=batch.targets.device) + normalizer
-                )
-                normalizer = batch.over_context(share).float()
-            # An all-masked batch is 0 / 1.
-            normalizer = (
-                normalizer.clamp(min=1.0)
-                if isinstance(normalizer, Tensor)
-                else max(normalizer, 1.0)
-            )
-        inner: Tensor | None = None  # tokens that share a mean with this one
-        if aggregate == "seq-mean-token-mean":
-            inner = self._of_sequences(batch).lengths
-        elif aggregate == "group-mean":
-            inner = batch.same_group() @ self._of_sequences(batch).lengths
-        denominator = normalizer
-        if inner is not None:
-            denominator = batch.broadcast((inner.clamp(min=1.0) * normalizer).float())
-        if batch.mask is None:
-            shape = batch.targets.shape
-            weight = torch.ones(shape, dtype=torch.float32, device=batch.targets.device)
-        elif isinstance(denominator, Tensor) and denominator.dtype == torch.float32:
-            weight = batch.mask  # the division converts it, without a launch of its own on a GPU
-        else:
-            weight = batch.mask.float()
-        weight = weight / denominator
-        if batch.mask is not None and not own:
-            # Where nothing is trained a given normalizer may be 0, and 0 / 0 must not reach the
-            # loss.
-            weight = torch.where(batch.mask, weight, 0.0)
-        return weight.flatten()
-
-    def _check_normalizer(self, normalizer: float | Tensor, batch: TokenBatch) -> float | Tensor:
-        remedy = "the denominator is a finite number above 0, over all micro-batches and ranks."
-        if not isinstance(normalizer, Tensor):
-            require_number("normalizer", normalizer, remedy, SMALLEST, LARGEST)
-            return float(normalizer)
-        if normalizer.numel() != 1:
-            raise ValueError(
-                f"normalizer has shape {list(normalizer.shape)}: pass a number or a 0-d tensor."
-            )
-        if values_are_checked(normalizer):
-            nothing = batch.mask is not None and not batch.mask.any()
-            require_number(
-                "normalizer", float(normalizer), remedy, 0 if nothing else SMALLEST, LARGEST
-            )
-        return (
-            normalizer.detach()
-            .reshape(())
-            .to(batch.targets.device, torch.float32, non_blocking=True)
-        )
+    # ---- the inputs of tokens
 
     def token_inputs(
         self,
@@ -443,14 +479,68 @@ class Objective(Checked):
         normalizer: float | Tensor | Denominators | None = None,
         skip_inactive: bool = False,
     ) -> TokenInputs:
-        """Flat rows and their weights. Nothing here waits for the device. Raises ValueError where
-        the batch lacks something that the objective needs.
+        """Return the flat tokens of a batch with the weight of each loss term.
 
-        skip_inactive leaves rows out of `read` that cannot contribute to value or gradient: zero
-        advantage or weight, with no KL and no entropy term, in one-pass objectives.
+        It does not wait for the device. Raises ValueError if the batch lacks something that the
+        objective needs.
+
+        skip_inactive   whether to leave out of `processed` the tokens that change neither loss nor
+                        gradient: advantage or weight 0, without KL and entropy bonus. Only if the
+                        gradient is per token.
         """
-        estimated = self.beta != 0 and self.exact is None
-        if estimated and batch.ref_logps is None:
+        self._check_batch(batch)
+        denominators = _check_normalizer(normalizer, batch)
+        mask = batch.named_mask("trained")
+        processed = mask
+        if skip_inactive and self.gradient_is_per_token:
+            processed = batch.named_mask(self.gradient_mask)
+        weight = self._token_weight(batch, self.aggregate, denominators.policy)
+        tensors = batch.table(*self._names_of_tensors)
+        if batch.advantages is None:
+            tensors["advantages"] = torch.zeros_like(weight)
+        marks_on_policy = batch.on_policy is not None and batch.old_logps is not None
+        if marks_on_policy:
+            is_on_policy = batch.on_policy_tokens
+            tensors["old_logps"] = tensors["old_logps"].masked_fill(is_on_policy, ON_POLICY)
+        policy_weight = weight
+        if batch.weights is not None:
+            policy_weight = self._policy_weight(weight, tensors["weights"])
+        kl_weight = None
+        if self.beta != 0:
+            kl_weight = self.beta * self._weight_of_term(
+                weight, batch, self.kl_aggregate, denominators.kl
+            )
+        entropy_weight = None
+        if self.entropy_coef != 0:
+            entropy_weight = self.entropy_coef * self._weight_of_term(
+                weight, batch, self.entropy_aggregate, denominators.entropy
+            )
+        return TokenInputs(
+            targets=flat(batch.targets).long(),
+            processed=processed,
+            policy_weight=policy_weight,
+            kl_weight=kl_weight if self.has_kl_estimate else None,
+            divergence_weight=None if self.has_kl_estimate else kl_weight,
+            entropy_weight=entropy_weight,
+            nll_weight=tensors.pop("nll_weights", None),
+            loss_mask=mask,
+            marks_on_policy=marks_on_policy,
+            **tensors,
+        )
+
+    @cached_property
+    def _names_of_tensors(self) -> tuple[str, ...]:
+        """The fields of a batch that the loss of a token reads, as far as the batch has them."""
+        names = ["advantages", "weights", "nll_weights", "old_logps"]
+        if self.has_kl_estimate:
+            names.append("ref_logps")
+        if self.compares_with_sampler:
+            names.append("sampler_logps")
+        return tuple(names)
+
+    def _check_batch(self, batch: TokenBatch) -> None:
+        """Raise ValueError if the batch lacks something that the objective needs."""
+        if self.has_kl_estimate and batch.ref_logps is None:
             raise ValueError(
                 f"ref_logps is None, but beta={self.beta}: pass the reference's log-probs, or set"
                 " beta=0."
@@ -466,9 +556,7 @@ class Objective(Checked):
                 f"logp_terms is None, but listed={self.listed!r} makes terms of it: list ids with"
                 " values, or leave listed out."
             )
-        trust = self.filter(TrustRegion) if self.filters else None
-        sampler = trust is not None and trust.anchor == "sampler"
-        if sampler and batch.sampler_logps is None:
+        if self.compares_with_sampler and batch.sampler_logps is None:
             raise ValueError(
                 'sampler_logps is None, but TrustRegion(anchor="sampler") compares with them: pass'
                 " them."
@@ -477,93 +565,98 @@ class Objective(Checked):
             raise ValueError(
                 "sampler_logps is None, but SamplerMismatch compares with them: pass them."
             )
+        if self.reads_sequences:
+            self._with_sequences(batch)
         if self.future_kl is not None:
-            self._of_sequences(batch)
             remedy = "a rank does not know the later tokens of a sequence that ranks share."
             require(batch.context_group is None, "future_kl", self.future_kl, remedy)
-        by_sequence = (OffPolicySequences, SamplerMismatch)
-        if self.level != "token" or any(isinstance(f, by_sequence) for f in self.filters):
-            self._of_sequences(batch)
-        if (
-            self.surrogate.absorbs_weights
-            and batch.weights is not None
-            and batch.weights.shape != batch.targets.shape
-        ):
+        weights = batch.weights
+        if weights is None or not self.surrogate.absorbs_weights:
+            return
+        name = type(self.surrogate).__name__
+        if weights.shape != batch.targets.shape:
             raise ValueError(
-                f"weights has shape {list(batch.weights.shape)}, but"
-                f" {type(self.surrogate).__name__} multiplies the weights of a sequence's tokens"
-                f" into its ratio: pass one per token, {list(batch.targets.shape)}."
+                f"weights has shape {list(weights.shape)}, but {name} multiplies the weights of a"
+                " sequence's tokens into its ratio: pass one per token,"
+                f" {list(batch.targets.shape)}."
             )
-        D, kl_D, entropy_D = (
-            normalizer if isinstance(normalizer, Denominators) else (normalizer, None, None)
-        )
-        if normalizer is not None:
-            D, kl_D, entropy_D = (
-                None if x is None else self._check_normalizer(x, batch)
-                for x in (D, kl_D, entropy_D)
-            )
-        mask = batch.named_mask("trained")
-        weight = self._weights(batch, self.aggregate, D)
 
-        def scaled(coef: float, aggregate: str | None, own: float | Tensor | None) -> Tensor | None:
-            if coef == 0:
-                return None
-            if aggregate is None and own is None:
-                return coef * weight
-            return coef * self._weights(batch, aggregate or self.aggregate, own)
+    def _weight_of_term(
+        self,
+        weight: Tensor,
+        batch: TokenBatch,
+        aggregate: str | None,
+        denominator: float | Tensor | None,
+    ) -> Tensor:
+        """Return the weight of the KL or the entropy bonus, without its coefficient.
 
-        processed = (
-            batch.named_mask(self.gradient_mask)
-            if skip_inactive and self.gradient_is_per_token
-            else mask
-        )
-        compared = (("ref_logps",) if estimated else ()) + (("sampler_logps",) if sampler else ())
-        given = batch.table("advantages", "weights", "nll_weights", "old_logps", *compared)
-        if batch.advantages is None:
-            given["advantages"] = torch.zeros_like(weight)
-        if batch.on_policy is not None and "old_logps" in given:
-            is_on_policy = batch.on_policy_tokens
-            given["old_logps"] = given["old_logps"].masked_fill(is_on_policy, ON_POLICY)
-        weights, policy_weight = given.get("weights"), weight
-        if weights is not None:
-            if (
-                self.surrogate.absorbs_weights
-                and values_are_checked(weights)
-                and (weights < 0).any()
-            ):
-                raise ValueError(
-                    "weights holds negative numbers, but the surrogate takes their logarithm: pass"
-                    " importance weights >= 0."
-                )
-            policy_weight = (
-                torch.where(weights != 0, weight, 0.0)
-                if self.surrogate.absorbs_weights
-                else weight * weights
+        weight                   that of the policy term
+        aggregate, denominator   of this term; None and None: those of the policy term
+        """
+        if aggregate is None and denominator is None:
+            return weight
+        return self._token_weight(batch, aggregate or self.aggregate, denominator)
+
+    def _token_weight(
+        self, batch: TokenBatch, aggregate: str, denominator: float | Tensor | None
+    ) -> Tensor:
+        """Return the weight of each token in an aggregate, fp32 [num_tokens], 0 in masked tokens.
+
+        denominator   None: that of this batch
+        """
+        is_of_batch = denominator is None
+        if denominator is None:
+            denominator = self._denominator_over_ranks(batch, aggregate)
+        divisor = denominator
+        if aggregate in ("seq-mean-token-mean", "group-mean"):
+            num_tokens = self._with_sequences(batch).lengths
+            if aggregate == "group-mean":
+                num_tokens = batch.same_group() @ num_tokens
+            divisor = batch.broadcast((num_tokens.clamp(min=1.0) * denominator).float())
+        if batch.mask is None:
+            shape = batch.targets.shape
+            weight = torch.ones(shape, dtype=torch.float32, device=batch.targets.device)
+        elif isinstance(divisor, Tensor) and divisor.dtype == torch.float32:
+            weight = batch.mask  # the division converts it, without a launch of its own on a GPU
+        else:
+            weight = batch.mask.float()
+        weight = weight / divisor
+        if batch.mask is not None and not is_of_batch and isinstance(denominator, Tensor):
+            # It may be 0 if no token is trained, and 0 / 0 must not reach the loss.
+            weight = torch.where(batch.mask, weight, 0.0)
+        return weight.flatten()
+
+    def _policy_weight(self, weight: Tensor, weights: Tensor) -> Tensor:
+        """Return the weight of the policy term, fp32 [num_tokens].
+
+        weight    of the aggregate
+        weights   of the batch, which a surrogate may multiply into the ratio of the sequence
+        """
+        if not self.surrogate.absorbs_weights:
+            return weight * weights
+        if values_are_checked(weights) and (weights < 0).any():
+            raise ValueError(
+                "weights holds negative numbers, but the surrogate takes their logarithm: pass"
+                " importance weights >= 0."
             )
-        kl_weight = scaled(self.beta, self.kl_aggregate, kl_D)
-        return TokenInputs(
-            targets=flat(batch.targets).long(),
-            processed=processed,
-            policy_weight=policy_weight,
-            kl_weight=kl_weight if estimated else None,
-            divergence_weight=None if estimated else kl_weight,
-            entropy_weight=scaled(self.entropy_coef, self.entropy_aggregate, entropy_D),
-            nll_weight=given.pop("nll_weights", None),
-            loss_mask=mask,
-            **given,
-        )
+        return torch.where(weights != 0, weight, 0.0)
 
     # ---- the loss of tokens
 
     @property
     def formula(self) -> ObjectiveFormula:
-        """The loss of a token. It is made once, unless functions of the user may change it."""
+        """The loss of a token. It is made once, unless an object of the user may change it."""
         formula: ObjectiveFormula | None = self.__dict__.get("_formula")
         if formula is None:
             formula = self._make_formula()
-            if self.__dict__.get("_fixed") and not torch.compiler.is_compiling():
+            if self._formula_is_fixed and not torch.compiler.is_compiling():
                 self.__dict__["_formula"] = formula
         return formula
+
+    @cached_property
+    def _formula_is_fixed(self) -> bool:
+        """Whether the formula depends on objects of this package alone, which do not change."""
+        return all(_is_immutable(x) for x in (self.surrogate, self.kl_spec, *self.filters))
 
     def _make_formula(self) -> ObjectiveFormula:
         """Collect the functions and numbers of the loss of a token."""
@@ -642,8 +735,9 @@ class Objective(Checked):
                 inputs = replace(inputs, policy_weight=policy_weight)
             if self.surrogate.selects:
                 formula = self._with_selection(formula, logps, inputs)
-        named = {"logps": logps, "entropy": entropy, "auxiliary_loss": auxiliary_loss}
-        losses = formula.compute({**named, **inputs.program_inputs()}, log_ratio)
+        named = inputs.formula_inputs(logps, entropy)
+        named["auxiliary_loss"] = auxiliary_loss
+        losses = formula.compute(named, log_ratio)
         if not self.needs_entropy:
             losses = losses._replace(grad_entropy=None)
         if self.through_sequence:
@@ -815,12 +909,21 @@ LOG_WEIGHT_BOUNDS = (-18.420680743952367, 20.0)
 
 def _own_log_ratios(logps: Tensor, inputs: TokenInputs) -> Tensor:
     """Return logp - old_logp of each token: if on-policy 0, and NaN where logp is NaN."""
+    if inputs.old_logps is not None and not inputs.marks_on_policy:
+        return logps - inputs.old_logps
     # logp - logp would also be NaN for an infinite logp.
     on_policy = torch.where(logps.isnan(), logps, 0.0)
     if inputs.old_logps is None:
         return on_policy
     return torch.where(inputs.old_logps >= ON_POLICY, on_policy, logps - inputs.old_logps)
 
+
+#: The functions of cached properties. A function may read the properties before it.
+COMPUTED_ONCE = {
+    name: value.func
+    for name, value in vars(Objective).items()
+    if isinstance(value, cached_property)
+}
 
 # ---- published objectives, and the constants with which trainers compute them
 

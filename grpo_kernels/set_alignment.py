@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .batch import Counts, sends_ahead
+from .batch import HostCopy, sends_ahead
 from .checks import is_capturing, warn_once
 
 #: From this share of trained targets outside of their sets on there is a warning.
@@ -25,7 +25,7 @@ class _Reading(NamedTuple):
     """
 
     numbers: Tensor
-    sent: Counts | None
+    sent: HostCopy | None
 
 
 _earlier: _Reading | None = None
@@ -51,7 +51,7 @@ def warn_of_misaligned_sets(share: Tensor, tokens: Tensor) -> None:
         return
     if sends_ahead(device):
         numbers = torch.stack([share, tokens])
-        _earlier = _Reading(numbers, Counts(numbers))
+        _earlier = _Reading(numbers, HostCopy(numbers))
     elif device.type == "cpu":
         _earlier = _Reading(torch.stack([share, tokens]), None)
 

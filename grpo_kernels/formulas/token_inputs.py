@@ -60,6 +60,7 @@ class TokenInputs:
     sampler_logps       log-prob that a trust region compares with; None: it takes old_logps
     weights             `TokenBatch.weights`; None if the batch has none
     loss_mask           bool: the mask of the batch; None: all tokens
+    marks_on_policy     whether old_logps may hold ON_POLICY
     """
 
     targets: Tensor
@@ -75,6 +76,7 @@ class TokenInputs:
     sampler_logps: Tensor | None = None
     weights: Tensor | None = None
     loss_mask: Tensor | None = None
+    marks_on_policy: bool = False
     __repr__ = describe
 
     @property
@@ -89,7 +91,21 @@ class TokenInputs:
 
         logps   fp32 [num_tokens]
         """
-        return logps if self.old_logps is None else old_or_current(self.old_logps, logps)
+        if self.old_logps is None:
+            return logps
+        if not self.marks_on_policy:
+            return self.old_logps
+        return old_or_current(self.old_logps, logps)
+
+    def formula_inputs(self, logps: Tensor, entropy: Tensor | None) -> dict[str, Any]:
+        """Return what a formula reads in torch, by name.
+
+        logps, entropy   fp32 [num_tokens]
+        """
+        named: dict[str, Any] = {"logps": logps, "entropy": entropy, **self.program_inputs()}
+        if self.marks_on_policy:
+            named["old_logps"] = self.old_or_current(logps)
+        return named
 
     def program_inputs(self) -> dict[str, Tensor]:
         """Return the tensors that a formula reads, by name, without those that are None."""
@@ -107,14 +123,19 @@ class TokenInputs:
             # One indexing operation for all tensors takes less host time.
             selected = list(torch.stack(list(tensors.values()))[:, token_ids])
         named = dict(zip(tensors, selected, strict=True))
-        return TokenInputs(targets=self.targets[token_ids], processed=None, **named)
+        return TokenInputs(
+            targets=self.targets[token_ids],
+            processed=None,
+            marks_on_policy=self.marks_on_policy,
+            **named,
+        )
 
     def weighted(self, factor: Tensor) -> TokenInputs:
         """Return the inputs with every term multiplied by factor, fp32 [num_tokens].
 
         A weight of 0 stays 0 if the factor is infinite or NaN.
         """
-        weights = {}
+        weights: dict[str, Any] = {}
         for name in TERM_WEIGHTS:
             weight = getattr(self, name)
             if weight is not None:

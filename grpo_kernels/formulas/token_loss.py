@@ -130,9 +130,7 @@ class TokenValues(NamedTuple):
         log_ratio   None: logp - old_logp of the token itself
         """
         logp = named["logps"]
-        old_logp = logp
-        if "old_logps" in named:
-            old_logp = old_or_current(named["old_logps"], logp)
+        old_logp = named.get("old_logps", logp)
         return cls(
             logp=logp,
             entropy=named["entropy"],
@@ -208,7 +206,7 @@ def token_loss(
         is_dropped = is_dropped | (is_number & ~is_trusted)
 
     policy_weight = ops.where(is_number, token.policy_weight, lowest)
-    surrogate, grad_surrogate = policy_term(token, functions, numbers)
+    surrogate, grad_surrogate = policy_term(token, functions, numbers, zero)
     # A token of weight 0 contributes 0 even if its ratio is NaN.
     loss = ops.where(is_dropped, 0.0, policy_weight * surrogate)
     grad_logp = ops.where(is_dropped, 0.0, policy_weight * grad_surrogate)
@@ -254,27 +252,29 @@ def lowest_number(token: TokenValues, functions: FormulaFunctions, numbers: Form
 
 
 def policy_term(
-    token: TokenValues, functions: FormulaFunctions, numbers: FormulaNumbers
+    token: TokenValues, functions: FormulaFunctions, numbers: FormulaNumbers, zero: Any
 ) -> tuple[Any, Any]:
     """Return the surrogate of a token and its derivative, without the weight.
 
     It is the derivative with respect to logp at level "token" and for a detached ratio, otherwise
     with respect to the log-ratio.
     """
-    log_ratio = token.log_ratio
-    if numbers.ratio_bounds is not None:
-        low, high = numbers.ratio_bounds
-        log_ratio = ops.minimum(ops.maximum(log_ratio, low), high)
+    surrogate = functions.surrogate
     params = numbers.surrogate_params
-    if functions.level == "token" and numbers.ratio_bounds is None:
-        return functions.surrogate(token.logp, token.old_logp, token.advantage, params)
+    bounds = numbers.ratio_bounds
+    if functions.level == "token" and bounds is None:
+        return surrogate(token.logp, token.old_logp, token.advantage, params)
+    log_ratio = token.log_ratio
+    if bounds is not None:
+        log_ratio = ops.minimum(ops.maximum(log_ratio, bounds[0]), bounds[1])
     if functions.ratio_is_detached:
         # The surrogate depends on logp and on the ratio: pass an old log-prob with this ratio.
-        return functions.surrogate(token.logp, token.logp - log_ratio, token.advantage, params)
+        return surrogate(token.logp, token.logp - log_ratio, token.advantage, params)
     # The surrogate depends on the ratio alone: pass any two log-probs with this ratio.
-    no_logp = token.policy_weight * 0.0
-    surrogate, grad = functions.surrogate(log_ratio, no_logp, token.advantage, params)
-    return surrogate, ops.where(log_ratio == token.log_ratio, grad, 0.0)
+    loss, grad = surrogate(log_ratio, zero, token.advantage, params)
+    if bounds is None:
+        return loss, grad
+    return loss, ops.where(log_ratio == token.log_ratio, grad, 0.0)
 
 
 def kl_term(
@@ -351,10 +351,9 @@ class ObjectiveFormula:
 
         def trace(tracer: Tracer) -> list[Any]:
             named = {name: tracer.input(name) for name in ("logps", "entropy", *input_names)}
+            token = TokenValues.from_names(replace_marks(named))
             symbols = self.numbers.as_symbols(tracer)
-            return program_outputs(
-                token_loss(TokenValues.from_names(named), self.functions, symbols)
-            )
+            return program_outputs(token_loss(token, self.functions, symbols))
 
         functions = self.functions.values()
         keys = [key_of(x) for x in functions]
@@ -378,11 +377,22 @@ class ObjectiveFormula:
         traced, numbers, _ = self.traced_loss(input_names)
 
         def compute_in_torch(inputs: list[Tensor]) -> list[Any]:
-            return program_outputs(self.compute(dict(zip(names, inputs, strict=True))))
+            named = dict(zip(names, inputs, strict=True))
+            return program_outputs(self.compute(replace_marks(named)))
 
         traced.compare_once(
             run, numbers, lambda: random_inputs(names), compute_in_torch, OUTPUT_NAMES
         )
+
+
+def replace_marks(named: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs with logp as the old log-prob of tokens that are marked as on-policy.
+
+    Programs do this for every batch, so that one program serves batches with marks and without.
+    """
+    if "old_logps" not in named:
+        return named
+    return {**named, "old_logps": old_or_current(named["old_logps"], named["logps"])}
 
 
 #: What the outputs of a program are called in messages.
@@ -451,7 +461,7 @@ class TokenLossFormula(NamedTuple):
 
         logps, entropy   fp32 [num_tokens]. The entropy may be None if no term reads it.
         """
-        named = {"logps": logps, "entropy": entropy, **self.inputs.program_inputs()}
+        named = self.inputs.formula_inputs(logps, entropy)
         token_losses = self.objective_formula.compute(named)
         if self.inputs.entropy_weight is None:
             return token_losses._replace(grad_entropy=None)

@@ -28,6 +28,7 @@ from grpo_kernels import (
     linear_grpo_loss,
     use,
 )
+from grpo_kernels.batch import MASK_NAMES
 from grpo_kernels.core import backends
 from grpo_kernels.distributed import global_normalizer
 from grpo_kernels.rewards.corrections import importance_weights
@@ -166,7 +167,7 @@ def marked(batch):
         fields["prob_terms"] = fields["logp_terms"].with_values(on_meta(batch.prob_terms.values))
     made = TokenBatch(**fields)
     object.__setattr__(
-        made, "_numbers", {kind: batch.counts_by_sequence(kind) for kind in batch._kinds}
+        made, "_numbers", {name: batch.counts_by_sequence(name) for name in MASK_NAMES}
     )
     return made
 
@@ -346,7 +347,7 @@ def launches(recipe, monkeypatch, chunk=64):
     monkeypatch.setattr("grpo_kernels.batch.AHEAD", ("meta",))
     monkeypatch.setattr(
         TokenBatch,
-        "_sent",
+        "_sent_counts",
         lambda batch, kind: (
             batch.__dict__["_numbers"][kind],
             torch.empty(len(batch.__dict__["_numbers"][kind]), device="meta"),

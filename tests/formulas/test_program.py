@@ -17,6 +17,7 @@ from torch import Tensor
 
 from grpo_kernels import Objective, Options, TokenBatch, grpo_loss, use
 from grpo_kernels.core.backends import cpu
+from grpo_kernels.formulas.formula_keys import key_of
 from grpo_kernels.formulas.ops import bounded_exp, finite, ops
 from grpo_kernels.formulas.program import FormulaRefused, Tracer
 from grpo_kernels.formulas.surrogates import Clip, Custom, Surrogate
@@ -282,3 +283,33 @@ def test_strict_compares_a_formula_with_torch(factor):
         loss_of(Custom(two_faced), "auto")
     with pytest.raises(FormulaRefused, match="two_faced gives loss"):
         loss_of(Custom(two_faced), strict=True)
+
+
+def test_a_tracer_refuses_numbers_as_conditions_and_tells_constants_apart():
+    tracer = Tracer()
+    x = tracer.input("x")
+    for refused in (lambda: x & x, lambda: ~x, lambda: ops.where(x, x, 0.0)):
+        with pytest.raises(FormulaRefused, match="what is no condition"):
+            refused()
+    constants = [tracer.number(value) for value in (1, 1.0, True, 0.0, -0.0)]
+    assert len({id(symbol) for symbol in constants}) == len(constants)
+    assert tracer.number(1) is constants[0]
+
+
+def test_a_function_that_changes_what_a_name_means_has_no_key():
+    """Its results may differ from call to call, so nothing that was made of it serves again."""
+
+    def importing(logp, old_logp, advantage, params):
+        import math
+
+        return -advantage * logp * math.pi, -advantage * math.pi
+
+    def rebinding(logp, old_logp, advantage, params):
+        global scale
+        scale = 2.0
+        return -advantage * logp, -advantage
+
+    def plain(logp, old_logp, advantage, params):
+        return -advantage * logp, -advantage
+
+    assert key_of(importing) is None and key_of(rebinding) is None and key_of(plain) is not None

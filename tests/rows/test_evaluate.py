@@ -116,7 +116,9 @@ def test_what_is_no_number_is_what_torch_makes_of_it(module, name):
     names = ("logps", "entropy", *rows.program_inputs())
     logps, entropy, *odd = random_inputs(names)
     loss_formula = loss_formula._replace(
-        inputs=replace(rows, **dict(zip(rows.program_inputs(), odd, strict=True)))
+        inputs=replace(
+            rows, marks_on_policy=True, **dict(zip(rows.program_inputs(), odd, strict=True))
+        )
     )
     found, wanted = (
         module.evaluate_formula(loss_formula, logps, entropy),
