@@ -844,7 +844,7 @@ class Objective(Checked):
         """
         policy, kl, entropy = self.aggregates
         aggregates = {"policy_weight": policy, "kl_weight": kl, "entropy_weight": entropy}
-        weights = {}
+        weights: dict[str, Any] = {}
         for name, aggregate in aggregates.items():
             weight = getattr(inputs, name)
             if weight is not None:
