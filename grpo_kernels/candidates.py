@@ -347,9 +347,9 @@ def extra_logps_over_candidates(
     plan: CandidatePlan,
     extra: TokenSets,
 ) -> Tensor:
-    """Return the log-probs of further ids, fp32 [num_extra_ids]: -inf outside of the candidates."""
+    """Return the log-probs of further ids, float64 [num_extra_ids], -inf for no candidates."""
     if len(extra.ids) == 0:
-        return torch.zeros(0, device=extra.ids.device)
+        return torch.zeros(0, dtype=torch.float64, device=extra.ids.device)
 
     token_of_extra = extra.row_of
     # One number for each (token, id). Ids are at most vocab_size, which is below 2^31.
@@ -363,7 +363,7 @@ def extra_logps_over_candidates(
     logps = torch.where(is_candidate, softmax.logps[slot_of_key[place]], -torch.inf)
     is_nan = softmax.is_nan[token_of_extra]
     logps = replace_values(logps, is_nan, torch.full_like(logps, torch.nan))
-    return torch.where(plan.has_candidates[token_of_extra], logps, 0.0).float()
+    return torch.where(plan.has_candidates[token_of_extra], logps, 0.0)
 
 
 def log_kept_mass(
@@ -415,7 +415,7 @@ def logprobs_over_vocabulary(
     """Compute `logprobs_with_extra_ids`, directly if each row has nothing but its target."""
     if rows is None and len(extra.ids) == 0:
         statistics = dict(source.statistics(targets, mask, names, detached=detached))
-        no_logps = torch.zeros(0, device=targets.device)
+        no_logps = torch.zeros(0, dtype=torch.float64, device=targets.device)
         return ExtraLogprobs(statistics=statistics, extra_logps=no_logps)
     return logprobs_with_extra_ids(
         source, targets, extra, mask=mask, rows=rows, names=names, detached=detached

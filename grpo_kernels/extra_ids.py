@@ -3,16 +3,16 @@
 Soft targets, score centering and top-k teachers need log-probs of further ids of a row, beside that
 of its target. Several tokens may be predicted by one row (`trees.py`), which is the same problem.
 
-One log-prob of each row comes from the softmax kernel. The others follow from single logits z, at
-one dot product each from hidden states:
+The softmax kernel leaves these ids out. It computes the log-sum-exp of the rest of each row, more
+precisely the log-odds of the likeliest id y of the pairs against the rest. The others follow from
+single logits z, at one dot product each from hidden states:
 
-    log p(id) = log p(largest) + z(id) - z(largest)
+    d(id)     = z(id) - z(y)
+    log p(id) = d(id) - log(sum over the ids of exp(d) + exp(-log_odds))
 
-`largest` is the likeliest id that the caller asked for in the row. It is the target of the kernel
-for two reasons. No log-prob is above 0, whatever the rounding of logits. And gradients keep their
-digits: that of log p(id) is onehot(id) - p, which is nearly 0 for an id with p close to 1. The
-kernel computes this 1 - p directly. With another target, autograd would add two gradients of size 1
-that nearly cancel.
+in float64. No log-prob is above 0, whatever the rounding of logits, and nothing cancels: neither in
+1 - p of a confident row, nor in the probability of the rest, nor in gradients. The gradient of the
+kernel is 0 at the ids that it leaves out. Theirs comes from the single logits in one piece.
 
 Example:
 
@@ -24,6 +24,7 @@ Example:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -33,10 +34,19 @@ from torch import Tensor
 from .checks import check_named
 from .core.autograd import apply_function
 from .core.sources import Reference, RowSource
-from .formulas.extra_id_terms import LEAST_OUTSIDE, ExtraIdTerms
+from .formulas.extra_id_terms import ExtraIdTerms
 from .formulas.ops import times
-from .segments import Segments, find_largest, replace_values, subtract_largest
+from .segments import (
+    Segments,
+    add_gradient_of,
+    find_largest,
+    replace_values,
+    subtract_largest,
+)
 from .token_sets import TokenSets, check_sets
+
+#: The statistics of a row that follow from those of the rest of the row.
+STATISTICS_OF_PAIRS = ("entropy", "sum_squares")
 
 
 class PairLogprobs(NamedTuple):
@@ -55,7 +65,7 @@ class ExtraLogprobs(NamedTuple):
 
     statistics    statistics of each token by name, fp32 [num_tokens]. "logps" is the log-prob of
                   its target. The others are those of the row that predicts it.
-    extra_logps   log-probs of the further ids, fp32 [num_extra_ids], in their order
+    extra_logps   log-probs of the further ids, float64 [num_extra_ids], in their order
     """
 
     statistics: dict[str, Tensor]
@@ -81,21 +91,19 @@ def logprobs_at(
     log-probs and statistics are 0. A token id outside of the vocabulary gives NaN.
 
     From hidden states this takes one matmul in the forward and three in the backward, or two in all
-    if the head is frozen and no statistic has a gradient. Gradients of a row reach the source from
-    the kernel and from single logits. If the source is 16-bit, both are rounded before they are
-    added, so that an element in which they nearly cancel can be wrong by 1 %.
+    if the head is frozen and no statistic has a gradient. Statistics that are not in
+    STATISTICS_OF_PAIRS take a pass of their own, with as many matmuls.
     """
     if mask is not None:
         token_ids = torch.where(mask[row_ids], token_ids, -1)
-    segments = Segments.from_ids(row_ids, source.num_rows)
     row_mask = mark_rows(row_ids, token_ids != -1, source.num_rows)
-    result = pair_logprobs(source, segments, token_ids, row_mask=row_mask, names=names)
+    result = pair_logprobs(source, row_ids, token_ids, row_mask=row_mask, names=names)
     return PairLogprobs(logps=result.logps.float(), statistics=result.statistics)
 
 
 def pair_logprobs(
     source: RowSource,
-    segments: Segments,
+    row_ids: Tensor,
     token_ids: Tensor,
     *,
     row_mask: Tensor | None,
@@ -103,36 +111,169 @@ def pair_logprobs(
     detached: tuple[str, ...] = (),
     reference: Reference | None = None,
 ) -> PairLogprobs:
-    """Compute `logprobs_at` in float64, for pairs that are grouped by row.
+    """Compute `logprobs_at` in float64.
 
-    segments   the pairs of each row
     row_mask   bool [num_rows]: rows to process. None processes all rows, also those without a pair,
                so that the source need not look at a mask.
     """
     is_outside = (token_ids < -1) | (token_ids >= source.vocab_size)
-    token_ids = torch.where(is_outside, -1, token_ids)
-    is_used = token_ids >= 0
-    pair_logits = source.logits_at(segments.segment_ids, token_ids)
-
-    largest = find_largest(pair_logits, is_used, segments)
-    target_ids = F.pad(token_ids, (0, 1))[largest]  # id 0 if a row has none
-    statistics = source.statistics(
-        target_ids, row_mask, names, detached=detached, reference=reference
-    )
-    differences = subtract_largest(
-        pair_logits,
-        is_used,
-        segments,
-        largest=largest,
-        equals_largest=token_ids == target_ids[segments.segment_ids],
-    )
-    logps = segments.spread(statistics["logps"].double()) + differences
-
-    is_nan = is_outside | (is_used & logps.isnan())
+    pairs = DistinctPairs.of(row_ids, torch.where(is_outside, -1, token_ids), source)
+    softmax = softmax_of_pairs(source, pairs, row_mask, names, detached)
+    logps = pairs.spread(softmax.logps)
+    is_nan = is_outside | (softmax.is_nan[row_ids] & (token_ids >= 0))
     logps = replace_values(logps, is_nan, torch.full_like(logps, torch.nan))
     if row_mask is not None:
-        logps = torch.where(row_mask[segments.segment_ids], logps, 0.0)
+        logps = torch.where(row_mask[row_ids], logps, 0.0)
+
+    statistics = statistics_of_pairs(softmax, pairs, row_mask)
+    other_names = tuple(name for name in names if name not in STATISTICS_OF_PAIRS)
+    if other_names:
+        statistics |= source.statistics(
+            softmax.target_ids, row_mask, other_names, detached=detached, reference=reference
+        )
     return PairLogprobs(logps=logps, statistics={name: statistics[name] for name in names})
+
+
+@dataclass(frozen=True, eq=False)
+class DistinctPairs:
+    """Pairs without repetitions, in the order of rows and ids.
+
+    There are as many as pairs were given, so that the host need not know how many differ. The last
+    ones are unused, and belong to the last row.
+
+    row_ids     int64 [num_pairs]
+    token_ids   int64 [num_pairs], -1 for unused pairs
+    rows        the pairs of each row
+    repeated    the given pairs that equal each of these
+    """
+
+    row_ids: Tensor
+    token_ids: Tensor
+    rows: Segments
+    repeated: Segments
+
+    @classmethod
+    def of(cls, row_ids: Tensor, token_ids: Tensor, source: RowSource) -> DistinctPairs:
+        """Return the distinct ones of pairs, int64 [num_pairs] each, with ids of at least -1."""
+        num_pairs = len(row_ids)
+        keys, order = (row_ids * (source.vocab_size + 1) + (token_ids + 1)).sort(stable=True)
+        is_new = keys.diff(prepend=keys[:1] - 1) != 0
+        index_of_sorted = is_new.cumsum(0) - 1
+        indices = torch.arange(num_pairs + 1, device=row_ids.device)
+        offsets = torch.searchsorted(index_of_sorted, indices)
+        first_keys = F.pad(keys, (0, 1), value=source.num_rows * (source.vocab_size + 1) - 1)
+        first_keys = first_keys[offsets[:-1]]
+        is_pair = offsets[:-1] < num_pairs
+        row_ids = first_keys // (source.vocab_size + 1)
+        token_ids = first_keys % (source.vocab_size + 1) - 1
+        return cls(
+            row_ids=row_ids,
+            token_ids=torch.where(is_pair, token_ids, -1),
+            rows=Segments.from_ids(row_ids, source.num_rows),
+            repeated=Segments(
+                segment_ids=torch.empty_like(order).scatter_(0, order, index_of_sorted),
+                order=order,
+                offsets=offsets,
+            ),
+        )
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Return the value of each of the given pairs, from those of the distinct ones."""
+        return self.repeated.spread(values)
+
+
+@dataclass(frozen=True, eq=False)
+class PairSoftmax:
+    """The softmax of each row, over its distinct pairs one by one and over all other ids as one.
+
+    logps             float64 [num_pairs]: -inf for unused pairs
+    rest_logps        float64 [num_rows]: log-prob of all other ids
+    rest_statistics   those of STATISTICS_OF_PAIRS that were asked for, of the rest, fp32 [num_rows]
+    target_ids        int64 [num_rows]: the likeliest id of the pairs, 0 if there is none
+    is_nan            bool [num_rows]: rows without a finite softmax, whose numbers are placeholders
+    """
+
+    logps: Tensor
+    rest_logps: Tensor
+    rest_statistics: dict[str, Tensor]
+    target_ids: Tensor
+    is_nan: Tensor
+
+
+def softmax_of_pairs(
+    source: RowSource,
+    pairs: DistinctPairs,
+    row_mask: Tensor | None,
+    names: tuple[str, ...],
+    detached: tuple[str, ...],
+) -> PairSoftmax:
+    """Compute the softmax of each row. See the top of this file, and `pair_logprobs`."""
+    rows = pairs.rows
+    row_of_pair = pairs.row_ids
+    is_used = pairs.token_ids >= 0
+    logits = source.logits_at(row_of_pair, pairs.token_ids)
+    largest = find_largest(logits, is_used, rows)
+    target_ids = F.pad(pairs.token_ids, (0, 1))[largest]  # id 0 if a row has none
+    rest_statistics = source.statistics_of_rest(
+        target_ids,
+        row_of_pair,
+        pairs.token_ids,
+        row_mask,
+        tuple(name for name in names if name in STATISTICS_OF_PAIRS),
+        detached=detached,
+    )
+    # The pass gives the log-odds a gradient in the rest only. That of z(y) is added here.
+    log_odds = add_gradient_of(rest_statistics["logps"].double(), F.pad(logits, (0, 1))[largest])
+    is_largest = torch.arange(len(logits), device=logits.device) == largest[row_of_pair]
+    differences = subtract_largest(logits, is_used, rows, largest, equals_largest=is_largest)
+
+    has_nan = rows.max((is_used & differences.isnan()).double()) > 0
+    is_nan = log_odds.isnan() | has_nan
+    log_odds = replace_values(log_odds, is_nan, torch.zeros_like(log_odds))
+    is_nan_pair = is_nan[row_of_pair] & is_used
+    differences = replace_values(differences, is_nan_pair, torch.zeros_like(differences))
+
+    has_pair = has_nan | (largest < len(logits))
+    log_odds = torch.where(has_pair, log_odds, 0.0)
+    other_exps = torch.where(is_used & ~is_largest, differences.exp(), 0.0)
+    log_sum = torch.logaddexp(torch.log1p(rows.sum(other_exps)), -log_odds)
+    log_sum = torch.where(has_pair, log_sum, 0.0)
+    return PairSoftmax(
+        logps=torch.where(is_used, differences - rows.spread(log_sum), -torch.inf),
+        rest_logps=-log_odds - log_sum,
+        rest_statistics=rest_statistics,
+        target_ids=target_ids,
+        is_nan=is_nan,
+    )
+
+
+def statistics_of_pairs(
+    softmax: PairSoftmax, pairs: DistinctPairs, row_mask: Tensor | None
+) -> dict[str, Tensor]:
+    """Return statistics of rows from those of the rest and log-probs of pairs, fp32 [num_rows]."""
+    has_prob = softmax.logps != -torch.inf
+    logps = torch.where(has_prob, softmax.logps, 0.0)
+    probs = torch.where(has_prob, logps.exp(), 0.0)
+    rest_probs = softmax.rest_logps.exp()
+    has_rest = rest_probs > 0
+    rest_logps = torch.where(has_rest, softmax.rest_logps, 0.0)
+
+    statistics = {}
+    for name in STATISTICS_OF_PAIRS:
+        if name not in softmax.rest_statistics:
+            continue
+        of_rest = torch.where(has_rest, softmax.rest_statistics[name], 0.0).double()
+        if name == "entropy":
+            of_pairs = pairs.rows.sum(-probs * logps)
+            of_row = of_pairs + rest_probs * (of_rest - rest_logps)
+        else:
+            of_pairs = pairs.rows.sum(probs.square())
+            of_row = of_pairs + rest_probs.square() * of_rest
+        of_row = replace_values(of_row, softmax.is_nan, torch.full_like(of_row, torch.nan))
+        if row_mask is not None:
+            of_row = torch.where(row_mask, of_row, 0.0)
+        statistics[name] = of_row.float()
+    return statistics
 
 
 # ---- tokens with further ids
@@ -174,7 +315,7 @@ def logprobs_with_extra_ids(
     )
     statistics = result.statistics
     statistics["logps"] = statistics["logps"].float()
-    return ExtraLogprobs(statistics=statistics, extra_logps=result.extra_logps.float())
+    return ExtraLogprobs(statistics=statistics, extra_logps=result.extra_logps)
 
 
 def token_logprobs_in_float64(
@@ -207,7 +348,7 @@ def token_logprobs_in_float64(
     token_ids = torch.cat([targets, extra.ids.long()])
     result = pair_logprobs(
         source,
-        Segments.from_ids(pair_rows, num_rows),
+        pair_rows,
         torch.where(is_used, token_ids, -1),
         row_mask=row_mask,
         names=names,
@@ -266,7 +407,7 @@ def auxiliary_loss(terms: ExtraIdTerms, extra_logps: Tensor, advantages: Tensor)
                   returns the term of each id, and the derivative of the loss of a token with
                   respect to each log-prob. This derivative is the gradient here. It need not be
                   that of the term: score centering has constant coefficients.
-    extra_logps   fp32 [num_extra_ids], from `logprobs_with_extra_ids`
+    extra_logps   float64 [num_extra_ids], from `logprobs_with_extra_ids`
     advantages    fp32 [num_tokens]
     returns       fp32 [num_tokens], differentiable in extra_logps. A token whose loss gets the
                   gradient 0 gives its ids the gradient 0, even if a derivative is infinite or NaN.
@@ -274,31 +415,8 @@ def auxiliary_loss(terms: ExtraIdTerms, extra_logps: Tensor, advantages: Tensor)
     logps = extra_logps.detach()
     token_of_id = terms.token_of_id()
     result = terms.compute(logps, advantages)
-    gradients = result.grad_logps
-    if result.grad_outside is not None:
-        # d log P = -sum_v p_v / P d log p_v over the further ids v.
-        factor = result.grad_outside / prob_outside(logps, terms.offsets)
-        gradients = gradients - factor[token_of_id] * logps.exp()
-    return apply_function(_AuxiliaryLoss, extra_logps, result.losses, gradients, token_of_id)
-
-
-def prob_outside(logps: Tensor, offsets: Tensor) -> Tensor:
-    """Return the probability P of all ids that a token does not list, fp64 [num_tokens].
-
-    It is (1 - p of the likeliest id) - sum of the other p, the first by expm1 as in the softmax
-    kernel: so the gradients of log P at the listed ids cancel as they should, even if P is small. P
-    is at least LEAST_OUTSIDE.
-
-    logps     fp32 [num_ids]
-    offsets   int64 [num_tokens + 1], where the ids of each token begin
-    """
-    segments = Segments.from_offsets(offsets, logps.numel())
-    logps = logps.double()
-    largest = find_largest(logps, torch.ones_like(logps, dtype=torch.bool), segments)
-    ids = torch.arange(logps.numel(), device=logps.device)
-    is_largest = ids == largest[segments.segment_ids]
-    parts = torch.where(is_largest, -torch.expm1(logps), -logps.exp())
-    return segments.sum(parts).clamp(min=LEAST_OUTSIDE)
+    losses = result.losses.float()
+    return apply_function(_AuxiliaryLoss, extra_logps, losses, result.grad_logps, token_of_id)
 
 
 class _AuxiliaryLoss(torch.autograd.Function):

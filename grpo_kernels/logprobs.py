@@ -361,7 +361,7 @@ def shape_statistics(
     statistics: dict[str, Tensor], shape: torch.Size, also: tuple[str, ...]
 ) -> TokenLogprobs:
     """Return flat statistics in the shape of targets."""
-    shaped = {name: x if name == "at" else x.view(shape) for name, x in statistics.items()}
+    shaped = {name: x.float() if name == "at" else x.view(shape) for name, x in statistics.items()}
     logps = shaped.pop("logps")
     entropy = shaped.pop("entropy", None)
     if "log_kept_mass" in also and "log_kept_mass" not in shaped:

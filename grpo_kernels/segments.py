@@ -203,6 +203,32 @@ class _ReplaceValues(torch.autograd.Function):
         return torch.where(is_replaced & (grad != 0), torch.nan, grad), None, None
 
 
+# ---- gradients
+
+
+def add_gradient_of(values: Tensor, other: Tensor) -> Tensor:
+    """Return values, whose gradient `other` gets, too, as if it had been added and subtracted.
+
+    values, other   float of one shape, possibly of two dtypes
+    """
+    return _AddGradientOf.apply(values, other)
+
+
+class _AddGradientOf(torch.autograd.Function):
+    @staticmethod
+    def forward(values: Tensor, other: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        _, other = inputs
+        ctx.other_dtype = other.dtype
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad.to(ctx.other_dtype)
+
+
 # ---- sums
 
 

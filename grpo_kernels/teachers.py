@@ -54,12 +54,10 @@ def logprobs_with_teacher(
     of the vocabulary, not one set for each token or, with the tail "bin", probabilities of more
     than 1 in a row.
 
-    Accuracy: log-probs at the ids come from one fp32 log-prob a row and differences of fp32 logits,
-    added in float64. The policy's probability P of all other ids is 1 minus a float64 sum. Its
-    absolute error is that of the fp32 log-prob, about 2e-7, so its relative error and that of the
-    gradient through it are about 2e-7 / P. P below 1e-7 counts as 1e-7, as in TRL, and has no
-    gradient. If the teacher's probability Q outside of the ids is much larger than P, terms of size
-    Q / P cancel in the gradient of the ids, each rounded to the dtype of the source.
+    Accuracy: log-probs at the ids come from fp32 logits and the fp32 log-odds of the likeliest id
+    against all other ids, added in float64. The policy's probability P of all other ids is 1 minus
+    a float64 sum. Its relative error is that of the log-odds, about 1e-7 (1 + |log P|), and so is
+    that of the gradient through it. P below 1e-7 counts as 1e-7, as in TRL, and has no gradient.
     """
     check_teacher("teacher", teacher, targets, exact, source.vocab_size)
     result = token_logprobs_in_float64(

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..checks import plain
+from ..formulas.ops import times
 from .divergence import (
     PSI_LIMIT,
     TWO_PASS_DIRECTIONS,
@@ -519,10 +520,10 @@ class GradientCoefficients(NamedTuple):
             if entropy is None:
                 entropy = sums.entropy
             coefficients["logp"] = -grads["entropy"]
-            constants.append(coefficients["logp"] * entropy)
+            constants.append(times(coefficients["logp"], entropy))
         if "sum_squares" in grads:  # d sum p^2 / d z_j = 2 p_j (p_j - sum p^2)
             coefficients["prob"] = 2.0 * grads["sum_squares"]
-            constants.append(-coefficients["prob"] * sums.sum_squares)
+            constants.append(times(-coefficients["prob"], sums.sum_squares))
         if constants:
             coefficients["constant"] = sum(constants[1:], constants[0])
         if "divergence" in grads:

@@ -44,6 +44,7 @@ from .loss_formulas import FormulaResult, SequenceFormula, TokenFormula, sum_los
 from .memory import converted, empty_like, zeros
 from .pair_logits import GivenPairLogits, ProjectedPairLogits, local_ids
 from .pairs import sort_by_row
+from .rest_of_rows import statistics_of_rest
 from .softmax import (
     GradientCoefficients,
     LogitRows,
@@ -120,6 +121,29 @@ class RowSource(Protocol):
                     also "divergence"
         detached    those of the names that need no gradient
         reference   the model that "divergence" is taken from
+        """
+
+    def statistics_of_rest(
+        self,
+        targets: Tensor,
+        row_ids: Tensor,
+        token_ids: Tensor,
+        mask: Tensor | None,
+        names: tuple[str, ...] = (),
+        *,
+        detached: tuple[str, ...] = (),
+    ) -> dict[str, Tensor]:
+        """Return statistics of the softmax over the rest of each row, fp32 [num_rows] each.
+
+        The rest is all ids but those of the pairs. "logps" is the log-odds z(target) - logsumexp of
+        the rest, inf if nothing is left. No statistic has a gradient at the pairs, also not
+        "logps" at a target that is left out.
+
+        targets              int64 [num_rows], ids of the vocabulary; any where mask is False
+        row_ids, token_ids   int64 [num_pairs], in any order: what is left out. An id outside of the
+                             vocabulary leaves out nothing. Pairs may repeat.
+        mask, detached       as in `statistics`
+        names                some of "entropy", "sum_squares", "top_prob", "logsumexp", of the rest
         """
 
     def logits_at(self, row_ids: Tensor, token_ids: Tensor) -> Tensor:
@@ -225,6 +249,22 @@ class GivenLogits:
             inplace=self.inplace,
         )
         return row_statistics(row_pass, RequestedStatistics(names, detached), self.tensors)
+
+    def statistics_of_rest(
+        self,
+        targets: Tensor,
+        row_ids: Tensor,
+        token_ids: Tensor,
+        mask: Tensor | None,
+        names: tuple[str, ...] = (),
+        *,
+        detached: tuple[str, ...] = (),
+    ) -> dict[str, Tensor]:
+        """Return statistics of the rest of each row, see `RowSource`.
+
+        The forward copies the logits, a block of rows at a time.
+        """
+        return statistics_of_rest(self, targets, row_ids, token_ids, mask, names, detached)
 
     def logits_at(self, row_ids: Tensor, token_ids: Tensor) -> Tensor:
         """Return the transformed logit of each (row, id) pair, see `RowSource`."""
@@ -479,6 +519,22 @@ class ProjectedLogits:
         )
         return row_statistics(row_pass, requested, self.tensors)
 
+    def statistics_of_rest(
+        self,
+        targets: Tensor,
+        row_ids: Tensor,
+        token_ids: Tensor,
+        mask: Tensor | None,
+        names: tuple[str, ...] = (),
+        *,
+        detached: tuple[str, ...] = (),
+    ) -> dict[str, Tensor]:
+        """Return statistics of the rest of each row, see `RowSource`.
+
+        The matmuls are those of `statistics`.
+        """
+        return statistics_of_rest(self, targets, row_ids, token_ids, mask, names, detached)
+
     def logits_at(self, row_ids: Tensor, token_ids: Tensor) -> Tensor:
         """Return the transformed logit of each (row, id) pair, see `RowSource`.
 
@@ -629,7 +685,7 @@ class LinearPass(SoftmaxPass):
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of hidden states, weight and bias (three matmuls)."""
         coefficients = GradientCoefficients.from_gradients(
-            self.as_sums(computed[0]), grads, self.mask
+            self.as_sums(computed[0]), grads, self.rows_with_gradient()
         )
         return self.gradients_of_coefficients(tensors, computed[0], coefficients, wanted)
 
@@ -665,6 +721,17 @@ class LinearPass(SoftmaxPass):
             None if x is None or y is None else converted(x, y.dtype)
             for x, y in zip(results, tensors, strict=True)
         )
+
+    def rows_with_gradient(self) -> Tensor | None:
+        """Return which rows may have a gradient, bool [num_rows]; None for all rows.
+
+        A NaN that arrives at another row, which has no weight in the loss, counts as 0.
+        """
+        if self.order.num_with_gradient == self.order.num_rows:
+            return None
+        row_ids = self.order.row_ids[: self.order.num_with_gradient]
+        nothing = torch.zeros(self.order.num_rows, dtype=torch.bool, device=row_ids.device)
+        return nothing.index_fill_(0, row_ids, True)
 
     def order_of_nonzero(self, coefficients: GradientCoefficients) -> RowOrder:
         """Return the rows that may have a gradient. On a GPU the host does not look at values."""
@@ -725,7 +792,7 @@ class FrozenHeadPass(LinearPass):
         values, unit_gradient = computed
         hidden = tensors[0]
         assert hidden is not None
-        grad_logps = masked_grad(grads["logps"], self.mask)
+        grad_logps = masked_grad(grads["logps"], self.rows_with_gradient())
         is_nan = self.as_sums(values).logps.isnan() & (grad_logps != 0)
         grad_logps = grad_logps.masked_fill(is_nan, torch.nan)
         grad_hidden = unit_gradient * grad_logps[:, None]

@@ -7,15 +7,14 @@ whole rows, as online softmax merges tiles (arXiv 1805.02867).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..checks import as_number, require, require_whole
-from ..formulas.token_loss import TokenLossFormula
-from .backends import Backend
+from .backends import Backend, BackendWrapper
 from .softmax import (
     MIXTURE_SUMS,
     TRANSFORMED,
@@ -24,9 +23,6 @@ from .softmax import (
     SoftmaxSums,
     merge_shards,
 )
-
-if TYPE_CHECKING:
-    from .pairs import Pairs
 
 
 @dataclass(frozen=True)
@@ -172,19 +168,16 @@ def check_shard(shard: object) -> None:
         )
 
 
-class VocabParallel(Backend):
+class VocabParallel(BackendWrapper):
     """Kernels over rows that are sharded over ranks.
 
     kernels   run on this rank's columns
     shard     which columns these are
     """
 
-    computes_all_sums = True
-
     def __init__(self, kernels: Backend, shard: VocabShard) -> None:
-        self.kernels = kernels
+        super().__init__(kernels)
         self.shard = shard
-        self.rounds_in_place = kernels.rounds_in_place
 
     def run_sums_kernel(self, rows: LogitRows, names: tuple[str, ...]) -> SoftmaxSums:
         """Return the sums of whole rows, the same on all ranks (one all-gather).
@@ -255,34 +248,6 @@ class VocabParallel(Backend):
             targets=rows.targets - self.shard.start,
             reference=reference,
         )
-
-    # ---- what needs no exchange
-
-    def evaluate_formula(
-        self, loss_formula: TokenLossFormula, logps: Tensor, entropy: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the losses and their gradients, see `Backend`."""
-        return self.kernels.evaluate_formula(loss_formula, logps, entropy)
-
-    def scale_(self, gradient: Tensor, factor: Tensor) -> None:
-        """Multiply a gradient by a factor in place."""
-        self.kernels.scale_(gradient, factor)
-
-    def pair_logits(self, hidden: Tensor, weight: Tensor, pairs: Pairs) -> Tensor:
-        """Return the logit of each pair of this rank, see `Backend`."""
-        return self.kernels.pair_logits(hidden, weight, pairs)
-
-    def add_grad_hidden_of_pairs(
-        self, values: Tensor, pairs: Pairs, weight: Tensor, out: Tensor
-    ) -> None:
-        """Write the sum of each row over this rank's pairs, see `Backend`."""
-        self.kernels.add_grad_hidden_of_pairs(values, pairs, weight, out)
-
-    def add_grad_weight_of_pairs(
-        self, values: Tensor, pairs: Pairs, hidden: Tensor, out: Tensor
-    ) -> None:
-        """Add the sum of each of this rank's ids, see `Backend`."""
-        self.kernels.add_grad_weight_of_pairs(values, pairs, hidden, out)
 
 
 def on_shard(kernels: Backend, shard: VocabShard | None) -> Backend:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..checks import Checked, require
-from .extra_id_terms import LEAST_OUTSIDE, logp_term, probability_outside
+from .extra_id_terms import logp_term, probability_outside
 from .filters import TrustRegion
 from .surrogates import PolicyGradient, Surrogate
 
@@ -39,8 +39,10 @@ class ScoreCentering(Checked):
                        a `TrustRegion` 0 outside of it.
     tail     True: the list is the head of q. The other ids count as if p / q were the same for all
              of them: the coefficient is q w - a p, a = r w(1 / r), r = (1 - sum q) / (1 - sum p),
-             both masses at least 1e-6. With w = 1 the gradient of a listed logit is A (q_j - p_j),
-             with an error of about 1e-7 r. False: the list is all of q, as a kept set is.
+             both masses at least 1e-6. With w = 1 and 1 - sum p >= 1e-6 the gradient of a listed
+             logit is A (q_j - p_j), with an error of a few roundings of fp32 however large r is,
+             from float64 log-probs as `grpo_loss` passes them. False: the list is all of q, as a
+             kept set is.
 
     A batch's `weights` multiply both terms: those of a token (TIS) would undo the centering,
     `Cispo` has them. Raises ValueError naming the argument that is wrong.
@@ -87,14 +89,11 @@ class ScoreCentering(Checked):
         coefficient = q * self.weighted(logp, values, advantage)
         if not self.tail:
             return logp_term(logp, coefficient, advantage, sums)
-        # -a sum_v p_v grad log p_v over the list is the gradient of the log of the tail's
-        # probability, times (1 - sum q) w(1 / r): as a slope of the listed ids it would be the
-        # difference of two numbers of size r, which may be many thousands.
-        outside = (1.0 - sums(q)).clamp(min=LEAST_OUTSIDE)
-        rest = outside / probability_outside(logp, sums)
+        # `rest` may be 1e6. The gradient of a listed logit is a difference of numbers of its size
+        # and is at most 1, for which float64 log-probs have the digits.
+        rest = probability_outside(values, sums) / probability_outside(logp, sums)
         weight = self.weighted(-rest.log(), 0.0 * rest, advantage, RARE)
-        term, _ = logp_term(logp, coefficient - rest * p * weight, advantage, sums)
-        return term, coefficient, outside * weight
+        return logp_term(logp, coefficient - rest * p * weight, advantage, sums)
 
     def weighted(
         self, logp: Tensor, sampler: Tensor, advantage: Tensor, rare: float = 0.0

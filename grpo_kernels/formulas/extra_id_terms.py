@@ -4,7 +4,7 @@ A batch lists ids for each token, with a value for each id (`TokenBatch(logp_ter
 A function computes the term of each id, and the terms of a token add up to its auxiliary loss.
 Such a function (`ExtraIdFunction`) is called with
 
-    logp           fp32 [num_ids], log-prob of each id under the policy, token after token
+    logp           float64 [num_ids], log-prob of each id under the policy, token after token
     values         fp32 [num_ids], the value of each id
     advantage      fp32 [num_ids], the advantage of the token that lists the id
     sum_over_ids   a function that sums numbers of ids, [num_ids], over the ids of each token, and
@@ -12,10 +12,8 @@ Such a function (`ExtraIdFunction`) is called with
 
 and returns
 
-    term           [num_ids], what the id adds to the auxiliary loss of its token
-    grad           [num_ids], d auxiliary loss / d logp
-    grad_outside   [num_ids], optional: d auxiliary loss / d log P, where P is the probability of
-                   all ids that the token does not list. It is equal for the ids of a token.
+    term   [num_ids], what the id adds to the auxiliary loss of its token
+    grad   [num_ids], d auxiliary loss / d logp
 """
 
 from __future__ import annotations
@@ -30,8 +28,7 @@ from .ops import without_branches
 
 ExtraIdFunction = Callable[[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]], tuple[Tensor, ...]]
 
-#: The smallest probability of the ids that a token does not list. fp32 sums keep no digit of a
-#: smaller one.
+#: The probability of the ids that a token does not list counts as at least this.
 LEAST_OUTSIDE = 1e-6
 
 
@@ -58,15 +55,12 @@ def probability_outside(logp: Any, sum_over_ids: Callable[[Any], Any]) -> Any:
 class AuxiliaryLosses(NamedTuple):
     """The auxiliary loss of each token, and its derivatives.
 
-    losses         fp32 [num_tokens]
-    grad_logps     fp32 [num_ids], d loss / d log-prob of each id
-    grad_outside   fp32 [num_tokens], d loss / d log P of the ids that are not listed; None if no
-                   function returns it
+    losses       float64 [num_tokens]
+    grad_logps   float64 [num_ids], d loss / d log-prob of each id
     """
 
     losses: Tensor
     grad_logps: Tensor
-    grad_outside: Tensor | None
 
 
 class ExtraIdTerms(NamedTuple):
@@ -85,7 +79,10 @@ class ExtraIdTerms(NamedTuple):
         return torch.repeat_interleave(self.offsets.diff(), output_size=num_ids)
 
     def compute(self, logps: Tensor, advantages: Tensor) -> AuxiliaryLosses:
-        """Return the auxiliary losses for log-probs fp32 [num_ids], advantages fp32 [num_tokens].
+        """Return the auxiliary losses.
+
+        logps        float64 [num_ids]
+        advantages   fp32 [num_tokens]
 
         Raises ValueError if a function returns or sums anything but one number for each id.
         """
@@ -101,7 +98,6 @@ class ExtraIdTerms(NamedTuple):
 
         terms = torch.zeros_like(logps)
         grad_logps = torch.zeros_like(logps)
-        grad_outside = None
         for function, values in self.parts:
             returned = without_branches(
                 function, logps, values, advantages[token_of_id], sum_over_ids
@@ -109,25 +105,17 @@ class ExtraIdTerms(NamedTuple):
             check_terms(function, returned, logps)
             terms = terms + returned[0]
             grad_logps = grad_logps + returned[1]
-            if len(returned) == 3:
-                of_tokens = self.first_of_tokens(returned[2])
-                grad_outside = of_tokens if grad_outside is None else grad_outside + of_tokens
-        return AuxiliaryLosses(self.sum_of_tokens(terms), grad_logps, grad_outside)
+        return AuxiliaryLosses(self.sum_of_tokens(terms), grad_logps)
 
     def sum_of_tokens(self, x: Tensor) -> Tensor:
-        """Return the sum of x [num_ids] over the ids of each token, fp32 [num_tokens].
+        """Return the sum of x [num_ids] over the ids of each token, [num_tokens].
 
-        The sum is fp64, in the order of the ids.
+        The sum is fp64, in the order of the ids, and returned in the dtype of x.
         """
         total = torch.segment_reduce(
             x.double(), "sum", offsets=self.offsets, initial=0, unsafe=True
         )
-        return total.float()
-
-    def first_of_tokens(self, x: Tensor) -> Tensor:
-        """Return x [num_ids] at the first id of each token, [num_tokens], 0 for one without ids."""
-        padded = torch.cat([x, x.new_zeros(1)])
-        return torch.where(self.offsets.diff() > 0, padded[self.offsets[:-1]], 0.0)
+        return total.to(x.dtype)
 
 
 def is_tensor_like(x: Any, like: Tensor) -> bool:
@@ -136,9 +124,9 @@ def is_tensor_like(x: Any, like: Tensor) -> bool:
 
 
 def check_terms(function: ExtraIdFunction, returned: Any, logps: Tensor) -> None:
-    """Raise ValueError unless a function returned two or three tensors of the shape of logps."""
-    is_tuple = isinstance(returned, tuple) and len(returned) in (2, 3)
-    if not is_tuple or not all(is_tensor_like(x, logps) for x in returned):
+    """Raise ValueError unless a function returned two tensors of the shape of logps."""
+    is_pair = isinstance(returned, tuple) and len(returned) == 2
+    if not is_pair or not all(is_tensor_like(x, logps) for x in returned):
         raise ValueError(
             f"listed={function!r} returned no pair of tensors of the shape of logp: return"
             " (term, slope)."

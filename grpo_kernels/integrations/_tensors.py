@@ -19,7 +19,6 @@ from ..checks import OF_PRODUCTS, of_a_leaf, require, require_one_of
 from ..distributed import VocabShard
 from ..formulas.centering import ScoreCentering
 from ..formulas.divergence import Exact, divergence_at
-from ..formulas.extra_id_terms import probability_outside
 from ..formulas.ops import bounded_exp
 from ..formulas.surrogates import Cispo, Clip, Sapo, Vespo
 from ..formulas.token_inputs import TokenInputs
@@ -354,9 +353,8 @@ def centered(
         return x.sum(-1, keepdim=True)
 
     with torch.no_grad():
-        _, slopes, *outside = centering(ours, theirs, advantages[..., None], sums)
-        for x in outside:  # with the list alone, d log P = -sum_v p_v / P d log p_v
-            slopes = slopes - x / probability_outside(ours, sums) * ours.exp()
+        _, slopes = centering(ours.double(), theirs.double(), advantages[..., None], sums)
+        slopes = slopes.to(ours.dtype)
     return torch.where(
         mask, weights * torch.where(slopes != 0, slopes * ours, 0.0).sum(-1), 0.0
     ).sum()

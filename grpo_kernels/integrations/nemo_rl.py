@@ -54,7 +54,7 @@ import torch
 from torch import Tensor
 
 from ..batch import TokenBatch
-from ..checks import LARGEST, require, require_number, require_one_of
+from ..checks import LARGEST, require, require_number, require_one_of, require_whole
 from ..formulas.divergence import Exact
 from ..formulas.filters import sampler_errors
 from ..formulas.kl import Kl, k3, kl_terms
@@ -139,6 +139,8 @@ NAMED = says(
 LARGEST_LOG = math.log(torch.finfo(torch.float32).max)
 #: The teacher's log-prob of an id outside of its largest, with zero_outside_topk.
 OUTSIDE = -100.0
+#: Why NeMo-RL's distillation needs an id, in NeMo-RL's words.
+NO_IDS = "topk must be positive: set distillation.topk_logits_k to 1 or more."
 FORWARD = Exact("forward", tail="ignore")
 REVERSE = Exact("reverse", tail="ignore")
 
@@ -674,6 +676,10 @@ class DistillationLoss:
     zero_outside_topk  False: both sides are renormalised over the teacher's ids. True: see above.
     megatron           True: logits are Megatron's, [B, S, V / ranks], cut over its tensor-parallel
                        group.
+    topk_logits_k      NeMo-RL's `distillation.topk_logits_k`, the number of the teacher's ids. Pass
+                       it to have 0 refused here: NeMo-RL's `prepare_loss_input`, which refuses it
+                       for log-probs, does not look at the ids for a loss of logits. None: it is
+                       refused when the loss is called.
 
     `data` has token_mask [B, S], sample_mask [B], input_ids, teacher_topk_logits and
     teacher_topk_indices [B, S, k], k at least 1; the last row of each sequence predicts nothing.
@@ -688,9 +694,12 @@ class DistillationLoss:
         zero_outside_topk: bool = False,
         *,
         megatron: bool = False,
+        topk_logits_k: int | None = None,
     ) -> None:
         from nemo_rl.algorithms.loss import interfaces
 
+        if topk_logits_k is not None:
+            require_whole("topk_logits_k", topk_logits_k, NO_IDS)
         require_one_of("kl_type", kl_type, ("forward", "reverse", "mixed"))
         require_number(
             "mixed_kl_weight",
@@ -708,9 +717,9 @@ class DistillationLoss:
         self.input_type = interfaces.LossInputType.LOGIT
 
     @classmethod
-    def like(cls, theirs: Any, **options: bool) -> DistillationLoss:
-        """This loss with the settings of `theirs`, a `DistillationLossFn`. options: megatron.
-        Raises ValueError for every other option of `theirs` that is set.
+    def like(cls, theirs: Any, **options: Any) -> DistillationLoss:
+        """This loss with the settings of `theirs`, a `DistillationLossFn`. options: megatron and
+        topk_logits_k. Raises ValueError for every other option of `theirs` that is set.
         """
         _refuse_other_options(theirs, READ_OF_DISTILLATION)
         return cls(theirs.kl_type, theirs.mixed_kl_weight, theirs.zero_outside_topk, **options)
@@ -732,7 +741,7 @@ class DistillationLoss:
         """
         ids = data["teacher_topk_indices"].to(logits.device)
         if ids.shape[-1] <= 0:
-            raise ValueError("teacher_topk_indices has no id: topk must be positive.")
+            raise ValueError(f"teacher_topk_indices has no id: topk_logits_k=0. {NO_IDS}")
         masked = "token_mask" in data and "sample_mask" in data
         if masked:
             mask = data["token_mask"].roll(-1, 1) * data["sample_mask"][:, None] != 0

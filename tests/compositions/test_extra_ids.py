@@ -170,9 +170,9 @@ def test_a_likely_id_keeps_its_digits(gap):
     targets = []
 
     class Recording(Float64Source):
-        def statistics(self, ids, mask, names=(), **_):
+        def statistics_of_rest(self, ids, *arguments, **names):
             targets.append(ids.tolist())
-            return super().statistics(ids, mask, names)
+            return super().statistics_of_rest(ids, *arguments, **names)
 
     rows = torch.tensor([0, 1, 0, 1])
     ids = torch.tensor([3, 3, 7, 7])

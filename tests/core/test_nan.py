@@ -44,7 +44,7 @@ from grpo_kernels.formulas.surrogates import Cispo, Clip
 from grpo_kernels.losses import objective_loss
 from grpo_kernels.objective import PRESETS
 from support import oracle
-from support.inside import values_unseen
+from support.inside import in_chunks, values_unseen
 from support.objectives import PAPERS
 from support.processes import interpreted
 
@@ -401,6 +401,29 @@ def test_an_advantage_of_0(backend):
                     door,
                     source,
                 )
+
+
+@pytest.mark.parametrize("chunk", [0, 2], ids=["a block", "two blocks"])
+@pytest.mark.parametrize("name", ["gspo", "gspo_token", "gmpo", "luspo"])
+def test_a_sequence_of_advantage_0(name, chunk, backend, monkeypatch):
+    """Only the loss is NaN from hidden states, with a trained and with a frozen head, also for a
+    sequence that is longer than a block.
+    """
+    if chunk:
+        in_chunks(monkeypatch, chunk)
+    objective = PRESETS[name]
+    problem = Problem.drawn(objective, 0.0)
+    del problem.fields["nll_weights"]
+    problem.fields["advantages"][AT[0]] = 0.0
+    for door in ("hidden", "frozen head"):
+        clean = problem.run(objective, door, backend)
+        for source in ("old_logps", "row"):
+            found = problem.run(objective, door, backend, source)
+            assert found.loss.isnan(), (door, source)
+            assert torch.equal(found.rows, clean.rows), (door, source)
+            assert found.rows.any()
+            if found.weight is not None:
+                assert torch.equal(found.weight, clean.weight), source
 
 
 @pytest.mark.parametrize("f", [EntropyFloor(1e3), EntropyQuantile(1e-3)], ids=str)

@@ -171,7 +171,8 @@ CASES = {
     # in the backward.
     "listed": Case(of_loss(DAPO, TERMS), 4, N, ACTIVE + 1, (N + ACTIVE + 1, ACTIVE + 1), (N, ACTIVE + 1)),
     "listed, sequence": Case(of_loss(GSPO, TERMS), 5, N, ACTIVE + 1, (N + ACTIVE + 1, ACTIVE + 1), (N, ACTIVE + 3)),
-    "listed beside a divergence": Case(of_loss(EXACT, replace(TERMS, ref_logps=None), reference=SECOND), 4, 2 * N, N, (4 * N, N)),
+    # The divergence is over whole rows, and the pass of the log-probs over what is not listed.
+    "listed beside a divergence": Case(of_loss(EXACT, replace(TERMS, ref_logps=None), reference=SECOND), 4, 3 * N, N, (5 * N + 2, N + 2), (5 * N, 2 * N)),
     "listed beside a set": Case(of_loss(DAPO, replace(TERMS, kept=SETS, missing="include")), 4, N - 1, ACTIVE + 1, (N - 1 + ACTIVE, ACTIVE), (N - 1, N - 1)),
     # A row of several tokens is in each matmul once; in none if their gradients cancel.
     "trees": Case(of_loss(DAPO, TREES), 4, 10, 10, (20, 10), (10, 10)),

@@ -403,6 +403,10 @@ def test_refused():
             "^seq_logprob_error_threshold=1.3: it needs",
         ),
         (lambda: nemo_rl.DistillationLoss("jsd"), r"kl_type='jsd': it must be one of forward"),
+        (
+            lambda: nemo_rl.DistillationLoss("forward", topk_logits_k=0),
+            r"^topk_logits_k=0: topk must be positive: set distillation\.topk_logits_k",
+        ),
     )
 
 
@@ -521,3 +525,11 @@ def test_distillation(row):
     )
     assert_same((loss, gradient), want)
     assert metrics == {"loss": float(loss), "num_valid_samples": B}
+
+
+def test_distillation_without_ids_is_refused_in_the_words_of_nemo_rl():
+    logits, fields = step()
+    nothing = torch.zeros(*logits.shape[:2], 0)
+    data = fields | {"teacher_topk_logits": nothing, "teacher_topk_indices": nothing.long()}
+    with pytest.raises(ValueError, match=r"^teacher_topk_indices .* topk must be positive"):
+        nemo_rl.DistillationLoss("forward")(logits, data, SEQUENCES, TOKENS)

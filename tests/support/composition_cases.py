@@ -139,7 +139,8 @@ def check(
     assert results.keys() == expected.keys()
     for name, values in results.items():
         if case.tensors[0].dtype != torch.float64:  # whose source gives float64
-            assert values.dtype == (torch.int64 if name == "top_id" else torch.float32), name
+            dtypes = {"top_id": torch.int64, "extra": torch.float64}
+            assert values.dtype == dtypes.get(name, torch.float32), name
         torch.testing.assert_close(
             values.detach().double(),
             expected[name].detach().double(),

@@ -990,7 +990,7 @@ def rooms(p: Problem, exact: Answer) -> Answer:
         ).amax(0)
         finite = torch.where(x.isfinite(), x, 0.0).abs()
         relative, absolute = ROUNDING[dtype]
-        if r.is_composed:  # two gradients are rounded before they are added
+        if r.rounds_twice:
             finite = finite + size
         stored = relative * finite + absolute * max(
             1.0, r.upstream

@@ -99,6 +99,16 @@ class Recipe:
         )
         return self.kept != "none" or pairs
 
+    @property
+    def rounds_twice(self) -> bool:
+        """Whether an element of a gradient is a sum of gradients that are each rounded to its
+        dtype. From logits this takes a second pass, for a divergence or log_kept_mass: the kernel
+        and single logits give theirs to different elements.
+        """
+        beside = self.kept != "none" or self.rows != "own" or self.listed != "none"
+        has_second_pass = (self.other != "none" and beside) or self.also in ("log_kept_mass", "all")
+        return self.is_composed and (self.source == "hidden" or has_second_pass)
+
 
 #: Values of each axis, for all pairs of them and for random recipes.
 AXES: dict[str, tuple[Any, ...]] = {

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_kernels import linear_logprobs, token_logprobs
+from grpo_kernels.core.backends import pick
+from grpo_kernels.core.linear import Projection
+from grpo_kernels.core.softmax import TRANSFORMED
+from grpo_kernels.core.sources import GivenLogits, ProjectedLogits
 from grpo_kernels.logprobs import TokenLogprobs
 
 
@@ -55,6 +60,42 @@ class Float64Source:
         statistics["top_id"] = torch.where(mask, logits.argmax(1), -1)
         return {name: statistics[name] for name in ("logps", *names)}
 
+    def statistics_of_rest(
+        self,
+        targets: Tensor,
+        row_ids: Tensor,
+        token_ids: Tensor,
+        mask: Tensor | None,
+        names: tuple[str, ...] = (),
+        *,
+        detached: tuple[str, ...] = (),
+    ) -> dict[str, Tensor]:
+        # A last column takes unused pairs.
+        is_left_out = self.logits.new_zeros(self.num_rows, self.vocab_size + 1, dtype=torch.bool)
+        columns = torch.where(token_ids >= 0, token_ids, self.vocab_size)
+        is_left_out = is_left_out.index_put((row_ids, columns), is_left_out.new_ones(()))
+        is_left_out = is_left_out[:, : self.vocab_size]
+        if mask is None:
+            mask = torch.ones_like(targets, dtype=torch.bool)
+        logits = torch.where(is_left_out, -torch.inf, self.logits)
+        # A row without a rest gets finite numbers, which no gradient reaches.
+        is_empty = ~mask | (logits == -torch.inf).all(1)
+        logits = torch.where(is_empty[:, None], 0.0, logits)
+        logps = logits.log_softmax(1)
+        probs = logps.exp()
+        target_ids = torch.where(mask, targets, 0)[:, None]
+        target_logits = self.logits.gather(1, target_ids)[:, 0]
+        is_left_out = is_left_out.gather(1, target_ids)[:, 0]
+        target_logits = torch.where(is_left_out, target_logits.detach(), target_logits)
+        log_odds = torch.where(is_empty, torch.inf, target_logits - logits.logsumexp(1))
+        statistics = {
+            "logps": torch.where(target_logits == -torch.inf, -torch.inf, log_odds),
+            "entropy": -(probs * torch.where(logits == -torch.inf, 0.0, logps)).sum(1),
+            "sum_squares": probs.square().sum(1),
+        }
+        statistics = {name: torch.where(mask, x, 0.0) for name, x in statistics.items()}
+        return {name: statistics[name] for name in ("logps", *names)}
+
     def logits_at(self, row_ids: Tensor, token_ids: Tensor) -> Tensor:
         logits = self.logits[row_ids, token_ids.clamp(min=0)]
         return torch.where(token_ids >= 0, logits, -torch.inf)
@@ -82,6 +123,10 @@ class LogitsSource(Float64Source):
         also = tuple(name for name in names if name != "entropy")
         result = token_logprobs(self.logits, targets, mask=mask, entropy=True, also=also)
         return named_statistics(result, names)
+
+    def statistics_of_rest(self, *arguments: Any, **names: Any) -> dict[str, Tensor]:
+        source = GivenLogits(self.logits[None], TRANSFORMED, pick("auto", self.device))
+        return source.statistics_of_rest(*arguments, **names)
 
     def logits_at(self, row_ids: Tensor, token_ids: Tensor) -> Tensor:
         return super().logits_at(row_ids, token_ids).float()
@@ -125,6 +170,13 @@ class LinearSource:
             also=also,
         )
         return named_statistics(result, names)
+
+    def statistics_of_rest(self, *arguments: Any, **names: Any) -> dict[str, Tensor]:
+        projection = Projection(
+            self.hidden, self.weight, None, TRANSFORMED, matmul_dtype=self.hidden.dtype
+        )
+        source = ProjectedLogits(projection, pick("auto", self.device))
+        return source.statistics_of_rest(*arguments, **names)
 
     def logits_at(self, row_ids: Tensor, token_ids: Tensor) -> Tensor:
         is_used = token_ids >= 0

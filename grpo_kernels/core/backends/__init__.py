@@ -263,6 +263,49 @@ class Backend(ABC):
         """
 
 
+class BackendWrapper(Backend):
+    """A backend that calls the kernels of another one. Subclasses change those over rows of logits.
+
+    kernels   the other backend
+    """
+
+    computes_all_sums = True
+
+    def __init__(self, kernels: Backend) -> None:
+        self.kernels = kernels
+        self.rounds_in_place = kernels.rounds_in_place
+
+    def run_mixture_kernel(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
+        """Return MIXTURE_SUMS, see `Backend`."""
+        return self.kernels.run_mixture_kernel(rows, sums)
+
+    def evaluate_formula(
+        self, loss_formula: TokenLossFormula, logps: Tensor, entropy: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the losses and their gradients, see `Backend`."""
+        return self.kernels.evaluate_formula(loss_formula, logps, entropy)
+
+    def scale_(self, gradient: Tensor, factor: Tensor) -> None:
+        """Multiply a gradient by a factor in place."""
+        self.kernels.scale_(gradient, factor)
+
+    def pair_logits(self, hidden: Tensor, weight: Tensor, pairs: Pairs) -> Tensor:
+        """Return the logit of each pair, see `Backend`."""
+        return self.kernels.pair_logits(hidden, weight, pairs)
+
+    def add_grad_hidden_of_pairs(
+        self, values: Tensor, pairs: Pairs, weight: Tensor, out: Tensor
+    ) -> None:
+        """Write the gradient of each row of hidden states, see `Backend`."""
+        self.kernels.add_grad_hidden_of_pairs(values, pairs, weight, out)
+
+    def add_grad_weight_of_pairs(
+        self, values: Tensor, pairs: Pairs, hidden: Tensor, out: Tensor
+    ) -> None:
+        """Add the sum of each row of the weight, see `Backend`."""
+        self.kernels.add_grad_weight_of_pairs(values, pairs, hidden, out)
+
+
 @functools.lru_cache(maxsize=256)
 def names_unknown_to_kernels(known: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names that are not known to the kernels, and that no second pass computes."""
