@@ -16,7 +16,7 @@
     head_processor       hidden states and head, for log-probs that are computed later
 
 `run_with_processor` and `install_processor` also work with models that do not have this hook, such
-as HybridModel and the GPTModel of older versions.
+as HybridModel and the GPTModel of older versions. `add_hook` gives them the hook.
 
 What each rank passes and gets back:
 
@@ -68,6 +68,7 @@ __all__ = [
     "LogprobsContext",
     "LossContext",
     "UnprojectedLogits",
+    "add_hook",
     "head_processor",
     "install_processor",
     "logprobs_processor",
@@ -400,7 +401,10 @@ class OutputLayer:
             weight_grad=main_grad_of(weight, self.config),
         )
         transform = LogitTransform(scale=constant_scale(self.scale_logits))
-        head = Head(weight, getattr(self.module, "bias", None), transform)
+        # With skip_bias_add the layer returns its bias beside the logits, and the model drops it.
+        has_bias = not getattr(self.module, "skip_bias_add", False)
+        bias = getattr(self.module, "bias", None) if has_bias else None
+        head = Head(weight, bias, transform)
         return UnprojectedLogits(hidden.transpose(0, 1), head, options)
 
     @property
@@ -409,11 +413,12 @@ class OutputLayer:
         weight = self.shared_weight
         if weight is None:
             weight = getattr(self.module, "weight", None)
-        if not isinstance(weight, Tensor):
+        is_wrapped = isinstance(self.module, nn.Module) and any(self.module.children())
+        if is_wrapped or not isinstance(weight, Tensor):
             raise ValueError(
-                f"output_layer is a {type(self.module).__name__} without a weight, and"
-                " output_weight is None: an adapter around the layer (LoRA) is not supported. Merge"
-                " it, or leave the output layer out of its targets."
+                f"output_layer is a {type(self.module).__name__}, not a single linear layer: an"
+                " adapter around it (LoRA) is not supported. Merge it, or leave the output layer"
+                " out of its targets."
             )
         gtp_ranks = getattr(self.module, "gtp_remat_size", 1)
         remedy = "the weight of the output layer must not be sharded a second time."
@@ -606,14 +611,13 @@ class InstalledProcessor:
                 " install_processor returned."
             )
         self.model = model
-        self.processor = processor
         self.context = context
-        self.own_forward = model.forward
-        run = self._run_hook if has_hook(model) else self._run_trunk
+        own_forward = model.forward
+        run = run_hook if has_hook(model) else run_trunk
 
-        @functools.wraps(model.forward)
+        @functools.wraps(own_forward)
         def forward(*args: Any, **inputs: Any) -> Any:
-            return run(*args, **inputs)
+            return run(model, own_forward, processor, self.context, args, inputs)
 
         vars(forward)["is_processed"] = True
         self.restore = replace_forward(model, forward)
@@ -629,47 +633,96 @@ class InstalledProcessor:
     def __exit__(self, *error: object) -> None:
         self.remove()
 
-    def _run_hook(self, *args: Any, **inputs: Any) -> Any:
-        """Call a forward that has the hook."""
-        return self.own_forward(
-            *args,
-            **inputs,
-            output_processor=self.processor,
-            output_processor_context=self.context,
+
+def add_hook(model: nn.Module) -> Callable[[], None]:
+    """Make the forward of a model without the hook take output_processor= and
+    output_processor_context=, for trainers that pass them to every model.
+
+    Returns a function that gives the model its own forward back. A model that has the hook is left
+    alone.
+    """
+    model = language_model(model)
+    if has_hook(model):
+        return lambda: None
+    own_forward = model.forward
+
+    def forward(
+        *args: Any,
+        output_processor: Callable[..., Any] | None = None,
+        output_processor_context: Any = None,
+        **inputs: Any,
+    ) -> Any:
+        if output_processor is None:
+            return own_forward(*args, **inputs)
+        return run_trunk(
+            model, own_forward, output_processor, output_processor_context, args, inputs
         )
 
-    def _run_trunk(self, *args: Any, **inputs: Any) -> Any:
-        """Call a forward without the hook as on a pipeline stage that is not the last, and the
-        processor with its hidden states.
-        """
-        model: Any = self.model
-        if not model.post_process:
-            return self.own_forward(*args, **inputs)
-        bound = inspect.signature(self.own_forward).bind(*args, **inputs).arguments
-        refuse_mtp_loss(model, bound)
-        model.post_process = False
-        try:
-            hidden = self.own_forward(*args, **inputs)
-        finally:
-            model.post_process = True
-        weight = None
-        if model.share_embeddings_and_output_weights:
-            weight = model.shared_embedding_or_output_weight()
-        names = ("labels", "loss_mask", "input_ids", "position_ids", "attention_mask")
-        return self.processor(
-            hidden_states=hidden,
-            output_layer=model.output_layer,
-            output_weight=weight,
-            **{name: bound.get(name) for name in names},
-            decoder_input=bound.get("decoder_input"),
-            inference_context=bound.get("inference_context"),
-            packed_seq_params=bound.get("packed_seq_params"),
-            runtime_gather_output=bound.get("runtime_gather_output"),
-            context=self.context,
-            compute_language_model_loss=model.compute_language_model_loss,
-            scale_logits=getattr(model, "_scale_logits", None),
-            config=model.config,
-        )
+    return replace_forward(model, forward)
+
+
+def run_hook(
+    model: nn.Module,
+    forward: Callable[..., Any],
+    processor: Callable[..., Any],
+    context: Any,
+    args: tuple[Any, ...],
+    inputs: dict[str, Any],
+) -> Any:
+    """Call a forward that has the hook."""
+    return forward(*args, **inputs, output_processor=processor, output_processor_context=context)
+
+
+def run_trunk(
+    model: Any,
+    forward: Callable[..., Any],
+    processor: Callable[..., Any],
+    context: Any,
+    args: tuple[Any, ...],
+    inputs: dict[str, Any],
+) -> Any:
+    """Call a forward without the hook as on a pipeline stage that is not the last, and the
+    processor with its hidden states.
+
+    model     whose forward it is
+    forward   its own, which returns hidden states if `post_process` is False
+    """
+    if not model.post_process:
+        return forward(*args, **inputs)
+    bound = inspect.signature(forward).bind(*args, **inputs).arguments
+    refuse_mtp_loss(model, bound)
+    model.post_process = False
+    try:
+        hidden = forward(*args, **inputs)
+    finally:
+        model.post_process = True
+    weight = None
+    if model.share_embeddings_and_output_weights:
+        weight = model.shared_embedding_or_output_weight()
+    return processor(
+        hidden_states=hidden,
+        output_layer=model.output_layer,
+        output_weight=weight,
+        **{name: bound.get(name) for name in INPUTS_OF_A_PROCESSOR},
+        context=context,
+        compute_language_model_loss=model.compute_language_model_loss,
+        scale_logits=getattr(model, "_scale_logits", None),
+        config=model.config,
+    )
+
+
+#: Arguments of a model's forward that the hook passes on.
+INPUTS_OF_A_PROCESSOR = (
+    "labels",
+    "loss_mask",
+    "input_ids",
+    "position_ids",
+    "attention_mask",
+    "decoder_input",
+    "inference_context",
+    "packed_seq_params",
+    "runtime_gather_output",
+)
 
 
 def refuse_mtp_loss(model: Any, inputs: dict[str, Any]) -> None:

@@ -565,6 +565,50 @@ def test_an_installed_processor(kind):
         model(*inputs)
 
 
+@pytest.mark.parametrize("kind", [GPTModel, HybridModel])
+def test_a_hook_for_a_model_without_one(kind):
+    case = Case()
+    model = model_of(case, kind=kind)
+    remove = megatron.add_hook(Wrapper(model))
+    inputs = {"decoder_input": TRUNK_INPUT, "labels": LABELS, "loss_mask": LOSS_MASK}
+    out = Wrapper(model)(
+        None,
+        None,
+        None,
+        output_processor=megatron.logprobs_processor,
+        output_processor_context=LogprobsContext(0.7, VOCAB),
+        **inputs,
+    )
+    near(out.log_probs, expected(case).log_probs, case)
+    near(out.entropy, expected(case).entropy, case)
+    with pytest.raises(AssertionError, match="the output layer was called"):
+        model(None, None, None, **inputs)
+    remove()
+    assert "forward" not in vars(model) and model.post_process
+
+
+def test_a_processor_gets_the_arguments_of_the_model():
+    seen = []
+    inputs = {
+        "input_ids": LABELS,
+        "position_ids": LABELS + 1,
+        "attention_mask": None,
+        "decoder_input": TRUNK_INPUT,
+        "labels": LABELS,
+        "loss_mask": LOSS_MASK,
+        "packed_seq_params": SimpleNamespace(),
+        "runtime_gather_output": False,
+    }
+    for kind in (GPTModel, HybridModel):
+        model = model_of(Case(tied=True), kind=kind)
+        megatron.run_with_processor(model, lambda **given: seen.append(given), "context", **inputs)
+        given = seen[-1]
+        assert all(given[name] is inputs[name] for name in inputs)
+        assert given["output_weight"] is model.head and given["context"] == "context"
+        assert given["output_layer"] is model.output_layer and given["config"] is model.config
+    assert seen[0].keys() == seen[1].keys()
+
+
 def test_a_processor_is_removed_after_an_error():
     model = model_of(Case(), kind=HybridModel)
     with pytest.raises(ValueError, match="labels is None"):
@@ -619,6 +663,9 @@ def test_a_bias_of_the_output_layer():
     logits = (hidden @ WEIGHT[:VOCAB].double().T + bias[:VOCAB].double()) / 0.7
     logps = logits.log_softmax(-1).gather(-1, LABELS[..., None])[..., 0]
     near(out.log_probs, logps * LOSS_MASK, Case())
+    model.output_layer.skip_bias_add = True
+    out = call_of(Case(), model, TRUNK_INPUT)
+    near(out.log_probs, expected(Case()).log_probs, Case())
 
 
 def test_log_probs_that_a_loss_function_computes_later():
@@ -668,10 +715,23 @@ def arguments_of(model, **changes):
     return given | changes
 
 
-LORA = torch.nn.Sequential(torch.nn.Linear(H, PADDED))
+class Lora(torch.nn.Module):
+    """An adapter that shows the weight of the layer that it wraps."""
+
+    def __init__(self):
+        super().__init__()
+        self.to_wrap = torch.nn.Linear(H, PADDED)
+        self.tp_group = None
+
+    @property
+    def weight(self):
+        return self.to_wrap.weight
+
+
 REFUSED = {
     "labels is None": {"labels": None},
-    "adapter around the layer": {"output_layer": LORA},
+    "output_layer is a Lora": {"output_layer": Lora()},
+    "output_layer is a SimpleNamespace": {"output_layer": SimpleNamespace()},
     "scale_logits does more than multiply": {"scale_logits": lambda x: 30 * (x / 30).tanh()},
     "vocab_size=25": {"context": LogprobsContext(vocab_size=25)},
     "vocab_size=0": {"context": LogprobsContext(vocab_size=0)},

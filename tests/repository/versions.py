@@ -287,6 +287,9 @@ TRAINERS = {
         (FUNCTIONS, LOSSES, SETS), "prime", "a float64 transcription, its hooks by path"
     ),
     "nemo_rl": Trainer(("nemo_rl",), "", "a float64 transcription of August 2026"),
+    "megatron": Trainer(
+        ("megatron", "megatron_trainers"), "", "stand-ins with its hook, in float64", "0.18"
+    ),
 }
 #: The name under which a folder of pip has a package -> the module of its adapter.
 MODULES = {adapter.package.replace("-", "_"): name for name, adapter in adapters().items()}
