@@ -339,7 +339,7 @@ void bind_matmuls(nb::module_& m) {
         [](const char* engine, int64_t width, int64_t vocab) {
             return num_vocab_splits(matmuls_of(engine), width, vocab);
         },
-        "Return how many partial sums of its own size grad_hidden allocates; 1: none.");
+        "Return how many partial sums of its size grad_hidden allocates; 1: none.");
     m.def("logits", &logits);
     m.def("grad_hidden", &grad_hidden);
     m.def(

@@ -3,7 +3,7 @@ Triton kernel.
 
     python -m examples.custom_objective
 
-The surrogate below pulls a token back with a Huber penalty on its log-ratio, instead of clipping
+The surrogate below penalises the log-ratio of a token with a Huber loss, instead of clipping
 the ratio. Without a GPU the Triton kernel runs in Triton's interpreter: slow, but the same source.
 """
 

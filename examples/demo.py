@@ -3,7 +3,7 @@
 
 A small Qwen3 learns the arithmetic of `examples.arithmetic` from its careless teacher, with the 41
 ids that the texts use. Its table then gets the 151,936 rows that Qwen's models have, and GRPO goes
-on from there twice, step by step in turns, each in a process of its own: with the loss of this
+on from there twice, step by step in turns, each in its own process: with the loss of this
 package, and with the loss as it is written in plain PyTorch. Both sample with top-k and train over
 the sets of ids that it kept; both see the same problems and draw the same random numbers. So there
 should be one curve, and what differs is the time and the memory of a step.
@@ -151,7 +151,7 @@ def side(name: str, start: Path, seed: int, size: Size) -> Iterator[Line]:
 
 
 def apart(name: str, start: Path, seed: int, size: Size) -> Iterator[Line]:
-    """The lines of `side`, from a process of its own, which works while a line is asked for.
+    """Yield the lines of `side` from another process, which works while a line is waited for.
 
     It gets ready now.
     """
@@ -184,7 +184,7 @@ def _serve(pipe: Connection, name: str, start: Path, seed: int, size: Size) -> N
     while True:
         try:
             pipe.recv()
-        except EOFError:  # nobody asks any more
+        except EOFError:  # the parent has ended
             return
         pipe.send(next(lines))
 
@@ -223,8 +223,7 @@ def run(
 
 def warm_up(seed: int, size: Size, start: Path, progress: bool) -> None:
     """With a table of the ids that texts use; the others would make each step slow, and learn
-    nothing. On one thread, which so small a model hardly notices; the processes of the sides start
-    beside it.
+    nothing. On one thread, which hardly slows so small a model, while the other processes start.
     """
     torch.manual_seed(seed)
     threads = torch.get_num_threads()

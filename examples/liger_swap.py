@@ -15,8 +15,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-# Before torch is loaded, for the other side of the comparison: beside a busy process threads that
-# spin slow it down most.
+# Before torch is loaded. Threads that spin while they wait slow down the other process of the
+# comparison.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch

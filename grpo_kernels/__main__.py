@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
 
         return doctor(rest)
     if command == "plugin":
-        # Each has a folder of its own, because the trainer may put that on sys.path.
+        # One folder for each, because the trainer may put it on sys.path.
         files = {
             file.parent.name: file
             for file in sorted(Path(__file__).parent.glob("plugins/*/__init__.py"))

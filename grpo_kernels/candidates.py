@@ -35,7 +35,7 @@ from .segments import Segments, find_largest, replace_values, subtract_largest
 from .teachers import divergence_of_logprobs, first_ids
 from .token_sets import TokenSets, check_sets, narrowed, without_set
 
-#: Statistics of a token over its candidate set, beside its log-prob.
+#: Statistics of a token over its candidate set, in addition to its log-prob.
 STATISTICS = ("entropy", "sum_squares", "top_prob", "top_id", "log_kept_mass")
 
 
@@ -69,7 +69,7 @@ def candidate_logprobs(
                  "top_id"          its id, int64, the lowest if several are equal, -1 for tokens
                                    that are not processed (not differentiable)
 
-    detached     those of them that need no gradient
+    detached     the statistics that need no gradient
 
     The results are "logps" and the named statistics, fp32 [num_tokens] unless stated otherwise. A
     set of one id has the log-prob 0, and its logit is not computed. A set with a logit of NaN or
@@ -107,7 +107,7 @@ def candidate_logprobs_with_extra_ids(
     extra   the further ids of each token. An id outside of its candidate set has the log-prob -inf
             without gradient. Log-probs of tokens that are not processed are 0.
 
-    The other arguments are those of `candidate_logprobs`.
+    The other arguments are as in `candidate_logprobs`.
     """
     check_sets("extra", extra, targets, source.vocab_size)
     is_known = all(name in STATISTICS for name in names)
@@ -157,7 +157,7 @@ def candidate_divergence(
     exact       which divergence. Its `tail` has no meaning here.
     targets     int64 [num_tokens]. None: the candidates alone decide, no target joins them.
 
-    The other arguments are those of `candidate_logprobs`. The result is fp32 [num_tokens]. It is 0
+    The other arguments are as in `candidate_logprobs`. The result is fp32 [num_tokens]. It is 0
     for tokens that are masked or use the whole vocabulary: those without candidates and, with
     missing="full", those whose target is missing. Raises the errors of `candidate_logprobs`.
     """

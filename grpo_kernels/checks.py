@@ -495,7 +495,7 @@ def logit_rows(
         raise ValueError(
             f"inplace=True, but logits of shape {list(logits.shape)} has strides"
             f" {list(logits.stride())}: it must have unit stride in the vocabulary and no rows that"
-            " share memory, as those of an expanded dimension do. Pass logits.contiguous() or"
+            " share memory, as in an expanded dimension. Pass logits.contiguous() or"
             " inplace=False."
         )
     logits = whole_rows(logits)

@@ -35,7 +35,7 @@ def global_normalizer(
         for batch in micro_batches:
             linear_grpo_loss(..., batch, objective, normalizer=normalizer).loss.backward()
 
-    The gradients of micro-batches then add up to that of the whole batch, fully masked ones
+    The gradients of micro-batches then add up to the gradient of the whole batch, fully masked ones
     included; over ranks they have to be summed. DDP and FSDP average instead: pass normalizer /
     (number of ranks that they average over). An objective whose KL or bonus has an aggregation of
     its own gets a Denominators of three. ClipCov, KlCov and EntropyQuantile select tokens within

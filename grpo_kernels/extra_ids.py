@@ -1,7 +1,7 @@
 """Log-probs at any (row, token id) pairs, and losses that depend on them.
 
-Soft targets, score centering and top-k teachers need log-probs of further ids of a row, beside that
-of its target. Several tokens may be predicted by one row (`trees.py`), which is the same problem.
+Soft targets, score centering and top-k teachers need log-probs of further ids of a row, in addition
+to the target's. Several tokens may be predicted by one row (`trees.py`), which is the same problem.
 
 The softmax kernel leaves these ids out. It computes the log-sum-exp of the rest of each row, more
 precisely the log-odds of the likeliest id y of the pairs against the rest. The others follow from

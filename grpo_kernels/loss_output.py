@@ -95,7 +95,7 @@ class LossOutput:
         known = [*(f.name for f in fields(self) if not f.name.startswith("_")), "metrics"]
         remedy = nearest(name, known)
         if hasattr(Tensor, name):
-            remedy = f" out.loss.{name} is that of the loss."
+            remedy = f" out.loss.{name} is the attribute of the loss."
         if name in METRICS or not remedy:
             remedy = metric_meant_by(name, METRICS, 'out.metrics["{}"]')
         raise AttributeError(f"a LossOutput has no {name!r}.{remedy}")

@@ -99,7 +99,7 @@ def loss_from_model(
         if name in inputs or name in model_kwargs:
             raise ValueError(
                 f"{name} is given, but it is not used here: leave it out. Targets and mask are"
-                " those of the batch."
+                " in the batch."
             )
     given = (input_ids, batch, inputs, model_kwargs)
     hidden, head = _projected(model, temperature if transform is None else transform, *given)
@@ -441,7 +441,7 @@ class FusedLMHead(nn.Linear):
 
         targets      int64, the leading shape of hidden; or a TokenBatch, with an `objective`.
         temperature  a number or a tensor, see LogitTransform; for log-probs and losses.
-        metrics      True: those of `LossOutput` are in the result of a loss.
+        metrics      True: the result of a loss has the metrics of `LossOutput`.
         others       arguments of `linear_logprobs` (mask, entropy, options, ...) or
                      `linear_grpo_loss` (normalizer, reference, ...), but not what the head has
                      itself: weight, bias and transform are a ValueError. With also= or at= the
@@ -616,7 +616,7 @@ def check_linear(head: Any, known: Any = None) -> None:
     ):
         _refuse(
             head,
-            "whose forward is not that of torch.nn.Linear",
+            "whose forward is not torch.nn.Linear.forward",
             "its logits may be more than hidden @ weight.T.",
         )
     if [*head.children()] or set(head._parameters) - {"weight", "bias"} or head._buffers:

@@ -27,8 +27,8 @@ class Head(Checked):
     bias        [V] or None, added to the logits before the transform
     transform   softcap, scale and temperature after the matmul
 
-    The function that takes it checks the tensors. It raises ValueError if it also gets a transform
-    of its own.
+    The function that takes it checks the tensors. It raises ValueError if it also gets a
+    `transform=`.
     """
 
     weight: Tensor

@@ -47,7 +47,7 @@ class TokenSets:
         sets = TokenSets.from_counts(ids, counts)  # from_padded, from_lists, from_logits, whole
         sets[:256], TokenSets.cat([a, b]), sets.to("cuda")
 
-    ids      int32 or int64 [nnz]: the ids of row 0, then those of row 1, ...; in a row each id
+    ids      int32 or int64 [nnz]: the ids of row 0, then of row 1, ...; in a row each id
              once, in the order given.
     offsets  int32 or int64 [rows + 1], kept as int64: row i holds ids[offsets[i] : offsets[i + 1]].
     values   float [nnz], a number for each id (log-probs of a sampler or a teacher), or None.
@@ -96,8 +96,9 @@ class TokenSets:
 
     @classmethod
     def from_counts(cls, ids: Tensor, counts: Tensor, values: Tensor | None = None) -> TokenSets:
-        """Sets of ids [nnz] of which the first counts[0] are those of row 0, the next counts[1]
-        those of row 1, ...
+        """Make sets from ids [nnz] and the number of ids of each row.
+
+        The first counts[0] ids belong to row 0, the next counts[1] to row 1, and so on.
 
         counts   int32 or int64 [rows]; 0 = the whole vocabulary. ids and values as in the fields.
 
@@ -110,11 +111,11 @@ class TokenSets:
 
     @classmethod
     def from_padded(cls, ids: Tensor, fill: int = -1, values: Tensor | None = None) -> TokenSets:
-        """Sets of ids [rows, K] or [B, T, K], int32 or int64, in which `fill` is no id, wherever it
-        stands.
+        """Make sets from padded ids [rows, K] or [B, T, K], int32 or int64.
 
-        fill     the id of padding; a row that holds nothing else stands for the whole vocabulary.
-        values   float, the shape of ids; what stands beside padding is dropped.
+        fill     the id of padding, at any place; a row of padding only stands for the whole
+                 vocabulary.
+        values   float, the shape of ids; values at padding are dropped.
 
         Waits for the device. SkyRL pads so, and prime-rl and TRL inside their trainers.
         """
@@ -153,7 +154,7 @@ class TokenSets:
                     its True rows in their order, and all other rows stand for the whole vocabulary.
         cu_seqlens  int32 or int64 [B + 1] of packed rows. Packed without it, lists are the records
                     of all rows, one after another.
-        device      where the sets are made; None = that of `generated`, or the CPU.
+        device      the device of the sets; None: the device of `generated`, or the CPU.
 
         vLLM: `CompletionOutput.sampling_mask.token_ids`; SGLang:
         `meta_info["output_token_sampling_mask"]`, and with sampling_logprobs_mode="support"
@@ -168,11 +169,11 @@ class TokenSets:
             if largest > torch.iinfo(torch.int32).max:
                 raise ValueError(f"lists holds ids up to {largest}: from lists ids become int32.")
         if values is not None:
-            told, beside = _listed("values", values, generated, cu_seqlens)
-            pairs = enumerate(zip_longest(beside.tolist(), counts.tolist()))
+            told, value_counts = _listed("values", values, generated, cu_seqlens)
+            pairs = enumerate(zip_longest(value_counts.tolist(), counts.tolist()))
             for row in [i for i, (x, y) in pairs if x != y][:1]:
                 raise ValueError(
-                    f"values has {len(beside)} rows, and lists {len(counts)}, of other lengths from"
+                    f"values has {len(value_counts)} rows, and lists {len(counts)}, of other lengths from"
                     f" row {row} on: pass one number for each id."
                 )
             told = told.float()
@@ -413,7 +414,7 @@ class TokenSets:
         """
         _check_tokens(targets, self)
         row = self.row_of
-        # The number of hits before each row; an id stands in a row once.
+        # The number of hits before each row; an id occurs once in a row.
         hits = _offsets_of((self.ids == targets.flatten()[row]).long())[self.offsets]
         return (hits.diff() > 0) | (self.counts == 0)
 
@@ -473,7 +474,7 @@ class TokenSets:
         return TokenSets._of, (own.ids, own.offsets, own.values, own._starts, own._largest)
 
 
-# ---- sets beside a batch
+# ---- sets of a batch
 
 
 def check_sets(name: str, sets: Any, targets: Tensor, vocab: int | None = None) -> None:
@@ -727,7 +728,7 @@ def _read_facts(
         )
         twice = (ids[order[1:]] == ids[order[:-1]]) & (rows[order[1:]] == rows[order[:-1]])
         for at in bad.index_fill_(0, order[1:][twice], True).nonzero()[:1, 0].tolist():
-            name, x, remedy = "ids", ids, "an id stands in a set once."
+            name, x, remedy = "ids", ids, "an id may occur only once in a set."
             if ids[at] < 0:
                 remedy = "ids are at least 0. Padded sets go through TokenSets.from_padded."
             elif values is not None and values[at].isnan():
@@ -741,7 +742,7 @@ def _read_facts(
 # stays away whatever it says). Each knows only differences of z: what is left is renormalised by
 # itself
 
-#: Logits of a chunk: 16 MB in fp32, and a few times that for what is made beside it.
+#: Logits of a chunk: 16 MB in fp32; temporaries take a few times as much.
 CHUNK = 1 << 22
 #: vLLM's smallest temperature.
 COLDEST = 0.01

@@ -69,7 +69,7 @@ class LogitTransform(Checked):
             logps, _ = linear_logprobs(hidden, model.lm_head.weight, targets, transform=transform)
 
         model         the language model, also inside wrappers of PEFT, DDP or torch.compile.
-                      Softcap and scale are those of its config: Gemma-2, -3n and -4, Granite,
+                      Softcap and scale come from its config: Gemma-2, -3n and -4, Granite,
                       Cohere, HyperCLOVA X, MiniCPM, Falcon-H1 and others have one.
         temperature   as in the fields
 

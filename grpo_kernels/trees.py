@@ -109,7 +109,7 @@ class PrefixTree:
 
     @property
     def attention(self) -> Tensor:
-        """bool [N, N]: which rows each row attends to, its own and those of its prefix. For long
+        """bool [N, N]: which rows each row attends to, itself and its prefix. For long
         trees make a mask of blocks of `ends`, as FlexAttention takes it.
         """
         row = torch.arange(len(self.ids), device=self.ids.device)
@@ -117,8 +117,9 @@ class PrefixTree:
 
 
 def unpacked(batch: TokenBatch) -> tuple[Tensor, TokenBatch]:
-    """(index, plain): the batch with a row for each token. Its logits are those of the shared rows
-    at `index`, int64 in the shape of targets, 0 where masked:
+    """Return (index, plain): the batch with a row for each token, and the shared row of each.
+
+    `index` is int64 in the shape of targets, 0 where masked. Use it like this:
 
         index, plain = unpacked(batch)
         linear_grpo_loss(hidden[index], weight, plain, objective)  # hidden: [N, H]

@@ -246,7 +246,7 @@ def product_findings(step: Step) -> Iterator[Finding]:
 
 
 def _text_of_facts(report: dict[str, Any]) -> str:
-    """A section a line; a GPU has a line of its own."""
+    """Print one line for each section and for each GPU."""
     lines = [f"{name}: {_listed(report[name])}" for name in ("versions", "package", "native")]
     lines += [
         f"products: {_text_of_products(report['products'])}",

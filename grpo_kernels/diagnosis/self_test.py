@@ -36,7 +36,7 @@ LIMITS = {"value": 5e-5, "float32": 2e-4, "bfloat16": 3e-2}
 #: The cases of every shape.
 PLAIN = ("clip", "clip + KL + entropy bonus")
 WHOLE = {"beta": 0.04, "entropy_coef": 0.02}
-#: What an objective has beside the clipped ratio; "kept": the tokens were drawn from sets.
+#: What an objective has in addition to the clipped ratio; "kept": tokens have candidate sets.
 CASES: dict[str, dict[str, Any]] = {
     PLAIN[0]: {},
     PLAIN[1]: WHOLE,
@@ -106,8 +106,10 @@ class Question(NamedTuple):
 
 
 def question(case: str, step: Step) -> Question:
-    """The first token has no advantage. Beside eager tokens are those of sequences, whose last one
-    is masked. Sets are the target alone, some ids with it, none.
+    """Make the inputs of a case. The first token has no advantage.
+
+    Cases that are compared with the eager backend have sequences, whose last token is masked.
+    Candidate sets are the target alone, the target and some ids, or empty.
     """
     leaves, batch = inputs(step, CPU)
     assert batch.advantages is not None
@@ -139,7 +141,7 @@ def question(case: str, step: Step) -> Question:
 
 
 def plain_results(q: Question) -> dict[str, Tensor]:
-    """By plain PyTorch in float64, of a case that is not beside eager."""
+    """Compute a case in plain PyTorch in float64, unless it is compared with the eager backend."""
     leaves = [x.double().requires_grad_() for x in q.leaves]
     b: Any = q.batch
     objective = q.objective
@@ -177,9 +179,11 @@ def plain_divergence(p: Tensor, q: Tensor) -> dict[str, Tensor]:
 def errors_of(
     q: Question, case: str, backend: str, device: torch.device, dtype: str
 ) -> dict[str, float]:
-    """The largest errors of values and gradients beside plain PyTorch in float64, or eager in fp32
-    with torch's own products; of a gradient as a share of the largest entry, of logits or hidden
-    states of the same row.
+    """Return the largest errors of values and gradients.
+
+    The comparison is plain PyTorch in float64, or the eager backend in fp32 with torch's matmuls.
+    The error of a gradient is relative to its largest entry; for logits and hidden states, to the
+    largest entry of the same row.
     """
     found = results(q, backend, device, dtype)
     errors = dict[str, float]()

@@ -62,7 +62,7 @@ class ScoreCentering(Checked):
             one_token,
             "surrogate",
             self.surrogate,
-            "pass that of the objective, PolicyGradient() or Cispo(2.0) for example.",
+            "pass the objective's surrogate, for example PolicyGradient() or Cispo(2.0).",
         )
         require(
             isinstance(self.trust, TrustRegion | None),

@@ -1,10 +1,10 @@
 """Exact divergences to a reference or teacher: `Exact`, which says which one, and the divergence to
 a teacher that is known at a few ids of each row.
 
-p is the softmax of the policy's row, q that of the reference or teacher. Where all of q is known,
-the vocabulary stage computes the divergence beside the log-probs (`core/softmax.py`). Where only
-its largest probabilities are, as from a served teacher, the log-probs of the policy at those ids
-decide: `divergence_at`.
+p is the softmax of the policy's row, q the softmax of the reference or teacher. If all of q is
+known, the softmax kernel computes the divergence together with the log-probs (`core/softmax.py`).
+If only its largest probabilities are known, as from a served teacher, `divergence_at` computes it
+from the log-probs of the policy at those ids.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ LEAST_TAIL = 1e-7
 
 @dataclass(frozen=True)
 class Exact(Checked):
-    """The exact divergence of a token's whole distribution p to that of the reference or teacher q,
-    in place of an estimate from the sampled token: as `Objective(kl=Exact(...))`, and in
+    """The exact divergence of a token's distribution p to the reference's or teacher's q, in place
+    of an estimate from the sampled token: as `Objective(kl=Exact(...))`, and in
     `token_divergence` and `linear_divergence`.
 
         Objective.preset("dapo", beta=0.04, kl=Exact("reverse"))

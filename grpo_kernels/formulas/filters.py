@@ -106,7 +106,7 @@ class Filter(Checked):
 
 @dataclass(frozen=True)
 class TrustRegion(Filter):
-    """Keep a token while the policy's probability p of it is near that of the anchor, q.
+    """Keep a token while the policy's probability p of it is near the anchor's, q.
 
     kind     "tv": p - q <= high for A > 0, p - q >= -low otherwise (DPPO, arXiv 2602.04879).
              "symmetric-tv": both bounds for every A (prime-rl's IPO). "kl": the binary KL of q and
@@ -153,8 +153,8 @@ class EntropyFloor(Filter):
     """Keep tokens whose entropy is at least `threshold` nats, in the policy term and the entropy
     bonus.
 
-    With the quantile of the step before (`entropy.entropy_threshold`) this is the 80/20 rule of
-    arXiv 2506.01939 in one visit of the logits; `EntropyQuantile` is the exact rule, in two.
+    With the quantile of the previous step (`entropy.entropy_threshold`) this is the 80/20 rule of
+    arXiv 2506.01939 in one pass over the logits; `EntropyQuantile` is the exact rule in two passes.
     """
 
     threshold: float

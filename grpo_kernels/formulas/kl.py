@@ -33,7 +33,7 @@ def k1(logp, old_logp, ref_logp):
 
 
 def k2(logp, old_logp, ref_logp):
-    """d^2 / 2. On-policy its gradient is that of KL(policy || reference)."""
+    """d^2 / 2. On-policy it has the gradient of KL(policy || reference)."""
     d = ref_logp - logp
     return 0.5 * d * d, -d
 

@@ -137,7 +137,7 @@ class Surrogate(Checked):
     #: True: a batch's weights enter the ratio of the sequence instead of multiplying the term
     #: (VESPO).
     absorbs_weights: bool = False
-    #: True: `function` may read logp beside the ratio, which then has no bounds.
+    #: True: `function` may read logp and not only the ratio, which then has no bounds.
     reads_logp: bool = False
     #: True: `select` needs the log-probs of the whole batch before any slope can be computed.
     selects: bool = False
@@ -280,7 +280,7 @@ class NoPolicyTerm(Surrogate):
 
 @dataclass(frozen=True)
 class ImportanceSampling(Surrogate):
-    """loss = -r A, no clip (Tinker's "importance_sampling"; the ratio of DPPO beside a
+    """loss = -r A, no clip (Tinker's "importance_sampling"; DPPO's ratio, together with a
     `filters.TrustRegion`).
     """
 
@@ -366,7 +366,7 @@ class Gmpo(Surrogate):
 class Dro(Surrogate):
     """DRO:
 
-    loss = -A logp + beta x^2 / 2, a quadratic pull to the old policy instead of a clip (verl's
+    loss = -A logp + beta x^2 / 2, a quadratic penalty of the log-ratio instead of a clip (verl's
     "dro").
     """
 
@@ -375,7 +375,7 @@ class Dro(Surrogate):
     levels = ("token",)
     zero_at_zero_advantage = False
     reads_logp = True
-    ranges = (("beta", "the pull is a finite number >= 0.", 0, LARGEST),)
+    ranges = (("beta", "the penalty is a finite number >= 0.", 0, LARGEST),)
 
 
 @dataclass(frozen=True)
@@ -406,8 +406,7 @@ class A2po(Surrogate):
 
 @dataclass(frozen=True)
 class Custom(Surrogate):
-    """Your own surrogate, which then runs in every backend and inside the kernels that visit a row
-    once.
+    """Your own surrogate, which runs in every backend and inside the fused kernels.
 
         from grpo_kernels.formulas.surrogates import Custom, ops
 
@@ -544,7 +543,7 @@ def check_log_ratio_bounds(bounds: Any, surrogate: Surrogate) -> None:
     require(pair and bounds[0] < 0 < bounds[1], "log_ratio_bounds", bounds, remedy)
     pulls = surrogate.reads_logp and not surrogate.detached_ratio
     remedy = (
-        f"{type(surrogate).__name__} may use logp beside the ratio, whose slope a clamp would cut:"
+        f"{type(surrogate).__name__} may use logp in addition to the ratio, and a clamp would stop its gradient:"
         " leave it None."
     )
     require(not pulls, "log_ratio_bounds", bounds, remedy)

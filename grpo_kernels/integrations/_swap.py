@@ -322,12 +322,13 @@ def slopes_of(results: Sequence[Tensor], leaves: list[Tensor]) -> Sequence[Tenso
 
 @dataclass(eq=False)
 class Trial:
-    """The comparison under a version that was not tested: the trainer's own function runs beside
-    ours until values and slopes were compared once. Then one warning says so, and ours goes on
-    alone; or ours is taken off, and RuntimeError names the difference.
+    """Compare our functions with the trainer's under a version that was not tested.
 
-    version   of `Adapter.untested`; None: there is nothing to compare.
-    remove    takes ours off again; None: ours was put in by the user.
+    Both run until values and gradients were compared once. If they agree, one warning says so and
+    ours continues alone. If they differ, ours is removed and RuntimeError names the difference.
+
+    version   the version of `Adapter.untested`; None: there is nothing to compare.
+    remove    removes our function; None: the user put it in.
     """
 
     version: str | None
@@ -339,12 +340,10 @@ class Trial:
     def pending(self, name: str) -> bool:
         return self.version is not None and name not in self.done
 
-    def beside(
+    def compared(
         self, ours: Function, theirs: Function, part: Function = lambda result: result
     ) -> Function:
-        """Our function, compared with theirs for the first calls; our function alone under a tested
-        version.
-        """
+        """Return `ours`; under an untested version its first calls are compared with `theirs`."""
 
         @functools.wraps(ours)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -421,7 +420,7 @@ class Trial:
         raise RuntimeError(
             f"{self.version}, and {name} is not what it was: {difference}. Ours is not used, and"
             " nothing was trained with it: install a tested version, or pass any_version=True (or"
-            f" set {OVERRIDE}=1) to go on all the same."
+            f" set {OVERRIDE}=1) to continue without the comparison."
         )
 
     def passed(self, name: str) -> None:
@@ -429,9 +428,10 @@ class Trial:
         self.done.add(name)
         if len(self.done) == 1:
             warnings.warn(
-                f"{self.version}: its own arithmetic and ours were compared on the first step, values and slopes ({name}). They agree, "
-                "ours goes on.", stacklevel=3,
-            )  # fmt: skip
+                f"{self.version}: values and gradients of its own {name} and ours were compared on"
+                " the first step. They agree, and ours is used from now on.",
+                stacklevel=3,
+            )
 
 
 # ---- replacing functions
@@ -487,7 +487,7 @@ class Slots:
             if not comparable and not attribute:
                 same_arguments(f"{home}.{name}", theirs, ours)
             own = getattr(theirs, attribute) if attribute else theirs
-            value = self.counted(self.trial.beside(fitted(ours, own), own), own)
+            value = self.counted(self.trial.compared(fitted(ours, own), own), own)
             if method:
                 self.put(theirs, attribute, value)
                 self._paths.append(f"{home}.{name}.{attribute}")

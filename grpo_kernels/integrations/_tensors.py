@@ -155,7 +155,7 @@ def no_ids(like: Tensor) -> Tensor:
 def scored_batch(mask: Tensor, advantages: Tensor, **fields: Any) -> TokenBatch:
     """A batch for `objective_loss`, which takes log-probs and does not read ids.
 
-    `fields` are those of TokenBatch.
+    `fields` are as in TokenBatch.
     """
     return TokenBatch(no_ids(mask), advantages, mask=mask != 0, **fields)
 
@@ -316,8 +316,8 @@ def in_a_column(
 
 def at_ids(logits: Tensor, ids: Tensor, **others: Any) -> tuple[Tensor, Tensor | None, Tensor]:
     """(log-probs at the ids [.., K] of each row of logits [.., V], entropies if asked for, [..]:
-    how many different ids a row has), in one visit of each row, for trainers that take an id
-    several times. An id of -1 is padding, with log-prob 0. `others` are those of `log_probs_of`.
+    how many different ids a row has), in one pass over each row, for trainers that take an id
+    several times. An id of -1 is padding, with log-prob 0. `others` are as in `log_probs_of`.
     """
     listed = ids.flatten(0, -2).contiguous()
     in_order = listed.sort(-1).values

@@ -7,7 +7,7 @@
     # was liger_kernel.ops.grpo_loss
     from grpo_kernels.integrations.liger import fused_selective_log_softmax
 
-Signatures, defaults, values and gradients are those of Liger-Kernel 0.8.5, which need not be
+Signatures, defaults, values and gradients equal Liger-Kernel 0.8.5, which need not be
 installed. What differs on purpose:
 
 - Bad input raises ValueError, where Liger asserts, and more of it is refused: a delta of at most 1,
@@ -16,7 +16,7 @@ installed. What differs on purpose:
   padding too (or multiply by the length twice), and not in VESPO's sum of log-weights, where a
   token of weight 0 leaves alone instead of silencing its sequence.
   `LigerFusedLinearGRPOLoss(as_liger=True)` counts them as Liger does.
-- A delta below 1 + eps_high has its whole gradient: Liger's Triton loss drops that of tokens with A
+- A delta below 1 + eps_high has its whole gradient: Liger's Triton loss drops it for tokens with A
   < 0 between the two.
 - A gradient that overwrites the logits bumps their version counter: autograd raises where something
   needs the old values.
@@ -124,8 +124,7 @@ def liger_objective(loss_type: str = "dapo", **options: Any) -> Objective:
         parts = TOGETHER[name]
         values = options.pop(name)
         remedy = (
-            f"it stands for {', '.join(parts)}: pass {len(parts)} numbers, and none of these names"
-            " beside it."
+            f"it stands for {', '.join(parts)}: pass {len(parts)} numbers, and none of these names."
         )
         fits = isinstance(values, tuple | list) and len(values) == len(parts)
         require(fits and not options.keys() & parts, name, values, remedy)
@@ -300,9 +299,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         super().__init__()
         version = ADAPTER.untested(any_version)
         if version is not None and importlib.util.find_spec("liger_kernel"):
-            warnings.warn(
-                f"{version}: loss and metrics are those of {LIGER_VERSION}.", stacklevel=3
-            )
+            warnings.warn(f"{version}: loss and metrics are as in {LIGER_VERSION}.", stacklevel=3)
 
     def objective(self) -> Objective:
         """The objective that the options describe.
@@ -465,10 +462,10 @@ def triton_grpo_loss(
     reduce   True: (loss, [mean KL if beta != 0, share of clipped tokens]), 0-d fp32. False: (loss,
              KL or None, clipped) of each token, [B, L] fp32, 0 where masked; only the loss is
              differentiable.
-    inplace  True: the backward writes the gradient over the logits, as in Liger. False: into memory
-             of its own; a reduced loss at token level (but VESPO) makes it in the forward, in one
-             visit of the logits less. "forward", which Liger lacks: both, so the logits are gone
-             once the loss is there. Logits that are a leaf are never overwritten.
+    inplace  True: the backward writes the gradient over the logits, as in Liger. False: into a new
+             buffer; a reduced loss at token level (except VESPO) computes it in the forward, with
+             one pass less. "forward", which Liger lacks: the forward overwrites the logits with
+             the gradient. Logits that are a leaf are never overwritten.
     max_completion_length   None: L.
     num_items_in_batch   tokens of all micro-batches and ranks, as in `LigerFusedLinearGRPOLoss`.
     eps_low and eps_high are the epsilon_low and epsilon_high of `liger_objective`, `temperature`
@@ -687,7 +684,7 @@ def _in_place_of(theirs: Any, slots: Slots, grad_scale: Callable[[], float] | fl
         grad_scale=grad_scale,
         any_version=True,
     ).forward
-    return slots.counted(slots.trial.beside(fitted(ours, theirs), theirs), theirs)
+    return slots.counted(slots.trial.compared(fitted(ours, theirs), theirs), theirs)
 
 
 # ---- Liger's fused linear Jensen-Shannon divergence

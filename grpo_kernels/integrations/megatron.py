@@ -193,7 +193,7 @@ class UnprojectedLogits:
     ) -> TokenLogprobs:
         """Compute the log-probs of targets [B, S], or [N] of selected rows.
 
-        The other arguments are those of `linear_logprobs`.
+        The other arguments are as in `linear_logprobs`.
         """
         head = self.at_temperature(temperature)
         return log_probs_of(
@@ -247,7 +247,7 @@ def logprobs_processor(
 
     context   a `LogprobsContext`, or an object with a temperature alone, as verl passes it
 
-    The arguments are those of Megatron's output_processor hook; the inputs of the model among them
+    The arguments are as in Megatron's output_processor hook; the inputs of the model among them
     are not read. Raises ValueError naming the argument that is wrong.
     """
     if not isinstance(context, LogprobsContext):
@@ -283,7 +283,7 @@ def loss_processor(
     """Compute the loss of `context.objective` over `context.batch`, with its gradient in the same
     pass, in place of the model's output layer.
 
-    The arguments are those of Megatron's output_processor hook; the inputs of the model among them
+    The arguments are as in Megatron's output_processor hook; the inputs of the model among them
     are not read. Raises ValueError naming the argument that is wrong.
     """
     if not isinstance(context, LossContext):

@@ -15,9 +15,9 @@ log-probs run over the vocabulary: `reference_over="kept"` says that they run ov
 The entropy is over the vocabulary unless `entropy_over="kept"`. True on-policy mode is left to
 miles, and refused with replay.
 
-With `--loss-type score_centering` it also replaces `selected_log_probs_and_entropy`: one visit of a
-row gives the log-probs of its token and of the sampler's head, and the entropy; the loss is miles'
-own.
+With `--loss-type score_centering` it also replaces `selected_log_probs_and_entropy`: one pass
+over a row gives the entropy and the log-probs of its token and of the sampler's ids. The loss is
+miles' own.
 
 Without logits: with `bind(args, head=True)` and `skip_logits` in miles' two hooks, the model
 returns hidden states, and log-probs of the response rows are computed from them and the

@@ -1,4 +1,4 @@
-"""NeMo-RL: the whole loss from padded logits, in one visit of each row.
+"""NeMo-RL: the whole loss from padded logits, in one pass over each row.
 
     from grpo_kernels import Objective
     from grpo_kernels.integrations.nemo_rl import PolicyLoss
@@ -662,9 +662,9 @@ class DistillationLoss:
     NeMo-RL hands it the logits in place of log-probs at the teacher's ids, and the teacher's
     `topk_logits_k` largest logits and their ids in `data`. Both KLs are renormalised over these
     ids, as with zero_outside_topk=False, from the logits at the ids alone: nothing of the size of
-    the vocabulary is read. With zero_outside_topk=True the policy's probabilities are those of the
+    the vocabulary is read. With zero_outside_topk=True the policy's probabilities are over the
     whole vocabulary, and the teacher's log-prob outside of its ids is -100: log-probs and entropy
-    come from one visit of each row. The value of that option's reverse KL has about 100 times the
+    come from one pass over each row. The value of that option's reverse KL has about 100 times the
     mass outside in it, and that mass is the gradient: it is NeMo-RL's, for parity.
     `Exact("reverse")`, whose tail is one outcome, has no such number. The sum of NeMo-RL's option
     `forward` has no minimum at the teacher's row either way: its value may be negative. An id
@@ -755,7 +755,7 @@ class DistillationLoss:
         if shard is None and not self.zero_outside_topk:
             at = logits.gather(-1, ids).float()
             entropy = None
-        else:  # in one visit of each row that counts
+        else:  # in one pass over each row that counts
             at, entropy, _ = at_ids(
                 logits, ids, mask=mask, entropy=self.zero_outside_topk, options=Options(shard=shard)
             )

@@ -65,7 +65,7 @@ class PolicyLoss(torch.nn.Module):
     (loss, clip_ratio, ppo_kl, vllm_kl), or with is_correction_level of 0.11.2, (loss, clip_ratio,
     ppo_kl, vllm_kl, is_filter_ratio).
 
-    Value, gradient and metrics are those of OpenRLHF, with two exceptions: the loss of a batch
+    Value, gradient and metrics equal OpenRLHF's, with two exceptions: the loss of a batch
     without tokens is 0 here and 0/0 in OpenRLHF, and rounding cannot make a divergence negative
     here.
 
@@ -118,7 +118,7 @@ class PolicyLoss(torch.nn.Module):
             bounds = vllm_is_truncated_threshold or (0.0, math.inf)
         elif enable_vllm_is_correction:
             raise ValueError(
-                "enable_vllm_is_correction=True beside is_correction_level: they are one option of"
+                "enable_vllm_is_correction=True with is_correction_level: they are one option of"
                 " two versions."
             )
         require_one_of("is_correction_level", level, ("off", "token", "seq"))
@@ -274,7 +274,7 @@ def bind(*, entropy_temperature: float = 1.0, **how: bool) -> Slots:
     functions, also in the actor that imported them; the result restores them, see `Slots`, which
     has the errors too.
 
-    entropy_temperature   that of the entropy, see above.
+    entropy_temperature   the temperature of the entropy, see above.
     how      strict and any_version of `Slots`.
     """
     slots = ADAPTER.bind(log_probs_from_logits, **how)

@@ -307,9 +307,10 @@ def calculate_log_probs_and_entropy(
 def calculate_topk_log_probs(
     logits: Tensor, token_ids: Tensor, tp_group: Any, chunk_size: int = -1, temperature: float = 1.0
 ) -> Tensor:  # fmt: skip
-    """Log-probs of token_ids [R, K], fp32, in one visit of each row; logits [R, V / tensor-parallel
-    ranks] are divided by the temperature. tp_group is as in `calculate_log_probs_and_entropy`;
-    chunk_size is not needed.
+    """Return log-probs of token_ids [R, K], fp32, in one pass over each row.
+
+    The logits [R, V / tensor-parallel ranks] are divided by the temperature. tp_group is as in
+    `calculate_log_probs_and_entropy`; chunk_size is not needed.
     """
     return at_ids(logits, token_ids, temperature=temperature, group=tp_group or world())[0]
 
@@ -320,7 +321,7 @@ def _centered_term(args: Any) -> dict[str, Any]:
     """
     from slime.utils.score_centering import get_score_centering_is_config
 
-    remedy = "what score centering corrects is a term of its own: use grpo."
+    remedy = "score centering corrects another term: use grpo."
     require(
         args.advantage_estimator not in ("gspo", "cispo"),
         "advantage_estimator",
@@ -420,7 +421,7 @@ def policy_loss(objective: Objective | None = None) -> Callable[..., LossAndMetr
             objective is None or not centers,
             "use_score_centering",
             True,
-            "it corrects a term of its own: pass no objective.",
+            "it corrects its own policy term: pass no objective.",
         )
         spec = objective_of(args) if objective is None else objective
         _, scored = theirs.get_log_probs_and_entropy(

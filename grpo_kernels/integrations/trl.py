@@ -140,7 +140,7 @@ def patch(
         or type(trainer)._compute_loss is not GRPOTrainer._compute_loss
     ):
         raise RuntimeError(
-            f"{type(trainer).__name__} has a _compute_loss of its own, which this patch would"
+            f"{type(trainer).__name__} has its own _compute_loss, which this patch would"
             " replace by GRPOTrainer's: for the log-probs of any trainer use"
             " integrations.trl.fused_lm_head."
         )

@@ -15,12 +15,13 @@ too).
 `register` puts one loss for every name of verl's own ("fused_vanilla", "fused_gspo", ...), which
 reads the same fields of the actor's config, and one for every preset that verl has not
 ("fused_vespo", "fused_luspo", "fused_dapo", ...), with the preset's constants. Value, gradient with
-respect to log-probs, denominators (`global_batch_info`) and metrics are verl's. The token stage
-runs as one autograd function: the gradient is known in the forward. It is small beside the head.
+respect to log-probs, denominators (`global_batch_info`) and metrics are verl's. The formula runs as
+one autograd function, whose gradient is known in the forward. It costs little compared with the
+head.
 
 `bind` replaces verl's functions over the vocabulary. From hidden states, where logits never exist:
 `linear_cross_entropy`, which the fused forward of impl_backend=triton calls, and the `forward` of
-`FusedLinearForPPO`, which that of impl_backend=torch (the default) and liger calls. From logits:
+`FusedLinearForPPO`, which impl_backend=torch (the default) and liger call. From logits:
 `logprobs_from_logits` and `entropy_from_logits`. Everything else stays verl's: rolled labels,
 unpadding, entropy and KL terms, aggregation of those.
 
@@ -29,17 +30,17 @@ several ranks are covered. As in verl, the gradient of the hidden states is then
 which the gather of sequence parallelism sums up. With megatron-core 0.18 and later, verl passes
 `fused_output_processor` to the model; `bind(megatron=True)` replaces it.
 
-Replay: verl has none. Where a rollout of yours puts the sets of its sampler beside the responses,
-in `data.non_tensor_batch["sampling_mask"]`, `kept_sets(data)` makes them the `kept` of a TokenBatch
-for a loss of your own.
+Replay: verl has none. If your rollout writes candidate sets of its sampler to
+`data.non_tensor_batch["sampling_mask"]`, `kept_sets(data)` makes them the `kept` of a TokenBatch
+for your own loss.
 
 Not covered, and left to verl: Megatron's logits without the fused forward
 (`verl.utils.megatron.tensor_parallel`), and `entropy_from_logits_with_chunking`. "bypass_mode" is
 not registered: verl sets it itself when a rollout correction bypasses the old log-probs.
 
-Tested with verl 0.9.1, 0.9.0, 0.8.0 and 0.7.1 on a CPU: the losses beside its own, the heads
-through its fused forward on a tiny Qwen2. Its trainer (Ray, vLLM), its Megatron engine and anything
-on a GPU were not run.
+Tested with verl 0.9.1, 0.9.0, 0.8.0 and 0.7.1 on a CPU: the losses against its own, the
+heads through its fused forward on a tiny Qwen2. Its trainer (Ray, vLLM), its Megatron engine and
+anything on a GPU were not run.
 """
 
 from __future__ import annotations
@@ -139,9 +140,9 @@ def register(prefix: str = "fused_", *, any_version: bool = False) -> list[str]:
     """Add our losses to verl's registry, and return their names: `prefix` with each name of LOSSES
     that this verl has, and of our presets.
 
-    No function of verl is replaced, and names of ours that are there already stay. Under a version
-    of verl that was not tested, unless any_version, the first call of a loss that verl has too is
-    computed by verl's own beside it: RuntimeError where they differ.
+    No function of verl is replaced, and names that are registered already stay. Under an untested
+    version of verl, unless any_version, the first call of a loss that verl has too is compared with
+    verl's own: RuntimeError if they differ.
     """
     trial = Trial(ADAPTER.untested(any_version))
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
@@ -157,7 +158,7 @@ def register(prefix: str = "fused_", *, any_version: bool = False) -> list[str]:
             policy_loss(name), POLICY_LOSS_REGISTRY.get(name) or POLICY_LOSS_REGISTRY.get("vanilla")
         )
         if name in own and name not in RANDOM:
-            ours = trial.beside(ours, POLICY_LOSS_REGISTRY[name], itemgetter(0))
+            ours = trial.compared(ours, POLICY_LOSS_REGISTRY[name], itemgetter(0))
         vars(ours)["grpo_kernels"] = True
         register_policy_loss(prefix + name)(ours)
     return [prefix + name for name in names]
@@ -570,7 +571,7 @@ def bind_distillation(*, strict: bool = False, any_version: bool = False) -> Slo
     writes a log-softmax of all logits in their dtype. `fused_forward_kl_topk` is verl's formula,
     the sum over the ids alone, without two clamps: that of log-probs at `log_prob_min_clamp`, which
     stops their gradient, and that of the value at 0, which stops the gradient of the whole token.
-    `loss_max_clamp` is applied by verl, in both directions. Metrics are those of verl, except for
+    `loss_max_clamp` is applied by verl, in both directions. Metrics equal verl's, except for
     the overlap of both top-k sets, which is not measured. The estimators from the sampled token
     (k1, k3, ...) remain verl's: they do not use the vocabulary.
 

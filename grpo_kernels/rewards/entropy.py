@@ -85,7 +85,7 @@ class AdaptiveEntropyCoef(Checked):
             ...  # forward, backward, optimizer.step()
             coef.update(mean_entropy)  # over all micro-batches and ranks of the window
 
-    Sources: Skywork-OR1 arXiv 2505.22312, section 4; rule and defaults are those of TRL's
+    Sources: Skywork-OR1 arXiv 2505.22312, section 4; rule and defaults are as in TRL's
     `use_adaptive_entropy`. Raises ValueError naming the argument that is wrong.
     """
 

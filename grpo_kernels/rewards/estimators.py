@@ -78,7 +78,8 @@ class Estimator:
     call may override.
 
     passes_to   functions whose options it takes too.
-    needs       fields that must be given.   per_token   whether the advantages are those of tokens.
+    needs       fields that must be given.
+    per_token   whether there is an advantage for each token.
     """
 
     name: str

@@ -28,7 +28,7 @@ from ..rewards.corrections import CORRECTIONS
 from ..rewards.estimators import ADVANTAGES, Evidence, lookup
 from . import require as package
 
-#: What the trainer knows beside the rewards, for estimators of advantages; it has no critic.
+#: What the trainer knows in addition to the rewards, for estimators of advantages.
 KNOWN = (
     "rewards",
     "columns",
@@ -38,7 +38,7 @@ KNOWN = (
     "old_logps",
     "sum_squares",
 )
-#: a2po regresses on the reference's log-probs and values of its own: other inputs than here.
+#: a2po needs values of the reference, which the trainer does not have.
 TRAINABLE = tuple(name for name in PRESETS if name != "a2po")
 #: prime-rl's KL is to the sampler, which here is the policy itself.
 TRAINERS = tuple(name for name in NUMERICS if name != "prime-rl")
@@ -70,8 +70,7 @@ class ModelAndData:
 
     model: str = option(
         "",
-        "path or Hub name of a causal language model (its tokenizer beside it); its dropout"
-        " stays off",
+        "path or Hub name of a causal language model with its tokenizer; its dropout stays off",
         "NAME",
     )
     dataset: str = option(
@@ -423,7 +422,7 @@ class TrainConfig(
         self._try_estimators()
 
     def _relations(self) -> Iterator[tuple[str, bool, str]]:
-        """A field, whether it is right beside the others, and the remedy."""
+        """Yield each field, whether it fits the others, and the remedy."""
         yield (
             "betas",
             len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),

@@ -142,7 +142,7 @@ def pick_device(name: str) -> torch.device:
         return torch.device(
             "cuda", torch.cuda.current_device() if local is None else int(local) % count
         )
-    remedy = "of several processes each has a device of its own; use device='cuda' or 'auto'."
+    remedy = "each process needs its own device; use device='cuda' or 'auto'."
     require(int(os.environ.get("WORLD_SIZE", "1")) == 1, "device", name, remedy)
     return device
 

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class Inside(nn.Module):
-    """Runs any function of the model in a forward of its own. The hooks of a wrapper around it,
+    """Run any function of the model inside a forward. The hooks of a wrapper around it,
     which reduce gradients and gather shards, fire whatever the function does: reads the head's
     weight as an attribute, say, or samples in a loop.
     """
@@ -351,7 +351,7 @@ def check_projection(model: Any) -> None:
         hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
         off = float((linear_logprobs(hidden, head_of(model, 1.0), ids)[0] - expected).abs().max())
         if not off <= 1e-3 * (1.0 + float(expected.abs().max())):
-            raise ValueError(f"log-probs differ by up to {off:.2g} from those of its own forward")
+            raise ValueError(f"log-probs differ by up to {off:.2g} from the model's own forward")
     except (AttributeError, ValueError) as error:
         raise ValueError(
             f"loss='linear' does not know how {type(model).__name__} makes its logits ({error}):"
@@ -363,7 +363,7 @@ def check_projection(model: Any) -> None:
 #
 # The policy stays in eval mode for the whole run: completions, old log-probs, reference and
 # gradient then come from one network, and before the first step of an update every ratio is 1.
-# Dropout would make a network of its own out of every forward.
+# With dropout every forward would be another network.
 
 
 @contextmanager

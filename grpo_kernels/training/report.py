@@ -160,9 +160,9 @@ class Tracker(Protocol):
 
 
 class Dashboard:
-    """A tracker of accelerate's by its name: a run of its own for each process, with the name of
-    the folder; TensorBoard's in out/tensorboard, where steps that a resumed run takes again are
-    hidden.
+    """A tracker of accelerate by its name, one run for each process, named like the folder.
+
+    TensorBoard writes to out/tensorboard, where a resumed run hides the steps that it repeats.
     """
 
     def __init__(self, name: str, config: TrainConfig, out: Path, resume_at: int) -> None:

@@ -11,9 +11,9 @@ columns, each repeated per completion. It takes what it needs by name and swallo
     a list                process rewards, one entry per sampled token: a number where a step of the
                           reasoning ends, None elsewhere.
 
-Numbers are finite; what is none of this raises ValueError. Prompts are texts, as the model sees
-them. Of random numbers those of torch, Python and NumPy that everybody shares come back when a run
-is resumed; a generator of one's own does not.
+Numbers must be finite; anything else raises ValueError. Prompts are texts, as the model sees them.
+The global random states of torch, Python and NumPy are restored when a run is resumed; your own
+generators are not.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ class Scores:
     ) -> Tensor:
         """[B], or [B, T] where the estimator is one of tokens or there are process rewards.
         `estimate` and `of_steps` are entries of `estimators.ADVANTAGES`, `known` what they need
-        beside the rewards.
+        in addition to the rewards.
 
         Outcome rewards are added with their weights. Process rewards follow DeepSeekMath (arXiv
         2402.03300, section 4.1.3): all step rewards of a group are normalised together, and the

@@ -48,7 +48,7 @@ def sample(
     wanted: Callable[[bool], bool] = bool,
     **how: Any,
 ) -> Completions:
-    """`group_size` completions of each prompt, those of one prompt side by side, with the
+    """`group_size` completions of each prompt, one prompt after the other, with the
     temperature and cuts of `draw`, and its sets.
 
     uniform   [max_new_tokens, B]: numbers in [0, 1) that choose the tokens. None: torch's own
@@ -265,8 +265,8 @@ Part = tuple[Completions, TokenBatch]
 def micro_batches(
     completions: Completions, batch: TokenBatch, config: TrainConfig, ranks: Ranks
 ) -> tuple[list[Part], float]:
-    """Parts of `config.micro_batch` completions, as many on every rank; and the share of
-    completions that was left out because nothing pulls at them.
+    """Return parts of `config.micro_batch` completions, as many on every rank, and the share of
+    completions that was left out because they have no gradient.
     """
     assert batch.mask is not None and batch.advantages is not None
     total = len(completions.ids)

@@ -124,7 +124,7 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> None:
     for path in set(listed(folder)) - set(good[-keep:]):
         try:
             path.unlink()
-        except OSError as error:  # the run that saves is worth more than the room
+        except OSError as error:  # losing the run is worse than filling the disk
             print(f"old checkpoint not removed: {error}", file=sys.stderr)
 
 
@@ -140,7 +140,7 @@ def load_newest(folder: Path) -> dict[str, Any]:
             print(f"checkpoint passed over: {path}: {error}", file=sys.stderr)
     if any(folder.glob("step-*")):
         raise ValueError(
-            f"{str(folder)!r} holds damaged checkpoints only, or those of another version: mend or"
+            f"{str(folder)!r} holds only checkpoints that are damaged or of another version: repair or"
             " remove them, or choose another folder."
         )
     return {}
@@ -255,8 +255,9 @@ class Saved:
             )
 
     def check_space(self) -> None:
-        """Room for one checkpoint more than are kept (a new one is whole before an old one goes)
-        and for the model.
+        """Check that the disk has space for the model and for one checkpoint more than are kept.
+
+        A new checkpoint is complete before an old one is deleted.
         """
         models = [each.model for each in (self.policy, self.reference) if each is not None]
         model, *frozen = (
@@ -268,8 +269,8 @@ class Saved:
         if free < needed:
             raise ValueError(
                 f"out={str(self.folder.path)!r} has {free / 1e6:.0f} MB free, and the run writes up"
-                f" to {needed / 1e6:.0f} MB: make room, lower keep_checkpoints, or choose another"
-                " folder."
+                f" to {needed / 1e6:.0f} MB: free some space, lower keep_checkpoints, or choose"
+                " another folder."
             )
 
     def save_draft(self) -> None:
@@ -335,7 +336,7 @@ def stop_after_step() -> Iterator[list[int]]:
         if len(received) == 1:
             first = time.monotonic()  # another signal may arrive before this line
             print(
-                f"stopping after this step; once more after {ECHO:.0f} s to stop now",
+                f"stopping after this step; interrupt again after {ECHO:.0f} s to stop now",
                 file=sys.stderr,
             )
         elif time.monotonic() - first > ECHO:

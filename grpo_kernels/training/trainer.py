@@ -11,9 +11,8 @@ Where top-k, top-p or min-p cut tokens off, it trains over the sets that they le
     torchrun --nproc-per-node 8 -m grpo_kernels train --parallel fsdp2 ...
 
 On several processes each takes some of the prompts, with all completions of each. The steps are
-those of one process, to rounding; only what looks at a whole batch of its own choice stays with its
-process: the selections of Clip-Cov and KL-Cov, M2PO, and reward functions, which are called with
-the completions of one process.
+those of one process, up to rounding. Clip-Cov, KL-Cov and M2PO select among the completions of one
+process, and reward functions are called with them.
 """
 
 from __future__ import annotations
@@ -198,7 +197,7 @@ class Trainer:
         config = self.config
         self.watch = Stopwatch()
         rows = prompts_of_step(self.train_rows, self.step, config.prompts_per_step, config.seed)
-        # Every step has a seed of its own, so that a resumed run samples the same.
+        # A seed for each step, so that a resumed run samples the same.
         generator = torch.Generator(self.device).manual_seed(config.seed * 1_000_003 + self.step)
         cuts = {name: getattr(config, name) for name in ("temperature", "top_p", "top_k", "min_p")}
         completions = self.rollouts.sample(rows, config.group_size, generator, **cuts)

@@ -104,10 +104,10 @@ def test_heads_that_are_refused():
     patched.forward = lambda x: x
     sharded.weight.data = torch.empty(0)
     for head, message in (
-        (Quantised(H, V), "whose forward is not that of torch.nn.Linear"),
-        (nn.Embedding(V, H), "whose forward is not that"), (FusedLMHead(linear()), "installed already"),
+        (Quantised(H, V), "whose forward is not torch.nn.Linear.forward"),
+        (nn.Embedding(V, H), "whose forward is not torch.nn.Linear.forward"), (FusedLMHead(linear()), "installed already"),
         (hooked, "with hooks"), (saved, "with hooks"),
-        (patched, "whose forward is not that"), (sharded, "ZeRO-3"), (viewed, "FSDP"),
+        (patched, "whose forward is not torch.nn.Linear.forward"), (sharded, "ZeRO-3"), (viewed, "FSDP"),
         (nn.utils.parametrizations.weight_norm(normed), "weight and bias"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):

@@ -448,7 +448,7 @@ SETS = [
         "offsets give row 1 -1 ids": torch.tensor([0, 2, 1, 3]),
         "offsets give the rows 2 ids in all, but there are 3": torch.tensor([0, 1, 2]),
         "ids[2]=-1, in row 1: ids are at least 0|from_padded": torch.tensor([4, 6, -1]),
-        "ids[1]=4, in row 0: an id stands in a set once": torch.tensor([4, 4, 1]),
+        "ids[1]=4, in row 0: an id may occur only once in a set": torch.tensor([4, 4, 1]),
         "values has shape [4], but ids has [3]: they must be the same": torch.zeros(4),
         "values[2]=nan, in row 1": torch.tensor([0.0, -INF, NAN]),
     }),

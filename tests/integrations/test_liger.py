@@ -221,7 +221,7 @@ REFUSED = [
 NO_OBJECTIVE = [
     ({"temperature": 0.9}, r"temperature=0\.9: .*pass transform="), ({"compiled": True}, "compiled=True: .*leave it out"),
     ({"vespo": (1, 2)}, r"vespo=\(1, 2\): .*pass 4 numbers"),
-    ({"sapo_temperatures": (1.0, 2.0), "sapo_temperature_pos": 0.5}, "sapo_temperatures=.*none of these names beside it"),
+    ({"sapo_temperatures": (1.0, 2.0), "sapo_temperature_pos": 0.5}, "sapo_temperatures=.*none of these names"),
 ]  # fmt: skip
 
 
@@ -411,7 +411,7 @@ def test_the_slot_of_one_trainer(factor, attribute, monkeypatch):
         slots.undo()
         assert_close(got[1], theirs(*GIVEN)[0])
     assert getattr(trainer, attribute) is theirs and GIVEN[0].grad is None
-    with pytest.warns(UserWarning, match=r"99\.1 was not tested .* are those of 0\.8\.5"):
+    with pytest.warns(UserWarning, match=r"99\.1 was not tested .* are as in 0\.8\.5"):
         Ours()
 
 

@@ -253,6 +253,6 @@ def test_slime(mode):
             lambda: slime.objective_of(
                 SimpleNamespace(**vars(args) | {"advantage_estimator": "gspo"})
             ),
-            "a term of its own: use grpo",
+            "score centering corrects another term: use grpo",
         ),
     )

@@ -270,7 +270,7 @@ def test_refused_trainers(make):
     fused = patch(trainer)
     for other, error, message in (
         (trainer, RuntimeError, "patched already"), (trainer.model, TypeError, "GRPOTrainer"),
-        (make(GMPOTrainer), RuntimeError, "_compute_loss of its own"),
+        (make(GMPOTrainer), RuntimeError, "its own _compute_loss"),
     ):  # fmt: skip
         with pytest.raises(error, match=message):
             patch(other)
@@ -343,7 +343,8 @@ def test_the_first_step_of_an_untested_version_is_compared(make, train, untested
     one = make(steps=3, beta=0.05)
     patch(one)
     with pytest.warns(
-        UserWarning, match=r"trl 1\.99\.0 was not tested.*_compute_loss.*They agree, ours goes on"
+        UserWarning,
+        match=r"trl 1\.99\.0 was not tested.*_compute_loss.*They agree, and ours is used from now on",
     ) as said:
         one.train()
     assert len([w for w in said if "They agree" in str(w.message)]) == 1 and calls == [False, False]

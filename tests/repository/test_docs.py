@@ -356,6 +356,33 @@ def test_names_of_modules_exist():
     assert missing_names(text) == [f"{NAME}.specs", f"{NAME}.rewards.nothing.f"]
 
 
+# ---- the words
+
+#: Words that this project used in a meaning of its own, or that make a sentence hard to read.
+WORDS = (
+    r"visits?|pulls?(?! request)|slopes? of|beside|of its own|of one's own|that of|those of|rooms?|doors?|"
+    r"nobody|once more|and kin|for good"
+)
+
+
+def private_words(text):
+    """The words above in a text, generated blocks, code and quotations left out."""
+    text = re.sub(r"<!-- (\w+): generated.*?<!-- end of \1 -->", "", text, flags=re.DOTALL)
+    text = re.sub(r'"[^"\n]*"|https?://\S+', "", pages.without_code(text))
+    return re.findall(rf"\b({WORDS})\b", text, re.IGNORECASE)
+
+
+def test_pages_use_the_words_of_the_field():
+    written = [page for page in MARKDOWN if page.name != "RESULTS.md"]
+    wrong = {name_of(page): found for page in written if (found := private_words(page.read_text()))}
+    assert len(written) > 20 and not wrong, "say it in the words of the PyTorch documentation"
+    assert private_words("The slope of a visit beside `that of` others") == [
+        "slope of",
+        "visit",
+        "beside",
+    ]
+
+
 # ---- examples in docstrings
 
 #: An assignment of a call, or an import: what begins code in a docstring, and not a formula.

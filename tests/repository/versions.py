@@ -8,7 +8,7 @@ about this repository. `doctor` must find nothing to repair with the C++ module,
 own settings (PIP_INDEX_URL, ...) decide whether torch is a CPU build.
 
 A trainer: a folder that holds one version of one package, as `pip install --no-deps --target FOLDER NAME==VERSION` makes it, or a
-name: then what this environment has of it. Folders given by `--beside` hold what it imports and this environment lacks. Of TRL two
+name: then what this environment has of it. Folders given by `--with` hold what it imports and this environment lacks. Of TRL two
 steps of GRPO with a KL run with its own loss and with ours: "loss" is the whole loss inside the model's forward
 (`integrations.trl`), "slot" the loss in Liger's place (`integrations.liger.patch`) beside Liger's, "head" log-probs and entropies
 alone (`integrations.trl.fused_lm_head`); the result says whether the first step's comparison ran and how far the logged losses and
@@ -476,7 +476,7 @@ def trainers(lines: Iterable[tuple[str, Fields]]) -> str:
     for _, c in found:
         outcome, _, _ = c["result"].partition(re.search(r"; \S+ apart$|$", c["result"])[0] or "\0")
         groups.setdefault((c["trainer"], c["ran"], outcome, c["beside"]), []).append(c)
-    rows = [["trainer", "versions", "what ran", "result", "beside", "dates"]]
+    rows = [["trainer", "versions", "what ran", "result", "with", "dates"]]
     for (trainer, ran, outcome, beside), members in groups.items():
         apart = [float(x) for c in members for x in re.findall(r"(\S+) apart$", c["result"])]
         result = f"{outcome}; at most {max(apart):.1e} apart" if apart else outcome
@@ -569,7 +569,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="the selection of docs/versions.md: 50 seconds to 7 minutes each",
     )
     parser.add_argument(
-        "--beside",
+        "--with",
+        dest="beside",
         nargs="+",
         type=Path,
         default=[],

@@ -280,7 +280,7 @@ def test_beta_and_its_defaults():
         ("auto", {}, 4, "cuda:3"), ("cuda:1", {}, 4, "cuda:1"),
         # a launcher that hides the others
         ("cuda", {"LOCAL_RANK": "2"}, 4, "cuda:2"), ("cuda", {"LOCAL_RANK": "2"}, 1, "cuda:0"),
-        ("cuda:1", {"WORLD_SIZE": "8"}, 4, "device='cuda:1': of several processes each has a device of its own"),
+        ("cuda:1", {"WORLD_SIZE": "8"}, 4, "device='cuda:1': each process needs its own device"),
     ],
 )  # fmt: skip
 def test_each_process_of_a_machine_has_a_device_of_its_own(

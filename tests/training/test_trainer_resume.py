@@ -226,7 +226,7 @@ def test_damaged_checkpoints_only_are_not_a_fresh_start(tok, three, harm):
     for checkpoint in saved_steps(three):
         harm(checkpoint)
     with pytest.raises(
-        ValueError, match="holds damaged checkpoints only, or those of another version"
+        ValueError, match="holds only checkpoints that are damaged or of another version"
     ):
         resumed(tok, three).train()
     assert (three / "metrics.jsonl").read_text() == before
@@ -317,5 +317,7 @@ def test_a_file_system_without_locks_is_told_of(tok, tmp_path, monkeypatch, caps
 def test_a_full_disk_is_reported_before_training(tok, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10_000))
-    with pytest.raises(ValueError, match=r"has \d MB free, and the run writes up to \d MB: make"):
+    with pytest.raises(
+        ValueError, match=r"has \d MB free, and the run writes up to \d MB: free some space"
+    ):
         trainer(tok, tmp_path)
