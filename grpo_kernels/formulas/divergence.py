@@ -1,10 +1,7 @@
-"""Exact divergences to a reference or teacher: `Exact`, which says which one, and the divergence to
-a teacher that is known at a few ids of each row.
+"""Exact divergences of the policy's distribution p from that of a reference or teacher, q.
 
-p is the softmax of the policy's row, q the softmax of the reference or teacher. If all of q is
-known, the softmax kernel computes the divergence together with the log-probs (`core/softmax.py`).
-If only its largest probabilities are known, as from a served teacher, `divergence_at` computes it
-from the log-probs of the policy at those ids.
+`Exact` says which divergence. `core/divergence.py` computes it over a whole vocabulary,
+`divergence_at` over the ids at which a teacher is known, such as a served one.
 """
 
 from __future__ import annotations
@@ -20,44 +17,48 @@ from ..checks import Checked, require, require_one_of
 DIRECTIONS = ("reverse", "forward", "jsd", "tv")
 TAILS = ("bin", "renormalise", "ignore", "generalised")
 
-#: The least mass outside of a teacher's ids, on both sides, as in TRL: fp32 log-probs of a teacher
-#: do not tell a smaller one.
+#: The least mass of p and q outside of a teacher's ids, as in TRL. fp32 log-probs of a teacher do
+#: not tell a smaller one.
 LEAST_TAIL = 1e-7
 
 
 @dataclass(frozen=True)
 class Exact(Checked):
-    """The exact divergence of a token's distribution p to the reference's or teacher's q, in place
-    of an estimate from the sampled token: as `Objective(kl=Exact(...))`, and in
-    `token_divergence` and `linear_divergence`.
+    """Which divergence of whole distributions, for `Objective(kl=Exact(...))`.
+
+    It takes the place of an estimate from the sampled token. `token_divergence` and
+    `linear_divergence` take it too.
 
         Objective.preset("dapo", beta=0.04, kl=Exact("reverse"))
 
-    direction  "reverse": KL(p || q) = sum p (log p - log q), what the estimators of `Kl` estimate;
-               mode-seeking. "forward": KL(q || p); mass-covering. Its gradient is p - q. "jsd":
-               mixture * KL(q || m) + (1 - mixture) * KL(p || m), m = mixture * q + (1 - mixture) *
-               p (arXiv 2306.13649, eq. 1, in TRL's convention: its beta 0 and 1, which are the two
-               KLs, are "forward" and "reverse" here). "tv": the total variation sum |p - q| / 2, in
-               [0, 1]. Its gradient p (sg - sum p sg) / 2, sg the sign of p - q, jumps where p and q
-               are equal: of ids whose probabilities agree but for rounding, rounding decides.
-    mixture    in (0, 1), of the jsd only; None: 0.5.
-    tail       for a teacher known at the ids of `TokenSets` only, p and q over those ids, P and Q
-               their masses outside:
-               "bin"          all other ids are one outcome, of probability P and Q, each at least
-                              1e-7
-               "renormalise"  both are renormalised over the ids
-               "ignore"       the sum over the ids alone: with direction "forward" the cross-entropy
-                              to soft targets, whose values may be logarithms of any weights. The
-                              sum of "reverse" has no minimum at q: the policy may move away
-               "generalised"  each term with the slope at equality taken out, p (log p - log q) - p
-                              + q (MOPD, arXiv 2606.30406, eq. 5); that of "tv" has none: the same
-                              as "ignore"
-    temperature_squared  True: times the square of the transform's temperature, which keeps the size
-                         of the gradient (Hinton et al.,
-               arXiv 1503.02531). The temperature itself divides the logits of both sides.
+    direction             "reverse"   KL(p || q) = sum p (log p - log q), which the estimators of
+                                      `Kl` estimate; mode-seeking
+                          "forward"   KL(q || p), with the gradient p - q; mass-covering
+                          "jsd"       mixture * KL(q || m) + (1 - mixture) * KL(p || m), where m =
+                                      mixture * q + (1 - mixture) * p (arXiv 2306.13649 eq. 1, as in
+                                      TRL, whose beta 0 and 1 are "forward" and "reverse" here)
+                          "tv"        total variation, sum |p - q| / 2, in [0, 1]. Its gradient is
+                                      p (s - sum p s) / 2 with s the sign of p - q. It jumps where p
+                                      and q are equal: there rounding decides the sign.
+    mixture               share of q in the mixture of "jsd", in (0, 1). None: 0.5
+    tail                  for a teacher that is known at the ids of `TokenSets` only. P and Q are
+                          the masses of p and q outside of these ids.
+                          "bin"           all other ids are one outcome, of probability P and Q,
+                                          each at least 1e-7
+                          "renormalise"   p and q are renormalised over the ids
+                          "ignore"        the sum over the ids alone. With "forward" it is the
+                                          cross-entropy to soft targets, whose values may be
+                                          logarithms of any weights. With "reverse" it has no
+                                          minimum at q: the policy may move away.
+                          "generalised"   each term minus its slope at equality: p (log p - log q)
+                                          - p + q (MOPD, arXiv 2606.30406 eq. 5). For "tv" the same
+                                          as "ignore".
+    temperature_squared   whether to multiply by the square of the transform's temperature, which
+                          keeps the size of the gradient (Hinton et al., arXiv 1503.02531). The
+                          temperature itself divides the logits of both sides.
 
-    The value is in nats (of "tv" a probability), at least 0, and of the two KLs infinite where the
-    other side is 0. Raises ValueError naming the field that is wrong.
+    The value is at least 0, in nats ("tv": a probability). The KLs are infinite if the second
+    distribution is 0 where the first is not. Raises ValueError naming the field that is wrong.
     """
 
     direction: str = "reverse"
@@ -84,97 +85,114 @@ class Exact(Checked):
 
     @property
     def share(self) -> float:
-        """The teacher's share of the mixture; 0 of a KL."""
-        return (
-            (0.5 if self.mixture is None else float(self.mixture))
-            if self.direction == "jsd"
-            else 0.0
-        )
+        """The share of q in the mixture, 0 if there is no mixture."""
+        if self.direction != "jsd":
+            return 0.0
+        return 0.5 if self.mixture is None else float(self.mixture)
 
 
 def as_exact(divergence: str | Exact) -> Exact:
-    """A direction by name, or an Exact."""
+    """Return a divergence that was given by its direction, or as an Exact, as an Exact."""
     if isinstance(divergence, Exact):
         return divergence
-    require(
-        divergence in DIRECTIONS,
-        "divergence",
-        divergence,
-        f"it must be one of {', '.join(DIRECTIONS)}, or an Exact.",
-    )
+    remedy = f"it must be one of {', '.join(DIRECTIONS)}, or an Exact."
+    require(divergence in DIRECTIONS, "divergence", divergence, remedy)
     return Exact(divergence)
 
 
+# ---- over the ids at which a teacher is known
+
+
 def divergence_at(
-    exact: Exact, logps: Tensor, teacher: Tensor, offsets: Tensor, outside: Tensor | None = None
+    exact: Exact,
+    logps: Tensor,
+    teacher_logps: Tensor,
+    offsets: Tensor,
+    log_outside: Tensor | None = None,
 ) -> Tensor:
-    """fp32 [rows]: the divergence of each row from log-probs `logps` [nnz] of the policy and
-    `teacher` [nnz] at the same ids, those of row r at offsets[r] : offsets[r + 1]; 0 of a row
-    without ids. `outside` [rows], for the tail "bin": the log of the policy's probability of all
-    other ids. Differentiable in logps and outside. In fp64, since a few numbers cost nothing.
+    """Return the divergence of each row over some ids of it, fp32 [num_rows].
+
+    It is differentiable in logps and log_outside, computed in fp64, and 0 for a row without ids.
+
+    logps           [num_ids], log-probs of the policy; the ids of row r are at offsets[r] :
+                    offsets[r + 1]
+    teacher_logps   [num_ids], log-probs of the teacher at the same ids
+    offsets         int64 [num_rows + 1]
+    log_outside     [num_rows], log of the policy's probability of all other ids; needed for the
+                    tail "bin"
     """
-    log_p, log_q = logps.double(), teacher.detach().double()
-    used = offsets.diff() > 0
-    row_of = torch.repeat_interleave(offsets.diff(), output_size=logps.numel())
-
-    def total(x: Tensor) -> Tensor:  # in a fixed order, no atomics
-        return torch.segment_reduce(x, "sum", offsets=offsets, initial=0.0, unsafe=True)
-
-    def renormalised(x: Tensor) -> Tensor:
-        largest = torch.segment_reduce(
-            x.detach(), "max", offsets=offsets, initial=-torch.inf, unsafe=True
-        )
-        x = (
-            x - torch.where(largest == -torch.inf, 0.0, largest)[row_of]
-        )  # of ids that are hardly ever chosen all p may be 0
-        return x - total(x.exp()).log()[row_of]
-
+    log_p = logps.double()
+    log_q = teacher_logps.detach().double()
     if exact.tail == "renormalise":
-        log_p, log_q = renormalised(log_p), renormalised(log_q)
-    p, q = log_p.exp(), log_q.exp()
-    generalised = _terms(exact, log_p, log_q)
-    value = total(generalised)
+        log_p = renormalise(log_p, offsets)
+        log_q = renormalise(log_q, offsets)
+    p = log_p.exp()
+    q = log_q.exp()
+    divergence = sum_rows(generalised_terms(exact, log_p, log_q), offsets)
     if exact.tail == "bin":
-        assert outside is not None
-        rest = (
-            outside.double().clamp(min=math.log(LEAST_TAIL)),
-            (1.0 - total(q)).clamp(min=LEAST_TAIL).log(),
-        )
-        value = value + _terms(exact, *rest)
+        assert log_outside is not None
+        log_p_outside = log_outside.double().clamp(min=math.log(LEAST_TAIL))
+        log_q_outside = (1.0 - sum_rows(q, offsets)).clamp(min=LEAST_TAIL).log()
+        divergence = divergence + generalised_terms(exact, log_p_outside, log_q_outside)
     elif exact.tail == "ignore":
-        value = value + total(
-            {"reverse": p - q, "forward": q - p}.get(exact.direction, torch.zeros_like(p))
+        # Put back what the generalised terms leave out.
+        slopes = {"reverse": p - q, "forward": q - p}
+        divergence = divergence + sum_rows(
+            slopes.get(exact.direction, torch.zeros_like(p)), offsets
         )
-    if (
-        exact.tail != "ignore"
-    ):  # of terms that are never negative but by rounding, which the value loses and the gradient keeps
-        value = torch.where(value < 0, value - value.detach(), value)
-    return torch.where(used, value, 0.0).float()
+    if exact.tail != "ignore":
+        # The terms are not negative. Remove what rounding made negative, and keep the gradient.
+        divergence = torch.where(divergence < 0, divergence - divergence.detach(), divergence)
+    return torch.where(offsets.diff() > 0, divergence, 0.0).float()
 
 
-def _terms(exact: Exact, log_p: Tensor, log_q: Tensor) -> Tensor:
-    """a (log a - log b) - a + b of each id, of "tv" |p - q| / 2: at least 0, and over outcomes
-    whose probabilities add up to 1 the sum is the divergence.
+def sum_rows(x: Tensor, offsets: Tensor) -> Tensor:
+    """Return the sum of x [num_ids] over the ids of each row, in a fixed order, without atomics."""
+    return torch.segment_reduce(x, "sum", offsets=offsets, initial=0.0, unsafe=True)
+
+
+def renormalise(log_probs: Tensor, offsets: Tensor) -> Tensor:
+    """Return log-probs [num_ids] whose probabilities add up to 1 in each row."""
+    row_of_id = torch.repeat_interleave(offsets.diff(), output_size=log_probs.numel())
+    # Subtract the largest first: all probabilities of unlikely ids may underflow to 0.
+    largest = torch.segment_reduce(
+        log_probs.detach(), "max", offsets=offsets, initial=-torch.inf, unsafe=True
+    )
+    largest = torch.where(largest == -torch.inf, 0.0, largest)
+    shifted = log_probs - largest[row_of_id]
+    return shifted - sum_rows(shifted.exp(), offsets).log()[row_of_id]
+
+
+def generalised_terms(exact: Exact, log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return the term of each id: a (log a - log b) - a + b, for "tv" |p - q| / 2.
+
+    Terms are at least 0. Over outcomes whose probabilities add up to 1 they add up to the
+    divergence.
     """
     if exact.direction == "forward":
-        return _term(log_q, log_p)
+        return generalised_kl_term(log_q, log_p)
     if exact.direction == "reverse":
-        return _term(log_p, log_q)
+        return generalised_kl_term(log_p, log_q)
     if exact.direction == "tv":
         return (log_p.exp() - log_q.exp()).abs() / 2.0
     share = exact.share
-    neither = (log_p == -torch.inf) & (
-        log_q == -torch.inf
-    )  # where logaddexp would have a slope of NaN
-    a, b = (torch.where(neither, 0.0, x) for x in (log_q, log_p))
-    log_m = torch.where(
-        neither, -torch.inf, torch.logaddexp(a + math.log(share), b + math.log1p(-share))
+    # logaddexp(-inf, -inf) has the gradient NaN.
+    is_impossible = (log_p == -torch.inf) & (log_q == -torch.inf)
+    log_mixture = torch.logaddexp(
+        torch.where(is_impossible, 0.0, log_q) + math.log(share),
+        torch.where(is_impossible, 0.0, log_p) + math.log1p(-share),
     )
-    return share * _term(log_q, log_m) + (1.0 - share) * _term(log_p, log_m)
+    log_mixture = torch.where(is_impossible, -torch.inf, log_mixture)
+    kl_of_q = generalised_kl_term(log_q, log_mixture)
+    kl_of_p = generalised_kl_term(log_p, log_mixture)
+    return share * kl_of_q + (1.0 - share) * kl_of_p
 
 
-def _term(log_a: Tensor, log_b: Tensor) -> Tensor:
-    a, b = log_a.exp(), log_b.exp()
-    nothing = log_a == -torch.inf
-    apart = torch.where(nothing, 0.0, log_a) - torch.where(nothing, 0.0, log_b)
-    return torch.where(nothing, 0.0, a) * apart - a + b
+def generalised_kl_term(log_a: Tensor, log_b: Tensor) -> Tensor:
+    """Return a (log a - log b) - a + b, which is b if a is 0."""
+    a = log_a.exp()
+    b = log_b.exp()
+    is_zero = log_a == -torch.inf
+    # Without infinities, whose difference is NaN.
+    log_ratio = torch.where(is_zero, 0.0, log_a) - torch.where(is_zero, 0.0, log_b)
+    return torch.where(is_zero, 0.0, a) * log_ratio - a + b

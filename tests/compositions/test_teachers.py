@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
 from grpo_kernels import Exact, TokenSets
-from grpo_kernels.formulas.divergence import TAILS
+from grpo_kernels.formulas.divergence import LEAST_TAIL, TAILS, divergence_at
 from grpo_kernels.teachers import logprobs_with_teacher, teacher_divergence
 from support.composition_cases import (
     NUM_ROWS,
@@ -178,3 +180,24 @@ def test_refusals():
         teacher_divergence(source, outside, Exact())
     with pytest.raises(ValueError, match="teacher have 1 rows"):
         logprobs_with_teacher(source, targets, heavy[:1], Exact())
+
+
+def test_a_teacher_without_mass_outside_of_its_ids_has_a_least_tail():
+    logp = torch.tensor([-0.5])
+    outside = (1.0 - logp.double().exp()).log()
+    offsets = torch.tensor([0, 1])
+    value = divergence_at(Exact("reverse"), logp, torch.zeros(1), offsets, outside)
+    p, rest = logp.double().exp(), outside.exp()
+    expected = p * logp.double() + rest * (outside - math.log(LEAST_TAIL))
+    torch.testing.assert_close(value.double(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward", "jsd"])
+def test_unlikely_ids_are_renormalised(direction):
+    """Also if all of their probabilities are 0 in fp64."""
+    exact = Exact(direction, tail="renormalise")
+    logps, teacher = torch.tensor([-1.0, -2.0, -2.5]), torch.tensor([-2.0, -1.0, -1.5])
+    offsets = torch.tensor([0, 3])
+    near, far = (divergence_at(exact, logps - x, teacher, offsets) for x in (0.0, 800.0))
+    assert near > 0.01
+    torch.testing.assert_close(far, near, rtol=1e-5, atol=0)
