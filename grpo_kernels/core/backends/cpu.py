@@ -12,9 +12,8 @@ read of the logits. `strict` refuses it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from ...formulas.token_loss import TokenLossFormula
 from ..divergence import DIRECTIONS
 from ..softmax import (
     COEFFICIENTS_OF_KERNELS,
+    MIXTURE_SUMS,
     SUMS_OF_KERNELS,
     GradientCoefficients,
     LogitRows,
@@ -102,9 +102,12 @@ class Kernels(Backend):
         """Return the named sums that C++ knows, see `Backend`."""
         num_rows = count_rows(rows)
         sums = SoftmaxSums.empty(names, num_rows, rows.logits.device, rows.reference)
+        policy, reference = policy_and_reference(rows)
         _cpu.softmax_sums(
-            *logit_arguments(rows, num_rows),
-            *target_arguments(rows, num_rows),
+            policy,
+            reference,
+            vector("targets", rows.targets, torch.int64, num_rows),
+            vector("mask", rows.mask, torch.bool, num_rows),
             sums_argument(sums),
             torch.get_num_threads(),
         )
@@ -113,17 +116,18 @@ class Kernels(Backend):
     def run_mixture_kernel(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
         """Return MIXTURE_SUMS, see `Backend`."""
         num_rows = count_rows(rows)
-        result = torch.empty(2, rows.num_rows, dtype=torch.float32)
+        num_sums = len(MIXTURE_SUMS)
+        result = torch.empty(num_sums, rows.num_rows, dtype=torch.float32)
         sums_table = sums_argument(sums)  # checks the sums before anything follows from them
         log_sum_ratio = sums.log_sum_ratio
-        policy, reference = logit_arguments(rows, num_rows, log_sum_ratio=log_sum_ratio)
+        policy, reference = policy_and_reference(rows, log_sum_ratio=log_sum_ratio)
         assert reference is not None
         _cpu.mixture_sums(
             policy,
             reference,
             vector("mask", rows.mask, torch.bool, num_rows),
             sums_table,
-            table("result", result, 0b11),
+            table("result", result, all_bits(num_sums)),
             torch.get_num_threads(),
         )
         return result
@@ -141,13 +145,15 @@ class Kernels(Backend):
             center = sums.gradient_center
         else:
             rows = rows._replace(reference=None)
-        names = bits(coefficients.names, COEFFICIENTS_OF_KERNELS)
+        name_bits = bits(coefficients.names, COEFFICIENTS_OF_KERNELS)
+        policy, reference = policy_and_reference(rows, log_sum_ratio=log_sum_ratio, center=center)
         _cpu.softmax_gradient(
-            *logit_arguments(rows, num_rows, log_sum_ratio=log_sum_ratio, center=center),
+            policy,
+            reference,
             vector("targets", rows.targets, torch.int64, num_rows),
             sums_table,
-            table("coefficients", coefficients.values, names),
-            memory(_cpu.Rows, "out", out, rows, num_rows),
+            table("coefficients", coefficients.values, name_bits),
+            rows_argument("out", out, rows),
             torch.get_num_threads(),
         )
 
@@ -168,15 +174,18 @@ class Kernels(Backend):
         weight = None
         if rows.reference is not None and loss_formula.inputs.divergence_weight is not None:
             weight = loss_formula.inputs.divergence_weight.contiguous()
+        policy, reference = policy_and_reference(rows, weight=weight)
         _cpu.fused_loss(
             traced.compiled,
             traced.numbers,
             [vector(name, x, torch.float32, num_rows) for name, x in inputs.items()],
             loss_formula.inputs.entropy_weight is not None,
-            *logit_arguments(rows, num_rows, weight=weight),
-            *target_arguments(rows, num_rows),
-            None if out is None else memory(_cpu.Rows, "out", out, rows, num_rows),
-            table("values", values.table, (1 << num_values) - 1),
+            policy,
+            reference,
+            vector("targets", rows.targets, torch.int64, num_rows),
+            vector("mask", rows.mask, torch.bool, num_rows),
+            None if out is None else rows_argument("out", out, rows),
+            table("values", values.table, all_bits(num_values)),
             torch.get_num_threads(),
         )
         return values
@@ -358,15 +367,15 @@ def matrix(name: str, x: Tensor) -> _cpu.Matrix:
     raise unsupported(name, x, expected, reason)
 
 
-def table(name: str, x: Tensor, names: int) -> _cpu.NamedRows:
+def table(name: str, x: Tensor, name_bits: int) -> _cpu.NamedRows:
     """Return a table fp32 [num_names, n].
 
-    names   a bit for each name of the table, see `bits`
+    name_bits   a bit for each name that the table has, see `bits`
     """
     reason: object = ""
     try:
         if x.is_cpu and x.dtype == torch.float32:
-            return _cpu.NamedRows(x.data_ptr(), x.shape, x.stride(), names)
+            return _cpu.NamedRows(x.data_ptr(), x.shape, x.stride(), name_bits)
     except (TypeError, ValueError) as error:
         reason = error
     expected = "float32 [names, n] with unit stride in its last dimension"
@@ -375,43 +384,21 @@ def table(name: str, x: Tensor, names: int) -> _cpu.NamedRows:
 
 @functools.lru_cache(maxsize=256)
 def bits(names: tuple[str, ...], known: tuple[str, ...]) -> int:
-    """Return a number with a bit for each name, at its place among the known ones."""
+    """Return a number with bit k for each name that is the k-th known one."""
     return sum(1 << known.index(name) for name in names if name in known)
+
+
+def all_bits(num_names: int) -> int:
+    """Return the bits of a table that has all names."""
+    return (1 << num_names) - 1
 
 
 def sums_argument(sums: SoftmaxSums) -> _cpu.NamedRows:
     """Return the table of the sums that C++ knows. They come first."""
-    names = bits(sums.names, SUMS_OF_KERNELS)
-    num_known = names.bit_count()
+    name_bits = bits(sums.names, SUMS_OF_KERNELS)
+    num_known = name_bits.bit_count()
     values = sums.values if num_known == len(sums.names) else sums.values[:num_known]
-    return table("sums", values, names)
-
-
-Argument = TypeVar("Argument")
-
-
-def memory(
-    make: Callable[..., Argument],
-    name: str,
-    x: Tensor,
-    rows: LogitRows,
-    num_rows: int,
-    *more: float,
-) -> Argument:
-    """Return the rows of x [A, T, V] that `rows` has of its logits.
-
-    make   the type of the argument: _cpu.Rows, or _cpu.LogitRows with `more` arguments
-    """
-    reason: object = ""
-    try:
-        if x.is_cpu:
-            return make(
-                x.data_ptr(), DTYPES[x.dtype], x.shape, x.stride(), rows.first_row, num_rows, *more
-            )
-    except (KeyError, TypeError, ValueError) as error:
-        reason = error
-    expected = f"rows {list(rows.logits.shape)} in fp32, bf16 or fp16 with unit stride in V"
-    raise unsupported(name, x, expected, reason)
+    return table("sums", values, name_bits)
 
 
 def count_rows(rows: LogitRows) -> int:
@@ -422,50 +409,79 @@ def count_rows(rows: LogitRows) -> int:
     return shape[0] * shape[1]
 
 
+def rows_argument(name: str, x: Tensor, rows: LogitRows) -> _cpu.Rows:
+    """Return the rows of x [A, T, V] that `rows` has of its logits."""
+    reason: object = ""
+    try:
+        if x.is_cpu:
+            return _cpu.Rows(
+                x.data_ptr(),
+                DTYPES[x.dtype],
+                x.shape,
+                x.stride(),
+                rows.first_row,
+                count_rows(rows),
+            )
+    except (KeyError, TypeError, ValueError) as error:
+        reason = error
+    raise unsupported_rows(name, x, rows, reason)
+
+
 def logits_argument(
-    name: str, logits: Tensor, transform: RowTransform, rows: LogitRows, num_rows: int
+    name: str, x: Tensor, transform: RowTransform, rows: LogitRows
 ) -> _cpu.LogitRows:
-    """Return logits with their transform."""
+    """Return the rows of logits x [A, T, V] that `rows` has of its logits, with a transform."""
+    num_rows = count_rows(rows)
     inverse = transform.inverse_temperature
-    if isinstance(inverse, Tensor):
-        number = 1.0
-        address = vector("inverse_temperature", inverse, torch.float32, num_rows)
-    else:
-        number = inverse
-        address = 0
-    return memory(
-        _cpu.LogitRows,
-        name,
-        logits,
-        rows,
-        num_rows,
-        transform.scale,
-        transform.softcap,
-        number,
-        address,
-    )
+    number = 1.0 if isinstance(inverse, Tensor) else inverse
+    per_row = inverse if isinstance(inverse, Tensor) else None
+    address = vector("inverse_temperature", per_row, torch.float32, num_rows)
+    reason: object = ""
+    try:
+        if x.is_cpu:
+            return _cpu.LogitRows(
+                x.data_ptr(),
+                DTYPES[x.dtype],
+                x.shape,
+                x.stride(),
+                rows.first_row,
+                num_rows,
+                transform.scale,
+                transform.softcap,
+                number,
+                address,
+            )
+    except (KeyError, TypeError, ValueError) as error:
+        reason = error
+    raise unsupported_rows(name, x, rows, reason)
 
 
-def logit_arguments(
+def unsupported_rows(name: str, x: Tensor, rows: LogitRows, reason: object) -> ValueError:
+    """Return the error about rows that C++ would read or write as something else."""
+    expected = f"rows {list(rows.logits.shape)} in fp32, bf16 or fp16 with unit stride in V"
+    return unsupported(name, x, expected, reason)
+
+
+def policy_and_reference(
     rows: LogitRows,
-    num_rows: int,
     *,
     weight: Tensor | None = None,
     log_sum_ratio: Tensor | None = None,
     center: Tensor | None = None,
 ) -> tuple[_cpu.LogitRows, _cpu.ReferenceRows | None]:
-    """Return the policy's logits, and the reference's with what is known of both, or None.
+    """Return the policy's logits, and the reference's or None.
 
-    weight          weight of the divergence in the loss, fp32 [num_rows]
-    log_sum_ratio   see `SoftmaxSums`
-    center          likewise
+    weight          weight of the divergence in the loss, fp32 [num_rows]; None is 0
+    log_sum_ratio   `SoftmaxSums.log_sum_ratio`, for kernels that follow the sums
+    center          `SoftmaxSums.gradient_center`, for the gradient
     """
-    policy = logits_argument("logits", rows.logits, rows.transform, rows, num_rows)
+    num_rows = count_rows(rows)
+    policy = logits_argument("logits", rows.logits, rows.transform, rows)
     reference = rows.reference
     if reference is None:
         return policy, None
     reference_logits = logits_argument(
-        "reference.logits", reference.logits, reference.transform, rows, num_rows
+        "reference.logits", reference.logits, reference.transform, rows
     )
     return policy, _cpu.ReferenceRows(
         reference_logits,
@@ -475,12 +491,6 @@ def logit_arguments(
         vector("log_sum_ratio", log_sum_ratio, torch.float32, num_rows),
         vector("center", center, torch.float32, num_rows),
     )
-
-
-def target_arguments(rows: LogitRows, num_rows: int) -> tuple[int, int]:
-    """Return the addresses of targets and mask."""
-    targets = vector("targets", rows.targets, torch.int64, num_rows)
-    return targets, vector("mask", rows.mask, torch.bool, num_rows)
 
 
 def pairs_argument(pairs: Pairs) -> _cpu.RowIdPairs:

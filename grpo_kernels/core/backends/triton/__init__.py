@@ -93,23 +93,21 @@ class Kernels(Backend):
         """Return the named sums of one pass, see `Backend`."""
         call = RowCall(rows)
         sums = SoftmaxSums.empty(names, rows.num_rows, rows.logits.device, rows.reference)
-        arguments = (
-            *call.logits,
-            *call.transforms,
-            *call.sizes,
-            rows.first_row,
-            *call.vectors(targets=rows.targets, mask=rows.mask),
-            *call.sums(sums),
-        )
+        arguments = {
+            **call.row_arguments,
+            **call.vectors(targets=rows.targets, mask=rows.mask),
+            **call.sums(sums),
+            "first_row": rows.first_row,
+        }
         policy_names = " ".join(name for name in names if name in POLICY_SUMS)
         if rows.reference is None:
-            call.launch("one_pass", softmax_sums_kernel, *arguments, NAMES=policy_names)
+            call.launch("one_pass", softmax_sums_kernel, arguments, NAMES=policy_names)
             return sums
         direction = "forward" if rows.reference.direction == "forward" else "reverse"
         call.launch(
             "reference",
             reference_sums_kernel,
-            *arguments,
+            arguments,
             NAMES=policy_names,
             DIRECTION=direction,
         )
@@ -123,21 +121,16 @@ class Kernels(Backend):
         assert rows.reference is not None
         call = RowCall(rows)
         result = torch.empty(2, rows.num_rows, dtype=torch.float32, device=rows.logits.device)
-        mask, log_sum_ratio = call.vectors(mask=rows.mask, log_sum_ratio=sums.log_sum_ratio)
-        call.launch(
-            "mixture",
-            mixture_sums_kernel,
-            *call.logits,
-            *call.transforms,
-            *call.sizes,
-            rows.first_row,
-            mask,
-            *call.sums(sums),
-            log_sum_ratio,
-            call.mixture_weights,
-            *call.table("result", result),
-            DIRECTION=rows.reference.direction,
-        )
+        arguments = {
+            **call.row_arguments,
+            **call.vectors(mask=rows.mask, log_sum_ratio=sums.log_sum_ratio),
+            **call.sums(sums),
+            **call.table("mixture_sums", result),
+            "first_row": rows.first_row,
+            "mixture_weights": call.mixture_weights,
+        }
+        direction = rows.reference.direction
+        call.launch("mixture", mixture_sums_kernel, arguments, DIRECTION=direction)
         return result
 
     def run_gradient_kernel(
@@ -148,29 +141,24 @@ class Kernels(Backend):
         if coefficients.get("divergence") is None:
             reference = None
         call = RowCall(rows._replace(reference=reference), out)
-        arguments = (
-            *call.logits,
-            *call.gradient,
-            *call.transforms,
-            *call.sizes,
-            rows.first_row,
-            *call.vectors(targets=rows.targets),
-            *call.sums(sums),
-        )
-        coefficient_table = call.table("coefficients", coefficients.values)
+        arguments = {
+            **call.row_arguments,
+            **call.gradient_arguments,
+            **call.vectors(targets=rows.targets),
+            **call.sums(sums),
+            **call.table("coefficients", coefficients.values),
+            "first_row": rows.first_row,
+        }
         names = " ".join(coefficients.names)
         if reference is None:
-            call.launch(
-                "one_pass", softmax_gradient_kernel, *arguments, *coefficient_table, NAMES=names
-            )
+            call.launch("one_pass", softmax_gradient_kernel, arguments, NAMES=names)
             return
+        arguments |= call.vectors(log_sum_ratio=sums.log_sum_ratio, centers=sums.gradient_center)
+        arguments["mixture_weights"] = call.mixture_weights
         call.launch(
             launch.reference_gradient_kind(rows.transform.softcap, reference.transform.softcap),
             reference_gradient_kernel,
-            *arguments,
-            *call.vectors(log_sum_ratio=sums.log_sum_ratio, center=sums.gradient_center),
-            call.mixture_weights,
-            *coefficient_table,
+            arguments,
             NAMES=names,
             DIRECTION=reference.direction,
         )
@@ -203,20 +191,17 @@ class Kernels(Backend):
         table = torch.empty(
             num_values, call.num_rows, dtype=torch.float32, device=rows.logits.device
         )
-        call.launch(
-            launch.fused_kind(rows.logits.dtype, rows.transform.softcap),
-            fused_loss_kernel,
-            *call.logits,
-            *call.gradient,
-            *call.transforms,
-            *call.sizes,
-            *call.vectors(targets=rows.targets, mask=rows.mask),
-            *call.vectors(**{name: inputs.get(name) for name in PROGRAM_INPUTS}),
-            tuple(numbers[i] for i in numbers_taken),
-            table,
-            call.num_rows,
-            FORMULA=formula,
-        )
+        arguments = {
+            **call.row_arguments,
+            **call.gradient_arguments,
+            **call.vectors(targets=rows.targets, mask=rows.mask),
+            **call.vectors(**{name: inputs.get(name) for name in PROGRAM_INPUTS}),
+            "numbers": tuple(numbers[i] for i in numbers_taken),
+            "results": table,
+            "n": call.num_rows,
+        }
+        kind = launch.fused_kind(rows.logits.dtype, rows.transform.softcap)
+        call.launch(kind, fused_loss_kernel, arguments, FORMULA=formula)
         return FusedLossValues(table)
 
     def evaluate_formula(
@@ -234,14 +219,14 @@ class Kernels(Backend):
         if loss_formula.inputs.entropy_weight is not None:
             grad_entropy = torch.empty_like(losses)
         vectors = {name: inputs.get(name) for name in PROGRAM_INPUTS}
-        arguments = (
-            *check_vectors(n, logps=logps, entropy=entropy, **vectors),
-            tuple(numbers[i] for i in numbers_taken),
-            n,
-            losses,
-            grad_logps,
-            grad_entropy,
-        )
+        arguments = {
+            **check_vectors(n, logps=logps, entropy=entropy, **vectors),
+            "numbers": tuple(numbers[i] for i in numbers_taken),
+            "n": n,
+            "losses": losses,
+            "grad_logps": grad_logps,
+            "grad_entropy": grad_entropy,
+        }
         launch.run(
             "vectors",
             evaluate_formula_kernel,
@@ -266,13 +251,15 @@ class Kernels(Backend):
             check_layout("gradient", gradient)
         num_groups, rows_per_group, num_columns = gradient.shape
         num_rows = num_groups * rows_per_group
-        arguments = (
-            *launch.strided(gradient),
-            num_columns,
-            rows_per_group,
-            num_rows,
-            factor,
-        )
+        arguments = {
+            "out": gradient,
+            "stride_a": gradient.stride(0),
+            "stride_t": gradient.stride(1),
+            "num_columns": num_columns,
+            "T": rows_per_group,
+            "n": num_rows,
+            "factor": factor,
+        }
 
         def num_programs(size: int) -> int:
             return min(num_rows * -(-num_columns // size), launch.SCALE_PROGRAMS)
@@ -289,13 +276,7 @@ class Kernels(Backend):
             pair_logits_kernel,
             {"weight": weight, "hidden": hidden},
             lambda _: num_pairs,
-            hidden,
-            hidden.stride(0),
-            weight,
-            weight.stride(0),
-            hidden.shape[1],
-            *check_vectors(num_pairs, **{"pairs.ids": pairs.ids, "pairs.rows": pairs.rows}),
-            logits,
+            {**check_vectors(num_pairs, ids=pairs.ids, rows=pairs.rows), "logits": logits},
         )
         return logits
 
@@ -308,13 +289,10 @@ class Kernels(Backend):
             grad_hidden_of_pairs_kernel,
             {"weight": weight, "out": out},
             programs_for_rows(num_rows, width),
-            *check_vectors(pairs.ids.numel(), values=values, **{"pairs.ids": pairs.ids}),
-            *check_vectors(num_rows + 1, **{"pairs.offsets": pairs.offsets}),
-            weight,
-            weight.stride(0),
-            out,
-            out.stride(0),
-            width,
+            {
+                **check_vectors(pairs.ids.numel(), values=values, ids=pairs.ids),
+                **check_vectors(num_rows + 1, offsets=pairs.offsets),
+            },
         )
 
     def add_grad_weight_of_pairs(
@@ -323,7 +301,7 @@ class Kernels(Backend):
         """Add the sum of each row of the weight, see `Backend`."""
         num_pairs = pairs.ids.numel()
         vocab_size, width = out.shape
-        vectors = check_vectors(num_pairs, values=values, **{"pairs.rows": pairs.rows})
+        vectors = check_vectors(num_pairs, values=values, rows=pairs.rows)
         used_ids = pairs.ids.masked_fill(values == 0, -1)
         ids, order = used_ids.to(torch.int32).sort(stable=True)
         first_positions = positions_of_first_pairs(ids, min(num_pairs, vocab_size))
@@ -332,37 +310,31 @@ class Kernels(Backend):
         # Memory is needed, and the second kernel launched, only if an id may be cut into pieces.
         num_partial_sums = num_pairs // PIECE + 1 if num_windows else 0
         partial_sums = torch.empty(num_partial_sums, width, dtype=torch.float32, device=out.device)
-        matrices = {"hidden": hidden, "out": out}
+        windows = {
+            "ids": ids,
+            "m": num_pairs,
+            "window_id_begins": window_id_begins,
+            "partial_sums": partial_sums,
+        }
         run_over_columns(
             grad_weight_of_pairs_kernel,
-            matrices,
+            {"hidden": hidden, "out": out},
             programs_for_rows(len(first_positions) + num_windows, width),
-            *vectors,
-            ids,
-            order,
-            num_pairs,
-            first_positions,
-            len(first_positions),
-            window_id_begins,
-            partial_sums,
-            hidden,
-            hidden.stride(0),
-            out,
-            out.stride(0),
-            width,
+            {
+                **vectors,
+                **windows,
+                "order": order,
+                "first_positions": first_positions,
+                "num_firsts": len(first_positions),
+            },
             PIECE=PIECE,
         )
-        run_over_columns(
+        launch.run(
+            "pairs",
             add_partial_sums_kernel,
-            matrices,
+            (hidden, out),
             programs_for_rows(num_windows, width),
-            ids,
-            num_pairs,
-            window_id_begins,
-            partial_sums,
-            out,
-            out.stride(0),
-            width,
+            {**windows, "out": out, "out_stride": out.stride(0), "H": width},
             PIECE=PIECE,
         )
 

@@ -17,7 +17,7 @@ import contextlib
 import functools
 import hashlib
 import linecache
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -377,7 +377,7 @@ def run(
     kernel: Any,
     tensors: tuple[Tensor, ...],
     num_programs: Callable[[int], int],
-    arguments: tuple[Any, ...],
+    arguments: Mapping[str, Any],
     **flags: Any,
 ) -> None:
     """Launch a kernel with the first tile that runs, each half the size of the one before.
@@ -385,7 +385,7 @@ def run(
     kind           of the kernel, see LAUNCH
     tensors        see `choose`; they are on the device
     num_programs   the number of programs, from the number of columns of a tile
-    arguments      runtime arguments
+    arguments      runtime arguments by name
     flags          compile-time arguments
 
     Raises KernelFailure if no tile runs. Errors of the device, such as running out of memory, pass
@@ -399,43 +399,83 @@ def run(
         halvings = _remembered.get(compile_key(kernel, choose_tile, arguments, flags), 0)
     if isinstance(halvings, str):
         raise KernelFailure(halvings)
-    options = choose_tile(halvings)
-    first_tile = options["TILE"]
-    message = ""  # not the exception, which would keep the arguments alive
-    with on_device(tensors[0]):
-        while True:
-            tile = options["TILE"]
-            try:
-                kernel[(num_programs(tile.BLOCK),)](*arguments, **flags, **options)
-                break
-            except Exception as error:
-                if not failed_before_start(error, kernel, arguments, {**flags, **options}):
-                    raise
-                message = message or one_line(error)
-                key = compile_key(kernel, choose_tile, arguments, flags)
-                options = choose_tile(halvings + 1)
-                if options["TILE"].accesses < MIN_ACCESSES:
-                    sizes = first_tile.size
-                    if tile is not first_tile:
-                        sizes = f"{first_tile.size} down to {tile.size}"
-                    reason = (
-                        f"the Triton kernel {kernel_name(kernel)} does not run with tiles of"
-                        f" {sizes} logits: {message}"
-                    )
-                    _remembered[key] = reason
-                    raise KernelFailure(reason) from error
-                halvings += 1
-    if message:
-        _remembered[key] = halvings
-        warn_once(
-            f"the Triton kernel {kernel_name(kernel)} does not run with a tile of "
-            f"{first_tile.size} logits: {message}. It runs with {tile.size}, which may be slower. "
-            "`python -m grpo_kernels doctor` says more."
-        )
+
+    def launch_with(options: dict[str, Any]) -> str | None:
+        compiled_for = {**flags, **options}
+        return try_to_launch(kernel, tensors[0], num_programs, arguments, compiled_for)
+
+    reason = launch_with(choose_tile(halvings))
+    if reason is not None:
+        key = compile_key(kernel, choose_tile, arguments, flags)
+        search_smaller_tile(kernel_name(kernel), key, choose_tile, halvings, launch_with, reason)
+
+
+def try_to_launch(
+    kernel: Any,
+    x: Tensor,
+    num_programs: Callable[[int], int],
+    arguments: Mapping[str, Any],
+    compiled_for: Mapping[str, Any],
+) -> str | None:
+    """Launch a kernel. Return why it failed before it started, or None if it started.
+
+    x              a tensor on the device that runs it
+    compiled_for   compile-time arguments and options of the compiler
+    """
+    grid = (num_programs(compiled_for["TILE"].BLOCK),)
+    with on_device(x):
+        try:
+            kernel[grid](**arguments, **compiled_for)
+        except Exception as error:
+            if not failed_before_start(error, kernel, arguments, compiled_for):
+                raise
+            return one_line(error)  # the exception itself would keep the arguments alive
+    return None
+
+
+def search_smaller_tile(
+    name: str,
+    key: Hashable,
+    choose_tile: Callable[[int], dict[str, Any]],
+    halvings: int,
+    launch_with: Callable[[dict[str, Any]], str | None],
+    reason: str,
+) -> None:
+    """Launch a kernel with the largest smaller tile that runs, remember it, and warn.
+
+    name          of the kernel
+    key           what the outcome is remembered for
+    choose_tile   options of a launch, from the number of halvings
+    halvings      of the tile that does not run
+    launch_with   launches with options. It returns why the kernel did not start, None if it did.
+    reason        why the first tile does not run
+
+    Raises KernelFailure if no tile runs.
+    """
+    first = choose_tile(halvings)["TILE"]
+    tile = first
+    while True:
+        options = choose_tile(halvings + 1)
+        if options["TILE"].accesses < MIN_ACCESSES:
+            break
+        halvings += 1
+        tile = options["TILE"]
+        if launch_with(options) is None:
+            _remembered[key] = halvings
+            warn_once(
+                f"the Triton kernel {name} does not run with a tile of {first.size} logits:"
+                f" {reason}. It runs with {tile.size}, which may be slower. `python -m"
+                " grpo_kernels doctor` says more."
+            )
+            return
+    sizes = first.size if tile is first else f"{first.size} down to {tile.size}"
+    failure = f"the Triton kernel {name} does not run with tiles of {sizes} logits: {reason}"
+    _remembered[key] = failure
+    raise KernelFailure(failure)
 
 
 def failed_before_start(
-    error: Exception, kernel: Any, arguments: Sequence[Any], compiled_for: Mapping[str, Any]
+    error: Exception, kernel: Any, arguments: Mapping[str, Any], compiled_for: Mapping[str, Any]
 ) -> bool:
     """Return whether a kernel failed in the compiler or at the launch, before it wrote anything."""
     if isinstance(error, triton.TritonError):  # OutOfResources, PTXASError, CompilationError
@@ -448,7 +488,7 @@ def failed_before_start(
     # Compiler passes fail with the same RuntimeError as launches. Compiled alone, only the former
     # fail again.
     try:
-        kernel.warmup(*arguments, grid=(1,), **compiled_for)
+        kernel.warmup(**arguments, grid=(1,), **compiled_for)
     except Exception:
         return True
     return False
@@ -457,7 +497,7 @@ def failed_before_start(
 def compile_key(
     kernel: Any,
     choose_tile: Callable[[int], Mapping[str, Any]],
-    arguments: Sequence[Any],
+    arguments: Mapping[str, Any],
     flags: Mapping[str, Any],
 ) -> Hashable:
     """Return a key for what Triton compiles: kernel, dtypes, devices and compile-time arguments."""
@@ -468,7 +508,8 @@ def compile_key(
         return tuple(map(argument_key, x)) if isinstance(x, tuple) else type(x)
 
     compile_time = frozenset({**flags, **choose_tile(0)}.items())
-    return kernel, tuple(map(argument_key, arguments)), compile_time
+    runtime = tuple((name, argument_key(x)) for name, x in arguments.items())
+    return kernel, runtime, compile_time
 
 
 def kernel_name(kernel: Any) -> str:
@@ -513,7 +554,7 @@ def check_layout(name: str, x: Tensor, like: Tensor | None = None) -> None:
         )
 
 
-def check_vectors(n: int, **vectors: Tensor | None) -> tuple[Tensor | None, ...]:
+def check_vectors(n: int, **vectors: Tensor | None) -> dict[str, Tensor | None]:
     """Return vectors [n] by name, made contiguous.
 
     Raises ValueError naming a vector of another shape.
@@ -524,7 +565,7 @@ def check_vectors(n: int, **vectors: Tensor | None) -> tuple[Tensor | None, ...]
                 f"{name} has shape {list(x.shape)}: the Triton kernels take one value for each of"
                 f" {n} rows."
             )
-    return tuple(None if x is None else x.contiguous() for x in vectors.values())
+    return {name: None if x is None else x.contiguous() for name, x in vectors.items()}
 
 
 def check_table(name: str, n: int, x: Tensor) -> tuple[Tensor, int]:
@@ -562,30 +603,38 @@ class RowCall:
             self.tensors.append(out)
 
     @property
-    def logits(self) -> tuple[Any, ...]:
-        """Pointer and strides of the logits, and of the reference's if there are any."""
-        logits = strided(self.rows.logits)
-        if self.rows.reference is None:
-            return logits
-        return logits + strided(self.rows.reference.logits)
+    def row_arguments(self) -> dict[str, Any]:
+        """Logits, strides, transform, V and T, and the same of a reference if there is one."""
+        rows = self.rows
+        arguments = {
+            "logits": rows.logits,
+            "stride_a": rows.logits.stride(0),
+            "stride_t": rows.logits.stride(1),
+            "inverse_temperature": self.inverse_temperature(rows.transform),
+            "transform": transform_argument(rows.transform),
+            "V": rows.logits.shape[2],
+            "T": rows.logits.shape[1],
+        }
+        if rows.reference is not None:
+            reference = rows.reference
+            arguments["reference"] = reference.logits
+            arguments["reference_stride_a"] = reference.logits.stride(0)
+            arguments["reference_stride_t"] = reference.logits.stride(1)
+            inverse_temperature = self.inverse_temperature(reference.transform)
+            arguments["reference_inverse_temperature"] = inverse_temperature
+            arguments["reference_transform"] = transform_argument(reference.transform)
+        return arguments
 
     @property
-    def gradient(self) -> tuple[Any, ...]:
-        """Pointer and strides of the gradient; None and 0 without one."""
-        return (None, 0, 0) if self.out is None else strided(self.out)
-
-    @property
-    def transforms(self) -> tuple[Any, ...]:
-        """Inverse temperature and `Transform` of the logits, and of the reference's."""
-        transform = self.transform_arguments(self.rows.transform)
-        if self.rows.reference is None:
-            return transform
-        return transform + self.transform_arguments(self.rows.reference.transform)
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """V and T."""
-        return self.rows.logits.shape[2], self.rows.logits.shape[1]
+    def gradient_arguments(self) -> dict[str, Any]:
+        """The gradient and its strides, None and 0 without one."""
+        if self.out is None:
+            return {"out": None, "out_stride_a": 0, "out_stride_t": 0}
+        return {
+            "out": self.out,
+            "out_stride_a": self.out.stride(0),
+            "out_stride_t": self.out.stride(1),
+        }
 
     @property
     def mixture_weights(self) -> tuple[float, float]:
@@ -594,60 +643,60 @@ class RowCall:
         mixture = float(self.rows.reference.mixture)
         return mixture, 1.0 - mixture
 
-    def transform_arguments(self, transform: RowTransform) -> tuple[Any, Transform]:
-        """Return the inverse temperature, a number or a vector, and the `Transform`."""
-        inverse: Any = transform.inverse_temperature
+    def inverse_temperature(self, transform: RowTransform) -> float | Tensor | None:
+        """Return the inverse temperature, a number or a vector [num_rows]."""
+        inverse = transform.inverse_temperature
         if isinstance(inverse, Tensor):
-            (inverse,) = self.vectors(inverse_temperature=inverse)
-        else:
-            inverse = float(inverse)
-        is_mirrored = transform.scale < 0 and not transform.softcap
-        return inverse, Transform(
-            scale=float(transform.scale),
-            softcap=float(transform.softcap) if transform.softcap else None,
-            mirrored=True if is_mirrored else None,
-        )
+            return self.vectors(inverse_temperature=inverse)["inverse_temperature"]
+        return float(inverse)
 
-    def vectors(self, **vectors: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return vectors [num_rows] by name."""
+    def vectors(self, **vectors: Tensor | None) -> dict[str, Tensor | None]:
+        """Return vectors [num_rows] by name, contiguous."""
         return check_vectors(self.num_rows, **vectors)
 
-    def table(self, name: str, x: Tensor) -> tuple[Tensor, int]:
+    def table(self, name: str, x: Tensor) -> dict[str, Any]:
         """Return a table [num_names, num_rows] and the stride of its rows."""
-        return check_table(name, self.num_rows, x)
+        values, stride = check_table(name, self.num_rows, x)
+        return {name: values, f"{name}_stride": stride}
 
-    def sums(self, sums: SoftmaxSums) -> tuple[Any, ...]:
-        """Return the table of the sums and its stride.
+    def sums(self, sums: SoftmaxSums) -> dict[str, Any]:
+        """Return the table of the sums, with a reference also its rows from reference_max_logit on.
 
-        With a reference, its rows from reference_max_logit on come between the two.
+        Both have the same stride.
         """
-        values, stride = self.table("sums", sums.values)
-        if self.rows.reference is None:
-            return values, stride
-        first_of_reference = sums.names.index("reference_max_logit")
-        return values, values[first_of_reference:], stride
+        arguments = self.table("sums", sums.values)
+        if self.rows.reference is not None:
+            first_of_reference = sums.names.index("reference_max_logit")
+            arguments["reference_sums"] = arguments["sums"][first_of_reference:]
+        return arguments
 
-    def launch(self, kind: str, kernel: Any, *arguments: Any, **flags: Any) -> None:
-        """Launch a kernel."""
+    def launch(self, kind: str, kernel: Any, arguments: dict[str, Any], **flags: Any) -> None:
+        """Launch a kernel, see `run`."""
         run(kind, kernel, tuple(self.tensors), lambda _: self.num_rows, arguments, **flags)
 
 
-def strided(x: Tensor) -> tuple[Tensor, int, int]:
-    """Return rows [A, T, V] and the strides of A and T."""
-    return x, x.stride(0), x.stride(1)
+def transform_argument(transform: RowTransform) -> Transform:
+    """Return the transform of rows as a kernel takes it."""
+    is_mirrored = transform.scale < 0 and not transform.softcap
+    return Transform(
+        scale=float(transform.scale),
+        softcap=float(transform.softcap) if transform.softcap else None,
+        mirrored=True if is_mirrored else None,
+    )
 
 
 def run_over_columns(
     kernel: Any,
     matrices: dict[str, Tensor],
     num_programs: Callable[[int], int],
-    *arguments: Any,
+    arguments: dict[str, Any],
     **flags: Any,
 ) -> None:
     """Launch a kernel over pairs. Columns of matrices are split into blocks.
 
     matrices       [., H] by name; the first sets the width of an access
     num_programs   the number of programs, from the number of columns of a block
+    arguments      the other runtime arguments by name. The matrices, their strides and H are added.
     """
     tensors = tuple(matrices.values())
     width = tensors[0].shape[1]
@@ -658,7 +707,11 @@ def run_over_columns(
                 f"{name} has shape {list(x.shape)} and strides {list(x.stride())}: the Triton "
                 f"kernels take rows of {width} in one piece."
             )
-    run("pairs", kernel, tensors, num_programs, arguments, **flags)
+    of_matrices: dict[str, Any] = {"H": width}
+    for name, x in matrices.items():
+        of_matrices[name] = x
+        of_matrices[f"{name}_stride"] = x.stride(0)
+    run("pairs", kernel, tensors, num_programs, {**of_matrices, **arguments}, **flags)
 
 
 # ---- formulas
