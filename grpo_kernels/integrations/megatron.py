@@ -35,8 +35,10 @@ The muP scale of the model (`scale_logits`) and the temperature are applied in t
 `config.gradient_accumulation_fusion` the gradient of the weight is added to `weight.main_grad`,
 and the flags that Megatron's DistributedDataParallel reads are set.
 
-Tested with a stand-in that has the signatures of 0.18 on 1, 2 and 4 gloo ranks. It does not import
-megatron-core, except to find the tensor-parallel group of an output layer that has none.
+megatron-core is not imported, except to find the tensor-parallel group of an output layer that has
+none. Tested with stand-ins that have the arguments of the hook, on 1, 2 and 4 gloo ranks. GPTModel
+and HybridModel of Megatron-LM d98e8a6 (0.20) were run on 1 and 2 CPU ranks; nothing was run on a
+GPU.
 """
 
 from __future__ import annotations
