@@ -471,6 +471,7 @@ class SoftPass:
             grad_hidden_bytes=torch.float32.itemsize,
             grad_weight_bytes=0,
             rounds_weight=False,
+            sums_bias=False,
         )
         num_rows = len(self.row_ids)
         max_rows = memory.plan(device_type, max(num_rows, 1)).chunk
@@ -547,7 +548,7 @@ class SoftPass:
     def unit_gradient(self, matmuls: HeadMatmuls, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
         """Return (p - q) @ weight of each row, fp32 [num_chunk_rows, H]. The logits are lost."""
         kernels = self.teacher.kernels
-        buffer = matmuls.make_grad_buffer(rows.num_rows, not kernels.rounds_in_place)
+        buffer = matmuls.make_grad_buffer(rows.num_rows, sums_bias=False)
         grad_logits = buffer.memory_for(rows.logits[0])
         unit = torch.ones(rows.num_rows, device=grad_logits.device)
         coefficients = GradientCoefficients.from_gradients(sums, {"divergence": unit}, rows.mask)

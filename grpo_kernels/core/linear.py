@@ -453,9 +453,7 @@ def gradient_of_block(
 ) -> Tensor:
     """Return d loss / d logits of the chunks of a block, [num_block_rows, V], without row_scale."""
     num_rows = chunks[-1].stop - chunks[0].start
-    # The sum for the bias needs fp32. So does a kernel that cannot narrow rows in place.
-    needs_fp32 = accumulator.wanted.bias or not kernels.rounds_in_place
-    buffer = logits.matmuls.make_grad_buffer(num_rows, needs_fp32)
+    buffer = logits.matmuls.make_grad_buffer(num_rows, accumulator.wanted.bias)
     for chunk in chunks:
         write_gradient_of_chunk(chunk, formula, logits, accumulator, buffer)
     return buffer.all_rows()
@@ -660,6 +658,7 @@ def linear_memory(
         grad_hidden_bytes=grad_hidden_dtype.itemsize if wanted.hidden else 0,
         grad_weight_bytes=policy.weight.element_size() if returns_weight else 0,
         rounds_weight=rounds_weight,
+        sums_bias=wanted.bias,
     )
 
 

@@ -3,10 +3,9 @@
 A *chunk* is the rows whose fp32 logits exist at one time. A *block* is the rows whose gradients of
 logits exist at one time; its gradients of hidden states and weight are one matmul each.
 
-On a CPU a block is one chunk, and its gradients overwrite its logits. On a GPU the 16-bit
-gradients have their own buffer, so a block may have many chunks: a few large matmuls are faster
-than many small ones, and the fp32 sum of the gradient of the weight is read and written once per
-block.
+fp32 gradients overwrite the logits of their chunk, which is then a block. 16-bit gradients have
+their own buffer, so a block may have many chunks: a few large matmuls are faster than many small
+ones, and the fp32 sum of the gradient of the weight is read and written once per block.
 """
 
 from __future__ import annotations
@@ -21,14 +20,17 @@ from .matmuls import WEIGHT_SLICE_BYTES, grad_hidden_partial_sums, has_grad_buff
 
 #: Bytes of the fp32 logits of a chunk, by device type; other devices take the values of "cuda".
 #: With a reference, whose logits are computed with those of a chunk, twice as many.
-CHUNK_BYTES = {"cpu": 160 << 20, "cuda": 300 << 20}
+CHUNK_BYTES = {"cpu": 96 << 20, "cuda": 300 << 20}
+
+#: The same for a chunk whose gradients overwrite its logits, so that it is a block of its own.
+IN_PLACE_CHUNK_BYTES = {"cpu": 160 << 20, "cuda": 1200 << 20}
 
 #: Rows of a chunk at least. With fewer, reading the weight limits the matmul.
 MIN_CHUNK_ROWS = {"cpu": 64, "cuda": 512}
 
 #: Bytes of the gradients of logits of a block, if the fp32 gradient of the weight exists at the
 #: same time. A larger block means fewer additions to that gradient.
-BLOCK_BYTES = {"cpu": 0, "cuda": 900 << 20}
+BLOCK_BYTES = {"cpu": 80 << 20, "cuda": 900 << 20}
 
 #: A chunk has a multiple of this many rows, so that matmuls have full tiles.
 ROWS_PER_TILE = 64
@@ -88,6 +90,7 @@ class LinearMemory:
         grad_hidden_bytes: int,
         grad_weight_bytes: int,
         rounds_weight: bool,
+        sums_bias: bool,
     ) -> LinearMemory:
         """Return the memory of a pass with this weight [V, H] of this rank."""
         partial_sums = 0
@@ -96,7 +99,7 @@ class LinearMemory:
         return cls(
             vocab_size=vocab_size,
             width=weight.shape[1],
-            has_grad_buffer=has_grad_buffer(matmul_dtype, weight.device),
+            has_grad_buffer=has_grad_buffer(matmul_dtype, weight.device, sums_bias),
             grad_hidden_bytes=grad_hidden_bytes,
             grad_weight_bytes=grad_weight_bytes,
             rounds_weight=rounds_weight,
@@ -140,11 +143,10 @@ class LinearMemory:
         return grad_hidden + self._bytes_without_grad_hidden(plan, num_rows, gathers_rows)
 
     def _chunk_rows(self, device_type: str) -> int:
-        chunk_bytes = of_device(CHUNK_BYTES, device_type)
+        chunk_bytes = of_device(IN_PLACE_CHUNK_BYTES, device_type)
         if self.has_grad_buffer:
+            chunk_bytes = of_device(CHUNK_BYTES, device_type)
             chunk_bytes *= min(self.ranks, MAX_FACTOR_OF_RANKS)
-        else:
-            chunk_bytes += of_device(BLOCK_BYTES, device_type)
         if self.reference_columns:
             # Smaller chunks would spend more time on adding up the gradient of the weight.
             chunk_bytes *= 2

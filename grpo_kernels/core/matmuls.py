@@ -30,6 +30,8 @@ ROW_ALIGNMENT = 128
 #: A matmul that cannot take the whole weight takes this many bytes of it at a time, in fp32.
 WEIGHT_SLICE_BYTES = 64 << 20
 
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+
 #: The largest element of each row of an fp16 gradient is scaled below 2^FP16_EXPONENT.
 FP16_EXPONENT = 15
 
@@ -50,7 +52,7 @@ def make_matmuls(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Hea
     """
     if len(weight) == 0:  # a rank without a part of the vocabulary
         return HeadMatmuls(weight, bias)
-    if has_grad_buffer(dtype, weight.device):
+    if dtype in HALF_DTYPES and has_fp32_accumulators(weight.device):
         if dtype == torch.bfloat16:
             return TensorCoreMatmuls(weight.to(dtype), bias, weight.dtype)
         return HalfMatmuls(weight.to(dtype), bias)
@@ -61,9 +63,18 @@ def make_matmuls(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Hea
     return HeadMatmuls(weight, bias)
 
 
-def has_grad_buffer(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether gradients of logits are 16-bit rows in a buffer that holds several chunks."""
-    return dtype in (torch.bfloat16, torch.float16) and has_fp32_accumulators(device)
+def has_grad_buffer(dtype: torch.dtype, device: torch.device, sums_bias: bool) -> bool:
+    """Return whether gradients of logits are 16-bit rows in a buffer that holds several chunks.
+
+    sums_bias   whether the gradient of a bias is summed over the rows. On a CPU this takes the
+                gradients of logits in fp32.
+    """
+    if dtype not in HALF_DTYPES:
+        return False
+    if has_fp32_accumulators(device):
+        return True
+    has_cpu_matmuls = device.type == "cpu" and cpu_matmuls.available() is None
+    return has_cpu_matmuls and dtype == torch.bfloat16 and not sums_bias
 
 
 def cpu_operand_dtype(weight: Tensor, dtype: torch.dtype) -> torch.dtype | None:
@@ -145,10 +156,10 @@ class HeadMatmuls:
                 out[:, ids] = matmul_transposed(hidden, self.weight[ids].float())
         return out if self.bias is None else out.add_(self.bias)
 
-    def make_grad_buffer(self, num_rows: int, needs_fp32: bool) -> GradBuffer:
+    def make_grad_buffer(self, num_rows: int, sums_bias: bool) -> GradBuffer:
         """Return where a block of at most `num_rows` rows keeps its gradient of the logits.
 
-        needs_fp32   whether a gradient that overwrites logits must stay fp32
+        sums_bias   see `has_grad_buffer`
         """
         return GradBuffer()
 
@@ -187,8 +198,7 @@ class CpuMatmuls(HeadMatmuls):
     """Our C++ kernels for CPUs with AVX512_BF16 or AMX.
 
     torch.mm rounds results of bf16 operands to bf16, and is slow at the transposed product for the
-    gradient of the weight. With bf16 operands the gradient of logits is bf16 as well, each row in
-    the memory of its fp32 logits: row kernels write where they have already read.
+    gradient of the weight. With bf16 operands the gradient of logits is bf16 as well.
 
     dtype   bf16 or fp32, the dtype of the operands
     """
@@ -210,14 +220,18 @@ class CpuMatmuls(HeadMatmuls):
         cpu_matmuls.logits(hidden, self.weight, self.bias, out)
         return out
 
-    def make_grad_buffer(self, num_rows: int, needs_fp32: bool) -> GradBuffer:
-        """Return a buffer that overwrites the logits, as bf16 unless fp32 is needed."""
-        if needs_fp32 or self.dtype == torch.float32:
+    def make_grad_buffer(self, num_rows: int, sums_bias: bool) -> GradBuffer:
+        """Return a bf16 buffer [num_rows, V], or one that overwrites fp32 logits."""
+        if not has_grad_buffer(self.dtype, self.weight.device, sums_bias):
             return GradBuffer()
-        return NarrowedGradBuffer()
+        rows = memory.empty((num_rows, len(self.weight)), self.dtype, self.weight.device)
+        return SeparateGradBuffer(rows)
 
     def grad_hidden(self, grad_logits: Tensor) -> Tensor:
         """Return grad_logits @ weight, fp32 [rows, H]."""
+        if grad_logits.dtype == torch.bfloat16:
+            # The gradients of the block have their own memory, so the logits can be freed.
+            self.logits_memory = self.logits_memory[:0].clone()
         out = torch.empty(len(grad_logits), self.weight.shape[1], dtype=torch.float32)
         cpu_matmuls.grad_hidden(grad_logits, self.weight, out)
         return out
@@ -258,7 +272,7 @@ class TensorCoreMatmuls(HeadMatmuls):
         torch.mm(hidden, self.weight.t(), out_dtype=torch.float32, out=out)
         return out if self.bias is None else out.add_(self.bias)
 
-    def make_grad_buffer(self, num_rows: int, needs_fp32: bool) -> GradBuffer:
+    def make_grad_buffer(self, num_rows: int, sums_bias: bool) -> GradBuffer:
         """Return a 16-bit buffer [num_rows, V]."""
         rows = empty_aligned_rows(num_rows, len(self.weight), self.dtype, self.weight.device)
         return SeparateGradBuffer(rows)
@@ -296,7 +310,7 @@ class HalfMatmuls(TensorCoreMatmuls):
 
     dtype = torch.float16
 
-    def make_grad_buffer(self, num_rows: int, needs_fp32: bool) -> GradBuffer:
+    def make_grad_buffer(self, num_rows: int, sums_bias: bool) -> GradBuffer:
         """Return an fp16 buffer [num_rows, V] whose rows are scaled by powers of two."""
         rows = empty_aligned_rows(num_rows, len(self.weight), self.dtype, self.weight.device)
         buffer = ScaledGradBuffer(rows)
@@ -349,14 +363,6 @@ class GradBuffer:
         """Return the gradient of all chunks of the block, [num_rows, V]."""
         assert self.rows is not None
         return self.rows
-
-
-class NarrowedGradBuffer(GradBuffer):
-    """The gradient of a block that is one chunk, in bf16 at the start of each row of the logits."""
-
-    def memory_for(self, logits: Tensor) -> Tensor:
-        """Return the first half of each row of the logits as bf16."""
-        return logits.view(torch.bfloat16)[:, : logits.shape[1]]
 
 
 class SeparateGradBuffer(GradBuffer):

@@ -150,7 +150,7 @@ def test_a_temperature_on_a_view_makes_no_copy(entropy, backend, monkeypatch):
 # ---- the peak, in a process of its own: no [N, V] at any N, and no [V, H] unless its gradient is wanted
 
 MIB = 1 << 20
-VOCAB, WIDTH, CHUNK, SMALL, LARGE = 32001, 128, 64, 128, 512
+VOCAB, WIDTH, CHUNK, SMALL, LARGE = 32001, 128, 64, 512, 1024
 CHUNK_BYTES, HEAD_BYTES = 4 * VOCAB * CHUNK, 4 * VOCAB * WIDTH
 MEASURE = f"""
 import ctypes, json, torch
@@ -159,7 +159,8 @@ ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: no page is larger
 from grpo_kernels import Objective, Options, TokenBatch, linear_grpo_loss, linear_logprobs
 from support.inside import blocks
 torch.manual_seed(0)
-blocks.CHUNK_BYTES["cpu"] = blocks.WEIGHT_BLOCK_BYTES = {CHUNK_BYTES}
+for table in (blocks.CHUNK_BYTES, blocks.IN_PLACE_CHUNK_BYTES, blocks.BLOCK_BYTES):
+    table["cpu"] = {CHUNK_BYTES}
 
 def measure(layer, dtype, n, frozen=False, grad=True, backend="auto"):
     options = Options(backend)

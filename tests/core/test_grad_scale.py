@@ -191,13 +191,13 @@ def test_the_forward_writes_no_gradient_that_the_backward_computes(monkeypatch):
     """From logits with grad_in_backward the forward only reads."""
     written = []
     kernels = type(backends.pick("auto", torch.device("cpu")))
-    kernel_gradient = kernels.kernel_gradient
+    kernel_gradient = kernels.run_gradient_kernel
 
     def record(self, *arguments):
         written.append(arguments[-1].shape)
         return kernel_gradient(self, *arguments)
 
-    monkeypatch.setattr(kernels, "kernel_gradient", record)
+    monkeypatch.setattr(kernels, "run_gradient_kernel", record)
     monkeypatch.setattr(kernels, "fused_loss", None)
     out = Example("dapo", "logits").loss(options=Options(grad_in_backward=True))
     assert not written

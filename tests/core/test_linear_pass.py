@@ -24,9 +24,8 @@ from grpo_kernels import (
     linear_logprobs,
     token_divergence,
 )
-from grpo_kernels.core import backends
 from grpo_kernels.core.autograd import check_weight_is_present
-from grpo_kernels.core.backends import cpu_matmuls, eager
+from grpo_kernels.core.backends import cpu_matmuls
 from grpo_kernels.core.sources import RowSource
 from grpo_kernels.formulas.filters import Filter
 from grpo_kernels.formulas.surrogates import Cispo
@@ -432,32 +431,6 @@ def test_memory_of_16_bits_is_rounded_once(is_loss, backend):
     total = torch.randn(V, H).bfloat16()
     expected = (total.float() + gradient).bfloat16()
     assert torch.equal(add_gradient(total), expected)
-
-
-# ---- gradients of logits in the memory of the logits
-
-
-class WritesAnywhere(eager.Kernels):
-    """Kernels that may write an element before they have read the one in front of it."""
-
-    rounds_in_place = False
-    dtypes: list[torch.dtype]
-
-    def fused_loss(self, rows, loss_formula, out):
-        if out is not None:
-            self.dtypes.append(out.dtype)
-        return super().fused_loss(rows, loss_formula, out)
-
-
-@needs_bf16_matmuls
-def test_a_gradient_is_narrowed_in_place_only_behind_what_is_read(monkeypatch):
-    kernels = WritesAnywhere()
-    kernels.dtypes = []
-    monkeypatch.setattr(backends, "pick", lambda *_: kernels)
-    hidden, weight = (x.detach().bfloat16().requires_grad_() for x in make_head())
-    batch = TokenBatch(make_targets(), ADVANTAGES)
-    linear_grpo_loss(hidden, weight, batch, Objective.preset("reinforce")).loss.backward()
-    assert hidden.grad is not None and hidden.grad.any() and kernels.dtypes == [torch.float32]
 
 
 def test_the_gradient_of_a_bias_is_a_sum_of_fp32(backend):

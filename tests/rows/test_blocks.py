@@ -114,8 +114,6 @@ class Poisoned(eager.Kernels):
     used for them or for rows of gradients that products have taken.
     """
 
-    rounds_in_place = False
-
     def pull(self, rows, partials, slopes, out):
         super().pull(rows, partials, slopes, out)
         self._after(rows.logits, out)

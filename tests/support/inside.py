@@ -313,8 +313,6 @@ def of_a_gpu(adds: bool = True) -> Iterator[list[Product]]:
 class NoRows(eager.Kernels):
     """Row kernels that do nothing and take no memory, for tensors without values."""
 
-    rounds_in_place = False
-
     def run_sums_kernel(self, rows: LogitRows, names: tuple[str, ...]) -> SoftmaxSums:
         return SoftmaxSums.masked(names, rows.num_rows, rows.logits.device)
 

@@ -81,15 +81,11 @@ class Backend(ABC):
     `scale_` and those over pairs. A subclass implements the kernels that `softmax_sums` and
     `softmax_gradient` call (`run_sums_kernel`, `run_mixture_kernel`, `run_gradient_kernel`).
 
-    rounds_in_place     whether a 16-bit gradient may be written into the memory of its fp32 logits,
-                        from the address of each row on. It may if a kernel reads a row from the
-                        first to the last element, and writes only what it has read.
     computes_all_sums   whether the kernels compute all SUMS and take all COEFFICIENTS. Otherwise
                         they know SUMS_OF_KERNELS and COEFFICIENTS_OF_KERNELS, and eager PyTorch
                         does the rest.
     """
 
-    rounds_in_place: bool
     computes_all_sums = False
 
     # ---- rows of logits
@@ -273,7 +269,6 @@ class BackendWrapper(Backend):
 
     def __init__(self, kernels: Backend) -> None:
         self.kernels = kernels
-        self.rounds_in_place = kernels.rounds_in_place
 
     def run_mixture_kernel(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
         """Return MIXTURE_SUMS, see `Backend`."""

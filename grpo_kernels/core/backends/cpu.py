@@ -91,8 +91,6 @@ class Kernels(Backend):
              first use
     """
 
-    rounds_in_place = True
-
     def __init__(self, strict: bool = False) -> None:
         self.strict = strict
 

@@ -66,7 +66,6 @@ class Kernels(Backend):
     """
 
     computes_all_sums = True
-    rounds_in_place = True  # a block is read completely before any of it is written
 
     def __init__(self, strict: bool = False, workspace: Workspace | None = None) -> None:
         self.workspace = workspace

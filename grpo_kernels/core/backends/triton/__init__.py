@@ -82,8 +82,6 @@ class Kernels(Backend):
     strict   compare a program with torch before its first use
     """
 
-    rounds_in_place = False  # many threads write at once, starting at the end of the row
-
     def __init__(self, strict: bool = False) -> None:
         self.strict = strict
 
