@@ -748,8 +748,8 @@ def shift_targets(
     cu_seqlens: Tensor | None = None,
     segment_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(targets, mask), both of the shape of ids: row i of a model's output predicts targets[i] =
-    ids[i + 1], where mask is set.
+    """Return (targets, mask), both of the shape of ids: row i of a model's output predicts
+    targets[i] = ids[i + 1], where mask is set.
 
         targets, mask = shift_targets(ids, mask=completion_mask, cu_seqlens=cu_seqlens)
         logps, _ = linear_logprobs(hidden, lm_head.weight, targets, mask=mask)
@@ -799,8 +799,8 @@ def shift_sets(
     cu_seqlens: Tensor | None = None,
     segment_ids: Tensor | None = None,
 ) -> TokenSets:
-    """Sets that were recorded for each token of ids, as sets of the rows that predict them: row i
-    takes the set of token i + 1.
+    """Move sets that were recorded for each token of ids to the rows that predict them: row i takes
+    the set of token i + 1.
 
         targets, mask = shift_targets(ids, mask=completion_mask, cu_seqlens=cu_seqlens)
         kept = shift_sets(TokenSets.from_counts(kept_ids, counts), ids, cu_seqlens=cu_seqlens)

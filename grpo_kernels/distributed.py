@@ -27,9 +27,9 @@ def global_normalizer(
     *,
     reduce: bool | None = None,
 ) -> Tensor | Denominators:
-    """The denominator D of a whole optimizer step, fp32 0-d: over all micro-batches and, with
-    torch.distributed initialised, over the ranks of `process_group` (None: the default group). 1
-    where nothing is trained.
+    """Return the denominator D of a whole optimizer step, fp32 0-d: over all micro-batches and,
+    with torch.distributed initialised, over the ranks of `process_group` (None: the default group).
+    1 where nothing is trained.
 
         normalizer = global_normalizer(objective, micro_batches)
         for batch in micro_batches:

@@ -47,8 +47,8 @@ def loss_from_model(
     model_kwargs: dict[str, Any] | None = None,
     **inputs: Any,
 ) -> LossOutput:
-    """The loss of a causal language model of transformers: `linear_grpo_loss` on its hidden states
-    and its head.
+    """Compute `linear_grpo_loss` of a causal language model of transformers, from its hidden states
+    and head.
 
         targets, mask = shift_targets(ids, mask=completion_mask)  # of grpo_kernels.batch
         batch = TokenBatch(targets, advantages, mask=mask, old_logps=old_logps)
@@ -348,8 +348,7 @@ class HeadLogprobs(NamedTuple):
 
 
 class HeadLoss(NamedTuple):
-    """The tensors of a `LossOutput` as a tuple, since wrappers such as DDP and FSDP look for
-    tensors in tuples.
+    """The tensors of a `LossOutput` as a tuple, in which wrappers such as DDP and FSDP find them.
 
     loss, logps, entropy   as in `LossOutput`.
     metrics                with metrics=True, else None.

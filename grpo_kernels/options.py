@@ -39,7 +39,7 @@ class Head(Checked):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Options(Checked):
-    """How a call computes: `options=` of the loss, log-prob and divergence functions.
+    """Options of a call: `options=` of the loss, log-prob and divergence functions.
 
         options = Options(backend="eager", strict=True)
         out = linear_grpo_loss(hidden, weight, batch, objective, options=options)

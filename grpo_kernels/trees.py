@@ -24,7 +24,7 @@ from .token_sets import TokenSets
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PrefixTree:
-    """Rollouts as the rows of a tree. A prefix that several have in common is there once.
+    """Rollouts as the rows of a tree, in which a shared prefix occurs once.
 
         tree = PrefixTree.of(rollouts, prompt_lengths)
         batch = TokenBatch(

@@ -22,8 +22,8 @@ RARE = 40.0
 
 @dataclass(frozen=True)
 class ScoreCentering(Checked):
-    """Take the drift of a sampler that is not the policy out of the gradient (arXiv 2609.20807), as
-    `Objective(listed=)`.
+    """Remove the drift that a sampler other than the policy causes in the gradient (arXiv
+    2609.20807), as `Objective(listed=)`.
 
         surrogate = Cispo(2.0)
         sets = TokenSets.from_padded(sampler_ids, values=sampler_logps)  # its 128 likeliest ids

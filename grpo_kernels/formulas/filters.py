@@ -174,7 +174,7 @@ class EntropyFloor(Filter):
 class EntropyQuantile(Filter):
     """Keep the `share` of trained tokens with the highest entropy, in the policy term and the
     entropy bonus (0.2 in arXiv 2506.01939; TRL's `top_entropy_quantile`). `process_group`: the
-    quantile is that of all its ranks' tokens.
+    quantile is over the tokens of all its ranks.
     """
 
     share: float

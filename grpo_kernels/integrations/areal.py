@@ -59,9 +59,9 @@ def gather_logprobs(
     tp_group: Any = None,
     chunk_size: int = 1024,
 ) -> Tensor:
-    """Log-probs of labels, fp32 in their shape; logits [..., V], divided by temperature. With a
-    tp_group of several ranks logits are [..., V / ranks], this rank's part. chunk_size has no
-    effect.
+    """Return log-probs of labels, fp32 in their shape; logits [..., V], divided by temperature.
+    With a tp_group of several ranks logits are [..., V / ranks], this rank's part. chunk_size has
+    no effect.
     """
     return log_probs_of(logits, labels, temperature=temperature, group=tp_group).logps
 
@@ -75,7 +75,7 @@ def gather_logprobs_entropy(
     chunk_size: int = 1024,
     reuse_logits: bool = False,
 ) -> tuple[Tensor, ...]:
-    """(log-probs of labels, entropy in nats) with the arguments of `gather_logprobs`; both
+    """Return (log-probs of labels, entropy in nats) with the arguments of `gather_logprobs`; both
     differentiable.
 
     reuse_logits   True: the backward writes the gradient into the memory of the logits, unless they
@@ -93,8 +93,8 @@ def gather_logprobs_entropy(
 def mapped_logprobs_entropy(
     logits: Tensor, rows: Tensor, labels: Tensor, temperature: float = 1.0, tp_group: Any = None
 ) -> tuple[Tensor, ...]:
-    """The same of labels [M], each predicted by the row of logits [N, V] that `rows`, int64 [M],
-    names: several by one row.
+    """Return the same of labels [M], each predicted by the row of logits [N, V] that `rows`, int64
+    [M], names: several by one row.
     """
     return tuple(
         log_probs_of(

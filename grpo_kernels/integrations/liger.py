@@ -103,8 +103,8 @@ NO_OBJECTIVE = {
 
 
 def liger_objective(loss_type: str = "dapo", **options: Any) -> Objective:
-    """Liger's options as an Objective, for the functions of grpo_kernels itself. Raises ValueError
-    naming what is wrong.
+    """Convert Liger's options to an Objective, for the functions of grpo_kernels itself. Raises
+    ValueError naming what is wrong.
 
     loss_type    "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo" or "vespo": surrogate
                  and denominator.
@@ -453,8 +453,8 @@ def triton_grpo_loss(
     vespo_k_neg: float = 3.0,
     vespo_lambda_neg: float = 2.0,
 ) -> tuple[Any, ...]:
-    """`grpo_loss` as Liger's function of this name, from logits [B, L + 1, V] whose last position
-    is not looked at.
+    """Compute `grpo_loss` with the arguments of Liger's function of this name, from logits [B, L +
+    1, V] whose last position is ignored.
 
     completion_ids, completion_mask, old_logp, ref_logp   [B, L]
     advantages   [B]
@@ -531,9 +531,9 @@ def triton_grpo_loss(
 def fused_selective_log_softmax(
     logits: Tensor, input_ids: Tensor, temperature: float = 0.9, mask: Tensor | None = None
 ) -> Tensor:
-    """Log-probs [B, L] fp32 of the last L of `input_ids`, from logits [B, L + 1, V] whose last
-    position is not looked at; 0 where `mask`, of which the last L count too, is 0. `temperature`
-    divides the logits. No gradient.
+    """Return log-probs [B, L] fp32 of the last L of `input_ids`, from logits [B, L + 1, V] whose
+    last position is not looked at; 0 where `mask`, of which the last L count too, is 0.
+    `temperature` divides the logits. No gradient.
     """
     L = logits.shape[1] - 1
     ids = input_ids[:, input_ids.shape[1] - L :]

@@ -211,8 +211,8 @@ def _sets(name: str, record: Any, tokens: int) -> TokenSets:
 def kept_sets(
     masks: Sequence[Any], total_lengths: Sequence[int], response_lengths: Sequence[int]
 ) -> TokenSets:
-    """The sets of the rows of a packed batch, [sum of total_lengths], on the CPU: row i has the set
-    of token i + 1.
+    """Return the sets of the rows of a packed batch, [sum of total_lengths], on the CPU: row i has
+    the set of token i + 1.
 
     masks   a `RolloutSamplingMask` for each sample; a response, of response_lengths, is the end of
             its text, of total_lengths. Rows that predict no response token, and in a
@@ -276,8 +276,8 @@ def calculate_log_probs_and_entropy(
     missing: str = "raise",
     entropy_over: str = "vocabulary",
 ) -> tuple[Tensor, Tensor | None]:
-    """(log-probs [R, 1], entropy [R] or None), fp32; logits [R, V / ranks], tokens [R]; both [0] of
-    no tokens.
+    """Return (log-probs [R, 1], entropy [R] or None), fp32; logits [R, V / ranks], tokens [R]; both
+    [0] of no tokens.
 
     tp_group        the ranks that the vocabulary is cut over; None: all.
     with_entropy, entropy_requires_grad   whether to compute the entropy, and whether it has a
@@ -314,9 +314,9 @@ def selected_log_probs_and_entropy(
     sampling_support: bool = False,
     missing: str = "raise",
 ) -> tuple[Tensor, Tensor]:
-    """(log-probs of token_ids [R, 1 + K], entropy [R], 0 unless with_entropy), fp32, both with
-    gradient; logits [R, V / ranks]. An id of -1 is padding, with log-prob 0, and an id may stand in
-    a row twice.
+    """Return (log-probs of token_ids [R, 1 + K], entropy [R], 0 unless with_entropy), fp32, both
+    with gradient; logits [R, V / ranks]. An id of -1 is padding, with log-prob 0, and an id may
+    stand in a row twice.
 
     group            the ranks that the vocabulary is cut over; None: one rank.
     vocab_size       ids from this on are padding of the head, and in no softmax.

@@ -286,10 +286,10 @@ def bind(*, entropy_temperature: float = 1.0, **how: bool) -> Slots:
 
 @says(targets="labels")
 def log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
-    """Log-probs of labels at temperature, fp32 in their shape. Logits [..., V] are kept."""
+    """Return log-probs of labels at temperature, fp32 in their shape. Logits [..., V] are kept."""
     return log_probs_of(logits, labels, temperature=temperature).logps
 
 
 def compute_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """Entropy in nats, fp32, of logits [..., V]."""
+    """Return the entropy in nats, fp32, of logits [..., V]."""
     return entropy_from_logits(logits, temperature=temperature)

@@ -90,8 +90,8 @@ def chunked_logprobs(
     entropy_over: str = "vocabulary",
     missing: str = "full",
 ) -> tuple[Tensor | None, ...]:
-    """(log-probs, entropy) fp32 [N] of labels [N]; hidden [N, H], weight [V, H], inv_temperature
-    [N]. chunk_size is ours.
+    """Return (log-probs, entropy) fp32 [N] of labels [N]; hidden [N, H], weight [V, H],
+    inv_temperature [N]. chunk_size is ours.
 
     sampling_mask   int32 [N, K]: the set of each row, padded with -1. None: no replay.
     return_mask_logprobs  True: a third result is the log-probs of all ids of the sets, fp32 [N, K],
@@ -115,7 +115,7 @@ def chunked_logprobs(
 
 
 def kept_sets(record: Any, ids: Tensor, *, cu_seqlens: Tensor | None = None) -> TokenSets:
-    """The sets of a record of prime-rl's orchestrator, for the rows that predict `ids`.
+    """Return the sets of a record of prime-rl's orchestrator, for the rows that predict `ids`.
 
     record       a `SamplingMask` with bytes of int32: `ids`, and `counts`, one for each token (0
                  for tokens of the prompt and of tools). Its `logprobs`, bytes of float32, become

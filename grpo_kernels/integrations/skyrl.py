@@ -116,7 +116,7 @@ def _compare_with_witness(trial: Trial, config: Any, *tensors: Tensor | None) ->
 def policy_loss(
     objective: str | Objective, trial: Trial | None = None
 ) -> Callable[..., LossAndMetrics]:
-    """A policy loss with SkyRL's signature, (log_probs, old_log_probs, advantages, config,
+    """Make a policy loss with SkyRL's signature, (log_probs, old_log_probs, advantages, config,
     loss_mask, rollout_logprobs) -> (loss, metrics), tensors [B, T]: the sum over tokens, of
     advantages that SkyRL has divided already.
 
@@ -263,8 +263,8 @@ def chunked_entropy_from_logits(
     attention_mask: Tensor | None = None,
     chunk_size: int = 1024,
 ) -> Tensor:
-    """Entropy in nats, fp32 [B, S], of logits [B, S, V]; 0 where attention_mask is 0. It has no
-    gradient unless requires_grad is True. chunk_size is not needed.
+    """Return the entropy in nats, fp32 [B, S], of logits [B, S, V]; 0 where attention_mask is 0. It
+    has no gradient unless requires_grad is True. chunk_size is not needed.
     """
     return entropy_from_logits(
         logits, mask=None if attention_mask is None else attention_mask != 0, gradient=requires_grad
@@ -283,8 +283,8 @@ def fused_lm_head_logprobs(
     tp_group: Any,
     inference_only: bool,
 ) -> Tensor:
-    """Log-probs fp32 [B, S] of target [B, S]; hidden [B, S, H], weight [V, H], already divided by
-    the temperature. No gradient if inference_only.
+    """Return log-probs fp32 [B, S] of target [B, S]; hidden [B, S, H], weight [V, H], already
+    divided by the temperature. No gradient if inference_only.
 
     With a tp_group of several ranks (None: the default group of torch.distributed, if there is one)
     weight is [V / ranks, H], this rank's part, and the gradient of hidden is this rank's share,
@@ -326,8 +326,8 @@ def sample_support_logprobs(
     temperature: float = 1.0,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(log-probs fp32 over the sets, bool: rows with a set), of the shape of sampled_ids; 0 and
-    False where a row has none.
+    """Return (log-probs fp32 over the sets, bool: rows with a set), of the shape of sampled_ids; 0
+    and False where a row has none.
 
     logits_or_hidden   [.., V / ranks], or [.., H] with lm_head_weight [V / ranks, H], of which only
                        the sets' rows are read.
@@ -417,7 +417,7 @@ def _over_support(
 def kept_sets(
     support: Tensor | tuple[Tensor, Tensor], loss_mask: Tensor, response_mask: Tensor | None = None
 ) -> TokenSets:  # fmt: skip
-    """The sets of [B, A] response tokens, for a TokenBatch whose targets are these tokens.
+    """Return the sets of [B, A] response tokens, for a TokenBatch whose targets are these tokens.
 
     support        int32 [B, A, K], padded with -1; or (ids, offsets) of the response tokens of all
                    samples, concatenated.

@@ -218,7 +218,7 @@ def keep_sets(
     response_lengths: Sequence[int],
     allgather_cp: bool,
 ) -> Replay:
-    """slime's record as sets of this rank's T rows of logits, for
+    """Convert slime's record to sets of this rank's T rows of logits, for
     `calculate_log_probs_and_entropy`.
 
     top_p_token_ids, top_p_token_offsets   for each response its ids, and [response + 1] offsets at
@@ -270,10 +270,10 @@ def calculate_log_probs_and_entropy(
     *,
     entropy_over: str = "vocabulary",
 ) -> tuple[Tensor, Tensor | None]:
-    """(log-probs [T, 1], entropy [T] or None), fp32; logits [T, V], tokens [T]; both [0] of no
-    tokens. With a tp_group of several ranks logits and log_prob_keep_mask are [T, V / ranks], this
-    rank's parts; None is, as in slime, the default group of torch.distributed where there is one.
-    chunk_size is not needed.
+    """Return (log-probs [T, 1], entropy [T] or None), fp32; logits [T, V], tokens [T]; both [0] of
+    no tokens. With a tp_group of several ranks logits and log_prob_keep_mask are [T, V / ranks],
+    this rank's parts; None is, as in slime, the default group of torch.distributed where there is
+    one. chunk_size is not needed.
 
     with_entropy, with_entropy_grad   whether to compute the entropy, and whether it has a gradient.
     log_prob_keep_mask   bool [T, V]: the softmax of the log-prob, but not of the entropy, is over
@@ -340,7 +340,7 @@ def _centered_term(args: Any) -> dict[str, Any]:
 
 
 def objective_of(args: Any) -> Objective:
-    """The objective that slime's arguments describe, as a sum over tokens.
+    """Return the objective that slime's arguments describe, as a sum over tokens.
 
     Raises ValueError for what `policy_loss` refuses.
     """
@@ -391,7 +391,7 @@ def objective_of(args: Any) -> Objective:
 
 
 def policy_loss(objective: Objective | None = None) -> Callable[..., LossAndMetrics]:
-    """A custom loss of slime, (args, batch, logits, sum_of_sample_mean) -> (loss, metrics).
+    """Make a custom loss of slime, (args, batch, logits, sum_of_sample_mean) -> (loss, metrics).
 
     objective   None: `objective_of(args)`. An Objective has aggregate="token-sum": slime's reducer
                 holds the denominators. With score centering it is None.

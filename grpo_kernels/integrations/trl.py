@@ -502,9 +502,9 @@ def denominator(
 
 
 def tree_batch(inputs: dict[str, Tensor]) -> TokenBatch:
-    """The tokens of the rollouts that AsyncGRPOTrainer packs for one rank, from what its
-    compute_loss gets: a prefix that several have in common is there once, and a row of hidden
-    states predicts a token for all that share it.
+    """Make a batch of the rollouts that AsyncGRPOTrainer packs for one rank, from the inputs of its
+    compute_loss. A shared prefix occurs once; its rows predict tokens of all rollouts that share
+    it.
 
         ids = inputs["input_ids"][inputs["attention_mask"].bool()]  # [N], one id for each row
         out = linear_grpo_loss(hidden, weight, tree_batch(inputs), objective)  # hidden [N, H]

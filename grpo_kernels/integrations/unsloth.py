@@ -82,8 +82,8 @@ def selective_log_softmax(
     fp32_lm_head: bool | None = None,
     fused_linear: bool | None = None,
 ) -> Tensor:
-    """Log-probs fp32 [B, T] of index; hidden_states [B, T, H], lm_head [V, H], lm_head_bias [V].
-    The result is on the device of hidden_states.
+    """Return log-probs fp32 [B, T] of index; hidden_states [B, T, H], lm_head [V, H], lm_head_bias
+    [V]. The result is on the device of hidden_states.
 
     logit_scale_multiply, logit_scale_divide, logit_softcapping   applied in this order, before the
                    temperature; 0: none.

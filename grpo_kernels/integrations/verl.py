@@ -165,7 +165,7 @@ def register(prefix: str = "fused_", *, any_version: bool = False) -> list[str]:
 
 
 def policy_loss(objective: str | Objective) -> Callable[..., LossAndMetrics]:
-    """A policy loss with verl's signature: (old_log_prob, log_prob, advantages, response_mask,
+    """Make a policy loss with verl's signature: (old_log_prob, log_prob, advantages, response_mask,
     loss_agg_mode, config, rollout_is_weights) -> (loss, metrics), all tensors [B, T].
 
         from verl.trainer.ppo.core_algos import register_policy_loss
@@ -231,7 +231,7 @@ def policy_loss(objective: str | Objective) -> Callable[..., LossAndMetrics]:
 
 
 def objective_of(name: str, config: Any, loss_agg_mode: str = "token-mean") -> Objective:
-    """The objective of verl's loss `name` (LOSSES) under its actor's `config`, aggregated by
+    """Return the objective of verl's loss `name` (LOSSES) under its actor's `config`, aggregated by
     loss_agg_mode. Raises ValueError for what ours cannot do.
     """
     require(
@@ -428,7 +428,7 @@ def linear_cross_entropy(
     reduction: str = "none",
     dist_process_group: Any = None,
 ) -> tuple[Tensor, ...]:
-    """(log-probs, entropy) of labels, fp32 [N] for N of them in any shape, as verl's, at
+    """Return (log-probs, entropy) of labels, fp32 [N] for N of them in any shape, as verl's, at
     temperature; hidden [..., H] in as many rows, weight [V, H].
 
     With a dist_process_group of several ranks weight is [V / ranks, H], this rank's part, and the
@@ -458,8 +458,8 @@ def fused_linear_for_ppo(
     input_ids: Tensor,
     temperature: float = 1.0,
 ) -> tuple[Tensor, ...]:
-    """(log-probs, entropy) of input_ids, fp32 in their shape, at temperature; hidden_states [...,
-    H] and vocab_weights [V, H].
+    """Return (log-probs, entropy) of input_ids, fp32 in their shape, at temperature; hidden_states
+    [..., H] and vocab_weights [V, H].
 
     module   verl's FusedLinearForPPO: its chunk_size and impl_backend choose among verl's own
              implementations, and have no effect here. A module with any other option set is left to
@@ -478,7 +478,7 @@ def fused_linear_for_ppo(
 
 
 def kept_sets(data: Any, field: str = "sampling_mask") -> TokenSets | None:
-    """The sets of the response tokens [B, T] of a DataProto, for a TokenBatch of
+    """Return the sets of the response tokens [B, T] of a DataProto, for a TokenBatch of
     `data.batch["responses"]`; None where the batch has no such field.
 
         batch = TokenBatch(data.batch["responses"], advantages, mask=data.batch["response_mask"],

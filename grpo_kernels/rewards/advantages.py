@@ -64,7 +64,7 @@ def group_advantages(
     singleton: str = "zero",
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """A = (reward - baseline) / (scale + eps), computed in fp64, returned as `dtype` [B].
+    """Compute A = (reward - baseline) / (scale + eps), computed in fp64, returned as `dtype` [B].
 
     rewards      numbers, a tensor of any dtype or a list: [B], or [B, K] for K reward functions
                  with their `reward_weights`.
@@ -225,8 +225,8 @@ def pass_at_k_advantages(
     unbiased: bool = True,
     eps: float = 1e-6,
 ) -> Tensor:
-    """The best of a group gets (its reward - the second best) / (std + eps), all others 0: fp32 [B]
-    (arXiv 2503.19595).
+    """Give the best of a group (its reward - the second best) / (std + eps), and all others 0: fp32
+    [B] (arXiv 2503.19595).
 
     Arguments as in `group_advantages`, scale "group" or "none". Two that share the best reward get
     0, and so does a group of one (verl raises). Raises ValueError as `group_advantages` does.
@@ -242,7 +242,8 @@ def pass_at_k_advantages(
 
 
 def greedy_baseline_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
-    """reward - reward of the same prompt's greedy completion: fp32 [B] (ReMax, arXiv 2310.10505).
+    """Subtract the reward of the same prompt's greedy completion from each reward: fp32 [B] (ReMax,
+    arXiv 2310.10505).
 
     rewards and greedy_rewards [B], finite; for G completions a prompt pass
     `greedy.repeat_interleave(G)`. With per-token rewards the same baseline is taken from
@@ -257,7 +258,8 @@ def greedy_baseline_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tenso
 def gpg_scale(
     rewards: Tensor, *, group_size: int | None = None, groups: Tensor | None = None
 ) -> Tensor:
-    """GPG's factor, a 0-d fp32 tensor: B / max(number of samples that count, 1) (arXiv 2504.02546).
+    """Return GPG's factor, a 0-d fp32 tensor: B / max(number of samples that count, 1) (arXiv
+    2504.02546).
 
     Without group_size and groups (as in `zero_variance`), samples with a reward other than 0 count
     (verl). With one of them, samples of groups whose rewards differ count: those that have a
@@ -278,8 +280,8 @@ def a2po_values(
     groups: Tensor | None = None,
     beta: float = 0.5,
 ) -> Tensor:
-    """V* = beta log mean exp(reward / beta) over the group, for each of its members: fp32 [B]
-    (A*-PO, arXiv 2505.20686).
+    """Compute V* = beta log mean exp(reward / beta) over the group, for each of its members: fp32
+    [B] (A*-PO, arXiv 2505.20686).
 
     beta > 0 (TRL's beta1). A small one approaches the best reward, a large one the mean. Raises
     ValueError as `group_advantages` does.
@@ -299,8 +301,8 @@ def a2po_values(
 def zero_variance(
     rewards: Tensor, *, group_size: int | None = None, groups: Tensor | None = None
 ) -> Tensor:
-    """bool [B]: True where all rewards of the group are exactly equal (max == min), so that the
-    group gives no gradient.
+    """Return bool [B], True where all rewards of the group are exactly equal (max == min), so that
+    the group gives no gradient.
 
     NaN counts as not scored; a group with no reward at all is True. Raises ValueError as
     `group_advantages` does.
@@ -315,8 +317,8 @@ def group_metrics(
     groups: Tensor | None = None,
     extremes: tuple[float, float] = (0.0, 1.0),
 ) -> dict[str, Tensor]:
-    """Statistics of the groups of a batch from its rewards [B]: 0-d fp32 tensors, left on the
-    device.
+    """Return statistics of the groups of a batch from its rewards [B]: 0-d fp32 tensors, left on
+    the device.
 
     zero_variance   share of the groups whose rewards are all equal, exactly
     all_wrong       share of the groups with no reward above extremes[0]; all_correct: with none

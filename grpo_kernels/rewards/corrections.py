@@ -106,7 +106,7 @@ def importance_weights(
     normalize: bool = False,
     process_group: Any = None,
 ) -> Tensor:
-    """The weight pi_old / pi_sampler, fp32, the shape of targets, 0 where masked: for
+    """Return the weight pi_old / pi_sampler, fp32, the shape of targets, 0 where masked: for
     `TokenBatch.weights`.
 
     level       "token": w_t. "sequence": the product of the sequence's w_t. "geometric": their
@@ -157,8 +157,8 @@ def rejection_mask(
     low: float = -math.inf,
     high: float = math.inf,
 ) -> Tensor:
-    """1 where low <= metric <= high, else 0: fp32, the shape of targets, 0 where masked. To AND
-    several, multiply them.
+    """Return 1 where low <= metric <= high, else 0: fp32, the shape of targets, 0 where masked. To
+    AND several, multiply them.
 
     metric      "ratio": w. "k1", "k2", "k3": estimates of KL(sampler || old) (Schulman 2020), -log
                 w, (log w)^2 / 2 and w - 1 - log w.
@@ -195,8 +195,8 @@ def rejection_mask(
 def off_policy_sequence_mask(
     batch: TokenBatch, logps: Tensor, *, delta: float, advantage_of: str = "sequence"
 ) -> Tensor:  # fmt: skip
-    """1 where A >= 0 or the sequence's mean of (sampler_logp - logp) <= delta, else 0: fp32, the
-    shape of targets, 0 where masked. It drops sequences that the policy has already moved away
+    """Return 1 where A >= 0 or the sequence's mean of (sampler_logp - logp) <= delta, else 0: fp32,
+    the shape of targets, 0 where masked. It drops sequences that the policy has already moved away
     from, so that it is not pushed away from them further.
 
     logps   the policy's log-probs now, or old_logps: the shape of targets, or flat [N].
@@ -221,9 +221,9 @@ def off_policy_sequence_mask(
 def sampler_mismatch_mask(
     batch: TokenBatch, logps: Tensor, *, threshold: float = 2.0
 ) -> Tensor:  # fmt: skip
-    """1 in sequences whose mean of exp |logp - sampler_logp| over their trained tokens is at most
-    `threshold`, else 0: fp32, the shape of targets, 0 where masked. Put it into the mask, so that
-    the sequences that are left make up the denominators: mask & (... != 0).
+    """Return 1 in sequences whose mean of exp |logp - sampler_logp| over their trained tokens is at
+    most `threshold`, else 0: fp32, the shape of targets, 0 where masked. Put it into the mask, so
+    that the sequences that are left make up the denominators: mask & (... != 0).
 
     logps       the policy's log-probs now, or old_logps: the shape of targets, or flat [N].
     threshold   at least 1.
@@ -240,9 +240,9 @@ def sampler_mismatch_mask(
 
 
 def second_moment_mask(batch: TokenBatch, *, threshold: float) -> Tensor:
-    """1 for the tokens with the smallest (log w)^2: as many as keep the mean below `threshold`, at
-    least one. fp32, the shape of targets, 0 where masked. The tokens with the largest are dropped;
-    of equal ones the later first.
+    """Return 1 for the tokens with the smallest (log w)^2: as many as keep the mean below
+    `threshold`, at least one. fp32, the shape of targets, 0 where masked. The tokens with the
+    largest are dropped; of equal ones the later first.
 
     threshold is above 0 (0.04 in the paper). Raises ValueError like `importance_weights`.
     Source: M2PO arXiv 2510.01161; AReaL's `m2_threshold`.
@@ -275,7 +275,7 @@ def second_moment_mask(batch: TokenBatch, *, threshold: float) -> Tensor:
 def without_truncated(
     mask: Tensor, finished: Tensor, *, cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """`mask` without the completions that the token budget cut off: bool, the shape of mask.
+    """Return `mask` without the completions that the token budget cut off: bool, the shape of mask.
 
     mask        bool (or 0/1 integer) [B, T], or packed [N] with cu_seqlens.
     finished    bool (or 0/1 integer) [B]: True where the completion ended by itself.
@@ -309,8 +309,8 @@ def correction_metrics(
     low: float | None = None,
     high: float | None = None,
 ) -> dict[str, Tensor]:
-    """How far the sampler is from the policy: 0-d fp32 tensors, means over the trained tokens of
-    this batch.
+    """Measure how far the sampler is from the policy: 0-d fp32 tensors, means over the trained
+    tokens of this batch.
 
     ratio_mean, ratio_min, ratio_max, ratio_std     of w_t
     share_below, share_above                        of tokens with w_t < low, w_t > high; where the

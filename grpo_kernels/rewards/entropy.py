@@ -20,8 +20,8 @@ SHARE = ("the share of tokens to keep is in (0, 1].", math.nextafter(0.0, 1.0), 
 def entropy_threshold(
     entropy: Tensor, mask: Tensor, share: float, process_group: Any = None
 ) -> Tensor:
-    """The entropy that the `share` of tokens with the highest entropy reach: their quantile 1 -
-    share, 0-d fp32.
+    """Return the entropy that the `share` of tokens with the highest entropy reach: their quantile
+    1 - share, 0-d fp32.
 
     entropy         float, any shape. Values where the mask is False have no effect; nor have NaN
                     and inf.

@@ -55,8 +55,8 @@ def discounted_returns(
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """G_t = r_t + gamma G_{t+1} over the trained tokens of each sequence: fp32, 0 where the mask is
-    False.
+    """Compute G_t = r_t + gamma G_{t+1} over the trained tokens of each sequence: fp32, 0 where the
+    mask is False.
 
     rewards   float [B, T] or [N], finite at trained tokens.   gamma   in [0, 1].
     mask, cu_seqlens   as in a TokenBatch.
@@ -78,8 +78,8 @@ def gae(
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (arXiv 1506.02438): (advantages, returns), fp32, 0 where the
-    mask is False.
+    """Compute generalised advantage estimates (arXiv 1506.02438): (advantages, returns), fp32, 0
+    where the mask is False.
 
     delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lam A_{t+1},  return_t = A_t + V_t,
                                           where t + 1 is the next
@@ -120,8 +120,8 @@ def process_advantages(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """Process supervision of GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.3): fp32, 0 where
-    the mask is False.
+    """Compute the advantages of GRPO with process supervision (DeepSeekMath, arXiv 2402.03300,
+    section 4.1.3): fp32, 0 where the mask is False.
 
     The rewards of all steps of all completions of a prompt are normalised together. A token's
     advantage is the sum, discounted by gamma, of the normalised rewards of the steps that end at
@@ -145,8 +145,8 @@ def process_advantages(
 
 
 def at_last_token(rewards: Tensor, *, mask: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Rewards per token, fp32 in the shape of the mask: `rewards` [B] at the last trained token of
-    each sequence, 0 elsewhere. The reward of a sequence without a trained token is lost.
+    """Place `rewards` [B] at the last trained token of each sequence: fp32 in the shape of the
+    mask, 0 elsewhere. The reward of a sequence without a trained token is lost.
 
     mask, cu_seqlens   as in a TokenBatch. Raises ValueError naming the argument.
     """
@@ -167,7 +167,7 @@ def kl_in_reward(
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Rewards with the KL to the reference taken off: r_t - beta KL_t, fp32.
+    """Subtract the KL to the reference from rewards: r_t - beta KL_t, fp32.
 
     rewards            float [B], of whole completions: each goes to the last trained token, as in
                        `at_last_token`. Or per token, the shape of logps.
@@ -225,7 +225,7 @@ def optimal_token_advantages(
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """G_t - B_t with the optimal token baseline of verl: fp32, 0 where the mask is False.
+    """Compute G_t - B_t with the optimal token baseline of verl: fp32, 0 where the mask is False.
 
     B_t = sum G_t W_t / (sum W_t + 1e-8) over the group's completions at their t-th trained token,
     where G_t is the return and W_t = sum_{j <= t} (1 - 2 pi_j + sum pi^2) w_j^2 estimates the
@@ -271,8 +271,9 @@ def self_distilled_advantages(
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """A_t (1 - strength + strength clip(e^(sign(A_t) d_t), 1 - clip, 1 + clip)), where d_t is
-    teacher_logp - old_logp of the token: fp32, 0 where the mask is False (RLSD, arXiv 2604.03128).
+    """Compute A_t (1 - strength + strength clip(e^(sign(A_t) d_t), 1 - clip, 1 + clip)), where d_t
+    is teacher_logp - old_logp of the token: fp32, 0 where the mask is False (RLSD, arXiv
+    2604.03128).
 
     Tokens that a teacher finds likelier get a larger share of a positive advantage and a smaller
     one of a negative advantage. The teacher is the policy itself with the solution in its prompt.
@@ -310,8 +311,8 @@ def whiten(
     guard: str = "add",
     shift_mean: bool = True,
 ) -> Tensor:
-    """(x - mean) / std over all trained tokens (or sequences) of the batch: fp32, 0 where the mask
-    is False.
+    """Compute (x - mean) / std over all trained tokens (or sequences) of the batch: fp32, 0 where
+    the mask is False.
 
     values      float, any shape: advantages per token (REINFORCE++, arXiv 2501.03262) or per
                 sequence.
