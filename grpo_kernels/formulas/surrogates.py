@@ -498,8 +498,10 @@ def check_surrogate(
 
     Raises ValueError naming the worst point at ratios between e^-3 and e^3, if the slope is wrong
     there; else the log-ratio from which on a loss or slope overflows in fp32; else the worst point
-    of all.
+    of all. So does a function that is no Surrogate.
     """
+    remedy = "pass a Surrogate, Custom(function) for a function of your own."
+    require(isinstance(surrogate, Surrogate), "surrogate", surrogate, remedy)
     g = torch.Generator().manual_seed(seed)
     logp, x = log_probs(points, g)
     advantage = torch.randn(points, generator=g, dtype=torch.float64)

@@ -96,8 +96,9 @@ def half_square(slope, **fields):
             half_square(lambda x, a: x, zero_at_zero_advantage=True),
             "the loss of .* not 0 at advantage 0",
         ),
+        (ops.exp, "^surrogate=.*Custom"),
     ],
-    ids=["a percent", "without advantage", "declared 0"],
+    ids=["a percent", "without advantage", "declared 0", "a function"],
 )
 def test_check_surrogate_names_what_is_wrong(surrogate, message):
     constant = Custom(lambda logp, old_logp, advantage, params: advantage, slope="autograd")
