@@ -320,7 +320,7 @@ FAULTS: list[Fault] = [
         ("a marked token counts in its sequence's ratio", "torch.where(inputs.old_logps >= ON_POLICY, on_policy,", "torch.where(inputs.old_logps > ON_POLICY * 10, on_policy,"),
     ),
     *of("grpo_kernels/formulas/filters.py", OBJECTIVES,
-        ("a marked sequence has moved away", "torch.where(batch.on_policy_tokens, now, old)", "old", "tests/core/test_objectives.py"),
+        ("a marked sequence has moved away", "torch.where(batch.on_policy_tokens, now, old)", "old", "tests/rewards/test_corrections.py"),
     ),
     *of("grpo_kernels/formulas/filters.py", NAN,
         ("a sequence that moved away drops a NaN advantage", "batch.spread(advantage_sum < 0)", "batch.spread(~(advantage_sum >= 0))"),

@@ -164,6 +164,17 @@ def test_off_policy_sequence_mask(delta, packed):
     )
     rows.check(still, rows.lists(torch.ones_like(x)))
     assert 0 < keep.sum() < 7
+    marks = torch.arange(7) % 2 == 0
+    for on_policy in (marks, ~marks):
+        marked = replace(
+            batch,
+            old_logps=batch.sampler_logps,
+            sampler_logps=None,
+            on_policy=on_policy[:, None],
+        )
+        got = off_policy_sequence_mask(marked, batch.old_logps, delta=delta)
+        stays = torch.where(on_policy, 1.0, keep)
+        rows.check(got, rows.lists(stays[:, None].expand(x.shape)))
 
 
 @both
