@@ -94,7 +94,14 @@ def test_a_weight_is_a_constant(fields):
     assert not logps.grad[first == 0].any()
 
 
+def on_ranks_that_share_sequences():
+    batch = batch_of("packed", advantages=torch.ones(N))
+    batch._put("context_group", object())
+    return Objective.preset("fipo").token_inputs(batch)
+
+
 REFUSED = {
+    "future_kl=.*a rank does not know": on_ranks_that_share_sequences,
     "future_kl=.*level": lambda: Objective(level="sequence", future_kl=FutureKl()),
     "future_kl=0.5: pass a FutureKl": lambda: Objective(future_kl=0.5),
     "cu_seqlens is None": lambda: objective_loss(
