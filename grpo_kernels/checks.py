@@ -31,6 +31,7 @@ _warned: set[str] = set()
 
 
 def require(ok: bool, name: str, value: object, remedy: str) -> None:
+    """Raise ValueError unless ok, with the name and value of an argument and what to pass."""
     if not ok:
         raise ValueError(f"{name}={value!r}: {remedy}")
 
@@ -38,38 +39,38 @@ def require(ok: bool, name: str, value: object, remedy: str) -> None:
 def require_number(
     name: str, value: object, remedy: str, low: float = -math.inf, high: float = math.inf
 ) -> None:
-    """A real number (of Python or NumPy; no bool, no tensor, no string, not NaN) in [low, high]."""
+    """Raise ValueError unless value is a real number in [low, high].
+
+    Numbers of Python and NumPy are accepted, bool, tensors, strings and NaN are not.
+    """
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     require(is_number and low <= as_number(value) <= high, name, value, remedy)
 
 
 def require_one_of(name: str, value: object, known: Collection[str]) -> None:
-    """One of the names that are known; the message has the nearest of them."""
-    if value in known:
-        return
-    require(False, name, value, f"it must be one of {', '.join(known)}.{nearest(value, known)}")
+    """Raise ValueError unless value is a known name. The message suggests the nearest one."""
+    if value not in known:
+        remedy = f"it must be one of {', '.join(known)}.{nearest(value, known)}"
+        require(False, name, value, remedy)
 
 
 def near_name(value: object, known: Iterable[str]) -> str:
-    """The known name that a misspelt one is likely to mean; "" where none is near or one of its
-    words.
-    """
-    text, names = str(value).lower(), list(known)
-    words = re.split(r"\W+|_", text.removesuffix("loss"))
-    for name in names:  # "dapo_loss" and "DAPO loss" are "dapo"
-        if name.split("_") == [word for word in words if word]:
+    """Return the known name that a misspelt one is likely to mean, "" if none is near."""
+    text = str(value).lower()
+    names = list(known)
+    # "dapo_loss" and "DAPO loss" mean "dapo".
+    words = [word for word in re.split(r"\W+|_", text.removesuffix("loss")) if word]
+    for name in names:
+        if name.split("_") == words:
             return name
-    same = [name for name in names if sorted(name) == sorted(text)]  # letters that changed places
-    near = (
-        same
-        or difflib.get_close_matches(text, names, 1)
-        or [name for name in names if name in text.split("_")]
-    )
+    has_same_letters = [name for name in names if sorted(name) == sorted(text)]
+    is_word_of_it = [name for name in names if name in text.split("_")]
+    near = has_same_letters or difflib.get_close_matches(text, names, 1) or is_word_of_it
     return near[0] if near else ""
 
 
 def nearest(value: object, known: Iterable[str]) -> str:
-    """ " Did you mean ...?", or "" where no name is near."""
+    """Return " Did you mean ...?" with the nearest known name, "" if none is near."""
     name = near_name(value, known)
     return f" Did you mean {name}?" if name else ""
 
@@ -77,8 +78,9 @@ def nearest(value: object, known: Iterable[str]) -> str:
 def refuse_unknown(
     owner: str, given: Iterable[str], known: Collection[str], remedy: str = ""
 ) -> None:
-    """Raise TypeError for the first of the keywords `given` that `owner` does not know; the message
-    has the nearest it knows.
+    """Raise TypeError for the first of the keywords `given` that `owner` does not know.
+
+    The message suggests the nearest known keyword.
     """
     for name in given:
         if name not in known:
@@ -87,11 +89,13 @@ def refuse_unknown(
 
 
 class Checked:
-    """The base of dataclasses. The constructor says which field a misspelt keyword means, and
-    checks fields that are numbers in a range, or what their default is; NumPy's become Python's.
+    """The base of dataclasses that check their fields.
+
+    The constructor suggests a field for a misspelt keyword. It checks fields that are numbers in a
+    range (`ranges`), unless they have their default, and turns numbers of NumPy into Python's.
     """
 
-    #: (fields, remedy, lowest, highest).
+    #: For numbers: (names of fields, what to pass, lowest, highest).
     ranges: ClassVar[tuple[tuple[Any, ...], ...]] = ()
 
     def __new__(cls: type[C], *values: Any, **named: Any) -> C:
@@ -131,14 +135,14 @@ def warn_once(message: str, key: str = "") -> None:
 
 
 def as_number(value: Any) -> Any:
-    """A number of NumPy as Python's; anything else as it is."""
+    """Return a number of NumPy as one of Python, and anything else unchanged."""
     return value.item() if isinstance(value, numbers.Real) and hasattr(value, "item") else value
 
 
 def require_whole(name: str, value: object, remedy: str, low: int = 1) -> None:
-    """A whole number (of Python or NumPy; no bool) of at least `low`."""
-    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    require(whole and value >= low, name, value, remedy)  # type: ignore[operator]
+    """Raise ValueError unless value is a whole number, not a bool, of at least `low`."""
+    is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    require(is_whole and value >= low, name, value, remedy)  # type: ignore[operator]
 
 
 def check_temperature(t: Any) -> None:
@@ -245,10 +249,12 @@ def refuse_where(bad: Tensor, name: str, x: Tensor, remedy: str) -> None:
 
 
 def values_are_checked(tensor: Tensor) -> bool:
-    """Whether values (ids, temperatures, offsets) are checked: always on the CPU; on a GPU, where
-    reading them is a host sync, only with GRPO_KERNELS_CHECK=1 in the environment. Shapes, dtypes
-    and devices are always checked. Under torch.compile there are no values while tracing; the
-    operators check them when they run.
+    """Return whether the values of a tensor (ids, temperatures, offsets) are checked.
+
+    On a CPU they are. On a GPU the host would have to wait for them, so they are checked only with
+    GRPO_KERNELS_CHECK=1 in the environment. Under torch.compile there are no values while it
+    traces, and the operators check them when they run. Shapes, dtypes and devices are always
+    checked.
     """
     if torch.compiler.is_compiling():
         return False
@@ -256,7 +262,7 @@ def values_are_checked(tensor: Tensor) -> bool:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether the current stream of a device is being captured into a graph."""
+    """Return whether the current stream of a device is being captured into a graph."""
     if device.type == "meta":  # which has no module
         return False
     asked = getattr(
@@ -266,8 +272,9 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def check_targets(targets: Tensor, mask: Tensor | None, vocab: int, logits: bool = False) -> None:
-    """Raise ValueError naming the first target outside [0, vocab) that is not masked. `logits`:
-    `vocab` is the width of a tensor given as logits, which may be hidden states by mistake.
+    """Raise ValueError naming the first target outside [0, vocab) that is not masked.
+
+    logits   whether `vocab` is the width of given logits, which may be hidden states by mistake
     """
     if not values_are_checked(targets) or targets.numel() == 0:
         return
@@ -316,12 +323,12 @@ def leading_shape(x: Any, targets: Tensor) -> torch.Size:
 
 
 def flat(x: Tensor) -> Tensor:
-    """[N] contiguous, as kernels take it."""
+    """Return x as a contiguous vector, as kernels read it."""
     return x.flatten().contiguous()
 
 
 def as_mask(name: str, mask: Tensor, shape: torch.Size) -> Tensor:
-    """A bool mask of `shape`; 0/1 integers, as tokenizers give them, are accepted.
+    """Return a mask as bool of `shape`. Integers 0 and 1, as tokenizers return them, are accepted.
 
     Raises ValueError for other numbers.
     """
@@ -342,7 +349,7 @@ def as_mask(name: str, mask: Tensor, shape: torch.Size) -> Tensor:
 
 
 def mask_of_rows(mask: Tensor | None, shape: torch.Size, device: torch.device) -> Tensor | None:
-    """The mask of a function of rows on `device`, as bool of `shape`."""
+    """Return the mask of rows on `device` as bool of `shape`, None if there is none."""
     if mask is not None:
         mask = as_mask("mask", mask, shape)
         require_device("mask", mask, device, "the rows")

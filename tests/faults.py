@@ -374,7 +374,7 @@ FAULTS: list[Fault] = [
         ("every rank logs", 'or os.environ.get("RANK", "0") != "0":', "or False:"),
     ),
     *of("grpo_kernels/checks.py", "tests/core/test_refusals.py",
-        ("dapo_loss is dppo_kl", 'if name.split("_") == [word for word in words if word]:', "if False:"),
+        ("dapo_loss is dppo_kl", 'if name.split("_") == words:', "if False:"),
     ),
     *of("benchmarks/results.py", BENCHMARKS,
         ("a changed tree has the commit of a clean one", 'return f"{head}-dirty" if changed else head', "return head"),
