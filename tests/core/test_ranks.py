@@ -171,7 +171,9 @@ def check_every_objective(rank, ranks):
     """Any cut gives the loss and gradients of whole sequences, with the default normaliser, from
     logits and from hidden states.
     """
-    for i, name in enumerate(name for name in OBJECTIVES if name not in WHOLE_BATCH):
+    # FIPO refuses a context_group: a rank does not know the later tokens of a sequence.
+    names = [x for x in OBJECTIVES if x not in WHOLE_BATCH and not x.startswith("fipo")]
+    for i, name in enumerate(names):
         if ranks == 4 and name not in KINDS:
             continue  # which two ranks have
         p, cut_by = problem(recipe(name, source=("logits", "hidden")[i % 2])), owners(ranks)
