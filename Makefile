@@ -1,9 +1,12 @@
-# Two commands: `make demo` trains a small policy by the fused loss and by a plain one, `make test` runs the tests. Both set up what they
-# need: the package is built once, and again only where its sources have changed; each target adds packages beside it.
-# `make test-machines` runs the tests as on other kinds of processor: with AVX2 alone, with AVX-512 without BF16, with one thread.
-# `make bench` measures us beside the peers: what the committed result files lack or what has changed since.
-# `make docs` builds the documentation as a site in build/docs; `make matrix` tests the wheel from the oldest torch to the newest, with the
-# budgets of the compiled kernels of each Triton, and writes docs/versions.md; `make rehearsal` runs the GPU kit on a CPU.
+# make demo           train a small model with the fused loss and with plain PyTorch
+# make test           run the tests
+# make test-machines  run the tests as on other processors: AVX2 only, AVX-512 without BF16, one thread
+# make bench          measure what the result files lack or what has changed since, with other projects
+# make docs           build the documentation as a site in build/docs
+# make matrix         test the wheel from the oldest torch to the newest, and write docs/versions.md
+# make rehearsal      run the GPU benchmark script on a CPU
+#
+# Each target sets up what it needs in .venv. The package is built once, and again when its sources change.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,14 +18,13 @@ INSTALL := $(BIN)/python -m pip install --constraint constraints.txt
 demo: $(VENV)/package $(VENV)/demo
 	$(BIN)/python -m examples.demo
 
-# A file of tests stays in one process, so that what its tests share is made once; the longest come first, in the order of
-# tests/conftest.py. Comparisons of speed run alone, afterwards.
+# A file of tests stays in one process, because its tests share work. The longest files come first (tests/conftest.py).
+# Comparisons of speed run alone, afterwards.
 SPEED := tests/benchmarks/test_speed.py
 test: $(VENV)/package $(VENV)/dev
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --ignore $(SPEED)
 	$(BIN)/python -m pytest $(SPEED)
 
-# The same tests under each set of instructions that this processor can be limited to.
 test-machines: $(VENV)/package $(VENV)/dev
 	$(BIN)/python tests/repository/machines.py
 
@@ -40,21 +42,21 @@ matrix: $(VENV)/package $(VENV)/dev
 rehearsal: $(VENV)/package $(VENV)/dev
 	$(BIN)/python -m pytest -m slow tests/benchmarks/test_gpu_kit.py
 
-# ---- the set-up: a file for each step that is done
+# ---- set-up: one marker file for each finished step
 
-# constraints.txt names the torch that everything else is tested with.
+# The versions of constraints.txt are the tested ones.
 $(VENV)/base: constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install "pip>=25.1"  # knows dependency groups
 	$(INSTALL) torch
 	touch $@
 
-# Built with tools of this environment, whose paths stay the same, so that a second build compiles what has changed alone.
+# Without build isolation the paths of the tools stay the same, so that a second build compiles changed files only.
 $(VENV)/package: $(VENV)/base $(VENV)/build pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 	$(INSTALL) --verbose --no-build-isolation --editable .
 	touch $@
 
-# A group of pyproject.toml.
+# The dependency groups of pyproject.toml.
 GROUPS := build demo dev bench docs
 $(GROUPS:%=$(VENV)/%): $(VENV)/%: $(VENV)/base pyproject.toml
 	$(INSTALL) --group $*

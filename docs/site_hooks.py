@@ -1,8 +1,7 @@
-"""What `mkdocs build` is told beside mkdocs.yml: pages that stand outside of docs/, and links
-between all pages.
+"""Hooks of `mkdocs build`: add pages from outside docs/, and rewrite links between pages.
 
-On the site a page of the repository has one place, and its links lead to the places of what they
-name. A link to a file that is no page becomes its text: the site has no copy of the source.
+Each page of the repository has one place on the site, and links to it lead there. A link to a file
+that is not a page becomes plain text, because the site has no copy of the source.
 """
 
 from __future__ import annotations
