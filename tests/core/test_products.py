@@ -44,6 +44,7 @@ LEVELS = {
     "geometric mean": Objective.preset("gmpo"),
     "sum": Objective.preset("vespo"),
     "mask of a sequence": Objective.preset("dapo", filters=(OffPolicySequences(),)),
+    "future of a token": Objective.preset("fipo"),
     "choice of a batch": Objective.preset("dapo", filters=(EntropyQuantile(1.0),)),
 }
 

@@ -63,7 +63,7 @@ def test_weights_of_known_log_probs_need_one_pass(fields, backend):
     """The loss with these weights is that of the preset, if the log-probs are the policy's."""
     batch = TokenBatch(**fields, on_policy=torch.tensor([False, True, False]))
     logits = torch.randn(3, 8, 13)
-    whole = Objective.preset("fipo")
+    whole = Objective.preset("fipo", future_kl=FutureKl(low=0.2, high=5.0))
     plain = replace(whole, future_kl=None)
     assert plain.gradient_is_per_token
     assert whole.gradient_is_per_sequence
