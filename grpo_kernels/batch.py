@@ -139,9 +139,9 @@ class TokenBatch(Checked):
                  2504.05118).
     groups       integer [B]: sequences of equal ids answer one prompt; for aggregate="group-mean".
     context_group  process group whose ranks share the tokens of each sequence (context or sequence
-                   parallelism): every rank
-                 has the same B sequences, in the same order, and of each some tokens or none, in
-                 any pattern. Sums over a sequence are then over the group. See below.
+                   parallelism): every rank has the same B sequences, in the same order, and of each
+                   some tokens or none, in any pattern. Sums over a sequence are then over the
+                   group. See below.
 
     kept         the set of ids that each token was sampled from, a row of `TokenSets` for each flat
                  row of targets: top-k, top-p and min-p cut the others off, so that the policy that

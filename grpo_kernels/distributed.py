@@ -45,9 +45,8 @@ def global_normalizer(
     "group-mean" all of a group.
 
     process_group   the ranks that have different rows. Ranks with the same rows and a part of the
-                    vocabulary each
-             (`VocabShard`) must count once: pass the data-parallel group. Ranks that share
-             sequences (`TokenBatch.context_group`) all belong to it.
+                    vocabulary each (`VocabShard`) must count once: pass the data-parallel group.
+                    Ranks that share sequences (`TokenBatch.context_group`) all belong to it.
     reduce   False: this rank alone; True: torch.distributed must be initialised. One all-reduce, no
              host sync.
     """

@@ -53,9 +53,9 @@ class Options(Checked):
     shard           this rank's part of a vocabulary that is sharded over a group, of logits, or of
                     weight and bias, and of those of a reference: see `distributed.VocabShard`
     grad_in_backward   whether a loss computes its gradient in the backward instead of the forward.
-                    From logits this reads them twice. It is faster if the backward would multiply
-                    the gradient by a factor that `grad_scale` cannot say, such as the scale of a
-                    GradScaler. From hidden states it costs a fourth matmul.
+                       From logits this reads them twice. It is faster if the backward would
+                       multiply the gradient by a factor that `grad_scale` cannot say, such as the
+                       scale of a GradScaler. From hidden states it costs a fourth matmul.
     weight_grad     [V, H], fp32 or the dtype of the weight: memory that the backward adds the
                     gradient of the weight to. Autograd then gives the weight none.
 

@@ -112,8 +112,8 @@ def liger_objective(loss_type: str = "dapo", **options: Any) -> Objective:
     importance_sampling_level   "token", or "sequence" for the losses that clip.
     beta         weight of the KL, by k3; use_bias_correction_kl: times the ratio.
     epsilon_low, epsilon_high, delta   clip widths and two-sided bound, as in `Clip`. As in Liger,
-                                       epsilon_high is CISPO's cap,
-                 an absolute ratio, and delta means nothing to CISPO, SAPO and VESPO.
+                                       epsilon_high is CISPO's cap, an absolute ratio, and delta
+                                       means nothing to CISPO, SAPO and VESPO.
     sapo_temperature_pos, sapo_temperature_neg   for A > 0, for the others; both: sapo_temperatures
     vespo_k_pos, vespo_lambda_pos   for A >= 0
     vespo_k_neg, vespo_lambda_neg   for the others; all four: vespo
@@ -339,9 +339,8 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         ref_input, ref_weight, ref_bias   the reference's, in place of its log-probs.
         vllm_is_ratio  [B], [B, 1] or [B, T]: weights of the policy term.
         num_items_in_batch   tokens of all micro-batches and ranks, which dapo, cispo and vespo
-                             divide by, times the number
-                       of ranks. None: those of this micro-batch, averaged over the ranks by a
-                       collective.
+                             divide by, times the number of ranks. None: those of this micro-batch,
+                             averaged over the ranks by a collective.
         """
         objective = self.objective()
         transform = LogitTransform(temperature=self.temperature)

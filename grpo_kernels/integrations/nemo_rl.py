@@ -188,8 +188,8 @@ class PolicyLoss:
                                     samples with a reward above 0.
 
     sampling_params  NeMo-RL's `TrainingSamplingParams`, of which top_k and top_p are read: the
-                     filter that prev_logprobs went
-                 through. None, or one that keeps everything: no filter.
+                     filter that prev_logprobs went through. None, or one that keeps everything: no
+                     filter.
     seq_logprob_error_threshold  the largest error of a sequence, the mean over its trained tokens
                                  of exp |log-prob - generation_logprobs|: sequences above it are
                                  masked. As in NeMo-RL it needs force_on_policy_ratio and the

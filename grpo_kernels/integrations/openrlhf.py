@@ -73,15 +73,15 @@ class PolicyLoss(torch.nn.Module):
     policy_loss_type   "ppo", or "gspo": one ratio per sequence. token_level_loss   True: mean over
                        tokens. False: mean over sequences of their means; "gspo" always does this.
     enable_vllm_is_correction   True: weights against the sampler's log-probs, within
-                                vllm_is_truncated_threshold (low, high):
-                       vllm_is_correction_type "tis" clamps them, "icepop" drops tokens outside,
-                       "seq-mask-tis" sequences. With "gspo" the ratio is to the sampler instead.
+                                vllm_is_truncated_threshold (low, high): vllm_is_correction_type
+                                "tis" clamps them, "icepop" drops tokens outside, "seq-mask-tis"
+                                sequences. With "gspo" the ratio is to the sampler instead.
     is_correction_level   the same option since 0.11.2: "off", or whether is_correction_threshold
-                          applies to a "token" or a "seq".
-                       is_correction_mode "mask" drops those outside the threshold, "clip" clamps
-                       the weight (of tokens only). is_correction_gating: what the threshold bounds.
-                       "ratio": the weight. "binary_kl" or "tv": this distance between the sampler's
-                       and the old policy's probability of the token, which has an upper bound only.
+                          applies to a "token" or a "seq". is_correction_mode "mask" drops those
+                          outside the threshold, "clip" clamps the weight (of tokens only).
+                          is_correction_gating: what the threshold bounds. "ratio": the weight.
+                          "binary_kl" or "tv": this distance between the sampler's and the old
+                          policy's probability of the token, which has an upper bound only.
 
     Raises ValueError naming the option that is wrong.
     """

@@ -222,9 +222,9 @@ def keep_sets(
     `calculate_log_probs_and_entropy`.
 
     top_p_token_ids, top_p_token_offsets   for each response its ids, and [response + 1] offsets at
-                                           which the ids of each token
-                     start: lists, or int32 tensors on the CPU. Ids are those of the whole
-                     vocabulary on every rank, so vocab_local is not needed.
+                                           which the ids of each token start: lists, or int32
+                                           tensors on the CPU. Ids are those of the whole vocabulary
+                                           on every rank, so vocab_local is not needed.
     total_lengths, response_lengths   of each sample; a response is the end of its text.
     allgather_cp     slime's layout of context parallelism; slime's own code computes it.
     device           the device of the sets.

@@ -806,8 +806,7 @@ def log_probs(
     outputs      what TRL asks for besides the log-probs: "entropy", "log_sum_sq_probs", "is_top1";
                  "mean_logits" is left to TRL.
     sampling_mask   [N, K], ids padded with -1: the log-prob of a row is over these ids and its
-                    target. All other outputs are
-                 over the vocabulary.
+                    target. All other outputs are over the vocabulary.
     chunk_size   not needed.
     """
     others = sorted(set(outputs) - {"log_probs", *FUSED_OUTPUTS})

@@ -89,8 +89,7 @@ def group_advantages(
                  then the weighted sum, then (A - its mean) / (its std + eps) over the batch (arXiv
                  2601.05242).
     missing_rewards  "raise" on a NaN. "skip": a completion without any reward counts in no mean or
-                     std and gets 0 (TRL);
-                 of several rewards, those that are NaN are left out.
+                     std and gets 0 (TRL); of several rewards, those that are NaN are left out.
     singleton    what a group with one reward gets: "zero", or "raw": baseline 0 and a group scale
                  of 1 (verl, SkyRL). If a quarter of the groups or more have one member and get
                  zeros, a warning says so once; see `group_metrics`.

@@ -117,8 +117,7 @@ def importance_weights(
     normalize   divide by the mean weight: over trained tokens, or at the other levels over the
                 sequences that have any (as in verl). Normalise the whole batch, before it is split.
     process_group  the mean is over all ranks of this group (torch.distributed.group.WORLD: all
-                   ranks), and all of them must call.
-                None: over this process.
+                   ranks), and all of them must call. None: over this process.
 
     Raises ValueError on options outside these, on a batch without old_logps or sampler_logps, and
     on a level other than "token" for packed rows without cu_seqlens.

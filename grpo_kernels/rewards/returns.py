@@ -281,7 +281,7 @@ def self_distilled_advantages(
 
     advantages      float [B], [B, 1] or the shape of old_logps, finite at trained tokens.
     old_logps, teacher_logps   float [B, T] or [N], finite at trained tokens: log-probs of the
-                    sampled tokens under the policy that sampled and under the teacher.
+                               sampled tokens under the policy that sampled and under the teacher.
     strength        in [0, 1]: 0 leaves the advantages as they are.
     clip            >= 0, the largest change of an advantage at strength 1, as a share.
     negative_only   True: advantages >= 0 stay as they are.
