@@ -195,8 +195,8 @@ class Kernels(Backend):
             **call.vectors(targets=rows.targets, mask=rows.mask),
             **call.vectors(**{name: inputs.get(name) for name in PROGRAM_INPUTS}),
             "numbers": tuple(numbers[i] for i in numbers_taken),
-            "results": table,
-            "n": call.num_rows,
+            "loss_values": table,
+            "num_rows": call.num_rows,
         }
         kind = launch.fused_kind(rows.logits.dtype, rows.transform.softcap)
         call.launch(kind, fused_loss_kernel, arguments, FORMULA=formula)
@@ -211,16 +211,16 @@ class Kernels(Backend):
         program, numbers = loss_formula.program()
         formula, numbers_taken = formula_function(program)
         inputs = loss_formula.program_inputs(program)
-        n = logps.numel()
-        losses, grad_logps = torch.empty(2, n, dtype=torch.float32, device=logps.device)
+        num_rows = logps.numel()
+        losses, grad_logps = torch.empty(2, num_rows, dtype=torch.float32, device=logps.device)
         grad_entropy = None
         if loss_formula.inputs.entropy_weight is not None:
             grad_entropy = torch.empty_like(losses)
         vectors = {name: inputs.get(name) for name in PROGRAM_INPUTS}
         arguments = {
-            **check_vectors(n, logps=logps, entropy=entropy, **vectors),
+            **check_vectors(num_rows, logps=logps, entropy=entropy, **vectors),
             "numbers": tuple(numbers[i] for i in numbers_taken),
-            "n": n,
+            "num_rows": num_rows,
             "losses": losses,
             "grad_logps": grad_logps,
             "grad_entropy": grad_entropy,
@@ -229,7 +229,7 @@ class Kernels(Backend):
             "vectors",
             evaluate_formula_kernel,
             (losses,),
-            lambda rows: -(-n // rows),
+            lambda rows_per_program: -(-num_rows // rows_per_program),
             arguments,
             FORMULA=formula,
         )
@@ -255,7 +255,7 @@ class Kernels(Backend):
             "stride_t": gradient.stride(1),
             "num_columns": num_columns,
             "T": rows_per_group,
-            "n": num_rows,
+            "num_rows": num_rows,
             "factor": factor,
         }
 
@@ -310,7 +310,7 @@ class Kernels(Backend):
         partial_sums = torch.empty(num_partial_sums, width, dtype=torch.float32, device=out.device)
         windows = {
             "ids": ids,
-            "m": num_pairs,
+            "num_pairs": num_pairs,
             "window_id_begins": window_id_begins,
             "partial_sums": partial_sums,
         }

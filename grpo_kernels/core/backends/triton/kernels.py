@@ -1,7 +1,6 @@
 """The Triton kernels over rows of logits (softmax sums, gradients, fused loss) and over vectors.
 
-There is one program per row, on grid axis 0; the other axes are limited to 65 535. In the comments
-of arguments n is the number of rows.
+There is one program per row, on grid axis 0; the other axes are limited to 65 535.
 
 Sums and coefficients are tables: a pointer, a stride, and at compile time the names of the rows
 that are there, as one string.
@@ -145,7 +144,7 @@ def load_coefficients(table, stride, i, NAMES):
 
 @compile_kernel
 def softmax_sums_kernel(
-    # logits [A, T, V] and their transform; inverse_temperature is a number or [n]
+    # logits [A, T, V] and their transform; inverse_temperature is a number or [num_rows]
     logits,
     stride_a: tl.int64,
     stride_t: tl.int64,
@@ -154,10 +153,10 @@ def softmax_sums_kernel(
     V,
     T,
     first_row: tl.int64,
-    # [n]; the mask may be None
+    # [num_rows]; the mask may be None
     targets,
     mask,
-    # [num_names, n]
+    # [num_names, num_rows]
     sums,
     sums_stride: tl.int64,
     NAMES: tl.constexpr,
@@ -193,13 +192,13 @@ def softmax_gradient_kernel(
     out,
     out_stride_a: tl.int64,
     out_stride_t: tl.int64,
-    # the transform of the logits; inverse_temperature is a number or [n]
+    # the transform of the logits; inverse_temperature is a number or [num_rows]
     inverse_temperature,
     transform,
     V,
     T,
     first_row: tl.int64,
-    # [n], then tables [num_sums, n] and [num_coefficients, n]
+    # [num_rows], then tables [num_sums, num_rows] and [num_coefficients, num_rows]
     targets,
     sums,
     sums_stride: tl.int64,
@@ -251,15 +250,15 @@ def fused_loss_kernel(
     out,
     out_stride_a: tl.int64,
     out_stride_t: tl.int64,
-    # the transform of the logits; inverse_temperature is a number or [n]
+    # the transform of the logits; inverse_temperature is a number or [num_rows]
     inverse_temperature,
     transform,
     V,
     T,
-    # [n]; the mask may be None
+    # [num_rows]; the mask may be None
     targets,
     mask,
-    # inputs of the formula, [n] or None
+    # inputs of the formula, [num_rows] or None
     old_logps,
     ref_logps,
     sampler_logps,
@@ -270,9 +269,9 @@ def fused_loss_kernel(
     nll_weight,
     # numbers of the formula, a tuple
     numbers,
-    # [3, n]: log-probs, entropies, losses
-    results,
-    n,
+    # [3, num_rows]: log-probs, entropies, losses, see `FusedLossValues`
+    loss_values,
+    num_rows,
     FORMULA: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -308,9 +307,9 @@ def fused_loss_kernel(
         loss_and_gradients = FORMULA((logp, entropy), i, inputs, numbers)
         grad_logp = loss_and_gradients[1]
         grad_entropy = loss_and_gradients[2]
-        tl.store(results + i, logp)
-        tl.store(results + i + n, entropy)
-        tl.store(results + i + n + n, loss_and_gradients[0])
+        tl.store(loss_values + i, logp)
+        tl.store(loss_values + i + num_rows, entropy)
+        tl.store(loss_values + i + num_rows + num_rows, loss_and_gradients[0])
         if out is not None:
             out_row = row_pointer(out, i, T, out_stride_a, out_stride_t, TILE)
             if (grad_logp != 0.0) | (grad_entropy != 0.0):
@@ -338,9 +337,9 @@ def fused_loss_kernel(
             else:
                 write_zero_row(out_row, V, TILE)
     else:
-        tl.store(results + i, 0.0)
-        tl.store(results + i + n, 0.0)
-        tl.store(results + i + n + n, 0.0)
+        tl.store(loss_values + i, 0.0)
+        tl.store(loss_values + i + num_rows, 0.0)
+        tl.store(loss_values + i + num_rows + num_rows, 0.0)
         if out is not None:
             write_zero_row(row_pointer(out, i, T, out_stride_a, out_stride_t, TILE), V, TILE)
 
@@ -350,10 +349,10 @@ def fused_loss_kernel(
 
 @compile_kernel
 def evaluate_formula_kernel(
-    # [n]
+    # [num_rows]
     logps,
     entropy,
-    # inputs of the formula, [n] or None
+    # inputs of the formula, [num_rows] or None
     old_logps,
     ref_logps,
     sampler_logps,
@@ -364,8 +363,8 @@ def evaluate_formula_kernel(
     nll_weight,
     # numbers of the formula, a tuple
     numbers,
-    n,
-    # [n]; grad_entropy is None without an entropy bonus
+    num_rows,
+    # [num_rows]; grad_entropy is None without an entropy bonus
     losses,
     grad_logps,
     grad_entropy,
@@ -374,9 +373,9 @@ def evaluate_formula_kernel(
 ):
     """Evaluate a formula on vectors, TILE.BLOCK rows per program."""
     rows = tl.program_id(0).to(tl.int64) * TILE.BLOCK + tl.arange(0, TILE.BLOCK)
-    is_inside = rows < n
+    is_inside = rows < num_rows
     # A formula loads its inputs without a mask, so rows behind the last compute the last one.
-    i = tl.minimum(rows, n - 1)
+    i = tl.minimum(rows, num_rows - 1)
     inputs = (
         old_logps,
         ref_logps,
@@ -405,13 +404,13 @@ def scale_tile(row, start, factor, PIECES, END):
 
 @compile_kernel
 def scale_kernel(
-    # [A, T, num_columns] with n = A * T rows
+    # [A, T, num_columns] with num_rows = A * T
     out,
     stride_a: tl.int64,
     stride_t: tl.int64,
     num_columns: tl.int64,
     T: tl.int64,
-    n: tl.int64,
+    num_rows: tl.int64,
     # 0-d
     factor,
     TILE: tl.constexpr,
@@ -422,7 +421,7 @@ def scale_kernel(
         columns = thread_columns(TILE, TILE.ALIGNED)
         tiles_per_row = tl.cdiv(num_columns, TILE.BLOCK)
         first_tile = tl.program_id(0).to(tl.int64)
-        for tile in range(first_tile, n * tiles_per_row, tl.num_programs(0)):
+        for tile in range(first_tile, num_rows * tiles_per_row, tl.num_programs(0)):
             start = (tile % tiles_per_row) * TILE.BLOCK
             pointer = row_pointer(out, tile // tiles_per_row, T, stride_a, stride_t, TILE)
             row = Row(pointer, num_columns, columns, None, None, None, None, None)
@@ -500,7 +499,7 @@ def reference_sums_kernel(
     reference,
     reference_stride_a: tl.int64,
     reference_stride_t: tl.int64,
-    # transforms of both; an inverse temperature is a number or [n]
+    # transforms of both; an inverse temperature is a number or [num_rows]
     inverse_temperature,
     transform,
     reference_inverse_temperature,
@@ -508,10 +507,10 @@ def reference_sums_kernel(
     V,
     T,
     first_row: tl.int64,
-    # [n]; the mask may be None
+    # [num_rows]; the mask may be None
     targets,
     mask,
-    # [num_names, n], and its rows from reference_max_logit on, [4, n]
+    # [num_names, num_rows], and its rows from reference_max_logit on, [4, num_rows]
     sums,
     reference_sums,
     sums_stride: tl.int64,
@@ -571,7 +570,7 @@ def mixture_sums_kernel(
     reference,
     reference_stride_a: tl.int64,
     reference_stride_t: tl.int64,
-    # transforms of both; an inverse temperature is a number or [n]
+    # transforms of both; an inverse temperature is a number or [num_rows]
     inverse_temperature,
     transform,
     reference_inverse_temperature,
@@ -579,16 +578,16 @@ def mixture_sums_kernel(
     V,
     T,
     first_row: tl.int64,
-    # [n] or None
+    # [num_rows] or None
     mask,
-    # [num_sums, n], its rows from reference_max_logit on, and [n]
+    # [num_sums, num_rows], its rows from reference_max_logit on, and [num_rows]
     sums,
     reference_sums,
     sums_stride: tl.int64,
     log_sum_ratio,
     # weights of the reference and of the policy in the mixture, a tuple of two numbers
     mixture_weights,
-    # [2, n]
+    # [2, num_rows]
     mixture_sums,
     mixture_sums_stride: tl.int64,
     DIRECTION: tl.constexpr,
@@ -664,7 +663,7 @@ def reference_gradient_kernel(
     out,
     out_stride_a: tl.int64,
     out_stride_t: tl.int64,
-    # transforms of both; an inverse temperature is a number or [n]
+    # transforms of both; an inverse temperature is a number or [num_rows]
     inverse_temperature,
     transform,
     reference_inverse_temperature,
@@ -672,17 +671,17 @@ def reference_gradient_kernel(
     V,
     T,
     first_row: tl.int64,
-    # [n], then [num_sums, n], and its rows from reference_max_logit on
+    # [num_rows], then [num_sums, num_rows], and its rows from reference_max_logit on
     targets,
     sums,
     reference_sums,
     sums_stride: tl.int64,
-    # [n], see `SoftmaxSums`
+    # [num_rows], see `SoftmaxSums`
     log_sum_ratio,
     centers,
     # weights of the reference and of the policy in the mixture, a tuple of two numbers
     mixture_weights,
-    # [num_coefficients, n]
+    # [num_coefficients, num_rows]
     coefficients,
     coefficients_stride: tl.int64,
     NAMES: tl.constexpr,

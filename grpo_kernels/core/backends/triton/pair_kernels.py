@@ -1,6 +1,6 @@
 """The Triton kernels over (row, id) pairs of hidden states and weight.
 
-m is the number of pairs, n the number of rows of hidden states. Matrices are [., H] with a stride
+num_rows is the number of rows of hidden states. Matrices are [., H] with a stride
 and unit stride in H. A program takes one block of columns of a row, see `block_of_program`, except
 in `pair_logits_kernel`.
 """
@@ -60,13 +60,13 @@ def add_to_columns(out, i, stride, columns, H, total, TILE):
 
 @compile_kernel
 def pair_logits_kernel(
-    # [n, H] and [V, H]
+    # [num_rows, H] and [V, H]
     hidden,
     hidden_stride: tl.int64,
     weight,
     weight_stride: tl.int64,
     H,
-    # [m]
+    # [num_pairs]
     ids,
     rows,
     logits,
@@ -89,11 +89,11 @@ def pair_logits_kernel(
 
 @compile_kernel
 def grad_hidden_of_pairs_kernel(
-    # [m], [m], [n + 1]
+    # [num_pairs], [num_pairs], [num_rows + 1]
     values,
     ids,
     offsets,
-    # [V, H] and [n, H]
+    # [V, H] and [num_rows, H]
     weight,
     weight_stride: tl.int64,
     out,
@@ -130,10 +130,11 @@ def grad_hidden_of_pairs_kernel(
 # are also divided into windows of PIECE pairs. At most one piece starts in a window, apart from
 # first pieces.
 #
-#     ids                [m], sorted
-#     window_id_begins   [m // PIECE], see `id_begins_of_windows`: where the pairs of the id begin
-#                        that each window ends with
-#     partial_sums       fp32 [m // PIECE + 1, H], the sum of the piece that starts in each window
+#     ids                [num_pairs], sorted
+#     window_id_begins   [num_pairs // PIECE], see `id_begins_of_windows`: where the pairs of the id
+#                        begin that each window ends with
+#     partial_sums       fp32 [num_pairs // PIECE + 1, H], the sum of the piece that starts in each
+#                        window
 
 
 @triton.jit
@@ -143,7 +144,7 @@ def is_id_at(ids, position, end, id):
 
 
 @triton.jit
-def piece_in_window(ids, window_id_begins, window, m, PIECE):
+def piece_in_window(ids, window_id_begins, window, num_pairs, PIECE):
     """The piece of the id before a window that would start in it.
 
     Returns (where the pairs of that id begin, the id, where the piece starts, whether there is
@@ -152,25 +153,25 @@ def piece_in_window(ids, window_id_begins, window, m, PIECE):
     begin = tl.load(window_id_begins + window - 1)
     start = begin + (window - begin // PIECE) * PIECE
     id = tl.load(ids + begin)
-    return begin, id, start, (id >= 0) & is_id_at(ids, start + PIECE - 1, m, id)
+    return begin, id, start, (id >= 0) & is_id_at(ids, start + PIECE - 1, num_pairs, id)
 
 
 @compile_kernel
 def grad_weight_of_pairs_kernel(
-    # [m]
+    # [num_pairs]
     values,
     rows,
-    # [m]: sorted ids, and the pair of each
+    # [num_pairs]: sorted ids, and the pair of each
     ids,
     order,
-    m,
-    # [num_firsts]: the position of the first pair of each used id, then m
+    num_pairs,
+    # [num_firsts]: the position of the first pair of each used id, then num_pairs
     first_positions,
     num_firsts,
-    # see above
+    # [num_pairs // PIECE] and fp32 [num_pairs // PIECE + 1, H]
     window_id_begins,
     partial_sums,
-    # [n, H] and [V, H]
+    # [num_rows, H] and [V, H]
     hidden,
     hidden_stride: tl.int64,
     out,
@@ -185,18 +186,18 @@ def grad_weight_of_pairs_kernel(
     into pieces go to partial_sums instead.
     """
     i, columns = block_of_program(H, TILE)
-    position = m.to(tl.int64)
+    position = num_pairs.to(tl.int64)
     if i < num_firsts:
         position = tl.load(first_positions + i)
     else:
         window = i - num_firsts + 1
-        _, _, position, has_piece = piece_in_window(ids, window_id_begins, window, m, PIECE)
+        _, _, position, has_piece = piece_in_window(ids, window_id_begins, window, num_pairs, PIECE)
         if not has_piece:
-            position = m.to(tl.int64)
-    if position < m:
+            position = num_pairs.to(tl.int64)
+    if position < num_pairs:
         id = tl.load(ids + position)
-        has_next_piece = is_id_at(ids, position + 2 * PIECE - 1, m, id)
-        end = tl.where(has_next_piece, position + PIECE, m)
+        has_next_piece = is_id_at(ids, position + 2 * PIECE - 1, num_pairs, id)
+        end = tl.where(has_next_piece, position + PIECE, num_pairs)
         first = position
         total = tl.full((TILE.BLOCK,), 0.0, tl.float32)
         is_same_id = True
@@ -218,9 +219,10 @@ def grad_weight_of_pairs_kernel(
 
 @compile_kernel
 def add_partial_sums_kernel(
-    # see above
+    # [num_pairs], sorted
     ids,
-    m,
+    num_pairs,
+    # [num_pairs // PIECE] and fp32 [num_pairs // PIECE + 1, H]
     window_id_begins,
     partial_sums,
     # [V, H]
@@ -237,14 +239,14 @@ def add_partial_sums_kernel(
     """
     i, columns = block_of_program(H, TILE)
     window = i + 1
-    begin, id, _, has_piece = piece_in_window(ids, window_id_begins, window, m, PIECE)
+    begin, id, _, has_piece = piece_in_window(ids, window_id_begins, window, num_pairs, PIECE)
     if has_piece & (begin // PIECE + 1 == window):
         total = tl.full((TILE.BLOCK,), 0.0, tl.float32)
         has_next = True
         position = begin
         while has_next:
             for k in tl.static_range(ROWS_AT_ONCE):
-                has_next = is_id_at(ids, position + (k + 1) * PIECE - 1, m, id)
+                has_next = is_id_at(ids, position + (k + 1) * PIECE - 1, num_pairs, id)
                 piece = position // PIECE + k
                 total += load_columns(partial_sums, piece, H, columns, H, has_next, TILE)
             position += ROWS_AT_ONCE * PIECE
