@@ -1,8 +1,8 @@
 """The Triton kernels over (row, id) pairs of hidden states and weight.
 
-num_rows is the number of rows of hidden states. Matrices are [., H] with a stride
-and unit stride in H. A program takes one block of columns of a row, see `block_of_program`, except
-in `pair_logits_kernel`.
+num_rows is the number of rows of hidden states. Matrices are [., H] with a stride and unit stride
+in H. A program takes one block of columns of a row, see `block_of_program`, except in
+`pair_logits_kernel`.
 """
 
 import triton
