@@ -1049,8 +1049,8 @@ FAULTS: list[Fault] = [
     *of("grpo_kernels/core/backends/triton/pair_kernels.py", COMPILED,
         ("id 0 is not in use", "id = tl.load(ids + pair)\n    if id >= 0:", "id = tl.load(ids + pair)\n    if id > 0:"),
         (
-            "an id that is not cut leaves its sum in a piece", "has_next_piece = is_id_at(ids, position + 2 * PIECE - 1, m, id)",
-            "has_next_piece = is_id_at(ids, position + PIECE - 1, m, id)",
+            "an id that is not cut leaves its sum in a piece", "has_next_piece = is_id_at(ids, position + 2 * PIECE - 1, num_pairs, id)",
+            "has_next_piece = is_id_at(ids, position + PIECE - 1, num_pairs, id)",
         ),
     ),
     *of("grpo_kernels/core/backends/triton/softmax_rows.py", COMPILED,
