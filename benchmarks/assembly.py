@@ -160,7 +160,7 @@ def _pipe(name: str) -> str:
         return "special"
     if re.match(_FP32, name):
         return "fp32"
-    if name.startswith("s_"):  # one for a wave, beside what its threads do
+    if name.startswith("s_"):  # one for a wave, in addition to the instructions of its threads
         return "scalar"
     return (
         "memory"

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 from benchmarks import SWITCH, parser_of
 
 ROOT = Path(__file__).parent.parent
-PICTURES = ("logits", "hidden", "active", "length")  # beside the three other files
+PICTURES = ("logits", "hidden", "active", "length")  # in addition to the three other files
 PACK_EVERY = 20.0  # seconds
 
 # ---- the stages, their order and time limits

@@ -235,7 +235,7 @@ class Case:
     def before_wait(self) -> float:
         """The share of the loads of a tile that a thread issues before it waits for the first. Tanh
         takes so long that half a tile, and two fifths of single elements, keep memory busy. The
-        gradient of an entropy in odd rows has registers for half a tile only. Beside a teacher: a
+        gradient of an entropy in odd rows has registers for half a tile only. With a teacher: a
         mixture takes eighty instructions per logit, which hide any load; a gradient with all slopes
         leaves registers for three of four loads, and one with tanh, or all sums with it, for half
         of them.
@@ -465,8 +465,8 @@ def cases() -> list[Case]:
     ]
     for kernel, divergence in ((kernel, x) for kernel, kinds in OF_TWO.items() for x in kinds):
         pairs = [Case(kernel, x, d, teacher=y, divergence=divergence) for x, y, d in PAIRS]
-        # A softcap takes most registers: with every pair of dtypes, an odd vocabulary, and all that
-        # is summed beside.
+        # A softcap takes most registers: with every pair of dtypes, an odd vocabulary, and all
+        # other sums.
         capped = [replace(case, transform="softcap") for case in pairs]
         found += [
             *pairs,

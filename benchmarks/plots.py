@@ -330,7 +330,7 @@ def described(shown: Picture) -> str:
 
 
 def save(shown: Picture, path: Path) -> Path:
-    """The picture as `path`, an SVG, and beside it as a PNG."""
+    """Save the picture as `path`, an SVG, and as a PNG of the same name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     page, about = draw(shown), {"Title": shown["title"], "Description": described(shown)}
     with matplotlib.rc_context(STYLE):

@@ -97,7 +97,7 @@ def _call(part: Any) -> str:
     return f"{type(part).__name__}({', '.join(shown)})"
 
 
-# ---- ours beside the fastest other
+# ---- ours and the fastest other
 
 SCALED = "upstream 0.5"  # a variant of ours that only the tables show
 WITHOUT_PEERS = ("kept",)  # no other project has this operation
@@ -127,10 +127,7 @@ class Standing(NamedTuple):
 
 
 def right(cell: Cell) -> list[Row]:
-    """Those that were timed and right:
-
-    without errors are limits, and another contract that stands beside this one.
-    """
+    """Return the rows that were timed and checked: not limits, and not another contract."""
     return [row for row in timed(cell) if "errors" in row]
 
 
@@ -192,7 +189,7 @@ def _span(row: Row) -> str:
 #: The machine whose result files the README shows, and the suites, from top to bottom.
 README_MACHINE, README_SUITES = "nvidia-h100-80gb-hbm3", ("hidden", "logits")
 #: Variants of ours that the README leaves out: they answer other questions than "how fast is it".
-VARIANTS = (SCALED, "eager backend", "layer 1")
+VARIANTS = (SCALED, "grad_scale", "eager backend", "layer 1")
 
 
 def readme_cells(folder: Path) -> dict[str, tuple[Record, Cell, list[Row]]]:

@@ -82,7 +82,7 @@ class Report:
         return sum(loop.loads) / 8 / self.size
 
     def issued(self, *pipes: str) -> float:
-        """Instructions of a thread for a logit, all visits together."""
+        """Instructions of a thread for a logit, in all passes."""
         return sum(loop.issued[pipe] / self.elements(loop) for loop in self.loops for pipe in pipes)
 
 

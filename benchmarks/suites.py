@@ -57,7 +57,7 @@ SCALED_LOGITS = ("grpo_kernels, in place, grad_scale", "grpo_kernels, new gradie
 
 class Planned(NamedTuple):
     cell: Cell
-    only: tuple[str, ...] | None = None  # providers that take part beside the limits; None: all
+    only: tuple[str, ...] | None = None  # providers in addition to the limits; None: all
 
 
 Plan = list[Planned]

@@ -75,10 +75,7 @@ SHAPES = {
 
 
 class Chunk(NamedTuple):
-    """From hidden states:
-
-    MiB of a chunk of fp32 logits, and of a block of gradients beside a sum of d_weight.
-    """
+    """MiB of a chunk of fp32 logits, and of a block of gradients with an fp32 sum of d_weight."""
 
     mib: int
     block: int

@@ -1,12 +1,11 @@
-"""A draft head that learns beside its policy: `python -m examples.draft_head`.
+"""A draft head that learns together with its policy: `python -m examples.draft_head`.
 
 The small policy of `examples.arithmetic` goes on by GRPO, with the option `draft_lr` of the
 reference trainer. Acceptance is the probability that speculative sampling takes a draft's token,
-over the completions of each step, before the draft learns from them. Beside the draft that goes on
-learning, a copy of it stops half-way: it shows what the policy's own learning costs a draft.
+over the completions of each step, before the draft learns from them. A copy of the draft stops
+learning half-way: it shows how much a draft loses while the policy continues to learn.
 
-    python -m examples.draft_head --seed 0 1 2 --write    # the figures and the picture of
-                                                          docs/draft_heads.md
+    python -m examples.draft_head --seed 0 1 2 --write  # the figures of docs/draft_heads.md
 """
 
 from __future__ import annotations
@@ -196,7 +195,7 @@ def save_picture(record: Record, path: Path) -> None:
 
 def main(argv: list[str] | None = None, size: Size = Size()) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m examples.draft_head", description="A draft head that learns beside GRPO."
+        prog="python -m examples.draft_head", description="A draft head that learns during GRPO."
     )
     parser.add_argument(
         "--seed", type=int, nargs="+", default=[0], help="one run for each (default: 0)"

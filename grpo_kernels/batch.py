@@ -313,8 +313,8 @@ class TokenBatch(Checked):
         if groups.shape != (self.sequences,) or groups.is_floating_point():
             raise ValueError(
                 f"groups has shape {list(groups.shape)} and dtype {groups.dtype}: pass"
-                f" one integer id per sequence, [{self.sequences}] (packed targets want cu_seqlens"
-                " beside it)."
+                f" one integer id per sequence, [{self.sequences}] (packed targets need cu_seqlens"
+                " too)."
             )
 
     def _put(self, name: str, value: Any) -> None:

@@ -105,9 +105,10 @@ class _OneDnn(_Torch):
 
 
 class _Ours(_Torch):
-    """The products of the engine, in the precision in which it makes them on this device. They are
-    made anew for each run: they hold the memory of a chunk, and of such memory the engine keeps a
-    few blocks only, for whoever is measured beside this.
+    """The matmuls of this package, in the precision in which it computes them on this device.
+
+    Each run allocates the buffers of a chunk again: the package keeps only a few of them, which the
+    other contenders need.
     """
 
     def matmuls(self) -> HeadMatmuls:
@@ -187,8 +188,9 @@ def _product(case: Case, part: str, way: type[_Torch]) -> Run:
 
 
 def _register(part: str, name: str) -> None:
-    """Beside the inputs there are the logits in fp32, their gradient, and the copy of it that
-    oneDNN makes.
+    """Register a way to compute a part of a limit.
+
+    Memory beyond the inputs: the logits in fp32, their gradient, and the copy of it in oneDNN.
     """
     way, devices = WAYS[name]
     memory = None if way is _OursInChunks else lambda cell: 12.0 * cell.rows * cell.vocab

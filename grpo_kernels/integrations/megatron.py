@@ -403,7 +403,7 @@ class OutputLayer:
             weight_grad=main_grad_of(weight, self.config),
         )
         transform = LogitTransform(scale=constant_scale(self.scale_logits))
-        # With skip_bias_add the layer returns its bias beside the logits, and the model drops it.
+        # With skip_bias_add the layer returns its bias with the logits, and the model drops it.
         has_bias = not getattr(self.module, "skip_bias_add", False)
         bias = getattr(self.module, "bias", None) if has_bias else None
         head = Head(weight, bias, transform)

@@ -264,7 +264,7 @@ class DraftOptions:
     draft_lr: float = option(
         0.0,
         "learning rate of a draft head for speculative decoding (multi-token prediction), which"
-        " learns the policy's distributions beside it and does not change it; 0 = none",
+        " learns the policy's distributions and does not change the policy; 0 = none",
         "RATE",
     )
 
