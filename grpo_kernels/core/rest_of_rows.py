@@ -137,14 +137,18 @@ def merge_groups(rows: LogitRows) -> LogitRows:
 
 
 def target_logits(rows: LogitRows, targets: Tensor) -> Tensor:
-    """Return the transformed logit of a column of each row, fp32 [num_rows]; NaN for a column -1.
+    """Return the logit of the target of each row after scale, softcap and temperature.
 
-    targets   int64 [num_rows]
+    The result is fp32 [num_rows], NaN for a target of -1.
+
+    targets   int64 [num_rows]: a column of each row, or -1
     """
+    # Rows of a call are numbered from 0. In the memory of the logits they begin at first_row.
     row_ids = torch.arange(rows.num_rows, device=targets.device)
     index = pair_index(rows.logits, rows.first_row + row_ids, targets)
-    z = rows.transform.transform_pairs(rows.logits[index].float(), row_ids)
-    return torch.where(targets >= 0, z, torch.nan)
+    raw_logits = rows.logits[index].float()
+    logits = rows.transform.transform_pairs(raw_logits, row_ids)
+    return torch.where(targets >= 0, logits, torch.nan)
 
 
 def fill_pairs(x: Tensor, row_ids: Tensor, columns: Tensor, value: float) -> None:

@@ -224,28 +224,34 @@ class VocabParallel(BackendWrapper):
             padding[row_ids // rows_per_group, row_ids % rows_per_group] = 0
 
     def local_rows(self, rows: LogitRows) -> LogitRows:
-        """Return the rows with this rank's columns that are ids, and targets counted in them.
+        """Return the same rows without padding columns, and with targets as local columns.
 
-        A rank without ids gets one column of -inf, which is no target and adds nothing. The
-        reference is sharded like the policy.
+        Logits [A, T, num_columns] may end with columns that stand for no token id. Targets become
+        column numbers of this rank: those of other ranks are then below 0 or too large, and the
+        kernels return NaN as their logit. The reference is sharded like the policy.
         """
         num_ids = self.shard.num_ids(rows.logits.shape[-1])
-        reference = rows.reference
         if num_ids == 0:
-            no_ids = rows.logits.new_full((*rows.logits.shape[:-1], 1), -torch.inf)
-            if reference is not None:
-                reference = reference._replace(logits=no_ids, transform=TRANSFORMED)
-            return rows._replace(
-                logits=no_ids,
-                targets=torch.full_like(rows.targets, -1),
-                transform=TRANSFORMED,
-                reference=reference,
-            )
+            return self.rows_without_ids(rows)
+        reference = rows.reference
         if reference is not None:
             reference = reference._replace(logits=reference.logits[..., :num_ids])
         return rows._replace(
             logits=rows.logits[..., :num_ids],
             targets=rows.targets - self.shard.start,
+            reference=reference,
+        )
+
+    def rows_without_ids(self, rows: LogitRows) -> LogitRows:
+        """Return rows for a rank that has no token id: one column of -inf, which adds nothing."""
+        logits = rows.logits.new_full((*rows.logits.shape[:-1], 1), -torch.inf)
+        reference = rows.reference
+        if reference is not None:
+            reference = reference._replace(logits=logits, transform=TRANSFORMED)
+        return rows._replace(
+            logits=logits,
+            targets=torch.full_like(rows.targets, -1),
+            transform=TRANSFORMED,
             reference=reference,
         )
 
