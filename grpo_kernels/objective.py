@@ -600,31 +600,44 @@ class Objective(Checked):
     def _token_weight(
         self, batch: TokenBatch, aggregate: str, denominator: float | Tensor | None
     ) -> Tensor:
-        """Return the weight of each token in an aggregate, fp32 [num_tokens], 0 in masked tokens.
+        """Return the weight of each token in the mean `aggregate`, fp32 [num_tokens].
 
-        denominator   None: that of this batch
+        The loss is the sum of weight * loss over tokens. Masked tokens have the weight 0.
+
+        denominator   of the mean over tokens, sequences or groups; None: that of this batch
         """
-        is_of_batch = denominator is None
+        is_callers = isinstance(denominator, Tensor)
         if denominator is None:
             denominator = self._denominator_over_ranks(batch, aggregate)
-        divisor = denominator
-        if aggregate in ("seq-mean-token-mean", "group-mean"):
-            num_tokens = self._with_sequences(batch).lengths
-            if aggregate == "group-mean":
-                num_tokens = batch.same_group() @ num_tokens
-            divisor = batch.broadcast((num_tokens.clamp(min=1.0) * denominator).float())
+        divisor = self._divisor_of_token(batch, aggregate, denominator)
         if batch.mask is None:
             shape = batch.targets.shape
-            weight = torch.ones(shape, dtype=torch.float32, device=batch.targets.device)
-        elif isinstance(divisor, Tensor) and divisor.dtype == torch.float32:
-            weight = batch.mask  # the division converts it, without a launch of its own on a GPU
-        else:
-            weight = batch.mask.float()
-        weight = weight / divisor
-        if batch.mask is not None and not is_of_batch and isinstance(denominator, Tensor):
+            ones = torch.ones(shape, dtype=torch.float32, device=batch.targets.device)
+            return (ones / divisor).flatten()
+        # bool / fp32 tensor is fp32, so the mask needs no conversion, which would be a launch.
+        gives_fp32 = isinstance(divisor, Tensor) and divisor.dtype == torch.float32
+        mask = batch.mask if gives_fp32 else batch.mask.float()
+        weight = mask / divisor
+        if is_callers:
             # It may be 0 if no token is trained, and 0 / 0 must not reach the loss.
             weight = torch.where(batch.mask, weight, 0.0)
         return weight.flatten()
+
+    def _divisor_of_token(
+        self, batch: TokenBatch, aggregate: str, denominator: float | Tensor
+    ) -> float | Tensor:
+        """Return what a token is divided by: a number, or fp32 that broadcasts to targets.
+
+            seq-mean-token-mean   denominator * trained tokens of its sequence
+            group-mean            denominator * trained tokens of all answers to its prompt
+            others                denominator
+        """
+        if aggregate not in ("seq-mean-token-mean", "group-mean"):
+            return denominator
+        num_tokens = self._with_sequences(batch).lengths
+        if aggregate == "group-mean":
+            num_tokens = batch.same_group() @ num_tokens  # [B, B] @ [B]: a sum over each group
+        return batch.broadcast((num_tokens.clamp(min=1.0) * denominator).float())
 
     def _policy_weight(self, weight: Tensor, weights: Tensor) -> Tensor:
         """Return the weight of the policy term, fp32 [num_tokens].
