@@ -862,19 +862,17 @@ class Objective(Checked):
             weight = getattr(inputs, name)
             if weight is not None:
                 if normalize:
-                    weight = weight * self._share_of_sequences_left(keep, batch, aggregate)
+                    weight = weight * self._denominator_ratio(keep, batch, aggregate)
                 weights[name] = torch.where(keep, weight, 0.0)
         if inputs.nll_weight is not None:
             weights["nll_weight"] = torch.where(keep, inputs.nll_weight, 0.0)
         return replace(inputs, **weights)
 
-    def _share_of_sequences_left(
-        self, keep: Tensor, batch: TokenBatch, aggregate: str
-    ) -> float | Tensor:
-        """Return what turns the weights of an aggregate into those without dropped sequences.
+    def _denominator_ratio(self, keep: Tensor, batch: TokenBatch, aggregate: str) -> float | Tensor:
+        """Return the denominator of all sequences over that of the sequences that are left.
 
-        It is the denominator of all sequences over that of those that are left: a number, a 0-d
-        tensor, or fp32 [num_tokens].
+        It is a number, a 0-d tensor, or fp32 [num_tokens]. For "group-mean" it also replaces the
+        number of tokens of each group by the number that is left.
         """
         if aggregate == "token-sum":
             return 1.0

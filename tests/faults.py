@@ -818,7 +818,7 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/objective.py", OBJECTIVES,
         ("dropped sequences keep their KL", 'aggregates = {"policy_weight": policy, "kl_weight": kl, "entropy_weight": entropy}', 'aggregates = {"policy_weight": policy, "entropy_weight": entropy}'),
-        ("dropped sequences count in the denominators", "self._share_of_sequences_left(keep, batch, aggregate)", "1.0"),
+        ("dropped sequences count in the denominators", "self._denominator_ratio(keep, batch, aggregate)", "1.0"),
         ("dropped sequences keep their NLL", "torch.where(keep, inputs.nll_weight, 0.0)", "inputs.nll_weight"),
         ("the mean of a group is over its dropped tokens", "more_per_token = lengths / kept_lengths.clamp(min=1.0)", "more_per_token = share * 0 + 1"),
     ),
