@@ -3,19 +3,19 @@ now.
 
 Anything that is known before the policy is evaluated, such as the mismatch with the sampler, is a
 weight of the batch instead: see corrections.py. A filtered token has loss 0 and slope 0 in the
-policy term. It still counts in the KL and in the denominators, with two exceptions: an entropy bonus
-with entropy_aggregate="token-mean" is a mean over the tokens that `EntropyQuantile` keeps, and a
-sequence that `SamplerMismatch` drops counts as masked. Of a token that a trust region drops the
-terms at listed ids stay.
+policy term. It still counts in the KL and in the denominators, with two exceptions: an entropy
+bonus with entropy_aggregate="token-mean" is a mean over the tokens that `EntropyQuantile` keeps,
+and a sequence that `SamplerMismatch` drops counts as masked. If a trust region drops a token, the
+terms at its listed ids stay.
 
 Comparisons with NaN are False, and no filter of this module drops a token for that reason, so the
 loss is NaN. `TrustRegion` keeps a token whose log-prob, old log-prob or advantage is NaN, filters
-of entropy one whose entropy is NaN, and `OffPolicySequences` a sequence with a NaN among the
-log-probs that it compares, or a NaN advantage. `SamplerMismatch` keeps a sequence with a NaN among
-the policy's log-probs. A token that is dropped for another reason, such as
-a low entropy, takes its NaN along. A NaN in sampler_logps means that the sampler did not score the
-token: `TrustRegion(anchor="sampler")` drops it, and filters of sequences count it as a difference of
-0. A filter that you write decides itself: let it keep a NaN.
+of entropy one whose entropy is NaN, `OffPolicySequences` a sequence with a NaN among the log-probs
+that it compares, or a NaN advantage, and `SamplerMismatch` one with a NaN among the log-probs of
+the policy. A token that is dropped for another reason, such as a low entropy, takes its NaN along.
+A NaN in sampler_logps means that the sampler did not score the token:
+`TrustRegion(anchor="sampler")` drops it, and filters of sequences count a difference of 0. A filter
+that you write decides itself: let it keep a NaN.
 
 A trust region is (logp, anchor_logp, advantage, params) -> keep, with params = (low, high); p and q
 are the probabilities under the policy and under the anchor, A is the advantage.
