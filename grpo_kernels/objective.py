@@ -628,9 +628,9 @@ class Objective(Checked):
     ) -> float | Tensor:
         """Return what a token is divided by: a number, or fp32 that broadcasts to targets.
 
-            seq-mean-token-mean   denominator * trained tokens of its sequence
-            group-mean            denominator * trained tokens of all answers to its prompt
-            others                denominator
+        seq-mean-token-mean   denominator * trained tokens of its sequence
+        group-mean            denominator * trained tokens of all answers to its prompt
+        others                denominator
         """
         if aggregate not in ("seq-mean-token-mean", "group-mean"):
             return denominator
