@@ -11,7 +11,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from grpo_kernels import Head, LogitTransform, Options, draft_head_loss
+from grpo_kernels import (
+    Exact,
+    Head,
+    LogitTransform,
+    Objective,
+    Options,
+    TokenBatch,
+    draft_head_loss,
+    linear_grpo_loss,
+)
 from support.inside import Allocations, count_products, in_chunks
 
 B, T, H, V = 3, 9, 24, 131
@@ -277,6 +286,33 @@ def test_the_loss_runs_outside_of_a_compiled_graph():
 
     compiled = torch.compile(loss, backend="eager")
     torch.testing.assert_close(compiled(*drafts), loss(*drafts))
+
+
+def test_a_draft_with_a_trained_head_over_fewer_ids(backend):
+    """The recipe of the page: gradients of draft and head are those of the cross-entropy with the
+    policy's distribution over these ids.
+    """
+    (draft,), policy, weight, _, ids = problem(depths=1)
+    draft_ids = torch.arange(0, V, 3)
+    draft_weight = (torch.randn(len(draft_ids), H) / 3).requires_grad_()
+    counted = RIGHT_PADDED[:, :-1] & RIGHT_PADDED[:, 1:]
+    out = linear_grpo_loss(
+        draft[:, :-1],
+        draft_weight,
+        TokenBatch(torch.zeros_like(ids[:, 1:]), mask=counted),
+        Objective.preset("distillation", kl=Exact("forward")),
+        reference=(policy.detach()[:, 1:], weight.detach()[draft_ids]),
+        options=Options(backend),
+    )
+    gradients = torch.autograd.grad(out.loss, (draft, draft_weight))
+
+    leaves = [x.detach().double().requires_grad_() for x in (draft, draft_weight)]
+    q = log_softmax(policy[:, 1:], weight[draft_ids]).exp()
+    log_p = (leaves[0][:, :-1] @ leaves[1].T).log_softmax(-1)
+    losses = -(q * log_p).sum(-1)
+    exact = torch.autograd.grad(losses[counted].mean(), leaves)
+    for gradient, x in zip(gradients, exact, strict=True):
+        torch.testing.assert_close(gradient.double(), x, rtol=2e-5, atol=2e-6)
 
 
 # ---- what a call costs
