@@ -842,9 +842,7 @@ def answer(p: Problem, noise: int | None = None) -> Answer:
         sizes[live] += sets.p.detach() * p.upstream["entropy"].reshape(-1)[live, None].abs() * steep
     if r.also in ("log_kept_mass", "all"):  # the difference of two log-probs of the likeliest id
         likeliest = sets.p.detach().argmax(1)
-        sizes[live, likeliest] += (
-            p.upstream["log_kept_mass"].reshape(-1)[live].abs() * steep[:, 0]
-        )
+        sizes[live, likeliest] += p.upstream["log_kept_mass"].reshape(-1)[live].abs() * steep[:, 0]
     named = named_ids(p, x.shape[1])
     if p.rows is not None:
         num_rows = p.leading.numel()
