@@ -844,6 +844,8 @@ def answer(p: Problem, noise: int | None = None) -> Answer:
         likeliest = sets.p.detach().argmax(1)
         sizes[live, likeliest] += p.upstream["log_kept_mass"].reshape(-1)[live].abs() * steep[:, 0]
     named = named_ids(p, x.shape[1])
+    if r.also in ("log_kept_mass", "all"):  # computed from the likeliest id of the set
+        named[live, sets.log_p.detach().argmax(1)] = 1.0
     if p.rows is not None:
         num_rows = p.leading.numel()
         sizes = torch.zeros(num_rows, x.shape[1], dtype=torch.float64).index_add(0, p.rows, sizes)
