@@ -333,7 +333,7 @@ class Case:
             case "slot_logits":
                 KERNELS.pair_logits(second[:n], read, slots)
             case "add_weight_rows":
-                KERNELS.add_grad_hidden_of_pairs(torch.ones(m), slots, read, second[:n])
+                KERNELS.write_grad_hidden_of_pairs(torch.ones(m), slots, read, second[:n])
             case "add_hidden_rows":
                 KERNELS.add_grad_weight_of_pairs(torch.ones(m), slots, read[:n], second)
 

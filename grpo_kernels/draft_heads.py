@@ -405,9 +405,10 @@ class PolicyChunk(NamedTuple):
 
 
 class DraftChunk(NamedTuple):
-    """The results of one depth at the positions of a PolicyChunk, [num_chunk_rows] each.
+    """The results of one depth at the positions of a PolicyChunk.
 
-    values          fp32 [3, num_chunk_rows]: cross-entropy, acceptance, agreement (0 or 1)
+    values          fp32 [3, num_chunk_rows]: cross-entropy, acceptance, agreement (0 or 1). The
+                    last two are 0 without metrics.
     unit_gradient   fp32 [num_chunk_rows, H]: gradient of hidden states for unit losses, or None
     """
 
@@ -417,7 +418,9 @@ class DraftChunk(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SoftPass:
-    """One pass over the positions of the policy that drafts learn from.
+    """One pass over the positions of the policy that drafts learn from: the policy is the teacher.
+
+    The index of a draft in the list is called its depth here.
 
     drafts          rows of each depth, [num_positions, H]; they get the gradient
     teacher         rows of the policy, the same number and the same head
@@ -477,19 +480,25 @@ class SoftPass:
         max_rows = memory.plan(device_type, max(num_rows, 1)).chunk
         return split_rows(slice(0, num_rows), max_rows, evenly=device_type == "cpu")
 
-    def compute(self) -> tuple[Tensor, list[Tensor]]:
-        """Return values fp32 [D, 3, num_rows] in the order of `row_ids`, and unit gradients.
+    def compute(self) -> tuple[Tensor, dict[int, Tensor]]:
+        """Compare the draft of each depth with the teacher, the policy, at `row_ids`.
 
-        The values are those of `DraftChunk`; there is a gradient fp32 [num_rows, H] for each depth
-        that has one.
+        Returns (values, unit_gradients):
+
+            values           fp32 [D, 3, num_rows]: cross-entropy, acceptance and top-1 agreement of
+                             each depth
+            unit_gradients   by depth, for depths in `has_gradients`: d cross-entropy / d hidden,
+                             fp32 [num_rows, H], for an upstream gradient of 1
         """
         num_rows = len(self.row_ids)
         device = self.row_ids.device
         width = self.teacher.projection.hidden.shape[1]
         values = torch.zeros(len(self.drafts), 3, num_rows, device=device)
-        unit_gradients = [
-            torch.zeros(num_rows, width, device=device) for x in self.has_gradients if x
-        ]
+        unit_gradients = {
+            depth: torch.zeros(num_rows, width, device=device)
+            for depth, has_gradient in enumerate(self.has_gradients)
+            if has_gradient
+        }
         if num_rows == 0:
             return values, unit_gradients
         projection = self.teacher.projection
@@ -500,12 +509,11 @@ class SoftPass:
         with without_autocast(device.type):
             for chunk in self.chunks():
                 policy = self.policy_chunk(policy_matmuls, self.row_ids[chunk])
-                gradients = iter(unit_gradients)
                 for depth in range(len(self.drafts)):
                     draft = self.draft_chunk(draft_matmuls, depth, policy)
                     values[depth, :, chunk] = draft.values
                     if draft.unit_gradient is not None:
-                        next(gradients)[chunk] = draft.unit_gradient
+                        unit_gradients[depth][chunk] = draft.unit_gradient
         return values, unit_gradients
 
     def policy_chunk(self, matmuls: HeadMatmuls, row_ids: Tensor) -> PolicyChunk:
@@ -587,11 +595,12 @@ class SoftCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, soft_pass: SoftPass, *hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         values, unit_gradients = soft_pass.compute()
         ctx.soft_pass = soft_pass
-        ctx.save_for_backward(*unit_gradients)
-        by_position = torch.stack(
-            [soft_pass.to_positions(depth, x.T).T for depth, x in enumerate(values)], 1
-        )
-        losses, acceptance, agreement = by_position.unbind()
+        ctx.depths_with_gradient = list(unit_gradients)
+        ctx.save_for_backward(*unit_gradients.values())
+        values_by_depth = [
+            soft_pass.to_positions(depth, values[depth].T).T for depth in range(len(values))
+        ]
+        losses, acceptance, agreement = torch.stack(values_by_depth, 1).unbind()
         ctx.mark_non_differentiable(acceptance, agreement)
         return losses, acceptance, agreement
 
@@ -599,11 +608,8 @@ class SoftCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_losses: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         soft_pass = ctx.soft_pass
-        unit_gradients = iter(ctx.saved_tensors)
-        gradients = [
-            soft_pass.grad_hidden(depth, next(unit_gradients), grad_losses[depth])
-            if has_gradient
-            else None
-            for depth, has_gradient in enumerate(soft_pass.has_gradients)
-        ]
+        gradients: list[Tensor | None] = [None] * len(soft_pass.drafts)
+        saved = zip(ctx.depths_with_gradient, ctx.saved_tensors, strict=True)
+        for depth, unit_gradient in saved:
+            gradients[depth] = soft_pass.grad_hidden(depth, unit_gradient, grad_losses[depth])
         return None, *gradients

@@ -1671,7 +1671,7 @@ FAULTS: list[Fault] = [
         ),
         (
             "hidden states get nothing from pairs",
-            "kernels.add_grad_hidden_of_pairs(grad, pairs, weight.detach(), fp32_grad_hidden)",
+            "kernels.write_grad_hidden_of_pairs(grad, pairs, weight.detach(), fp32_grad_hidden)",
             "pass",
         ),
         (

@@ -164,7 +164,7 @@ def pair_gradients(
     if wanted[0]:
         fp32_grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=device)
         if has_columns:
-            kernels.add_grad_hidden_of_pairs(grad, pairs, weight.detach(), fp32_grad_hidden)
+            kernels.write_grad_hidden_of_pairs(grad, pairs, weight.detach(), fp32_grad_hidden)
         grad_hidden = converted(fp32_grad_hidden, hidden.dtype)
     if wanted[1]:
         if weight_memory is None:

@@ -637,24 +637,43 @@ def merge_shards(
 def merge_reference_sums(
     values: dict[str, Tensor], weights: ShardWeights, direction: str
 ) -> dict[str, Tensor]:
-    """Return REFERENCE_SUMS of whole rows by name, [num_rows] each.
+    """Merge the REFERENCE_SUMS of vocabulary shards into sums over whole rows, by name.
 
-    values    the sums of the shards by name, [num_shards, num_rows] each
-    weights   the weights of the policy's shards
+    z_j and w_j are the logits of policy and reference. A shard's sums are relative to its maxima:
+
+        reference_sum_exp      sum_j exp(w_j - max w)
+        sum_log_ratio          sum_j exp(z_j - max z) d_j,  d_j = (z_j - max z) - (w_j - max w)
+        sum_log_ratio_excess   sum_j exp(z_j - max z) psi(-d_j),  psi(x) = exp(x) - 1 - x
+
+    "forward" swaps z and w in the last two. Sums of the whole row are relative to the row's maxima:
+    exp(z_j - max z) of a shard is multiplied by exp(shard's max z - row's max z), its factor, and
+    d_j is larger by a shift.
+
+    values      the sums of the shards by name, fp32 [num_shards, num_rows] each
+    weights     the row's max z, and the factors of the shards
+    direction   of the divergence: "forward", or else as "reverse"
+
+    The results are fp32 [num_rows].
     """
     max_logits = values["max_logit"]
     reference_max_logits = values["reference_max_logit"]
     reference = ShardWeights.from_max_logits(reference_max_logits)
-    # d in the whole row less d in the shard.
+    # (shard's max z - row's max z) - (shard's max w - row's max w)
     shift = logit_differences(
-        max_logits, reference_max_logits, weights.max_logit, reference.max_logit
+        z=max_logits,
+        w=reference_max_logits,
+        max_logit=weights.max_logit,
+        reference_max_logit=reference.max_logit,
     )
+    # If all z or all w of a shard are -inf, the shift is infinite or NaN and a factor is 0. Their
+    # product must be 0, so the shift becomes 0.
     is_empty = (max_logits == -torch.inf) | (reference_max_logits == -torch.inf)
+    shift = torch.where(is_empty, 0.0, shift)
     sum_log_ratio, sum_log_ratio_excess = merge_log_ratio_sums(
         direction,
         policy_factor=weights.factor,
         reference_factor=reference.factor,
-        shift=torch.where(is_empty, 0.0, shift),
+        shift=shift,
         sum_exp=values["sum_exp"],
         reference_sum_exp=values["reference_sum_exp"],
         sum_log_ratio=values["sum_log_ratio"],

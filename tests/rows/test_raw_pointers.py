@@ -109,8 +109,8 @@ OF_ROWS = {
 }  # fmt: skip
 OF_PAIRS = {
     "pair_logits": (lambda b, x: b.pair_logits(x["hidden"], x["weight"], pairs(x)), ("hidden", "weight", "pairs.ids", "pairs.rows")),
-    "add_grad_hidden_of_pairs": (
-        lambda b, x: b.add_grad_hidden_of_pairs(x["values"], pairs(x), x["weight"], x["out"]), ("values", "weight", "out", "pairs.ids", "pairs.rows")
+    "write_grad_hidden_of_pairs": (
+        lambda b, x: b.write_grad_hidden_of_pairs(x["values"], pairs(x), x["weight"], x["out"]), ("values", "weight", "out", "pairs.ids", "pairs.rows")
     ),
     "add_grad_weight_of_pairs": (
         lambda b, x: b.add_grad_weight_of_pairs(x["values"], pairs(x), x["hidden"], x["out"]), ("values", "hidden", "out", "pairs.ids", "pairs.rows")
@@ -127,7 +127,7 @@ def arguments(function):
     """What every function takes, right."""
     beside = "beside" in function
     out = {
-        "add_grad_hidden_of_pairs": (N, H),
+        "write_grad_hidden_of_pairs": (N, H),
         "add_grad_weight_of_pairs": (V, H),
         "logits": (N, V),
         "grad_hidden": (N, H),

@@ -55,7 +55,7 @@ def check(module, slots, hidden, weight, d_hidden, d_weight):
     counted = used & (values != 0)
     by_row, by_id, v = slots.rows[counted], slots.ids[counted], values.double()[counted, None]
     for add, to, source, terms, out, kept in (
-        (module.add_grad_hidden_of_pairs, by_row, weight, v * w[counted], d_hidden, 0.0),
+        (module.write_grad_hidden_of_pairs, by_row, weight, v * w[counted], d_hidden, 0.0),
         (module.add_grad_weight_of_pairs, by_id, hidden, v * x[counted], d_weight, 1.0),
     ):
         before, named = out.clone(), torch.zeros(len(out), dtype=torch.bool).index_fill(0, to, True)
@@ -136,7 +136,7 @@ def test_sums_are_rounded_once(module, dtype):
 def results(module, values, slots, hidden, weight):
     """The three products, the sums into zeros."""
     d_hidden, d_weight = torch.zeros(hidden.shape), torch.zeros(weight.shape)
-    module.add_grad_hidden_of_pairs(values, slots, weight, d_hidden)
+    module.write_grad_hidden_of_pairs(values, slots, weight, d_hidden)
     module.add_grad_weight_of_pairs(values, slots, hidden, d_weight)
     return module.pair_logits(hidden, weight, slots), d_hidden, d_weight
 

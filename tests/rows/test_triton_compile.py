@@ -203,7 +203,7 @@ def launch_slots(n, vocab, width, hidden, weight, gap=0):
         for rows, dtype in ((n, hidden), (vocab, weight))
     )
     KERNELS.pair_logits(x, y, slots)
-    KERNELS.add_grad_hidden_of_pairs(values_for(slots), slots, y, x)
+    KERNELS.write_grad_hidden_of_pairs(values_for(slots), slots, y, x)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "PIECE", 4)  # so that an id may be cut
         KERNELS.add_grad_weight_of_pairs(values_for(slots), slots, x, y)

@@ -239,7 +239,7 @@ class Backend(ABC):
         """Return hidden[row] . weight[id] of each pair, fp32 [num_pairs]; -inf if it is unused."""
 
     @abstractmethod
-    def add_grad_hidden_of_pairs(
+    def write_grad_hidden_of_pairs(
         self, values: Tensor, pairs: Pairs, weight: Tensor, out: Tensor
     ) -> None:
         """Write out[row] = sum of values * weight[id] over the pairs of each row.
@@ -271,13 +271,28 @@ class BackendWrapper(Backend):
         self.kernels = kernels
 
     def run_mixture_kernel(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
-        """Return MIXTURE_SUMS, see `Backend`."""
+        """Return MIXTURE_SUMS of each row: two sums over the vocabulary, fp32 [2, num_rows].
+
+        With p the policy's softmax, q the reference's, and m = (1 - mixture) p + mixture q:
+
+            "jsd"   KL(p || m) and KL(q || m)
+            "tv"    sum_j p_j sign(p_j - q_j) / 2 and sum_j |p_j - q_j| / 2
+
+        The reference of `rows` says which ("direction") and has `mixture`.
+
+        sums   the sums of the first pass over the rows, which normalize p and q
+        """
         return self.kernels.run_mixture_kernel(rows, sums)
 
     def evaluate_formula(
         self, loss_formula: TokenLossFormula, logps: Tensor, entropy: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the losses and their gradients, see `Backend`."""
+        """Return (losses, d loss / d log-prob, d loss / d entropy), fp32 [num_rows] each.
+
+        The last is None if the loss has no entropy bonus.
+
+        logps, entropy   fp32 [num_rows]
+        """
         return self.kernels.evaluate_formula(loss_formula, logps, entropy)
 
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
@@ -285,19 +300,35 @@ class BackendWrapper(Backend):
         self.kernels.scale_(gradient, factor)
 
     def pair_logits(self, hidden: Tensor, weight: Tensor, pairs: Pairs) -> Tensor:
-        """Return the logit of each pair, see `Backend`."""
+        """Return hidden[row] . weight[id] of each (row, id) pair, fp32 [num_pairs].
+
+        It is -inf for an id of -1.
+        """
         return self.kernels.pair_logits(hidden, weight, pairs)
 
-    def add_grad_hidden_of_pairs(
+    def write_grad_hidden_of_pairs(
         self, values: Tensor, pairs: Pairs, weight: Tensor, out: Tensor
     ) -> None:
-        """Write the gradient of each row of hidden states, see `Backend`."""
-        self.kernels.add_grad_hidden_of_pairs(values, pairs, weight, out)
+        """Write out[row] = sum of values[i] * weight[id] over the pairs i = (row, id) of each row.
+
+        This is the gradient of hidden states from the gradients of `pair_logits`. A pair is unused
+        if its id is -1 or its value 0. Rows without a used pair are not written.
+
+        values        fp32 [num_pairs]: the gradient of each pair's logit
+        weight, out   [V, H] and [num_rows, H]
+        """
+        self.kernels.write_grad_hidden_of_pairs(values, pairs, weight, out)
 
     def add_grad_weight_of_pairs(
         self, values: Tensor, pairs: Pairs, hidden: Tensor, out: Tensor
     ) -> None:
-        """Add the sum of each row of the weight, see `Backend`."""
+        """Add sum of values[i] * hidden[row] over the pairs i = (row, id) of each id to out[id].
+
+        This is the gradient of the weight from the gradients of `pair_logits`.
+
+        values        fp32 [num_pairs]: the gradient of each pair's logit
+        hidden, out   [num_rows, H] and [V, H]
+        """
         self.kernels.add_grad_weight_of_pairs(values, pairs, hidden, out)
 
 

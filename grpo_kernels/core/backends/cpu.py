@@ -97,7 +97,11 @@ class Kernels(Backend):
     # ---- rows of logits
 
     def run_sums_kernel(self, rows: LogitRows, names: tuple[str, ...]) -> SoftmaxSums:
-        """Return the named sums that C++ knows, see `Backend`."""
+        """Return softmax sums of each row, such as max_logit and sum_exp, in one call of C++.
+
+        names   some of `softmax.SUMS`, which gives their formulas. C++ computes SUMS_OF_KERNELS;
+                the values of the others are not set.
+        """
         num_rows = count_rows(rows)
         sums = SoftmaxSums.empty(names, num_rows, rows.logits.device, rows.reference)
         policy, reference = policy_and_reference(rows)
@@ -112,7 +116,17 @@ class Kernels(Backend):
         return sums
 
     def run_mixture_kernel(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
-        """Return MIXTURE_SUMS, see `Backend`."""
+        """Return MIXTURE_SUMS of each row: two sums over the vocabulary, fp32 [2, num_rows].
+
+        With p the policy's softmax, q the reference's, and m = (1 - mixture) p + mixture q:
+
+            "jsd"   KL(p || m) and KL(q || m)
+            "tv"    sum_j p_j sign(p_j - q_j) / 2 and sum_j |p_j - q_j| / 2
+
+        The reference of `rows` says which ("direction") and has `mixture`.
+
+        sums   the sums of the first pass over the rows, which normalize p and q
+        """
         num_rows = count_rows(rows)
         num_sums = len(MIXTURE_SUMS)
         result = torch.empty(num_sums, rows.num_rows, dtype=torch.float32)
@@ -133,7 +147,10 @@ class Kernels(Backend):
     def run_gradient_kernel(
         self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor
     ) -> None:
-        """Write d loss / d logits, see `Backend`."""
+        """Write d loss / d logits of each row into the same row of `out`, [A, T, V].
+
+        The formula is in `GradientCoefficients`. Rows whose coefficients are all 0 become 0.
+        """
         num_rows = count_rows(rows)
         sums_table = sums_argument(sums)  # checks the sums before anything follows from them
         log_sum_ratio = None
@@ -158,9 +175,14 @@ class Kernels(Backend):
     def fused_loss(
         self, rows: LogitRows, loss_formula: TokenLossFormula, out: Tensor | None
     ) -> FusedLossValues:
-        """Compute a loss and its gradient, see `Backend`.
+        """Return log-prob, entropy and loss of each row, and write d loss / d logits to `out`.
 
-        One thread takes a row through both passes, with the formula between them.
+        With a reference the divergence of each row is returned as well. One thread computes the
+        softmax sums of a row, then the formula, then the gradient. A formula that cannot be traced
+        runs in torch, which takes a second read of the logits.
+
+        loss_formula   computes the loss of a row from its log-prob and entropy
+        out            [A, T, V], possibly the logits themselves. None: no gradient is computed.
         """
         traced = self.trace(loss_formula)
         if traced is None:
@@ -191,7 +213,12 @@ class Kernels(Backend):
     def evaluate_formula(
         self, loss_formula: TokenLossFormula, logps: Tensor, entropy: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the losses and their gradients, see `Backend`."""
+        """Return (losses, d loss / d log-prob, d loss / d entropy), fp32 [num_rows] each.
+
+        The last is None if the loss has no entropy bonus.
+
+        logps, entropy   fp32 [num_rows]
+        """
         traced = self.trace(loss_formula)
         if traced is None:
             return eager.Kernels().evaluate_formula(loss_formula, logps, entropy)
@@ -243,7 +270,10 @@ class Kernels(Backend):
     # ---- pairs
 
     def pair_logits(self, hidden: Tensor, weight: Tensor, pairs: Pairs) -> Tensor:
-        """Return the logit of each pair, see `Backend`."""
+        """Return hidden[row] . weight[id] of each (row, id) pair, fp32 [num_pairs].
+
+        It is -inf for an id of -1.
+        """
         num_pairs = pairs.ids.numel()
         logits = torch.empty(num_pairs, dtype=torch.float32)
         _cpu.pair_logits(
@@ -255,10 +285,17 @@ class Kernels(Backend):
         )
         return logits
 
-    def add_grad_hidden_of_pairs(
+    def write_grad_hidden_of_pairs(
         self, values: Tensor, pairs: Pairs, weight: Tensor, out: Tensor
     ) -> None:
-        """Write the gradient of each row of hidden states, see `Backend`."""
+        """Write out[row] = sum of values[i] * weight[id] over the pairs i = (row, id) of each row.
+
+        This is the gradient of hidden states from the gradients of `pair_logits`. A pair is unused
+        if its id is -1 or its value 0. Rows without a used pair are not written.
+
+        values        fp32 [num_pairs]: the gradient of each pair's logit
+        weight, out   [V, H] and [num_rows, H]
+        """
         _cpu.add_grad_hidden_of_pairs(
             vector("values", values, torch.float32, pairs.ids.numel()),
             pairs_argument(pairs),
@@ -270,7 +307,13 @@ class Kernels(Backend):
     def add_grad_weight_of_pairs(
         self, values: Tensor, pairs: Pairs, hidden: Tensor, out: Tensor
     ) -> None:
-        """Add the sum of each row of the weight, see `Backend`."""
+        """Add sum of values[i] * hidden[row] over the pairs i = (row, id) of each id to out[id].
+
+        This is the gradient of the weight from the gradients of `pair_logits`.
+
+        values        fp32 [num_pairs]: the gradient of each pair's logit
+        hidden, out   [num_rows, H] and [V, H]
+        """
         _cpu.add_grad_weight_of_pairs(
             vector("values", values, torch.float32, pairs.ids.numel()),
             pairs_argument(pairs),

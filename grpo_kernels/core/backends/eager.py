@@ -73,7 +73,11 @@ class Kernels(Backend):
     # ---- rows of logits
 
     def run_sums_kernel(self, rows: LogitRows, names: tuple[str, ...]) -> SoftmaxSums:
-        """Return the named sums but MIXTURE_SUMS, see `Backend`."""
+        """Return softmax sums of each row, such as max_logit and sum_exp, in eager PyTorch.
+
+        names   some of `softmax.SUMS`, which gives their formulas. MIXTURE_SUMS get memory only;
+                `run_mixture_kernel` computes them.
+        """
         sums = SoftmaxSums.empty(names, rows.num_rows, rows.logits.device, rows.reference)
         workspace = self.workspace or Workspace.for_rows(rows)
         for block, logits in blocks_of(rows, rows.logits):
@@ -91,24 +95,43 @@ class Kernels(Backend):
         return replace(sums, values=torch.where(rows.mask, sums.values, masked.values))
 
     def run_mixture_kernel(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
-        """Return MIXTURE_SUMS, see `Backend`."""
+        """Return MIXTURE_SUMS of each row: two sums over the vocabulary, fp32 [2, num_rows].
+
+        With p the policy's softmax, q the reference's, and m = (1 - mixture) p + mixture q:
+
+            "jsd"   KL(p || m) and KL(q || m)
+            "tv"    sum_j p_j sign(p_j - q_j) / 2 and sum_j |p_j - q_j| / 2
+
+        The reference of `rows` says which ("direction") and has `mixture`.
+
+        sums   the sums of the first pass over the rows, which normalize p and q
+        """
         reference = rows.reference
         assert reference is not None
-        results = torch.empty(2, rows.num_rows, dtype=torch.float32, device=rows.logits.device)
+        mixture_sums = torch.empty(2, rows.num_rows, dtype=torch.float32, device=rows.logits.device)
         for block, logits in blocks_of(rows, rows.logits):
-            z = transform_block(logits, rows.transform.select(block))
-            w = reference_block(rows, reference, block)
+            policy_logits = transform_block(logits, rows.transform.select(block))
+            reference_logits = reference_block(rows, reference, block)
             block_sums = sums.select(block)
-            p = (z - finite(block_sums.max_logit)[:, None]).exp() / block_sums.sum_exp[:, None]
-            q, log_ratio = compare_with_reference(z, w, block_sums)
-            terms = mixture_terms(reference.direction, p, q, log_ratio, reference.mixture)
-            results[:, block] = torch.stack([sum_rows(x) for x in terms])
-        return results if rows.mask is None else torch.where(rows.mask, results, 0.0)
+            max_logit = finite(block_sums.max_logit)[:, None]
+            policy_probs = (policy_logits - max_logit).exp() / block_sums.sum_exp[:, None]
+            reference_probs, log_ratio = compare_with_reference(
+                policy_logits, reference_logits, block_sums
+            )
+            policy_terms, reference_terms = mixture_terms(
+                reference.direction, policy_probs, reference_probs, log_ratio, reference.mixture
+            )
+            mixture_sums[0, block] = sum_rows(policy_terms)
+            mixture_sums[1, block] = sum_rows(reference_terms)
+        return mixture_sums if rows.mask is None else torch.where(rows.mask, mixture_sums, 0.0)
 
     def run_gradient_kernel(
         self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor
     ) -> None:
-        """Write d loss / d logits, see `Backend`."""
+        """Write d loss / d logits of each row into the same row of `out`, [A, T, V].
+
+        The formula is in `GradientCoefficients`. Rows whose coefficients are all 0 become 0.
+        """
         transform = rows.transform
         factors = GradientFactors.from_coefficients(sums, coefficients, transform)
         is_zero = ~coefficients.nonzero
@@ -145,19 +168,24 @@ class Kernels(Backend):
     def fused_loss(
         self, rows: LogitRows, loss_formula: TokenLossFormula, out: Tensor | None
     ) -> FusedLossValues:
-        """Compute a loss and its gradient, see `Backend`.
+        """Return log-prob, entropy and loss of each row, and write d loss / d logits to `out`.
 
-        The gradient of a block reuses the exponentials of its sums.
+        With a reference the divergence of each row is returned as well. Rows are processed in
+        blocks: the gradient of a block reuses the exponentials that its softmax sums left in the
+        workspace.
+
+        loss_formula   computes the loss of a row from its log-prob and entropy
+        out            [A, T, V], possibly the logits themselves. None: no gradient is computed.
         """
-        num_values = FusedLossValues.num_values(rows.reference is not None)
+        num_values = FusedLossValues.num_values(has_reference=rows.reference is not None)
         table = torch.zeros(
             num_values, rows.num_rows, dtype=torch.float32, device=rows.logits.device
         )
         kernels = Kernels(workspace=Workspace.for_rows(rows))
-        for block, _ in blocks_of(rows, rows.logits):
+        for block, _logits in blocks_of(rows, rows.logits):
             block_rows = rows.slice_rows(block.start, block.stop)
             values = kernels.loss_in_two_passes(
-                block_rows, loss_formula.select(block), out, block_rows.num_rows
+                block_rows, loss_formula.select(block), out, block_rows=block_rows.num_rows
             )
             table[:, block] = values.table
         return FusedLossValues(table)
@@ -169,14 +197,22 @@ class Kernels(Backend):
     def evaluate_formula(
         self, loss_formula: TokenLossFormula, logps: Tensor, entropy: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the losses and their gradients, see `Backend`."""
+        """Return (losses, d loss / d log-prob, d loss / d entropy), fp32 [num_rows] each.
+
+        The last is None if the loss has no entropy bonus.
+
+        logps, entropy   fp32 [num_rows]
+        """
         token_losses = loss_formula.compute(logps, entropy)
         return token_losses.losses, token_losses.grad_logps, token_losses.grad_entropy
 
     # ---- pairs
 
     def pair_logits(self, hidden: Tensor, weight: Tensor, pairs: Pairs) -> Tensor:
-        """Return the logit of each pair, see `Backend`."""
+        """Return hidden[row] . weight[id] of each (row, id) pair, fp32 [num_pairs].
+
+        It is -inf for an id of -1.
+        """
         logits = torch.empty(pairs.ids.shape, dtype=torch.float32, device=hidden.device)
         for block in pair_blocks(pairs.ids.numel(), hidden):
             ids = pairs.ids[block]
@@ -184,17 +220,30 @@ class Kernels(Backend):
             logits[block] = sum_rows(products).masked_fill_(ids < 0, -torch.inf)
         return logits
 
-    def add_grad_hidden_of_pairs(
+    def write_grad_hidden_of_pairs(
         self, values: Tensor, pairs: Pairs, weight: Tensor, out: Tensor
     ) -> None:
-        """Write the gradient of each row of hidden states, see `Backend`."""
+        """Write out[row] = sum of values[i] * weight[id] over the pairs i = (row, id) of each row.
+
+        This is the gradient of hidden states from the gradients of `pair_logits`. A pair is unused
+        if its id is -1 or its value 0. Rows without a used pair are not written.
+
+        values        fp32 [num_pairs]: the gradient of each pair's logit
+        weight, out   [V, H] and [num_rows, H]
+        """
         is_used = (pairs.ids >= 0) & (values != 0)
         sum_by_key(pairs.rows, pairs.ids, is_used, values, weight, out, adds_to_out=False)
 
     def add_grad_weight_of_pairs(
         self, values: Tensor, pairs: Pairs, hidden: Tensor, out: Tensor
     ) -> None:
-        """Add the sum of each row of the weight, see `Backend`."""
+        """Add sum of values[i] * hidden[row] over the pairs i = (row, id) of each id to out[id].
+
+        This is the gradient of the weight from the gradients of `pair_logits`.
+
+        values        fp32 [num_pairs]: the gradient of each pair's logit
+        hidden, out   [num_rows, H] and [V, H]
+        """
         is_used = (pairs.ids >= 0) & (values != 0)
         sum_by_key(pairs.ids, pairs.rows, is_used, values, hidden, out, adds_to_out=True)
 

@@ -88,7 +88,11 @@ class Kernels(Backend):
     # ---- rows of logits
 
     def run_sums_kernel(self, rows: LogitRows, names: tuple[str, ...]) -> SoftmaxSums:
-        """Return the named sums of one pass, see `Backend`."""
+        """Return softmax sums of each row, such as max_logit and sum_exp, from one kernel call.
+
+        names   some of `softmax.SUMS`, which gives their formulas. MIXTURE_SUMS get memory only;
+                `run_mixture_kernel` computes them.
+        """
         call = RowCall(rows)
         sums = SoftmaxSums.empty(names, rows.num_rows, rows.logits.device, rows.reference)
         arguments = {
@@ -115,7 +119,17 @@ class Kernels(Backend):
         return sums
 
     def run_mixture_kernel(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
-        """Return MIXTURE_SUMS, see `Backend`."""
+        """Return MIXTURE_SUMS of each row: two sums over the vocabulary, fp32 [2, num_rows].
+
+        With p the policy's softmax, q the reference's, and m = (1 - mixture) p + mixture q:
+
+            "jsd"   KL(p || m) and KL(q || m)
+            "tv"    sum_j p_j sign(p_j - q_j) / 2 and sum_j |p_j - q_j| / 2
+
+        The reference of `rows` says which ("direction") and has `mixture`.
+
+        sums   the sums of the first pass over the rows, which normalize p and q
+        """
         assert rows.reference is not None
         call = RowCall(rows)
         result = torch.empty(2, rows.num_rows, dtype=torch.float32, device=rows.logits.device)
@@ -134,7 +148,10 @@ class Kernels(Backend):
     def run_gradient_kernel(
         self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor
     ) -> None:
-        """Write d loss / d logits, see `Backend`."""
+        """Write d loss / d logits of each row into the same row of `out`, [A, T, V].
+
+        The formula is in `GradientCoefficients`. Rows whose coefficients are all 0 become 0.
+        """
         reference = rows.reference
         if coefficients.get("divergence") is None:
             reference = None
@@ -205,7 +222,12 @@ class Kernels(Backend):
     def evaluate_formula(
         self, loss_formula: TokenLossFormula, logps: Tensor, entropy: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the losses and their gradients, see `Backend`."""
+        """Return (losses, d loss / d log-prob, d loss / d entropy), fp32 [num_rows] each.
+
+        The last is None if the loss has no entropy bonus.
+
+        logps, entropy   fp32 [num_rows]
+        """
         if self.strict:
             loss_formula.compare_once(Program.__call__)
         program, numbers = loss_formula.program()
@@ -267,7 +289,10 @@ class Kernels(Backend):
     # ---- pairs
 
     def pair_logits(self, hidden: Tensor, weight: Tensor, pairs: Pairs) -> Tensor:
-        """Return the logit of each pair, see `Backend`."""
+        """Return hidden[row] . weight[id] of each (row, id) pair, fp32 [num_pairs].
+
+        It is -inf for an id of -1.
+        """
         num_pairs = pairs.ids.numel()
         logits = torch.empty(num_pairs, dtype=torch.float32, device=hidden.device)
         run_over_columns(
@@ -278,10 +303,17 @@ class Kernels(Backend):
         )
         return logits
 
-    def add_grad_hidden_of_pairs(
+    def write_grad_hidden_of_pairs(
         self, values: Tensor, pairs: Pairs, weight: Tensor, out: Tensor
     ) -> None:
-        """Write the gradient of each row of hidden states, see `Backend`."""
+        """Write out[row] = sum of values[i] * weight[id] over the pairs i = (row, id) of each row.
+
+        This is the gradient of hidden states from the gradients of `pair_logits`. A pair is unused
+        if its id is -1 or its value 0. Rows without a used pair are not written.
+
+        values        fp32 [num_pairs]: the gradient of each pair's logit
+        weight, out   [V, H] and [num_rows, H]
+        """
         num_rows, width = out.shape
         run_over_columns(
             grad_hidden_of_pairs_kernel,
@@ -296,7 +328,13 @@ class Kernels(Backend):
     def add_grad_weight_of_pairs(
         self, values: Tensor, pairs: Pairs, hidden: Tensor, out: Tensor
     ) -> None:
-        """Add the sum of each row of the weight, see `Backend`."""
+        """Add sum of values[i] * hidden[row] over the pairs i = (row, id) of each id to out[id].
+
+        This is the gradient of the weight from the gradients of `pair_logits`.
+
+        values        fp32 [num_pairs]: the gradient of each pair's logit
+        hidden, out   [num_rows, H] and [V, H]
+        """
         num_pairs = pairs.ids.numel()
         vocab_size, width = out.shape
         vectors = check_vectors(num_pairs, values=values, rows=pairs.rows)
@@ -378,7 +416,7 @@ class OrEager(Kernels):
     """
 
     def run_sums_kernel(self, rows: LogitRows, names: tuple[str, ...]) -> SoftmaxSums:
-        """Return the named sums of one pass, see `Backend`."""
+        """Return softmax sums of each row, in eager PyTorch if the kernel cannot run."""
         try:
             return super().run_sums_kernel(rows, names)
         except KernelFailure as failure:
@@ -386,7 +424,7 @@ class OrEager(Kernels):
         return eager.Kernels().run_sums_kernel(rows, names)
 
     def run_mixture_kernel(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
-        """Return MIXTURE_SUMS, see `Backend`."""
+        """Return MIXTURE_SUMS, fp32 [2, num_rows], in eager PyTorch if the kernel cannot run."""
         try:
             return super().run_mixture_kernel(rows, sums)
         except KernelFailure as failure:
@@ -396,7 +434,7 @@ class OrEager(Kernels):
     def run_gradient_kernel(
         self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor
     ) -> None:
-        """Write d loss / d logits, see `Backend`."""
+        """Write d loss / d logits to `out`, in eager PyTorch if the kernel cannot run."""
         try:
             return super().run_gradient_kernel(rows, sums, coefficients, out)
         except KernelFailure as failure:
@@ -406,7 +444,10 @@ class OrEager(Kernels):
     def loss_in_one_call(
         self, rows: LogitRows, loss_formula: TokenLossFormula, out: Tensor | None
     ) -> FusedLossValues | None:
-        """Compute `fused_loss`, or return None: kernels without the formula may run."""
+        """Compute the loss and its gradient in one kernel call, or return None if it cannot run.
+
+        Then `fused_loss` takes two passes over the logits, with the formula between them.
+        """
         try:
             return super().loss_in_one_call(rows, loss_formula, out)
         except (KernelFailure, FormulaRefused) as failure:
@@ -416,7 +457,10 @@ class OrEager(Kernels):
     def evaluate_formula(
         self, loss_formula: TokenLossFormula, logps: Tensor, entropy: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the losses and their gradients, see `Backend`."""
+        """Return (losses, d loss / d log-prob, d loss / d entropy), fp32 [num_rows] each.
+
+        Eager PyTorch computes them if the formula cannot be traced or the kernel cannot run.
+        """
         try:
             return super().evaluate_formula(loss_formula, logps, entropy)
         except (KernelFailure, FormulaRefused) as failure:
@@ -424,7 +468,7 @@ class OrEager(Kernels):
         return eager.Kernels().evaluate_formula(loss_formula, logps, entropy)
 
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
-        """Multiply a gradient by a factor in place."""
+        """Multiply a gradient [A, T, V] by a 0-d factor in place, in eager PyTorch if need be."""
         try:
             return super().scale_(gradient, factor)
         except KernelFailure as failure:
@@ -432,27 +476,36 @@ class OrEager(Kernels):
         eager.Kernels().scale_(gradient, factor)
 
     def pair_logits(self, hidden: Tensor, weight: Tensor, pairs: Pairs) -> Tensor:
-        """Return the logit of each pair, see `Backend`."""
+        """Return hidden[row] . weight[id] of each (row, id) pair, fp32 [num_pairs].
+
+        Eager PyTorch computes them if the kernel cannot run.
+        """
         try:
             return super().pair_logits(hidden, weight, pairs)
         except KernelFailure as failure:
             fall_back(EAGER, failure.reason)
         return eager.Kernels().pair_logits(hidden, weight, pairs)
 
-    def add_grad_hidden_of_pairs(
+    def write_grad_hidden_of_pairs(
         self, values: Tensor, pairs: Pairs, weight: Tensor, out: Tensor
     ) -> None:
-        """Write the gradient of each row of hidden states, see `Backend`."""
+        """Write out[row] = sum of values[i] * weight[id] over the pairs i = (row, id) of each row.
+
+        Eager PyTorch computes it if the kernel cannot run.
+        """
         try:
-            return super().add_grad_hidden_of_pairs(values, pairs, weight, out)
+            return super().write_grad_hidden_of_pairs(values, pairs, weight, out)
         except KernelFailure as failure:
             fall_back(EAGER, failure.reason)
-        eager.Kernels().add_grad_hidden_of_pairs(values, pairs, weight, out)
+        eager.Kernels().write_grad_hidden_of_pairs(values, pairs, weight, out)
 
     def add_grad_weight_of_pairs(
         self, values: Tensor, pairs: Pairs, hidden: Tensor, out: Tensor
     ) -> None:
-        """Add the sum of each row of the weight, see `Backend`."""
+        """Add sum of values[i] * hidden[row] over the pairs i = (row, id) of each id to out[id].
+
+        Eager PyTorch computes it if the kernel cannot run.
+        """
         try:
             return super().add_grad_weight_of_pairs(values, pairs, hidden, out)
         except KernelFailure as failure:
