@@ -785,6 +785,10 @@ FAULTS: list[Fault] = [
             "options of verl's head ignored", "    if unknown is not None:\n        raise NotCovered(f\"option",
             "    if False:\n        raise NotCovered(f\"option", "tests/integrations/test_bound_functions.py",
         ),
+        (
+            "verl's temperatures of a flat row keep their shape", "temperature.reshape(ids.shape) if temperature.numel() == ids.numel() else temperature",
+            "temperature", "tests/integrations/test_bound_functions.py",
+        ),
         ("CISPO's lower bound dropped", '("cispo", Cispo, "to from")', '("cispo", Cispo, "to")'),
         (
             "DPPO's lower clip fraction counts filtered tokens", 'marks = ~keep, (ratio > high) & keep',

@@ -424,30 +424,36 @@ def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     reduction: str = "none",
     dist_process_group: Any = None,
 ) -> tuple[Tensor, ...]:
-    """Return (log-probs, entropy) of labels, fp32 [N] for N of them in any shape, as verl's, at
-    temperature; hidden [..., H] in as many rows, weight [V, H].
+    """Return the log-probs of labels and the entropies, fp32 [N] each.
 
-    With a dist_process_group of several ranks weight is [V / ranks, H], this rank's part, and the
-    gradient of hidden its share: verl's layers in front sum it up. A reduction other than "none"
-    runs in verl.
+    hidden              [..., H], N rows in all
+    weight              [V, H]; with a dist_process_group of several ranks this rank's shard,
+                        [V / ranks, H]
+    labels              int64, N ids in any shape
+    temperature         a number, or a tensor with 1 or N elements
+    reduction           only "none"; verl computes any other
+    dist_process_group  the tensor-parallel group. The gradient of hidden is then this rank's share
+                        of the sum, which verl's sequence-parallel layers before the head add up.
+
+    It has the arguments and results of verl's function of this name.
     """
     if reduction != "none":
         raise NotCovered(f"reduction={reduction!r}")
     rows = hidden.reshape(-1, hidden.shape[-1])
-    return tuple(
-        log_probs_of(
-            rows,
-            labels.flatten(),
-            head=weight,
-            temperature=temperature,
-            group=dist_process_group,
-            entropy=True,
-        )
+    ids = labels.flatten()
+    found = log_probs_of(
+        rows,
+        ids,
+        head=weight,
+        temperature=_per_token(temperature, ids),
+        group=dist_process_group,
+        entropy=True,
     )
+    return found.logps, found.entropy
 
 
 @says(hidden="hidden_states", weight="vocab_weights", targets="input_ids")
@@ -456,22 +462,44 @@ def fused_linear_for_ppo(
     hidden_states: Tensor,
     vocab_weights: Tensor,
     input_ids: Tensor,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
 ) -> tuple[Tensor, ...]:
-    """Return (log-probs, entropy) of input_ids, fp32 in their shape, at temperature; hidden_states
-    [..., H] and vocab_weights [V, H].
+    """Return the log-probs of input_ids and the entropies, fp32 in the shape of input_ids.
 
-    module   verl's FusedLinearForPPO: its chunk_size and impl_backend choose among verl's own
-             implementations, and have no effect here. A module with any other option set is left to
-             verl.
+    module         verl's FusedLinearForPPO. chunk_size and impl_backend choose among verl's own
+                   implementations and have no effect here. If another option of the module is set,
+                   verl computes the call.
+    hidden_states  [..., H]
+    vocab_weights  [V, H]
+    input_ids      [...], the ids that are predicted: verl shifts them
+    temperature    a number, or a tensor with one element or one for each id
+
+    It has the arguments and results of the method that it replaces, `FusedLinearForPPO.forward`.
     """
     unknown = unknown_option(module, ("chunk_size", "impl_backend"))
     if unknown is not None:
         raise NotCovered(f"option {unknown[0]}={unknown[1]!r}, which grpo_kernels does not know")
     ids = input_ids.to(torch.int64)
-    return tuple(
-        log_probs_of(hidden_states, ids, head=vocab_weights, temperature=temperature, entropy=True)
+    found = log_probs_of(
+        hidden_states,
+        ids,
+        head=vocab_weights,
+        temperature=_per_token(temperature, ids),
+        entropy=True,
     )
+    return found.logps, found.entropy
+
+
+def _per_token(temperature: float | Tensor, ids: Tensor) -> float | Tensor:
+    """Give a temperature tensor the shape of ids, or no dimension if it has one element.
+
+    verl passes one temperature, or one for each token of a flat row, also if ids are [1, N].
+    """
+    if not isinstance(temperature, Tensor):
+        return temperature
+    if temperature.numel() == 1:
+        return temperature.reshape(())
+    return temperature.reshape(ids.shape) if temperature.numel() == ids.numel() else temperature
 
 
 # ---- sets of a sampler

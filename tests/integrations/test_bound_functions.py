@@ -319,6 +319,7 @@ TRAINERS = {
         verl, {"fused_linear_for_ppo": fused_linear_for_ppo}, options={"logits": False}, method="forward",
         hidden=[lambda m, h, w: m.FusedLinearForPPO().forward(h, w, IDS, 0.7),
                 lambda m, h, w: m.FusedLinearForPPO().forward(hidden_states=h.view(-1, H), vocab_weights=w, input_ids=ROWS, temperature=1.3)],
+        needs={"verl__utils__kernel__linear_cross_entropy": {"linear_cross_entropy": linear_cross_entropy}},
     ),
     "prime-rl": Trainer(
         prime_rl, {"chunked_logprobs": of_prime_rl}, attribute="apply",
@@ -390,7 +391,7 @@ def assert_bound(name, module, **options):
     method = TRAINERS[name].method
     kind = TRAINERS[name].paths[0][1]
     if method:  # which is replaced in the class
-        setattr(own, kind, type(kind, (), {method: vars(before[kind])[method]}))
+        setattr(own, kind, type(kind, (before[kind],), {method: vars(before[kind])[method]}))
     with TRAINERS[name].bind(strict=True) as slots:
         for (ours, leaves), (theirs, _) in zip(
             calls_of(name, module), calls_of(name, own), strict=True
@@ -590,6 +591,35 @@ def test_an_option_of_a_newer_trainer_is_not_ignored():
         "fused": 1,
         "verl: option lm_head_dtype='float32', which grpo_kernels does not know": 1,
     }
+
+
+# ---- verl's heads with a temperature of each token
+
+
+@parametrize("head", ["linear_cross_entropy", "fused_linear_for_ppo"])
+@parametrize("shape", [(), (1,), (1, 1), (B * T,), (B, T)])
+def test_verl_passes_a_temperature_as_a_tensor(head, shape):
+    """One for all tokens, or one for each token of the flat row."""
+    put("verl, torch")
+    temperature = torch.linspace(0.6, 1.7, B * T)[: torch.Size(shape).numel()].view(shape)
+    per_token = temperature.flatten().expand(B * T).view(B, T, 1).double()
+    module = sys.modules["verl.utils.experimental.torch_functional"]
+    other = sys.modules["verl.utils.kernel.linear_cross_entropy"]
+
+    def ours(hidden, weight):
+        if head == "linear_cross_entropy":
+            return other.linear_cross_entropy(hidden, weight, IDS, temperature)
+        rows = IDS.view(1, -1)
+        return module.FusedLinearForPPO().forward(hidden.view(1, B * T, H), weight, rows, temperature)
+
+    def theirs(hidden, weight):
+        logits = hidden @ weight.T / per_token
+        shape = (B * T,) if head == "linear_cross_entropy" else (1, B * T)
+        return tuple(x.view(shape) for x in both(logits, IDS))
+
+    with verl.bind(logits=False, strict=True) as slots:
+        assert_scored(ours, theirs, HIDDEN, WEIGHT)
+    assert {*slots.counts} == {"fused"}
 
 
 # ---- errors with the trainer's names
