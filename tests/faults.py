@@ -496,7 +496,7 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/integrations/_swap.py", "tests/integrations/test_bound_functions.py",
         (
-            "undo leaves late imports bound", '            for late, key in names_of(value, name_of(module)):\n                setattr(late, key, theirs)\n',
+            "undo leaves late imports bound", '            for late_module, key in references_to(value, owner_name(module)):\n                setattr(late_module, key, theirs)\n',
             "",
         ),
         ("slopes never compared after a call without gradients", "if any(x.any() for x in wanted):", "if True:"),
@@ -543,7 +543,7 @@ FAULTS: list[Fault] = [
             "ranks * width, group)", "tests/integrations/test_adapters_vocab_parallel.py",
         ),
         (
-            "repeated ids: a second one has no log-prob", 'torch.searchsorted(in_order, listed)\n    )',
+            "repeated ids: a second one has no log-prob", 'torch.searchsorted(in_order, listed))',
             "torch.searchsorted(in_order, listed, right=True) - 1)",
         ),
         (

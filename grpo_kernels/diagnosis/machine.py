@@ -29,7 +29,7 @@ from ..core.backends.native import (
     unsupported_machine,
 )
 from ..integrations import adapters
-from ..integrations._swap import one_of
+from ..integrations._swap import matches_version
 from . import Finding, first_line
 
 
@@ -266,7 +266,11 @@ def version_findings() -> Iterator[Finding]:
     """
     for adapter in adapters().values():
         installed = version(adapter.package)
-        if installed is not None and adapter.tested and not one_of(installed, adapter.tested):
+        if (
+            installed is not None
+            and adapter.tested
+            and not matches_version(installed, adapter.tested)
+        ):
             yield Finding(
                 f"{adapter.package} is {installed}, but its adapter was tested with"
                 f" {', '.join(adapter.tested)}",

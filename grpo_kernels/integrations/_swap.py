@@ -1,6 +1,12 @@
-"""What all adapters share: their declaration, the replacement of a trainer's functions by ours
-until it is undone, the comparison of first calls under a version that was not tested, and a way
-into a trainer's inside that is experimental.
+"""Replace a trainer's functions by ours, and restore them.
+
+Adapter              what an adapter declares: its trainer, tested versions, replaced functions
+Slots                the replaced functions of one trainer, with call counts and `undo()`
+Trial                compares ours with the trainer's function in the first call under a version
+                     that was not tested
+adapt_arguments      matches the arguments of a trainer's call with those of our function
+with_trainer_names   makes errors name the trainer's arguments
+temporarily_replaced (experimental) replaces names of a module during one call
 """
 
 from __future__ import annotations
@@ -26,17 +32,18 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 Function = Callable[..., Any]
 
-#: Says once which functions of a trainer run in our kernels, and once for each reason why one does
-#: not.
+#: Logs once that a trainer's function runs in our kernels, and once for each reason why a call
+#: does not.
 LOG = logging.getLogger("grpo_kernels.integrations")
 OVERRIDE = "GRPO_KERNELS_ANY_VERSION"
-#: What was there before an object got an attribute of its own.
+#: Stands for the former value of an attribute that an object did not have.
 ABSENT = object()
 
 
 class NotCovered(ValueError):
-    """Raised by one of our functions, before any work, for a call that the trainer's own function
-    has to handle.
+    """A call that our function does not support and the trainer's own function has to compute.
+
+    Our functions raise it before they compute anything.
     """
 
 
@@ -67,17 +74,17 @@ def parameters_of(function: Any) -> list[inspect.Parameter] | None:
         return None
 
 
-def fitted(ours: Function, theirs: Any = None) -> Function:
-    """Return `ours` as a function that takes the calls of `theirs`, the function of a trainer that
-    it replaces.
+def adapt_arguments(ours: Function, theirs: Any = None) -> Function:
+    """Return `ours` with the signature of `theirs`, the trainer's function that it replaces.
 
     Arguments are matched by name, and an argument that a call leaves out has the trainer's default.
     A required argument of ours that has another name in the trainer is matched by its position. A
     call may pass arguments that ours does not have: None and the trainer's default are ignored, and
-    any other value raises NotCovered before ours is called. So a newer trainer gets its own result
-    or an error that names the argument, but never a TypeError.
+    any other value raises NotCovered before ours is called. So a call of a newer trainer runs in
+    the trainer's own function, or ends in an error that names the argument, but never in a
+    TypeError.
 
-    theirs   None: a function that users or a registry call, which replaces nothing.
+    theirs   None if ours replaces no function: users or a registry call it
 
     Raises RuntimeError if theirs requires an argument that ours does not have, or lacks one that
     ours requires.
@@ -142,7 +149,7 @@ def _check_arguments(
     matched: Mapping[str, str],
     required: Sequence[str],
 ) -> None:
-    """Raise RuntimeError if no call of theirs can be a call of ours."""
+    """Raise RuntimeError if the required arguments of theirs and ours cannot be matched."""
     unknown = [p.name for p in declared if p.default is _REQUIRED and p.name not in matched]
     unknown = [
         p.name
@@ -166,14 +173,14 @@ def _check_arguments(
 
 
 def _equal(value: Any, default: Any) -> bool:
-    """Whether an argument has its default, without a comparison of tensors."""
+    """Return whether an argument has its default value. Tensors are never compared."""
     return value is default or (
         type(value) is type(default) and not isinstance(value, Tensor) and bool(value == default)
     )
 
 
 def _described(value: Any) -> str:
-    """An argument in an error."""
+    """Return an argument as text for an error message."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {[*value.shape]}"
     text = repr(value)
@@ -196,9 +203,7 @@ def unknown_option(theirs: Any, known: Collection[str]) -> tuple[str, Any] | Non
 
 @contextlib.contextmanager
 def trainer_names(**names: str) -> Iterator[None]:
-    """Put the trainer's names of arguments in the place of ours (ours="theirs") in the message of a
-    ValueError.
-    """
+    """Replace our argument names by the trainer's (ours="theirs") in messages of ValueErrors."""
     try:
         yield
     except NotCovered:
@@ -209,8 +214,8 @@ def trainer_names(**names: str) -> Iterator[None]:
         raise ValueError(message).with_traceback(error.__traceback__) from None
 
 
-def says(**names: str) -> Callable[[Function], Function]:
-    """Make the errors of a function use a trainer's names of arguments (ours="theirs")."""
+def with_trainer_names(**names: str) -> Callable[[Function], Function]:
+    """Decorate a function whose errors shall use a trainer's argument names (ours="theirs")."""
 
     def decorated(function: Function) -> Function:
         @functools.wraps(function)
@@ -225,15 +230,15 @@ def says(**names: str) -> Callable[[Function], Function]:
 
 @dataclass(frozen=True)
 class Adapter:
-    """What an adapter is, said once: binding, the doctor, pages and tests read it.
+    """The declaration of an adapter. `bind`, the diagnostics, the pages and the tests read it.
 
-    trainer    its name.
-    package    its distribution, which is asked for its version.
-    tested     versions that the tests ran with, or their beginnings: "1.16" stands for 1.16.0,
-               1.16.1 and so on.
-    replaces   the name of a function of ours -> the dotted path of the trainer's that it replaces,
-               or paths of which one exists.
-    configured what a configuration of the trainer names -> what that does.
+    trainer    name of the trainer
+    package    its distribution name, for the installed version
+    tested     versions that the tests ran with, or prefixes of them: "1.16" stands for 1.16.0,
+               1.16.1 and so on
+    replaces   {name of our function: dotted path of the trainer's function that it replaces, or
+               several paths of which one exists}
+    configured {setting in a configuration of the trainer: what it does}
     """
 
     trainer: str
@@ -243,18 +248,20 @@ class Adapter:
     configured: Mapping[str, str] = field(default_factory=dict)
 
     def installed(self) -> str:
-        """The version that is installed, in words where that is not known."""
+        """Return the installed version, or "of an unknown version"."""
         try:
             return metadata.version(self.package)
         except metadata.PackageNotFoundError:
             return "of an unknown version"
 
     def untested(self, any_version: bool = False) -> str | None:
-        """What says that the adapter was not tested with the installed version; None if it was, and
-        where any_version or the environment setting says to go on without a comparison.
+        """Return a sentence if the adapter was not tested with the installed version, else None.
+
+        any_version   accept every version: return None. The environment variable
+                      GRPO_KERNELS_ANY_VERSION=1 does the same.
         """
         if (
-            one_of(self.installed(), self.tested)
+            matches_version(self.installed(), self.tested)
             or any_version
             or os.environ.get(OVERRIDE, "0") == "1"
         ):
@@ -265,9 +272,9 @@ class Adapter:
         )
 
     def bind(self, *ours: Function, **how: bool) -> Slots:
-        """Replace what the declaration says that these functions of ours replace.
+        """Replace the trainer's functions that are declared for `ours`.
 
-        how: of `Slots`.
+        how   strict and any_version of `Slots`
         """
         slots = Slots(self, **how)
         for function in ours:
@@ -275,29 +282,35 @@ class Adapter:
         return slots
 
 
-def one_of(version: str, known: Sequence[str]) -> bool:
-    """Whether this is one of the known versions, or begins as one."""
+def matches_version(version: str, known: Sequence[str]) -> bool:
+    """Return whether a version is one of `known` or begins with one of them."""
     return any(f"{version}.".startswith(f"{beginning}.") for beginning in known)
 
 
-# ---- the first calls under a version that was not tested
+# ---- comparison of the first calls under a version that was not tested
 
-#: Of a sum of absolute values, and for each number: fp32, and functions of 16-bit tensors, which
-#: may sum in 16 bits.
+#: Tolerances (relative to the sum of absolute values, absolute per element) of fp32 functions, and
+#: of functions of 16-bit tensors, which may accumulate in 16 bits.
 FINE = (1e-3, 1e-5)
 COARSE = (3e-2, 2e-2)
 
 
-def ran(function: Function, call: Any, part: Function) -> tuple[list[Tensor], list[Tensor]]:
-    """(results of a call on copies of its tensors, which may be overwritten; what wants a gradient
-    of them). What it warns of, the call itself says.
+def run_on_copies(
+    function: Function, call: Any, part: Function
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Call a function on copies of its tensors; return (float results, leaves that require grad).
+
+    call   (args, kwargs). The function may overwrite tensors, so it gets copies.
+    part   selects the results to return
+
+    Warnings are suppressed, because the real call repeats them.
     """
     leaves: list[Tensor] = []
 
     def copied(x: Tensor) -> Tensor:
         if not x.requires_grad:
             return x.detach().clone()
-        leaves.append(x.detach().requires_grad_())  # the caller's memory, which is not written
+        leaves.append(x.detach().requires_grad_())  # shares the caller's memory, but is not written
         return leaves[-1].clone()
 
     args, kwargs = tree_map_only(Tensor, copied, call)
@@ -307,8 +320,8 @@ def ran(function: Function, call: Any, part: Function) -> tuple[list[Tensor], li
     return [x for x in found if isinstance(x, Tensor) and x.is_floating_point()], leaves
 
 
-def slopes_of(results: Sequence[Tensor], leaves: list[Tensor]) -> Sequence[Tensor]:
-    """The gradients of a fixed mixture of the results."""
+def gradients_of(results: Sequence[Tensor], leaves: list[Tensor]) -> Sequence[Tensor]:
+    """Return the gradients of a weighted sum of the results, with fixed weights."""
     upstream = [
         (1.5 + torch.arange(x.numel(), device=x.device).cos()).to(x.dtype).view(x.shape)
         for x in results
@@ -322,28 +335,29 @@ def slopes_of(results: Sequence[Tensor], leaves: list[Tensor]) -> Sequence[Tenso
 
 @dataclass(eq=False)
 class Trial:
-    """Compare our functions with the trainer's under a version that was not tested.
+    """The comparison of our functions with the trainer's under a version that was not tested.
 
-    Both run until values and gradients were compared once. If they agree, one warning says so and
-    ours continues alone. If they differ, ours is removed and RuntimeError names the difference.
+    Both functions run until the values and gradients of one call were compared. If they agree, one
+    warning says so, and only ours runs from then on. If they differ, the trainer's functions are
+    restored, and RuntimeError names the difference.
 
-    version   the version of `Adapter.untested`; None: there is nothing to compare.
-    remove    removes our function; None: the user put it in.
+    version   the sentence of `Adapter.untested`; None (no comparison) if the version was tested
+    remove    restores the trainer's functions; None if the user installed ours
+    done      names of the functions whose values and gradients were compared
     """
 
     version: str | None
     remove: Callable[[], None] | None = None
-    done: set[str] = field(
-        default_factory=set
-    )  # functions of which values and slopes were compared
+    done: set[str] = field(default_factory=set)
 
     def pending(self, name: str) -> bool:
+        """Return whether a function still has to be compared."""
         return self.version is not None and name not in self.done
 
-    def compared(
+    def compare_first_calls(
         self, ours: Function, theirs: Function, part: Function = lambda result: result
     ) -> Function:
-        """Return `ours`; under an untested version its first calls are compared with `theirs`."""
+        """Return our function with the comparison in front; under a tested version ours itself."""
 
         @functools.wraps(ours)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -360,14 +374,18 @@ class Trial:
         call: Any,
         part: Function = lambda result: result,
     ) -> None:
-        """Run both on copies of the call's (args, kwargs), of whose results `part` is compared,
-        where that is pending. A call under no_grad shows values.
+        """Run both functions on copies of a call and compare values and gradients, if pending.
+
+        call   (args, kwargs)
+        part   selects the results to compare
+
+        A call under no_grad has no gradients to compare, so the comparison remains pending.
         """
         if not self.pending(name):
             return
-        mine, leaves = ran(ours, call, part)
+        results, leaves = run_on_copies(ours, call, part)
         try:
-            own, own_leaves = ran(theirs, call, part)
+            expected, expected_leaves = run_on_copies(theirs, call, part)
         except Exception as error:
             self.refuse(name, f"its own function raised {type(error).__name__}: {error}")
         coarse = any(
@@ -375,22 +393,36 @@ class Trial:
             for x in tree_leaves(call)
         )
         tolerance, floor = COARSE if coarse else FINE
-        self.alike(name, "values", mine, own, tolerance, floor)
-        # What has no slope there is used without one.
-        both = [
-            (a, b) for a, b in zip(mine, own, strict=True) if a.requires_grad and b.requires_grad
+        self.require_close(name, "values", results, expected, tolerance, floor)
+        # The trainer does not use the gradient of a result that has none in its own function.
+        differentiable = [
+            (a, b)
+            for a, b in zip(results, expected, strict=True)
+            if a.requires_grad and b.requires_grad
         ]
-        slopes = slopes_of([a for a, _ in both], leaves)
-        wanted = slopes_of([b for _, b in both], own_leaves)
-        self.alike(name, "slopes", slopes, wanted, tolerance)  # which may be small everywhere
+        gradients = gradients_of([a for a, _ in differentiable], leaves)
+        wanted = gradients_of([b for _, b in differentiable], expected_leaves)
+        # Gradients may be small everywhere, so they get no absolute tolerance.
+        self.require_close(name, "gradients", gradients, wanted, tolerance)
         if any(x.any() for x in wanted):
-            self.passed(name)
+            self.mark_compared(name)
 
-    def alike(
-        self, name: str, what: str, ours: Sequence[Tensor], theirs: Sequence[Tensor], tolerance: float, floor: Any = 0.0
-    ) -> None:  # fmt: skip
-        """Refuse `name` unless these are equal up to rounding: a share of the sum of absolute
-        values, and `floor` for each number.
+    def require_close(
+        self,
+        name: str,
+        what: str,
+        ours: Sequence[Tensor],
+        theirs: Sequence[Tensor],
+        tolerance: float,
+        floor: Any = 0.0,
+    ) -> None:
+        """Call `refuse` unless the tensors are equal up to rounding.
+
+        The sum of absolute differences of a tensor may be `tolerance` times the sum of its absolute
+        values, plus `floor` per element.
+
+        name   the compared function
+        what   what the tensors are, for the error
         """
         shapes = [[[*x.shape] for x in found] for found in (ours, theirs)]
         if shapes[0] != shapes[1]:
@@ -407,29 +439,31 @@ class Trial:
                 )
 
     def refuse(self, name: str, difference: str) -> NoReturn:
-        """Take ours off and raise the error that the user gets, under a tested version because of
-        strict=True.
+        """Restore the trainer's functions and raise RuntimeError with the difference.
+
+        Under a tested version only strict=True compares, and nothing is restored.
         """
         if self.version is None:
             raise RuntimeError(
-                f"strict=True, but {difference}: this is a bug of the adapter, or {name} is not"
-                " what it knows."
+                f"strict=True, but {difference}: this is a bug of the adapter, or {name} is not the"
+                " function that it was written for."
             )
         if self.remove is not None:
             self.remove()
         raise RuntimeError(
-            f"{self.version}, and {name} is not what it was: {difference}. Ours is not used, and"
-            " nothing was trained with it: install a tested version, or pass any_version=True (or"
-            f" set {OVERRIDE}=1) to continue without the comparison."
+            f"{self.version}, and {name} computes something else than in a tested version:"
+            f" {difference}. The trainer's own function is restored, and nothing was trained with"
+            " ours. Install a tested version, or pass any_version=True (or set"
+            f" {OVERRIDE}=1) to use ours nevertheless."
         )
 
-    def passed(self, name: str) -> None:
-        """Note that `name` was compared; a warning says so for the first."""
+    def mark_compared(self, name: str) -> None:
+        """Record that `name` was compared. The first one gives a warning."""
         self.done.add(name)
         if len(self.done) == 1:
             warnings.warn(
-                f"{self.version}: values and gradients of its own {name} and ours were compared on"
-                " the first step. They agree, and ours is used from now on.",
+                f"{self.version}: the first call of {name} was computed by the trainer and by"
+                " grpo_kernels. They agree in values and gradients: grpo_kernels is used from now on.",
                 stacklevel=3,
             )
 
@@ -438,14 +472,15 @@ class Trial:
 
 
 class Slots:
-    """The replaced functions of one trainer. `undo()`, or leaving a `with` block, restores all of
-    them.
+    """The functions of a trainer that are replaced by ours. `undo()` or the end of a `with` block
+    restores all of them.
 
-    counts   Counter of calls: "fused", or the trainer's name and why its own function was called.
-    strict   True: a call that is left to the trainer raises RuntimeError instead, and so does the
-             end of a `with` block in which none of our functions was called.
-    any_version   True: no comparison under a version that was not tested.
-    trial    the comparison under a version that was not tested.
+    counts        Counter of calls: "fused", or "<trainer>: <reason>" for a call that the trainer's
+                  own function computed
+    strict        whether such a call raises RuntimeError instead, and also the end of a `with`
+                  block in which none of our functions was called
+    any_version   whether a version that was not tested is accepted without a comparison
+    trial         the comparison under a version that was not tested
     """
 
     def __init__(self, adapter: Adapter, strict: bool = False, any_version: bool = False) -> None:
@@ -463,19 +498,20 @@ class Slots:
         package that imported it, under any name. Modules that are imported later get ours from that
         module.
 
-        path        where it is; "": where the declaration of the adapter says.
+        path        dotted path of the trainer's function; "" for the declared one
         attribute   the attribute that the trainer calls, such as `apply` of an autograd function;
-                    "": the function itself.
-        method      True: the attribute is a method of a class, which is replaced in that class.
-                    Ours takes the instance first.
-        comparable  False: ours returns something else than theirs does, so that it is refused under
-                    an untested version, and where its arguments have other names.
-        fixed       arguments of ours that the trainer does not pass.
-        Raises RuntimeError where it is replaced already, and if its arguments are not those of
-        ours, see `fitted`. After this or any other error everything is restored.
+                    "" for the function itself
+        method      whether the attribute is a method, which is replaced in its class. Our function
+                    takes the instance first.
+        comparable  False if ours returns something else than theirs. It is then refused under an
+                    untested version, and if its arguments have other names.
+        fixed       arguments of ours that the trainer does not pass
+
+        Raises RuntimeError if the function is replaced already, or if its arguments cannot be
+        matched with ours (`adapt_arguments`). After any error all functions are restored.
         """
         try:
-            home, name = found(path or self.adapter.replaces[ours.__name__])
+            home, name = import_first(path or self.adapter.replaces[ours.__name__])
             ours = functools.wraps(ours)(functools.partial(ours, **fixed)) if fixed else ours
             if not comparable and self.trial.version is not None:
                 raise RuntimeError(
@@ -485,11 +521,13 @@ class Slots:
                 )
             theirs = getattr(sys.modules[home], name)
             if not comparable and not attribute:
-                same_arguments(f"{home}.{name}", theirs, ours)
+                require_same_arguments(f"{home}.{name}", theirs, ours)
             own = getattr(theirs, attribute) if attribute else theirs
-            value = self.counted(self.trial.compared(fitted(ours, own), own), own)
+            value = self.counted(
+                self.trial.compare_first_calls(adapt_arguments(ours, own), own), own
+            )
             if method:
-                self.put(theirs, attribute, value)
+                self.replace_attribute(theirs, attribute, value)
                 self._paths.append(f"{home}.{name}.{attribute}")
                 return
             if attribute:
@@ -498,33 +536,35 @@ class Slots:
                     (),
                     {attribute: staticmethod(value), "grpo_kernels": True, "theirs": theirs},
                 )
-            for module, key in list(names_of(theirs, home)):
-                self.put(module, key, value)
+            for module, key in list(references_to(theirs, home)):
+                self.replace_attribute(module, key, value)
             self._paths.append(f"{home}.{name}")
         except BaseException:
             self.undo()
             raise
 
-    def put(self, module: Any, key: str, value: Any) -> None:
-        """Set `module.key` to `value` until `undo()`, in this module (or object) only and without
-        counting calls. Raises RuntimeError where it is ours.
+    def replace_attribute(self, module: Any, key: str, value: Any) -> None:
+        """Set `module.key` to `value` until `undo()`, in this module or object only.
+
+        Calls are not counted. Raises RuntimeError if the attribute is one of our functions already.
         """
         if getattr(getattr(module, key, None), "grpo_kernels", False):
             raise RuntimeError(
-                f"{name_of(module)}.{key} is ours already: call undo() on what bound it."
+                f"{owner_name(module)}.{key} is replaced by grpo_kernels already: call undo() of the"
+                " object that replaced it."
             )
         self._bound.append((module, key, value, vars(module).get(key, ABSENT)))
         setattr(module, key, value)
 
     def counted(self, ours: Function, theirs: Function) -> Any:
-        """Our function, or theirs if ours raises NotCovered, with a count of the calls of each."""
+        """Return a function that calls ours, or theirs if ours raises NotCovered, and counts."""
 
         @functools.wraps(ours)
         def call(*args: Any, **kwargs: Any) -> Any:
             try:
                 result = ours(*args, **kwargs)
             except NotCovered as reason:
-                self.left(reason, ours.__name__, theirs)
+                self.leave_to_trainer(reason, ours.__name__, theirs)
                 return theirs(*args, **kwargs)
             self.count("fused", theirs)
             return result
@@ -549,8 +589,8 @@ class Slots:
                 "%s: %s runs in %s's own code: %s.", trainer, name, trainer, key.partition(": ")[2]
             )
 
-    def left(self, reason: NotCovered, name: str, theirs: Function) -> None:
-        """Count a call of ours, `name`, that is left to the trainer's function.
+    def leave_to_trainer(self, reason: NotCovered, name: str, theirs: Function) -> None:
+        """Count a call of our function `name` that the trainer's function computes.
 
         Raises RuntimeError in strict mode.
         """
@@ -561,23 +601,24 @@ class Slots:
         self.count(f"{self.adapter.trainer}: {reason}", theirs)
 
     def undo(self) -> None:
-        """Restore the trainer's functions, also in modules that were imported since. A second call
-        does nothing. Raises RuntimeError, before anything is restored, where another package has
-        replaced one of ours.
+        """Restore the trainer's functions, also in modules that were imported since.
+
+        A second call does nothing. Raises RuntimeError, before anything is restored, if another
+        package has replaced one of our functions.
         """
         for module, name, value, _ in self._bound:
             if module.__dict__.get(name) is not value:
                 raise RuntimeError(
-                    f"{name_of(module)}.{name} is not ours any more: undo in the reverse order of"
-                    " binding."
+                    f"{owner_name(module)}.{name} was replaced again after grpo_kernels replaced it:"
+                    " undo the later replacement first."
                 )
         for module, name, value, theirs in self._bound:
             if theirs is ABSENT:
                 delattr(module, name)
                 continue
             setattr(module, name, theirs)
-            for late, key in names_of(value, name_of(module)):
-                setattr(late, key, theirs)
+            for late_module, key in references_to(value, owner_name(module)):
+                setattr(late_module, key, theirs)
         self._bound.clear()
 
     def __enter__(self) -> Slots:
@@ -598,15 +639,15 @@ class Slots:
             )
 
 
-def name_of(module: Any) -> str:
-    """That of a module, or of an object's type."""
+def owner_name(module: Any) -> str:
+    """Return the name of a module, or of the type of any other object."""
     return getattr(module, "__name__", type(module).__name__)
 
 
-def found(paths: str | tuple[str, ...]) -> tuple[str, str]:
-    """(module, name) of the first of these paths whose module can be imported; it is imported.
+def import_first(paths: str | tuple[str, ...]) -> tuple[str, str]:
+    """Import the module of the first path whose module exists, and return (module, name).
 
-    Raises the first error.
+    Raises the error of the first path if no module exists.
     """
     problems = []
     for path in (paths,) if isinstance(paths, str) else paths:
@@ -620,9 +661,10 @@ def found(paths: str | tuple[str, ...]) -> tuple[str, str]:
     raise problems[0]
 
 
-def names_of(value: Any, home: str) -> Iterator[tuple[Any, str]]:
-    """(module, name) of every name that refers to `value`, in the modules of the package that
-    `home` is of.
+def references_to(value: Any, home: str) -> Iterator[tuple[Any, str]]:
+    """Yield (module, name) for every module-level name that refers to `value`.
+
+    home   a module; all imported modules of its top-level package are searched
     """
     root = home.partition(".")[0]
     for path, module in list(sys.modules.items()):
@@ -634,9 +676,10 @@ def names_of(value: Any, home: str) -> Iterator[tuple[Any, str]]:
             )
 
 
-def same_arguments(path: str, theirs: Function, ours: Function) -> None:
-    """Raise RuntimeError unless ours begins with the arguments of theirs; what theirs takes by name
-    alone its call shows.
+def require_same_arguments(path: str, theirs: Function, ours: Function) -> None:
+    """Raise RuntimeError unless ours begins with the positional arguments of theirs.
+
+    Keyword-only arguments are not compared.
     """
     given, taken = (
         [
@@ -653,14 +696,18 @@ def same_arguments(path: str, theirs: Function, ours: Function) -> None:
         )
 
 
-# ---- experimental: this depends on a trainer's inside, which may change in any release
+# ---- experimental: this depends on internals of a trainer, which may change in any release
 
 
 @contextlib.contextmanager
-def replaced_inside(home: Any, **ours: Any) -> Iterator[None]:
-    """Put these in the place of what a module has under their names for the time of one call, and
-    its own back at its end, whatever happens; a name that it has not is left out. Experimental:
-    other threads of the process see it too.
+def temporarily_replaced(home: Any, **ours: Any) -> Iterator[None]:
+    """Replace names of a module within a `with` block. The end of the block restores them, also
+    after an error.
+
+    home   the module
+    ours   {name: replacement}. Names that the module does not have are ignored.
+
+    Experimental: other threads of the process see the replacements too.
     """
     theirs = {name: vars(home)[name] for name in ours if name in vars(home)}
     vars(home).update({name: ours[name] for name in theirs})

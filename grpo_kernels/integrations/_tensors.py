@@ -1,6 +1,7 @@
-"""What adapters share over tensors:
+"""Tensor helpers of the adapters.
 
-dtypes, groups of ranks, denominators, scores of logits, records of what a sampler kept.
+Supported dtypes, vocabulary shards, objectives and batches of a trainer's arguments, log-probs of
+logits, log-probs at several ids of a position, and records of the ids that a sampler could draw.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from ..objective import Objective
 from ..options import Head, Options
 from ..token_sets import TokenSets, narrowed
 from ..transform import LogitTransform
-from ._swap import NotCovered, says
+from ._swap import NotCovered, with_trainer_names
 
-#: What a trainer's loss returns: 0-d, and numbers by name.
+#: What a trainer's loss returns: (loss, a 0-d tensor; {name of a metric: number}).
 LossAndMetrics = tuple[Tensor, dict[str, Any]]
 
-#: Of the losses that TRL and Liger name alike those that clip, and those that divide by the tokens
-#: of all micro-batches and ranks.
+#: Loss types of TRL and Liger (same names) that clip the ratio, and loss types whose denominator is
+#: the number of tokens of all micro-batches and ranks.
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 BY_ITEMS = ("dapo", "cispo", "vespo")
 
 
-def plain(*tensors: Tensor | None) -> None:
-    """Raise NotCovered for tensors that our kernels cannot read."""
+def require_supported(*tensors: Tensor | None) -> None:
+    """Raise NotCovered for a tensor whose dtype the kernels lack, or a sharded DTensor."""
     for x in tensors:
         if x is not None and x.dtype not in OF_PRODUCTS:
             raise NotCovered(f"dtype {x.dtype}")
@@ -52,10 +53,14 @@ def plain(*tensors: Tensor | None) -> None:
 
 
 def even_shard(width: int, group: Any) -> VocabShard | None:
-    """This rank's part of a vocabulary that is split evenly over `group`, `width` ids per rank, as
-    Megatron does; None where one rank has all of it. Padding rows of the weight count as ids, as
-    they do in the trainers, and a rank's gradient of the hidden states is its own share, which the
-    layers in front add up.
+    """Return this rank's shard of a vocabulary that Megatron splits evenly over `group`.
+
+    width   ids per rank
+    group   the tensor-parallel group; None for one rank
+
+    Returns None if one rank has the whole vocabulary. Padding rows of the weight count as ids, as
+    in the trainers. The gradient of the hidden states stays a partial sum of this rank
+    (reduce_hidden=False), which the trainer's layers before the head add up.
     """
     ranks = 1 if group is None else dist.get_world_size(group)
     return (
@@ -65,9 +70,12 @@ def even_shard(width: int, group: Any) -> VocabShard | None:
     )
 
 
-def shard_of(logits: Tensor, group: Any, megatron: bool) -> VocabShard | None:
-    """This rank's part of the vocabulary: of a DTensor with Shard(-1), of `group`, or with
-    `megatron` of its tensor-parallel group; None where logits are whole rows.
+def vocab_shard(logits: Tensor, group: Any, megatron: bool) -> VocabShard | None:
+    """Return this rank's shard of the vocabulary, or None if logits have the whole vocabulary.
+
+    logits    [..., V] or this rank's [..., V / ranks]; a DTensor must have the placement Shard(-1)
+    group     the tensor-parallel group of plain tensors; None for one rank
+    megatron  whether Megatron's tensor-parallel group is used if group is None
     """
     placements = getattr(logits, "placements", None)
     if placements is not None:
@@ -88,9 +96,10 @@ def shard_of(logits: Tensor, group: Any, megatron: bool) -> VocabShard | None:
     return even_shard(logits.shape[-1], group)
 
 
-def world() -> Any:
-    """The group of all ranks, for trainers in which no group means all ranks, as in
-    torch.distributed; None without one.
+def default_group() -> Any:
+    """Return the group of all ranks, or None if torch.distributed is not initialised.
+
+    For trainers that pass None for the group of all ranks, as torch.distributed does.
     """
     ready = dist.is_available() and dist.is_initialized()
     return dist.group.WORLD if ready else None
@@ -99,34 +108,43 @@ def world() -> Any:
 # ---- objectives
 
 
-def two_sided(
+def bounded_clip(
     owner: str, low: float, high: float, delta: float | None, name: str, name_of_high: str
 ) -> Clip:
-    """A trainer's clip with a bound of both sides, or None; `name` is what the trainer calls that.
-    Raises ValueError for a bound within the clip range, which trainers take in ways of their own.
+    """Return Clip(low, high, delta) of a trainer's options.
+
+    owner         the trainer's name, for errors
+    low, high     clip range of the ratio, [1 - low, 1 + high]
+    delta         upper bound of the ratio for negative advantages (dual clip); None for none
+    name          the trainer's name of delta
+    name_of_high  the trainer's name of high
+
+    Raises ValueError if delta < 1 + high: trainers define that case differently.
     """
     bound = math.inf if delta is None else delta
     require(
         bound >= 1 + high,
         name,
         delta,
-        f"below 1 + {name_of_high}, {1 + high}, it is {owner}'s own.",
+        f"a value below 1 + {name_of_high} = {1 + high} is not supported: keep {owner}'s own loss.",
     )
     return Clip(low, high, bound)
 
 
 def surrogate_of(options: Any) -> Any:
-    """The surrogate of TRL's and Liger's `loss_type`, of an object that has their options under
-    their names. As they have it, epsilon_high is CISPO's cap, an absolute ratio.
+    """Return the surrogate of TRL's and Liger's `loss_type`.
+
+    options   an object with their options as attributes: loss_type, epsilon_low, epsilon_high,
+              delta, ... For CISPO epsilon_high is the largest ratio, not its distance from 1.
     """
     kind = options.loss_type
     require_one_of("loss_type", kind, (*CLIPPED, "cispo", "sapo", "vespo"))
     if kind in CLIPPED:
         return Clip(
-            min(options.epsilon_low, 1.0),
+            min(options.epsilon_low, 1.0),  # a ratio is not below 0
             options.epsilon_high,
             math.inf if options.delta is None else options.delta,
-        )  # below 0 there is no ratio to be clipped
+        )
     if kind == "vespo":
         rates = [max(rate, 1e-4) for rate in (options.vespo_lambda_pos, options.vespo_lambda_neg)]
         return Vespo(options.vespo_k_pos, rates[0], options.vespo_k_neg, rates[1])
@@ -141,40 +159,44 @@ def surrogate_of(options: Any) -> Any:
 
 
 def at_least_one(count: float | Tensor) -> float | Tensor:
-    """A trainer's count as a denominator, which is 1 for a step without tokens."""
+    """Return a count as a denominator: 1 for a step without tokens."""
     return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
 
 
-def no_ids(like: Tensor) -> Tensor:
-    """Targets of the shape of `like`, all 0, for calls whose result does not depend on them: a loss
-    over log-probs, or an entropy.
+def zero_ids(like: Tensor) -> Tensor:
+    """Return int64 zeros in the shape of `like`: targets for results that do not depend on them.
+
+    Such are a loss of given log-probs, and an entropy.
     """
     return torch.zeros(like.shape, dtype=torch.int64, device=like.device)
 
 
 def scored_batch(mask: Tensor, advantages: Tensor, **fields: Any) -> TokenBatch:
-    """A batch for `objective_loss`, which takes log-probs and does not read ids.
+    """Return a batch for `objective_loss`, which takes log-probs and reads no target ids.
 
-    `fields` are as in TokenBatch.
+    mask, advantages   [B, T]; mask in any dtype, nonzero for trained tokens
+    fields             more fields of TokenBatch
     """
-    return TokenBatch(no_ids(mask), advantages, mask=mask != 0, **fields)
+    return TokenBatch(zero_ids(mask), advantages, mask=mask != 0, **fields)
 
 
-def teaching(mask: Tensor | None, like: Tensor) -> TokenBatch:
-    """A batch for a distillation loss, which reads neither ids nor advantages."""
-    return TokenBatch(no_ids(like), torch.zeros(like.shape, device=like.device), mask=mask)
+def distillation_batch(mask: Tensor | None, like: Tensor) -> TokenBatch:
+    """Return a batch in the shape of `like` for a loss that reads neither ids nor advantages."""
+    return TokenBatch(zero_ids(like), torch.zeros(like.shape, device=like.device), mask=mask)
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """The mean of x where the mask is True; 0 where it is nowhere."""
+    """Return the mean of x over the True entries of mask, 0 if there are none."""
     return torch.where(mask, x, 0.0).sum() / mask.sum().clamp(min=1)
 
 
-def terms_of(
+def ratio_terms(
     objective: Objective, logps: Tensor, rows: TokenInputs, batch: TokenBatch
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """(log-ratio at the objective's level, bool: where the ratio is clipped, the KL term or None
-    without one), [n] of the flat rows of a batch.
+    """Return (log-ratio, is_clipped, KL term) of each token of a batch, each [N].
+
+    The log-ratio is at the objective's importance sampling level. The KL term is None without
+    reference log-probs.
     """
     logps = logps.flatten()
     x = objective.log_ratio(logps, rows, batch)
@@ -182,8 +204,8 @@ def terms_of(
     return x, clipped, None if rows.ref_logps is None else objective.kl_terms(logps, rows, x)[0]
 
 
-def left_out(out: LossOutput, objective: Objective) -> Tensor:
-    """The share of tokens that a filter dropped or a clip bounded."""
+def excluded_share(out: LossOutput, objective: Objective) -> Tensor:
+    """Return the share of tokens that a filter drops, or without filters that the clip bounds."""
     return (
         1 - out.metrics["kept"]
         if objective.filters
@@ -191,27 +213,27 @@ def left_out(out: LossOutput, objective: Objective) -> Tensor:
     )
 
 
-def numbers(named: Mapping[str, Tensor]) -> dict[str, float]:
-    """0-d tensors as Python numbers, in one trip to the host."""
+def to_floats(named: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return 0-d tensors as Python floats, with one copy to the host."""
     values = [value.detach().float() for value in named.values()]
     return dict(zip(named, torch.stack(values).tolist(), strict=True)) if values else {}
 
 
 def divergence_of(beta: float) -> Exact:
-    """TRL's and Liger's beta as a divergence:
+    """Return the divergence of TRL's and Liger's beta.
 
-    0 is the forward KL, 1 the reverse, in between the jsd with that mixture.
+    0 is the forward KL, 1 the reverse KL, a value between them the JSD with this mixture weight.
     """
     if beta in (0.0, 1.0):
         return Exact("forward" if beta == 0.0 else "reverse")
     return Exact("jsd", mixture=float(beta))
 
 
-# ---- scores of logits
+# ---- log-probs and entropies
 
 
-def entropy_kind(wanted: bool, gradient: bool = True) -> bool | str:
-    """What our functions call entropy=: not at all, with a gradient, or without."""
+def entropy_mode(wanted: bool, gradient: bool = True) -> bool | str:
+    """Return the argument entropy= of our functions: False, True or "detached"."""
     return (True if gradient else "detached") if wanted else False
 
 
@@ -219,12 +241,18 @@ def log_probs_of(
     source: Tensor, targets: Tensor, *, head: Tensor | Head | None = None, temperature: float | Tensor | None = None,
     group: Any = None, options: Options | None = None, entropy_over: str = "kept", **others: Any,
 ) -> TokenLogprobs:  # fmt: skip
-    """`token_logprobs` of a trainer's logits [..., V / ranks of the group], or `linear_logprobs` of
-    hidden states and a head, whose weight is [V / ranks, H]; no group is one rank. `options` and
-    `others` are arguments of theirs. Raises NotCovered for tensors that our kernels cannot read.
+    """Call `token_logprobs` on a trainer's logits, or `linear_logprobs` on its hidden states.
 
-    entropy_over   "kept": of rows with a kept set the entropy is over the set. "vocabulary": it is
-                   over all ids, which takes a second call.
+    source        logits [..., V / ranks], or with head hidden states [..., H]
+    targets       int64 [...]
+    head          the weight [V / ranks, H], or a Head with one
+    temperature   a number, or a tensor as in LogitTransform; None leaves transform= to `others`
+    group         tensor-parallel group; None for one rank
+    entropy_over  "kept": the entropy of a token with a candidate set (kept=) is over the set.
+                  "vocabulary": over all ids, by a second call.
+    others        more arguments of the function called, such as kept=, mask=, entropy=
+
+    Raises NotCovered for tensors that the kernels do not support.
     """
     require_one_of("entropy_over", entropy_over, ("kept", "vocabulary"))
     if entropy_over == "vocabulary" and others.get("kept") is not None and others.get("entropy"):
@@ -238,7 +266,7 @@ def log_probs_of(
             **others,
         )
     weight, bias = (head.weight, head.bias) if isinstance(head, Head) else (head, None)
-    plain(source, weight, bias)
+    require_supported(source, weight, bias)
     shard = even_shard(source.shape[-1] if weight is None else len(weight), group)
     if shard is not None:
         options = replace(options or Options(), shard=shard)
@@ -253,7 +281,7 @@ def _with_entropy_over_vocabulary(
     source: Tensor, targets: Tensor, *, kept: TokenSets, entropy: bool | str, missing: str | None = None, mask: Tensor | None = None,
     at: TokenSets | None = None, **others: Any,
 ) -> TokenLogprobs:  # fmt: skip
-    """Log-probs over kept sets, and the entropy of all rows over the vocabulary."""
+    """Return log-probs over candidate sets, and entropies over the whole vocabulary."""
     found = log_probs_of(source, targets, kept=kept, missing=missing, mask=mask, at=at, **others)
     mask = narrowed(kept, targets, mask, "mask") if missing == "mask" else mask
     with torch.set_grad_enabled(torch.is_grad_enabled() and entropy is True):
@@ -264,21 +292,21 @@ def _with_entropy_over_vocabulary(
 
 
 def can_be_overwritten(logits: Tensor) -> bool:
-    """Whether the gradient of logits can be written into their memory."""
+    """Return whether backward may write the gradient of logits into their memory."""
     return logits.requires_grad and not of_a_leaf(logits) and logits.is_contiguous()
 
 
-@says(targets="labels")
+@with_trainer_names(targets="labels")
 def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
-    """verl's and SkyRL's function of this name: log-probs of labels, fp32 [...]; logits [..., V],
-    labels of any shape with as many elements as there are rows.
+    """Return the log-probs of labels, fp32 [...]. verl and SkyRL have a function of this name.
 
-    inplace_backward   True: the gradient overwrites the logits, unless they are a leaf. Autograd
-                       raises where another operation still needs them.
+    logits             [..., V]
+    labels             int64, as many elements as logits has rows, in any shape
+    inplace_backward   whether the gradient overwrites the logits, unless they are a leaf. Autograd
+                       raises if another operation still needs them.
     """
-    if (
-        labels.numel() == logits.shape[:-1].numel()
-    ):  # any other number is refused below, in an error that names both shapes
+    # Another number of labels fails in the call below, with an error that names both shapes.
+    if labels.numel() == logits.shape[:-1].numel():
         labels = labels.reshape(logits.shape[:-1])
     return log_probs_of(
         logits, labels, inplace=inplace_backward and can_be_overwritten(logits)
@@ -292,85 +320,114 @@ def entropy_from_logits(
     mask: Tensor | None = None,
     gradient: bool = True,
 ) -> Any:
-    """Entropy in nats, fp32 [...], of logits [..., V]; 0 where the mask is False."""
+    """Return the entropy of logits [..., V] in nats, fp32 [...]; 0 where mask is False.
+
+    gradient   whether the entropy is differentiable
+    """
     kind = True if gradient else "detached"
     return log_probs_of(
-        logits, no_ids(logits[..., 0]), temperature=temperature, mask=mask, entropy=kind
+        logits, zero_ids(logits[..., 0]), temperature=temperature, mask=mask, entropy=kind
     ).entropy
 
 
-def in_a_column(
+def logps_in_a_column(
     logits: Tensor, tokens: Tensor, group: Any, wanted: bool, gradient: bool = True, **others: Any
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """slime's and miles' form: (log-probs [R, 1], or [0] of no tokens; entropy [R], with a gradient
-    or without, or None) of logits [R, V / ranks of the group], no group being all ranks; `others`
-    are those of `log_probs_of`.
+    """Return (log-probs, entropy) in the shapes that slime and miles return.
+
+    logits     [R, V / ranks]
+    tokens     int64 [R]
+    group      tensor-parallel group; None for all ranks
+    wanted     whether the entropy is computed
+    gradient   whether the entropy is differentiable
+    others     more arguments of `log_probs_of`
+
+    log-probs are [R, 1], or [0] for R = 0. The entropy is [R] or None.
     """
-    kind = entropy_kind(wanted, gradient)
-    logps, entropy = log_probs_of(logits, tokens, group=group or world(), entropy=kind, **others)
+    kind = entropy_mode(wanted, gradient)
+    logps, entropy = log_probs_of(
+        logits, tokens, group=group or default_group(), entropy=kind, **others
+    )
     return logps[:, None] if len(logps) else logps, entropy
 
 
 # ---- ids of each row
 
 
-def at_ids(logits: Tensor, ids: Tensor, **others: Any) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(log-probs at the ids [.., K] of each row of logits [.., V], entropies if asked for, [..]:
-    how many different ids a row has), in one pass over each row, for trainers that take an id
-    several times. An id of -1 is padding, with log-prob 0. `others` are as in `log_probs_of`.
+def logps_at_ids(
+    logits: Tensor, ids: Tensor, **others: Any
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return log-probs at K ids of each position, entropies, and the number of distinct ids.
+
+    logits   [..., V]
+    ids      [..., K]; may repeat. -1 is padding, with log-prob 0.
+    others   more arguments of `log_probs_of`
+
+    The shapes are [..., K], [...] (or None if the entropy is not asked for) and [...].
     """
+    # The kernels take each id of a row once: sort the ids, keep the first of equal ones, and copy
+    # its log-prob to the others.
     listed = ids.flatten(0, -2).contiguous()
     in_order = listed.sort(-1).values
     first = in_order >= 0
     first[:, 1:] &= in_order[:, 1:] != in_order[:, :-1]
     sets = TokenSets.from_counts(in_order[first], first.sum(-1))
-    found = log_probs_of(
-        logits, ids[..., 0].clamp(min=0).long(), at=sets, **others
-    )  # a kept set has the first
+    # If there are candidate sets (kept=), the first id is in them.
+    found = log_probs_of(logits, ids[..., 0].clamp(min=0).long(), at=sets, **others)
     of_first = torch.zeros_like(first, dtype=torch.float32).masked_scatter(first, found.also["at"])
-    logps = of_first.gather(
-        -1, torch.searchsorted(in_order, listed)
-    )  # where each id stands first in its row
+    logps = of_first.gather(-1, torch.searchsorted(in_order, listed))
     return logps.view(ids.shape), found.entropy, first.sum(-1).view(ids.shape[:-1])
 
 
-#: A log-prob that has no mass.
+#: A finite log-prob whose probability is 0.
 NO_MASS = -1e4
 
 
-def centered(
+def score_centering_term(
     centering: ScoreCentering, logps: Tensor, sampler: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor | float
 ) -> Tensor:  # fmt: skip
-    """The term of score centering, weighted and summed over rows [..], from log-probs [.., K] of
-    the same ids under the policy, with gradient, and under the sampler, -inf for padding; 0 of rows
-    that are masked, whatever stands there.
-    """
-    given = (sampler > -math.inf) & mask[..., None]
-    advantages = torch.where(mask, advantages, 0.0)
-    ours, theirs = (torch.where(given, x, NO_MASS) for x in (logps, sampler))
+    """Return the weighted sum of the score-centering term over all tokens, 0-d.
 
-    def sums(x: Tensor) -> Tensor:
+    logps        [..., K], the policy's log-probs of the recorded ids, differentiable
+    sampler      [..., K], the sampler's log-probs of the same ids, -inf for padding
+    advantages   [...]
+    mask         bool [...]; a masked token contributes 0 whatever its values are
+    weights      [...] or a number
+    """
+    is_recorded = (sampler > -math.inf) & mask[..., None]
+    advantages = torch.where(mask, advantages, 0.0)
+    policy_logps, sampler_logps = (torch.where(is_recorded, x, NO_MASS) for x in (logps, sampler))
+
+    def sum_ids(x: Tensor) -> Tensor:
         return x.sum(-1, keepdim=True)
 
     with torch.no_grad():
-        _, slopes = centering(ours.double(), theirs.double(), advantages[..., None], sums)
-        slopes = slopes.to(ours.dtype)
-    return torch.where(
-        mask, weights * torch.where(slopes != 0, slopes * ours, 0.0).sum(-1), 0.0
-    ).sum()
+        _, coefficients = centering(
+            policy_logps.double(), sampler_logps.double(), advantages[..., None], sum_ids
+        )
+        coefficients = coefficients.to(policy_logps.dtype)
+    terms = torch.where(coefficients != 0, coefficients * policy_logps, 0.0).sum(-1)
+    return torch.where(mask, weights * terms, 0.0).sum()
 
 
-def divergence_over(exact: Exact, logps: Tensor, teacher: Tensor) -> Tensor:
-    """[..]: the divergence of log-probs [.., K] at the same ids, over these ids alone."""
+def divergence_over_ids(exact: Exact, logps: Tensor, teacher: Tensor) -> Tensor:
+    """Return the divergence [...] of two sets of log-probs [..., K] at the same ids.
+
+    The sum runs over these ids alone.
+    """
     shape = logps.shape[:-1]
     offsets = torch.arange(shape.numel() + 1, device=logps.device) * logps.shape[-1]
     return divergence_at(exact, logps.flatten(), teacher.flatten(), offsets).view(shape)
 
 
 def response_sets(name: str, record: tuple[Any, Any], tokens: int) -> TokenSets:
-    """The sets of one response of so many tokens, of (ids, offsets), each a list or a tensor of
-    integers. `name` is what the record is called in errors. Raises ValueError where the offsets are
-    not those of so many tokens, and as TokenSets does.
+    """Return the candidate sets of one response.
+
+    name     the record's name in errors
+    record   (ids, offsets) in CSR form, lists or integer tensors
+    tokens   number of tokens of the response
+
+    Raises ValueError if the record has not one set for each token, or is no valid CSR record.
     """
     ids, offsets = (
         x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.int64) for x in record
@@ -387,9 +444,10 @@ def response_sets(name: str, record: tuple[Any, Any], tokens: int) -> TokenSets:
     return sets
 
 
-def on_rows(sets: TokenSets, generated: Tensor) -> TokenSets:
-    """One set after another on the True rows of `generated`, bool of any shape; all other rows get
-    none.
+def sets_on_rows(sets: TokenSets, generated: Tensor) -> TokenSets:
+    """Return sets for all tokens: the given ones, in order, for generated tokens, none for others.
+
+    generated   bool of any shape, with as many True entries as there are sets
     """
     flat = generated.flatten()
     return sets.take(torch.where(flat, flat.cumsum(0) - 1, -1))

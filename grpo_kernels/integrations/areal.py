@@ -25,7 +25,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ._swap import Adapter, Slots, says
+from ._swap import Adapter, Slots, with_trainer_names
 from ._tensors import can_be_overwritten, log_probs_of
 
 ADAPTER = Adapter(
@@ -51,7 +51,7 @@ def bind(*, trees: bool = False, **how: bool) -> Slots:
     return ADAPTER.bind(*ours, **how)
 
 
-@says(targets="labels")
+@with_trainer_names(targets="labels")
 def gather_logprobs(
     logits: Tensor,
     labels: Tensor,
@@ -66,7 +66,7 @@ def gather_logprobs(
     return log_probs_of(logits, labels, temperature=temperature, group=tp_group).logps
 
 
-@says(targets="labels")
+@with_trainer_names(targets="labels")
 def gather_logprobs_entropy(
     logits: Tensor,
     labels: Tensor,
@@ -89,7 +89,7 @@ def gather_logprobs_entropy(
     )
 
 
-@says(targets="labels")
+@with_trainer_names(targets="labels")
 def mapped_logprobs_entropy(
     logits: Tensor, rows: Tensor, labels: Tensor, temperature: float = 1.0, tp_group: Any = None
 ) -> tuple[Tensor, ...]:

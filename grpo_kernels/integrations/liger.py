@@ -52,16 +52,16 @@ from ..losses import grpo_loss, linear_grpo_loss, objective_loss
 from ..objective import PRESETS, Objective
 from ..options import Head
 from ..transform import LogitTransform
-from ._swap import Adapter, NotCovered, Slots, fitted, says, unknown_option
+from ._swap import Adapter, NotCovered, Slots, adapt_arguments, unknown_option, with_trainer_names
 from ._tensors import (
     BY_ITEMS,
     CLIPPED,
     at_least_one,
+    default_group,
+    distillation_batch,
     divergence_of,
+    ratio_terms,
     surrogate_of,
-    teaching,
-    terms_of,
-    world,
 )
 
 __all__ = [
@@ -216,7 +216,7 @@ def denominator(
 
     the average over ranks of the tokens given or found.
     """
-    group = world()
+    group = default_group()
     if loss_type not in BY_ITEMS or (num_items is None and group is None):
         return None
     items: Any = global_normalizer(objective, batch) if num_items is None else num_items
@@ -308,8 +308,8 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         """
         return _objective_of(self)
 
-    @fitted
-    @says(
+    @adapt_arguments
+    @with_trainer_names(
         hidden="_input", weight="lin_weight", targets="selected_token_ids", mask="attention_mask", old_logps="old_per_token_logps",
         ref_logps="ref_per_token_logps", weights="vllm_is_ratio", normalizer="num_items_in_batch",
     )  # fmt: skip
@@ -420,8 +420,8 @@ OPTIONS = {f.name: f.default for f in fields(LigerFusedLinearGRPOLoss) if not f.
 # ---- the loss from logits
 
 
-@fitted
-@says(
+@adapt_arguments
+@with_trainer_names(
     targets="completion_ids", mask="completion_mask", old_logps="old_logp", ref_logps="ref_logp", weights="vllm_is_ratio",
     epsilon_low="eps_low", epsilon_high="eps_high",
 )  # fmt: skip
@@ -524,9 +524,9 @@ def triton_grpo_loss(
     return out.loss, _metrics(*_kl_and_clipped(out.logps, objective, out.rows, batch), batch)
 
 
-@fitted
+@adapt_arguments
 @torch.no_grad()
-@says(targets="input_ids")
+@with_trainer_names(targets="input_ids")
 def fused_selective_log_softmax(
     logits: Tensor, input_ids: Tensor, temperature: float = 0.9, mask: Tensor | None = None
 ) -> Tensor:
@@ -575,7 +575,7 @@ def _kl_and_clipped(
 
     the KL term (None with beta = 0) as it is in the loss, and 1 where the ratio is clipped.
     """
-    _, clipped, kl = terms_of(objective, logps, rows, batch)
+    _, clipped, kl = ratio_terms(objective, logps, rows, batch)
     return None if kl is None else torch.where(rows.mask, kl, 0.0), (clipped & rows.mask).float()
 
 
@@ -618,7 +618,7 @@ def patch(trainer: Any, **how: bool) -> Slots:
     def grad_scale() -> float:
         return 1.0 / accumulation_steps(trainer)
 
-    slots.put(trainer, name, _in_place_of(theirs, slots, grad_scale))
+    slots.replace_attribute(trainer, name, _in_place_of(theirs, slots, grad_scale))
     return slots
 
 
@@ -645,11 +645,11 @@ def bind(**how: bool) -> Slots:
         try:
             return _in_place_of(own, slots)
         except NotCovered as reason:
-            slots.left(reason, "LigerFusedLinearGRPOLoss", theirs)
+            slots.leave_to_trainer(reason, "LigerFusedLinearGRPOLoss", theirs)
             return own
 
     vars(make)["grpo_kernels"] = True
-    slots.put(chunked_loss, "LigerFusedLinearGRPOLoss", make)
+    slots.replace_attribute(chunked_loss, "LigerFusedLinearGRPOLoss", make)
     return slots
 
 
@@ -673,7 +673,8 @@ def _in_place_of(theirs: Any, slots: Slots, grad_scale: Callable[[], float] | fl
     if missing:
         raise RuntimeError(
             f"a {type(theirs).__name__} without {', '.join(sorted(missing))} is not Liger's GRPO"
-            " loss, or is ours already: call undo() on what bound it."
+            " loss, or is replaced by grpo_kernels already: call undo() of the object that replaced"
+            " it."
         )
     unknown = unknown_option(theirs, names)
     if unknown is not None:
@@ -683,7 +684,9 @@ def _in_place_of(theirs: Any, slots: Slots, grad_scale: Callable[[], float] | fl
         grad_scale=grad_scale,
         any_version=True,
     ).forward
-    return slots.counted(slots.trial.compared(fitted(ours, theirs), theirs), theirs)
+    return slots.counted(
+        slots.trial.compare_first_calls(adapt_arguments(ours, theirs), theirs), theirs
+    )
 
 
 # ---- Liger's fused linear Jensen-Shannon divergence
@@ -714,8 +717,8 @@ class LigerFusedLinearJSD(torch.nn.Module):
         self.objective = Objective.preset("distillation", kl=divergence_of(float(self.jsd_beta)))
         self.transform = LogitTransform(self.temperature)
 
-    @fitted
-    @says(
+    @adapt_arguments
+    @with_trainer_names(
         hidden="student_input",
         weight="student_weight",
         mask="shift_labels",
@@ -738,7 +741,7 @@ class LigerFusedLinearJSD(torch.nn.Module):
                                         all tokens count.
         """
         mask = None if shift_labels is None else shift_labels != self.ignore_index
-        batch = teaching(mask, student_input[..., 0])
+        batch = distillation_batch(mask, student_input[..., 0])
         reference = (teacher_input.detach(), teacher_weight.detach())
         return linear_grpo_loss(
             student_input,

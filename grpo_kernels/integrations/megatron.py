@@ -61,7 +61,7 @@ from ..losses import LossOutput, linear_grpo_loss
 from ..objective import Denominators, Objective
 from ..options import Head, Options
 from ..transform import LogitTransform
-from ._swap import Adapter, says
+from ._swap import Adapter, with_trainer_names
 from ._tensors import log_probs_of
 
 __all__ = [
@@ -232,7 +232,7 @@ class UnprojectedLogits:
 # ---- output processors
 
 
-@says(targets="labels", hidden="hidden_states")
+@with_trainer_names(targets="labels", hidden="hidden_states")
 def logprobs_processor(
     *,
     hidden_states: Tensor,

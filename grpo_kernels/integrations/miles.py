@@ -44,8 +44,15 @@ from ..checks import require
 from ..options import Options
 from ..token_sets import TokenSets
 from . import megatron
-from ._swap import Adapter, NotCovered, Slots, found, says
-from ._tensors import at_ids, entropy_kind, even_shard, in_a_column, on_rows, response_sets
+from ._swap import Adapter, NotCovered, Slots, import_first, with_trainer_names
+from ._tensors import (
+    entropy_mode,
+    even_shard,
+    logps_at_ids,
+    logps_in_a_column,
+    response_sets,
+    sets_on_rows,
+)
 
 ADAPTER = Adapter(
     "miles", "miles", ("0.1.0",),
@@ -136,7 +143,7 @@ def skip_logits(args: Any, model: Sequence[Any]) -> None:
         megatron.skip_logits(model, getattr(args, "vocab_size", None))
 
 
-@says(targets="unconcat_tokens")
+@with_trainer_names(targets="unconcat_tokens")
 def get_log_probs_and_entropy(
     logits: Any,
     *,
@@ -162,7 +169,7 @@ def get_log_probs_and_entropy(
         raise NotCovered("logits that an output layer has computed")
     remedy = "it is computed from logits: do not use skip_logits with it."
     require(not args.true_on_policy_mode, "true_on_policy_mode", True, remedy)
-    home, _ = found(ADAPTER.replaces["get_log_probs_and_entropy"])
+    home, _ = import_first(ADAPTER.replaces["get_log_probs_and_entropy"])
     theirs = sys.modules[home]
     numbers = logits.row_numbers()
     layout = {"total_lengths": total_lengths, "response_lengths": response_lengths}
@@ -179,7 +186,7 @@ def get_log_probs_and_entropy(
     logps, entropy = logits.select(torch.cat(rows)).logprobs(
         torch.cat(tokens),
         temperature=temperature,
-        entropy=entropy_kind(with_entropy, entropy_requires_grad),
+        entropy=entropy_mode(with_entropy, entropy_requires_grad),
     )
     lengths = [len(x) for x in rows]
     results = {"log_probs": list(logps.split(lengths))}
@@ -230,7 +237,7 @@ def kept_sets(
         records.append(_sets(f"masks[{b}]", mask, tokens))
         end += total
         rows[end - 1 - tokens : end - 1] = True
-    return on_rows(TokenSets.cat(records), rows) if records else TokenSets.whole(0)
+    return sets_on_rows(TokenSets.cat(records), rows) if records else TokenSets.whole(0)
 
 
 def local_sets(
@@ -259,7 +266,7 @@ def local_sets(
     return sets[index].to(logits.device)
 
 
-@says(targets="tokens")
+@with_trainer_names(targets="tokens")
 def calculate_log_probs_and_entropy(
     logits: Tensor,
     tokens: Tensor,
@@ -295,13 +302,13 @@ def calculate_log_probs_and_entropy(
             "with replay it is miles' own: undo() this binding for it.",
         )
         raise NotCovered("true on-policy mode")
-    return in_a_column(
+    return logps_in_a_column(
         logits, tokens, tp_group, with_entropy, entropy_requires_grad, temperature=temperature, kept=sampling_mask, missing=missing,
         entropy_over=entropy_over,
     )  # fmt: skip
 
 
-@says(at="token_ids", targets="token_ids")
+@with_trainer_names(at="token_ids", targets="token_ids")
 def selected_log_probs_and_entropy(
     logits: Tensor,
     token_ids: Tensor,
@@ -338,7 +345,7 @@ def selected_log_probs_and_entropy(
         sets = token_ids[:, 1:]
         kept = TokenSets.from_padded(sets)
         mask = (sets >= 0).any(-1)
-    at, entropy, _ = at_ids(
+    at, entropy, _ = logps_at_ids(
         logits[:, : vocab - start],
         token_ids,
         temperature=temperature,

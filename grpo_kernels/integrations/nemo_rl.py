@@ -66,16 +66,16 @@ from ..objective import Objective
 from ..options import Options
 from ..rewards.corrections import importance_weights, rejection_mask
 from ..token_sets import TokenSets
-from ._swap import Adapter, NotCovered, Slots, fitted, says
+from ._swap import Adapter, NotCovered, Slots, adapt_arguments, with_trainer_names
 from ._tensors import (
     LossAndMetrics,
-    at_ids,
-    divergence_over,
+    bounded_clip,
+    divergence_over_ids,
     log_probs_of,
-    numbers,
-    shard_of,
-    terms_of,
-    two_sided,
+    logps_at_ids,
+    ratio_terms,
+    to_floats,
+    vocab_shard,
 )
 from .megatron import GatherSequence
 
@@ -131,7 +131,7 @@ DIVISORS = {
                      "probs_ratio_clamped_max"), "NONE"),
 }  # fmt: skip
 #: NeMo-RL's names of what its columns become.
-NAMED = says(
+NAMED = with_trainer_names(
     targets="input_ids", mask="token_mask", old_logps="prev_logprobs", sampler_logps="generation_logprobs",
     ref_logps="reference_policy_logprobs",
 )  # fmt: skip
@@ -299,7 +299,9 @@ class PolicyLoss:
             theirs.disable_ppo_ratio and not theirs.force_on_policy_ratio
         )  # whose ratio of 1 comes first in NeMo-RL
         require(clip_c is None or not off, "ratio_clip_c", clip_c, remedy)
-        surrogate: Any = two_sided("NeMo-RL", low, high, clip_c, "ratio_clip_c", "ratio_clip_max")
+        surrogate: Any = bounded_clip(
+            "NeMo-RL", low, high, clip_c, "ratio_clip_c", "ratio_clip_max"
+        )
         if theirs.use_cispo or off:
             surrogate = Cispo(1 + high, 1 - low) if theirs.use_cispo else PolicyGradient()
         level = "sequence" if theirs.sequence_level_importance_ratios else "token"
@@ -326,7 +328,7 @@ class PolicyLoss:
         )
         return cls(objective, **options, **{name: getattr(theirs, name) for name in names})
 
-    @fitted
+    @adapt_arguments
     @NAMED
     def __call__(
         self,
@@ -341,7 +343,7 @@ class PolicyLoss:
 
         what a prepare_fn of yours hands on, in the place of megatron=True.
         """
-        options = Options(shard=shard_of(logits, vocab_parallel_group, self.megatron))
+        options = Options(shard=vocab_shard(logits, vocab_parallel_group, self.megatron))
         batch = self._batch(data)
         tokens = global_valid_toks.float()
         sequences = global_valid_seqs.float()
@@ -378,7 +380,7 @@ class PolicyLoss:
             named["outside_sampling_set"] = (
                 dropped.flatten() & batch.trained
             ).sum() / tokens.clamp(min=1)
-        return loss, numbers(named)
+        return loss, to_floats(named)
 
     def _batch(self, data: Any) -> TokenBatch:
         """NeMo-RL's columns as a batch."""
@@ -516,7 +518,7 @@ class PolicyLoss:
         tokens, sequences = (count.clamp(min=1) for count in counts)
         logps = out.logps
         old: Any = _with_old_logps(batch, out.logps).old_logps
-        x, _, kl = terms_of(self.objective, logps, out.rows, batch)
+        x, _, kl = ratio_terms(self.objective, logps, out.rows, batch)
         r = x.view(mask.shape).exp()  # may be infinite, as NeMo-RL's
         clamped = r.clamp(*self.objective.surrogate.ratio_bounds)
         if isinstance(self.objective.surrogate, PolicyGradient) and not self.force_on_policy_ratio:
@@ -606,7 +608,9 @@ def bind(**how: bool) -> Slots:
     return ADAPTER.bind(from_parallel_hidden_states_to_logprobs, **how)
 
 
-@says(hidden="tensor_parallel_hidden_states", weight="output_weight_layer", targets="target")
+@with_trainer_names(
+    hidden="tensor_parallel_hidden_states", weight="output_weight_layer", targets="target"
+)
 def from_parallel_hidden_states_to_logprobs(
     tensor_parallel_hidden_states: Tensor,
     output_weight_layer: Tensor,
@@ -724,7 +728,7 @@ class DistillationLoss:
         _refuse_other_options(theirs, READ_OF_DISTILLATION)
         return cls(theirs.kl_type, theirs.mixed_kl_weight, theirs.zero_outside_topk, **options)
 
-    @fitted
+    @adapt_arguments
     @NAMED
     def __call__(
         self,
@@ -751,22 +755,22 @@ class DistillationLoss:
         teacher = torch.log_softmax(
             data["teacher_topk_logits"].to(logits.device, torch.float32), -1
         )
-        shard = shard_of(logits, vocab_parallel_group, self.megatron)
+        shard = vocab_shard(logits, vocab_parallel_group, self.megatron)
         if shard is None and not self.zero_outside_topk:
             at = logits.gather(-1, ids).float()
             entropy = None
         else:  # in one pass over each row that counts
-            at, entropy, _ = at_ids(
+            at, entropy, _ = logps_at_ids(
                 logits, ids, mask=mask, entropy=self.zero_outside_topk, options=Options(shard=shard)
             )
         at = torch.where(mask[..., None], at, OUTSIDE)  # masked rows may hold anything
         at = at if self.zero_outside_topk else torch.log_softmax(at, -1)
         value = at.new_zeros(mask.shape)
         if self.forward > 0:
-            value = value + self.forward * divergence_over(FORWARD, at, teacher)
+            value = value + self.forward * divergence_over_ids(FORWARD, at, teacher)
         if self.forward < 1:
             if entropy is None:
-                reverse = divergence_over(REVERSE, at, teacher)
+                reverse = divergence_over_ids(REVERSE, at, teacher)
             else:  # the sum of p log p over the vocabulary, less that of p log q, whose log q outside is one number
                 p = at.exp()
                 reverse = -entropy - (p * teacher).sum(-1) - OUTSIDE * (1.0 - p.sum(-1))

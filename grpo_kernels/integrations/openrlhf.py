@@ -32,15 +32,15 @@ from ..checks import require, require_one_of
 from ..losses import objective_loss
 from ..objective import Objective
 from ..rewards.corrections import importance_weights, rejection_mask
-from ._swap import Adapter, Slots, fitted, says, unknown_option
+from ._swap import Adapter, Slots, adapt_arguments, unknown_option, with_trainer_names
 from ._tensors import (
     at_least_one,
+    bounded_clip,
     entropy_from_logits,
-    left_out,
+    excluded_share,
     log_probs_of,
     masked_mean,
     scored_batch,
-    two_sided,
 )
 
 ADAPTER = Adapter(
@@ -145,7 +145,7 @@ class PolicyLoss(torch.nn.Module):
         self.policy_loss_type = policy_loss_type
         self.objective = Objective.preset(
             "gspo" if policy_loss_type == "gspo" else "grpo", numerics="openrlhf", count_empty=False,
-            surrogate=two_sided("OpenRLHF", clip_eps_low, clip_eps_high, dual_clip, "dual_clip", "clip_eps_high"),
+            surrogate=bounded_clip("OpenRLHF", clip_eps_low, clip_eps_high, dual_clip, "dual_clip", "clip_eps_high"),
             aggregate="token-mean" if self.token_level_loss else "seq-mean-token-mean",
         )  # fmt: skip
 
@@ -170,8 +170,8 @@ class PolicyLoss(torch.nn.Module):
             " own loss."
         )
 
-    @fitted
-    @says(
+    @adapt_arguments
+    @with_trainer_names(
         logps="log_probs",
         old_logps="old_log_probs",
         sampler_logps="rollout_log_probs",
@@ -232,7 +232,7 @@ class PolicyLoss(torch.nn.Module):
         D = None if total is None else at_least_one(total) / dp_size
         out = objective_loss(log_probs, batch, self.objective, normalizer=D)
         ppo_kl = masked_mean(old_log_probs - log_probs.detach(), mask)
-        results = (out.loss, left_out(out, self.objective), ppo_kl, vllm_kl)
+        results = (out.loss, excluded_share(out, self.objective), ppo_kl, vllm_kl)
         return (*results, filtered) if self.reports_filter else results
 
     def _weights(
@@ -284,7 +284,7 @@ def bind(*, entropy_temperature: float = 1.0, **how: bool) -> Slots:
     return slots
 
 
-@says(targets="labels")
+@with_trainer_names(targets="labels")
 def log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
     """Return log-probs of labels at temperature, fp32 in their shape. Logits [..., V] are kept."""
     return log_probs_of(logits, labels, temperature=temperature).logps

@@ -42,8 +42,8 @@ from ..formulas.centering import ScoreCentering
 from ..losses import objective_loss
 from ..objective import NUMERICS, Objective
 from ..token_sets import TokenSets
-from ._swap import Adapter, Slots, fitted, says
-from ._tensors import centered, left_out, log_probs_of, masked_mean, scored_batch
+from ._swap import Adapter, Slots, adapt_arguments, with_trainer_names
+from ._tensors import excluded_share, log_probs_of, masked_mean, score_centering_term, scored_batch
 
 ADAPTER = Adapter(
     "prime-rl", "prime-rl", ("0.8.0",),
@@ -77,7 +77,7 @@ def bind(
     return slots
 
 
-@says(targets="labels")
+@with_trainer_names(targets="labels")
 def chunked_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -138,8 +138,8 @@ def kept_sets(record: Any, ids: Tensor, *, cu_seqlens: Tensor | None = None) -> 
     return shift_sets(sets.to(ids.device), ids, cu_seqlens=cu_seqlens)
 
 
-@fitted
-@says(logps="trainer_logprobs", old_logps="inference_logprobs", sampler_logps="inference_logprobs", ref_logps="ref_logprobs",
+@adapt_arguments
+@with_trainer_names(logps="trainer_logprobs", old_logps="inference_logprobs", sampler_logps="inference_logprobs", ref_logps="ref_logprobs",
       mask="loss_mask", targets="loss_mask", token_weights="loss_weights")  # fmt: skip
 def loss(
     inputs: Any,
@@ -200,11 +200,14 @@ def loss(
     theirs = row("inference_mask_logprobs") if score_centering else None
     if ours is not None and theirs is not None:
         weights = 1.0 if inputs.loss_weights is None else row("loss_weights")
-        value = value + centered(
+        value = value + score_centering_term(
             ScoreCentering.of(spec, tail=False), ours, theirs, advantages, mask, weights
         )
     x = torch.where(mask, out.logps - sampler, 0.0)
-    metrics = {"mismatch_kl": masked_mean(x.exp() - x - 1, mask), "is_masked": left_out(out, spec)}
+    metrics = {
+        "mismatch_kl": masked_mean(x.exp() - x - 1, mask),
+        "is_masked": excluded_share(out, spec),
+    }
     if score_centering:
         metrics["is_centered"] = value.new_tensor(float(ours is not None and theirs is not None))
     return LossOutputs(loss=value, metrics=metrics)

@@ -49,20 +49,20 @@ from ..formulas.surrogates import A2po, Cispo, Clip, ClipCov, Dro, KlCov, Policy
 from ..losses import objective_loss
 from ..objective import NUMERICS, PRESETS, Objective
 from ..token_sets import TokenSets
-from ._swap import Adapter, NotCovered, Slots, Trial, fitted, says
+from ._swap import Adapter, NotCovered, Slots, Trial, adapt_arguments, with_trainer_names
 from ._tensors import (
     LossAndMetrics,
-    centered,
+    default_group,
     entropy_from_logits,
-    entropy_kind,
-    left_out,
+    entropy_mode,
+    excluded_share,
     log_probs_of,
     logprobs_from_logits,
-    numbers,
-    on_rows,
     response_sets,
+    score_centering_term,
     scored_batch,
-    world,
+    sets_on_rows,
+    to_floats,
 )
 
 SUPPORT = "skyrl.backends.skyrl_train.utils.sample_support_replay"
@@ -91,7 +91,7 @@ def register(prefix: str = "fused_", *, any_version: bool = False) -> list[str]:
         n for n, o in PRESETS.items() if not isinstance(o.surrogate, NOT_LINEAR) and o.beta == 0
     ]
     for name in names:
-        ours = fitted(policy_loss(name, trial), getattr(ppo_utils, WITNESS, None))
+        ours = adapt_arguments(policy_loss(name, trial), getattr(ppo_utils, WITNESS, None))
         ppo_utils.register_policy_loss(prefix + name)(ours)
     return [prefix + name for name in names]
 
@@ -153,8 +153,10 @@ def policy_loss(
         remedy,
     )
 
-    @fitted
-    @says(logps="log_probs", old_logps="old_log_probs", mask="loss_mask", targets="loss_mask")
+    @adapt_arguments
+    @with_trainer_names(
+        logps="log_probs", old_logps="old_log_probs", mask="loss_mask", targets="loss_mask"
+    )
     def loss(
         log_probs: Tensor,
         old_log_probs: Tensor,
@@ -213,16 +215,16 @@ def policy_loss(
                     " record the sampler's head."
                 )
             of = ScoreCentering.of(spec)
-            value = value + centered(
+            value = value + score_centering_term(
                 of, topk_log_probs, rollout_topk_logprobs, advantages, mask != 0, weights
             )
         # Of CISPO over the tokens before the correction, with any advantage.
         named = (
             _ratios((log_probs.detach() - old)[given != 0], spec)
             if cispo
-            else {"clip_ratio": left_out(out, spec)}
+            else {"clip_ratio": excluded_share(out, spec)}
         )
-        return value, numbers(named) | metrics
+        return value, to_floats(named) | metrics
 
     loss.__name__ = f"fused_{name}"
     return loss
@@ -256,7 +258,7 @@ def bind(*, megatron: bool = False, replay: bool = False, **how: bool) -> Slots:
     return slots
 
 
-@says(mask="attention_mask", targets="logits")
+@with_trainer_names(mask="attention_mask", targets="logits")
 def chunked_entropy_from_logits(
     logits: Tensor,
     requires_grad: bool = False,
@@ -271,7 +273,7 @@ def chunked_entropy_from_logits(
     )
 
 
-@says(targets="target")
+@with_trainer_names(targets="target")
 def fused_lm_head_logprobs(
     backend: str,
     hidden: Tensor,
@@ -292,7 +294,7 @@ def fused_lm_head_logprobs(
     bounds of that part. backend and chunk_size choose among SkyRL's own implementations and have no
     effect here. Raises ValueError if the bounds are not those of this rank's part.
     """
-    group = tp_group or world()
+    group = tp_group or default_group()
     _check_part(weight.shape[0], (vocab_start_index, vocab_end_index), group)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
         return log_probs_of(hidden, target, head=weight, group=group).logps
@@ -376,12 +378,12 @@ def sample_support_scores(
 
     logps, H, scored = _over_support(
         logits_or_hidden, sampled_ids, support_ids, vocab_start_index, vocab_end_index, tp_group, lm_head_weight, temperature,
-        entropy_kind(compute_entropy, entropy_requires_grad),
+        entropy_mode(compute_entropy, entropy_requires_grad),
     )  # fmt: skip
     return SampleSupportScores(logprobs=logps, entropy=H, valid_mask=scored)
 
 
-@says(
+@with_trainer_names(
     targets="sampled_ids",
     hidden="logits_or_hidden",
     logits="logits_or_hidden",
@@ -439,7 +441,7 @@ def kept_sets(
         sets = TokenSets.from_padded(support)
     else:
         given = mask if response_mask is None else response_mask != 0
-        sets = on_rows(response_sets("support", support, int(given.sum())), given)
+        sets = sets_on_rows(response_sets("support", support, int(given.sum())), given)
     lacking = (sets.counts == 0).view(mask.shape) & mask
     for b in (lacking.sum(1) > 1).nonzero()[:1, 0].tolist():
         raise ValueError(

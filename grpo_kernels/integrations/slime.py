@@ -60,18 +60,18 @@ from ..losses import LossOutput, objective_loss
 from ..objective import Objective
 from ..token_sets import TokenSets
 from . import megatron
-from ._swap import Adapter, NotCovered, Slots, fitted, says
+from ._swap import Adapter, NotCovered, Slots, adapt_arguments, with_trainer_names
 from ._tensors import (
     LossAndMetrics,
-    at_ids,
-    entropy_kind,
+    bounded_clip,
+    default_group,
+    entropy_mode,
     even_shard,
-    in_a_column,
+    logps_at_ids,
+    logps_in_a_column,
+    ratio_terms,
     response_sets,
     scored_batch,
-    terms_of,
-    two_sided,
-    world,
 )
 
 ADAPTER = Adapter(
@@ -144,7 +144,7 @@ def skip_logits(args: Any, model: Sequence[Any]) -> None:
         megatron.skip_logits(model, getattr(args, "vocab_size", None))
 
 
-@says(logps="log_probs", targets="unconcat_tokens")
+@with_trainer_names(logps="log_probs", targets="unconcat_tokens")
 def get_log_probs_and_entropy(
     logits: Any,
     *,
@@ -191,7 +191,7 @@ def get_log_probs_and_entropy(
     logps, entropy = logits.select(rows).logprobs(
         tokens[rows],
         temperature=getattr(args, "rollout_temperature", 1.0),
-        entropy=entropy_kind(with_entropy, has_gradient),
+        entropy=entropy_mode(with_entropy, has_gradient),
         **sets,
     )
     lengths = [len(x) for x in rows_of_responses]
@@ -258,7 +258,7 @@ def keep_sets(
     return Replay(sets.to(device), ((index < 0) | (sets.counts > 0)).to(device))
 
 
-@says(targets="tokens")
+@with_trainer_names(targets="tokens")
 def calculate_log_probs_and_entropy(
     logits: Tensor,
     tokens: Tensor,
@@ -282,7 +282,7 @@ def calculate_log_probs_and_entropy(
     """
     if log_prob_keep_mask is None or isinstance(log_prob_keep_mask, Replay):
         sets, scored = log_prob_keep_mask or (None, None)
-        return in_a_column(
+        return logps_in_a_column(
             logits,
             tokens,
             tp_group,
@@ -292,18 +292,22 @@ def calculate_log_probs_and_entropy(
             kept=sets,
             entropy_over=entropy_over,
         )
-    shard = even_shard(logits.shape[-1], tp_group or world())
+    shard = even_shard(logits.shape[-1], tp_group or default_group())
     ids = torch.arange(logits.shape[-1], device=tokens.device) + (
         0 if shard is None else shard.start
     )
     masked = logits.masked_fill(
         (ids != tokens[:, None]).logical_and_(~log_prob_keep_mask), -math.inf
     )
-    H = in_a_column(logits, tokens, tp_group, True, with_entropy_grad)[1] if with_entropy else None
-    return in_a_column(masked, tokens, tp_group, False)[0], H
+    H = (
+        logps_in_a_column(logits, tokens, tp_group, True, with_entropy_grad)[1]
+        if with_entropy
+        else None
+    )
+    return logps_in_a_column(masked, tokens, tp_group, False)[0], H
 
 
-@says(at="token_ids")
+@with_trainer_names(at="token_ids")
 def calculate_topk_log_probs(
     logits: Tensor, token_ids: Tensor, tp_group: Any, chunk_size: int = -1, temperature: float = 1.0
 ) -> Tensor:  # fmt: skip
@@ -312,7 +316,9 @@ def calculate_topk_log_probs(
     The logits [R, V / tensor-parallel ranks] are divided by the temperature. tp_group is as in
     `calculate_log_probs_and_entropy`; chunk_size is not needed.
     """
-    return at_ids(logits, token_ids, temperature=temperature, group=tp_group or world())[0]
+    return logps_at_ids(
+        logits, token_ids, temperature=temperature, group=tp_group or default_group()
+    )[0]
 
 
 def _centered_term(args: Any) -> dict[str, Any]:
@@ -354,7 +360,7 @@ def objective_of(args: Any) -> Objective:
             "this loss has no such term: keep slime's own, and use bind() alone.",
         )
     high = args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
-    clip = two_sided(
+    clip = bounded_clip(
         "slime",
         args.eps_clip,
         high,
@@ -400,8 +406,8 @@ def policy_loss(objective: Objective | None = None) -> Callable[..., LossAndMetr
         remedy = 'slime\'s reducer holds the denominators: make it "token-sum".'
         require(objective.aggregate == "token-sum", "aggregate", objective.aggregate, remedy)
 
-    @fitted
-    @says(
+    @adapt_arguments
+    @with_trainer_names(
         logps="log_probs",
         old_logps="log_probs",
         ref_logps="ref_log_probs",
@@ -499,6 +505,6 @@ def policy_loss(objective: Objective | None = None) -> Callable[..., LossAndMetr
 
 def _metrics(objective: Objective, out: LossOutput, batch: TokenBatch) -> dict[str, Tensor]:
     """slime's metrics under slime's names, of each token."""
-    x, clipped, kl = terms_of(objective, out.logps, out.rows, batch)
+    x, clipped, kl = ratio_terms(objective, out.logps, out.rows, batch)
     named = {"entropy_loss": out.entropy, "pg_clipfrac": clipped.float(), "ppo_kl": -x}
     return named if kl is None else named | {"kl_loss": kl}

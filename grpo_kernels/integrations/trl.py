@@ -1,29 +1,30 @@
-"""TRL's GRPOTrainer with its loss in one pass: log-probs, loss and gradient are computed together
-in the head, inside the model's forward.
+"""TRL's GRPOTrainer with a fused loss: log-probs, loss and gradient of the LM head in one call.
 
-    from grpo_kernels.integrations.trl import FusedGRPOTrainer  # was: from trl import GRPOTrainer
+    from grpo_kernels.integrations.trl import FusedGRPOTrainer
 
+    # in place of trl.GRPOTrainer, with the same arguments
     trainer = FusedGRPOTrainer(model=..., reward_funcs=..., args=GRPOConfig(...), train_dataset=...)
     trainer.train()
     print(trainer.fused_loss.counts)  # Counter({'fused': 400, 'scored': 100})
 
-or, for an existing trainer, `fused = patch(trainer)`, and `fused.undo()` to restore it.
+For an existing trainer call `fused = patch(trainer)`, and `fused.undo()` to restore it.
 
-How it works. TRL's own `_compute_loss` runs. While it does, our function stands in the place of the
-one that TRL's forward calls with hidden states and head: there `linear_grpo_loss` computes the loss
-and the gradient of the head in one call. TRL's forward and what wraps the model (DDP, FSDP, PEFT,
-accelerate) are untouched, and the loss leaves the model among its outputs. TRL gets log-probs and
-entropies without a graph, so its arithmetic on [B, T] costs almost nothing and still gives all of
-its metrics, the adaptive entropy coefficient and its value of the loss. Strict mode compares this
-value, and its gradient on [B, T], with ours.
+How it works. TRL's own `_compute_loss` runs. Inside of it TRL's model forward calls an autograd
+function with hidden states and the LM head. During that call this module replaces the function by
+`linear_grpo_loss`, which computes the loss and the gradients of hidden states and head. The
+model's forward and its wrappers (DDP, FSDP, PEFT, accelerate) are not changed, and the loss leaves
+the model as one of its outputs. TRL's code gets log-probs and entropies without a graph. From them
+it computes all of its metrics, its adaptive entropy coefficient and its own value of the loss,
+which costs little on [B, T]. Strict mode compares this value, and its gradient with respect to
+log-probs and entropies, with ours.
 
-Log-probs of the old policy and of the reference, which TRL computes without gradients, are "scored"
-by `linear_logprobs`.
+TRL computes the log-probs of the old policy and of the reference without gradients. These calls use
+`linear_logprobs`, and are counted as "scored".
 
-Replay. vLLM's log-probs are over the tokens that top-k and top-p kept, but TRL scores over the
-whole vocabulary. With `patch(trainer, replay=True)` the sets of the generation (`sampling_mask`:
-from vLLM in this process, or an extra field of a rollout_func) are used for every log-prob of the
-run: old policy, reference and loss. The entropies that TRL logs are then those over the sets.
+Replay. With top-k or top-p sampling, vLLM's log-probs are normalised over the candidate ids, but
+TRL's over the whole vocabulary. `patch(trainer, replay=True)` uses the recorded candidate sets of
+the generation (`sampling_mask`, from vLLM in this process or an extra field of a rollout_func) for
+all log-probs: old policy, reference and loss. The logged entropies are then those over the sets.
 
 Written for TRL 1.16.0 and tested with it, and with 1.15.0; transformers 5.23, PEFT 0.21.
 """
@@ -50,16 +51,24 @@ from ..objective import Objective
 from ..options import Head, Options
 from ..token_sets import TokenSets
 from ..transform import LogitTransform
-from ._swap import Adapter, NotCovered, Slots, Trial, fitted, parameters_of, replaced_inside
+from ._swap import (
+    Adapter,
+    NotCovered,
+    Slots,
+    Trial,
+    adapt_arguments,
+    parameters_of,
+    temporarily_replaced,
+)
 from ._tensors import (
     BY_ITEMS,
     at_least_one,
+    default_group,
+    distillation_batch,
     divergence_of,
     log_probs_of,
-    plain,
+    require_supported,
     surrogate_of,
-    teaching,
-    world,
 )
 
 __all__ = [
@@ -71,17 +80,18 @@ __all__ = [
 ]
 
 
-#: TRL's method of the loss, that of log-probs, and the function in the head of its models.
+#: TRL's names: the method that computes the loss, the method that computes log-probs, and the
+#: autograd function of the LM head.
 LOSS = "GRPOTrainer._compute_loss"
 SCORES = "_get_per_token_logps_and_entropies"
 SLOT = "_ChunkedLogProbFunction"
-#: What TRL's function of the head can give besides the log-probs.
+#: Results that TRL's function of the head can return besides the log-probs.
 EVERY_OUTPUT = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-#: The loss and the head were tested with these versions,
+#: The declaration for the loss and the head,
 ADAPTER = Adapter(
     "TRL", "trl", ("1.15", "1.16"), {"log_probs": "trl.trainer.utils._ChunkedLogProbFunction"}
 )
-#: and the distillation loss with this one.
+#: and for the distillation loss.
 DISTILLATION = replace(
     ADAPTER, tested=("1.16",), replaces={"divergence_loss": "trl.trainer.distillation_trainer._chunked_divergence_loss"}
 )  # fmt: skip
@@ -98,35 +108,35 @@ def patch(
     replay: bool = False,
     any_version: bool = False,
 ) -> FusedLoss:
-    """Make this GRPOTrainer, and no other, compute its loss in one pass. Call it after the trainer
-    is made, before `train()` or between two calls of it. The result, which is also
-    `trainer.fused_loss`, counts the paths and can undo the patch.
+    """Make one GRPOTrainer compute its loss with `linear_grpo_loss`.
 
-    strict         True: a configuration that needs TRL's own loss raises RuntimeError at the first
-                   step. So does a step whose loss, or its gradient with respect to log-probs and
-                   entropies, differs from TRL's arithmetic on the same log-probs (in evaluation
-                   only the loss is compared). False: such a configuration runs in TRL's code, is
-                   logged once and counted.
-    skip_inactive  True: tokens that cannot have a gradient (advantage or weight 0, neither KL nor
-                   entropy bonus, token level) are not projected, unless a micro-batch has no other
-                   tokens. The entropy that TRL logs is then the mean over the projected tokens, and
-                   a token of weight 0 counts as not clipped. Nothing else in TRL's log changes.
-                   False: they are projected in the forward, for the metrics, but not in the
-                   backward.
-    replay         True: completions are scored and trained over the sets that their tokens were
-                   sampled from, as vLLM in this process or a rollout_func returns them; generation
-                   without them raises RuntimeError, and so does a configuration that has to be left
-                   to TRL's own loss.
-    any_version    True: accept a version of TRL that was not tested, without the comparison below.
+    Call it after the trainer is made, and not while `train()` runs. Other trainers are not changed.
+    The result, which is also `trainer.fused_loss`, has the call counts and `undo()`.
 
-    Under a version that was not tested, the first step is also computed by TRL's own head (not with
-    replay) and arithmetic. If log-probs, loss and slopes agree, one warning says so. Otherwise the
-    patch is undone, and RuntimeError names the difference before any gradient is computed.
+    strict         Whether an unsupported configuration raises RuntimeError at the first step.
+                   Otherwise TRL's own code computes its loss, which is logged once and counted. A
+                   strict trainer also compares each loss, and its gradient with respect to
+                   log-probs and entropies, with TRL's arithmetic on the same log-probs, and raises
+                   RuntimeError if they differ. In evaluation only the loss is compared.
+    skip_inactive  Whether tokens without a gradient (advantage or weight 0, no KL, no entropy
+                   bonus, token level) are left out of the forward matmul too, unless a micro-batch
+                   has no other tokens. TRL's logged entropy is then the mean over the other tokens,
+                   and a token of weight 0 counts as not clipped. No other metric changes. False:
+                   such tokens are in the forward, for the metrics, but not in the backward.
+    replay         Whether log-probs are over the candidate sets that vLLM in this process or a
+                   rollout_func records. A generation without them raises RuntimeError, and so does
+                   an unsupported configuration.
+    any_version    Whether a version of TRL that was not tested is accepted without the comparison
+                   below.
 
-    Raises TypeError for an object that is not a GRPOTrainer, RuntimeError for one that is patched
-    already or has another loss than TRL's, and ValueError for a head that is not a plain Linear,
-    such as one with a LoRA. A model whose forward another package has replaced raises RuntimeError
-    in the first step.
+    Under a version that was not tested, TRL's own head (not with replay) and arithmetic also
+    compute the first step. If log-probs, loss and gradients agree, one warning says so. Otherwise
+    the patch is undone, and RuntimeError names the difference before any gradient is computed.
+
+    Raises TypeError for an object that is not a GRPOTrainer, RuntimeError for a trainer that is
+    patched already or overrides `_compute_loss`, and ValueError for a head that is not a plain
+    Linear, such as one with a LoRA. If another package has replaced the model's forward, the first
+    step raises RuntimeError.
     """
     function_of_head(log_probs)
     from trl import GRPOTrainer
@@ -148,13 +158,13 @@ def patch(
 
 
 class FusedLoss(Slots):
-    """What `patch` returns: `Slots` of one trainer.
+    """The patch of one trainer, as `patch` returns it.
 
-    counts   of micro-batches and calls:
-             "fused"          losses in one pass
-             "scored"         forwards without gradients (old policy, reference) through
+    counts   Counter with
+             "fused"          micro-batches whose loss `linear_grpo_loss` computed
+             "scored"         forwards without gradients (old policy, reference) computed by
                               `linear_logprobs`
-             "TRL: <reason>"  losses left to TRL's own code
+             "TRL: <reason>"  micro-batches whose loss TRL's own code computed
     """
 
     def __init__(
@@ -170,20 +180,20 @@ class FusedLoss(Slots):
         self._scores = getattr(trainer, SCORES)
         self._paths = [LOSS]
         self._own, _ = function_of_head(log_probs)
-        # Ours is one object for all calls, because torch.compile takes another one for another
-        # function.
-        head = torch.compiler.disable(fitted(self._of_rows, self._own.apply))
+        # One object for all calls: torch.compile recompiles for a new function object.
+        head = torch.compiler.disable(adapt_arguments(self._of_rows, self._own.apply))
         self._head = type("FusedHead", (), {"apply": staticmethod(head)})
-        # What it computes now: a loss, or log-probs over the sets that are left; of this model, and
-        # whether that has asked.
+        # State of the forward in progress: its loss (None if it only computes log-probs), the
+        # candidate sets of the positions to come, the model, and whether the model's forward has
+        # called our function of the head.
         self._loss: LossCall | None = None
         self._kept: TokenSets | None = None
         self._model = None
-        self._asked = False
-        loss = self.counted(fitted(self._compute_loss, self._theirs), self._theirs)
+        self._head_called = False
+        loss = self.counted(adapt_arguments(self._compute_loss, self._theirs), self._theirs)
         ours = {"_compute_loss": loss, SCORES: self._log_probs, "fused_loss": self}
         for name, value in (ours | (self.replay.ours if self.replay else {})).items():
-            self.put(trainer, name, value)
+            self.replace_attribute(trainer, name, value)
 
     def _language_model(self, model: Any) -> Any:
         return language_model(self.trainer.accelerator.unwrap_model(model))
@@ -200,8 +210,7 @@ class FusedLoss(Slots):
 
         batch = token_batch(trainer, inputs, objective)
         first = self.trial.pending(LOSS)
-        # If no token is active, all are projected: the mean entropy that TRL logs needs some
-        # tokens.
+        # If no token has a gradient, none is skipped: the mean entropy that TRL logs needs tokens.
         skip = (
             self.skip_inactive
             and not first
@@ -226,7 +235,7 @@ class FusedLoss(Slots):
         if call.compared:
             call.check(self.trial, loss, theirs)
         if first and theirs.requires_grad:
-            self.trial.passed(LOSS)
+            self.trial.mark_compared(LOSS)
         return loss
 
     def _log_probs(
@@ -238,9 +247,10 @@ class FusedLoss(Slots):
         *more: Any,
         **options: Any,
     ) -> Any:
-        """TRL's method of this name with our function in the head:
+        """Call TRL's method of log-probs with our function as the function of the head.
 
-        in a loss that is ours, and where there are no gradients.
+        Ours is used within a loss that it computes, and in calls without gradients. Arguments and
+        results are those of TRL's method.
         """
         from trl.trainer import utils
 
@@ -253,9 +263,9 @@ class FusedLoss(Slots):
         self._kept = None if self.replay is None else self.replay.kept(scored)
 
         def through(**inputs: Any) -> Any:
-            self._asked = False
+            self._head_called = False
             out = model(**inputs)
-            if not self._asked:
+            if not self._head_called:
                 raise RuntimeError(
                     f"the forward of {type(self._model).__name__} is not TRL's fused LM head: it"
                     " was patched by another package, or this TRL is not known. Undo that patch"
@@ -266,14 +276,16 @@ class FusedLoss(Slots):
             return out
 
         try:
-            with replaced_inside(utils, **{SLOT: self._head, "_use_triton": rows_with_a_label}):
+            with temporarily_replaced(
+                utils, **{SLOT: self._head, "_use_triton": rows_with_a_label}
+            ):
                 found = self._scores(through, *given, **options)
         except NotCovered as reason:
             if loss is not None:  # the whole loss is left to TRL
                 raise
-            self.left(reason, SCORES, self._scores)
+            self.leave_to_trainer(reason, SCORES, self._scores)
             return self._scores(model, *given, **options)
-        return found if loss is None else loss.seen(scored, *found)
+        return found if loss is None else loss.detach_for_trl(scored, *found)
 
     def _of_rows(
         self,
@@ -288,10 +300,11 @@ class FusedLoss(Slots):
         outputs: tuple[str, ...] = EVERY_OUTPUT,
         sampling_mask: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:
-        """What TRL's function of the head gives, of the rows that have a label; arguments as in
-        `log_probs`.
+        """Compute what TRL's function of the head returns, for the positions that have a label.
+
+        The arguments are those of `log_probs`.
         """
-        if self.replay is None:  # TRL scores over the vocabulary, or over its own sets
+        if self.replay is None:  # log-probs are over the vocabulary, or over TRL's own sets
             given = (
                 hidden,
                 weight,
@@ -310,12 +323,12 @@ class FusedLoss(Slots):
                 )
         elif sampling_mask is not None:
             raise RuntimeError(
-                "replay=True, but this TRL replays the sets of its sampler itself: pass"
+                "replay=True, but this TRL passes candidate sets itself (sampling_mask): pass"
                 " replay=False."
             )
         plain_head(self._model, _fp32_cast)
         average_gathered(weight, bias)
-        self._asked = True
+        self._head_called = True
         head = Head(
             weight,
             bias,
@@ -356,7 +369,7 @@ def logprobs_over_sets(
     return logps, entropies
 
 
-# ---- the subclass, made at first use, because the core and its tests run without TRL
+# ---- the subclass, made at first use, because this module is imported without TRL too
 
 
 @functools.cache
@@ -364,8 +377,10 @@ def _trainer_class() -> type:
     from trl import GRPOTrainer
 
     class FusedGRPOTrainer(GRPOTrainer):
-        """trl.GRPOTrainer, patched as `patch` does it; `strict`, `skip_inactive`, `replay` and
-        `any_version` go there, args and kwargs to TRL.
+        """A trl.GRPOTrainer to which `patch` is applied.
+
+        It takes the arguments of trl.GRPOTrainer, and those of `patch`: strict, skip_inactive,
+        replay, any_version.
         """
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -386,9 +401,8 @@ def _trainer_class() -> type:
 def __getattr__(name: str) -> Any:
     if name == "FusedGRPOTrainer":
         return _trainer_class()
-    if (
-        name == "GRPOTrainer"
-    ):  # an AttributeError would reach `from ... import GRPOTrainer` without its message
+    if name == "GRPOTrainer":
+        # `from ... import GRPOTrainer` would drop the message of an AttributeError
         raise ImportError(
             f"{__name__} has no GRPOTrainer. Did you mean FusedGRPOTrainer? TRL's own is"
             " trl.GRPOTrainer."
@@ -403,16 +417,16 @@ LEAST_WEIGHT = 1e-8
 
 
 def _corrected(trainer: Any) -> bool:
-    """Whether a sampler's weights are in the loss."""
+    """Return whether the loss has importance weights against the sampler."""
     return trainer.use_vllm and trainer.vllm_importance_sampling_correction
 
 
 def objective_of(trainer: Any) -> Objective:
-    """The objective of a trainer at this step.
+    """Return the objective of a trainer's configuration at this step.
 
-    Raises ValueError with the reason why there is none.
+    Raises ValueError with the reason if the configuration is not supported.
     """
-    # What TRL has not copied into the trainer, it reads from its arguments.
+    # TRL copies some options from args to the trainer; the copy counts.
     s: Any = types.SimpleNamespace(**vars(trainer.args) | vars(trainer))
     vespo = s.loss_type == "vespo"
     low = s.vllm_importance_sampling_clip_min
@@ -429,7 +443,9 @@ def objective_of(trainer: Any) -> Objective:
     ):
         raise NotCovered("VESPO's KL weighted by the ratio of the sequence")
     filters: list[Any] = (
-        [] if s.top_entropy_quantile >= 1.0 else [EntropyQuantile(s.top_entropy_quantile, world())]
+        []
+        if s.top_entropy_quantile >= 1.0
+        else [EntropyQuantile(s.top_entropy_quantile, default_group())]
     )
     if s.off_policy_mask_threshold is not None:
         filters.append(OffPolicySequences(s.off_policy_mask_threshold, advantage_of="token"))
@@ -446,15 +462,15 @@ def objective_of(trainer: Any) -> Objective:
 
 
 def accumulation(trainer: Any) -> float:
-    """Micro-batches of this optimiser step; TRL divides by them itself, and not in evaluation."""
+    """Return the number of micro-batches of this optimiser step, 1 in evaluation.
+
+    TRL divides its loss by it.
+    """
     return trainer.current_gradient_accumulation_steps if trainer.model.training else 1.0
 
 
 def token_batch(trainer: Any, inputs: dict[str, Any], objective: Objective) -> TokenBatch:
-    """TRL's tensors of a micro-batch, packed:
-
-    the tokens that its head scores, one after the other.
-    """
+    """Return TRL's micro-batch as a packed batch of the tokens with completion_mask."""
     scored = inputs["completion_mask"] != 0
     rows = scored.flatten().nonzero()[:, 0]
 
@@ -469,7 +485,7 @@ def token_batch(trainer: Any, inputs: dict[str, Any], objective: Objective) -> T
     weights = packed("importance_sampling_ratio")
     tools = packed("tool_mask")
     if trainer.loss_type == "vespo":
-        # TRL keeps a token that the sampler's mask leaves out, with the least weight.
+        # TRL's VESPO gives a token of weight 0 the least weight instead.
         weights = None if weights is None else weights.clamp(min=LEAST_WEIGHT)
     elif not _corrected(trainer):
         weights = None
@@ -482,17 +498,18 @@ def token_batch(trainer: Any, inputs: dict[str, Any], objective: Objective) -> T
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
-    """Where each of the sequences of these lengths begins, and the end."""
+    """Return cu_seqlens of sequences of these lengths: [0, l_0, l_0 + l_1, ...]."""
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
 
 def denominator(
     trainer: Any, inputs: dict[str, Any], batch: TokenBatch, objective: Objective
 ) -> float | Tensor:
-    """TRL's denominator of this micro-batch."""
+    """Return the denominator of this micro-batch's loss in TRL."""
     if trainer.loss_type not in BY_ITEMS:
         return at_least_one(objective.normalizer(batch)) * accumulation(trainer)
-    # The items of a whole generation batch on all ranks; the gradient is the mean over ranks.
+    # num_items_in_batch counts the tokens of a generation batch on all ranks, and gradients are
+    # averaged over ranks.
     items = inputs["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
     return (
         items * accumulation(trainer) / trainer.args.steps_per_generation
@@ -502,9 +519,10 @@ def denominator(
 
 
 def tree_batch(inputs: dict[str, Tensor]) -> TokenBatch:
-    """Make a batch of the rollouts that AsyncGRPOTrainer packs for one rank, from the inputs of its
-    compute_loss. A shared prefix occurs once; its rows predict tokens of all rollouts that share
-    it.
+    """Return the batch of the rollouts that AsyncGRPOTrainer packs for one rank.
+
+    inputs   the argument of its compute_loss. Rollouts with a common prefix share its positions:
+             one row of hidden states predicts a token of each of them.
 
         ids = inputs["input_ids"][inputs["attention_mask"].bool()]  # [N], one id for each row
         out = linear_grpo_loss(hidden, weight, tree_batch(inputs), objective)  # hidden [N, H]
@@ -515,7 +533,7 @@ def tree_batch(inputs: dict[str, Tensor]) -> TokenBatch:
         inputs[name][scored]
         for name in ("token_index", "advantages", "old_log_probs", "segment_id")
     )
-    # The rollouts stand one after the other.
+    # Tokens of one rollout are contiguous.
     return TokenBatch(
         labels[rows],
         advantages,
@@ -525,18 +543,19 @@ def tree_batch(inputs: dict[str, Tensor]) -> TokenBatch:
     )
 
 
-# ---- a loss on its way through TRL's code
+# ---- the state of one loss while TRL's code runs
 
 
 @dataclass(eq=False)
 class LossCall:
-    """One loss, and what TRL makes of its log-probs.
+    """The state of one loss, from TRL's call of the model to its result.
 
-    compared  whether TRL's loss has a graph, for `check`, that begins at log-probs and entropies as
-              it `read` them
-    output    of the outermost wrapper, because DDP and FSDP put hooks on its tensors; out: of our
-              loss
-    scored    bool [B, T], the tokens whose rows these are
+    compared  whether TRL's loss gets a graph from `read`, so that `check` can compare gradients
+    out       LossOutput of our loss
+    output    output of the outermost model wrapper: DDP and FSDP put hooks on its tensors
+    read      [log-probs, entropies] as TRL's code gets them, [B, T] each
+    scored    bool [B, T], tokens of the completions
+    aux_loss  auxiliary loss of a mixture of experts
     """
 
     batch: TokenBatch
@@ -553,10 +572,13 @@ class LossCall:
     def of_rows(
         self, hidden: Tensor, head: Head, kept: TokenSets | None = None
     ) -> tuple[Tensor, ...]:
-        """(log-probs, entropies without a graph, the loss among zeros), each [N]: TRL's loss does
-        not read the third output.
+        """Compute the loss; return (log-probs, entropies without a graph, the loss), each [N].
 
-        kept   the sets that TRL passes to its head; as in TRL, the entropy is over the vocabulary.
+        The third has the loss in element 0 and zeros elsewhere. It takes the place of an output
+        that TRL's GRPO loss does not read, and so leaves the model through its wrappers.
+
+        kept   candidate sets that TRL passes to its head. The entropy is then over the vocabulary,
+               as in TRL.
         """
         if kept is None:
             out = linear_grpo_loss(
@@ -579,36 +601,39 @@ class LossCall:
         self.out = out
         logps = out.logps
         entropy = out.entropy
-        read = self.batch.named_mask(self.objective.gradient_mask)
-        # Tokens that were not projected have a ratio of 1, and the mean entropy of the others.
-        if self.options.skip_inactive and read is not None:
+        computed = self.batch.named_mask(self.objective.gradient_mask)
+        # Skipped tokens get ratio 1 and the mean entropy of the others, for TRL's metrics.
+        if self.options.skip_inactive and computed is not None:
             others = (
                 torch.zeros_like(logps) if self.batch.old_logps is None else self.batch.old_logps
             )
-            logps = torch.where(read, logps, others)
-            entropy = torch.where(read, entropy, (entropy * read).sum() / read.sum())
+            logps = torch.where(computed, logps, others)
+            entropy = torch.where(computed, entropy, (entropy * computed).sum() / computed.sum())
         return logps, entropy, torch.nn.functional.pad(out.loss[None], (0, len(logps) - 1))
 
-    def seen(
+    def detach_for_trl(
         self, scored: Tensor, logps: Tensor, entropies: Tensor, aux_loss: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """What TRL gets of its method's results."""
+        """Return the results of TRL's method without their graph, and remember them."""
         self.scored = scored
         self.aux_loss = aux_loss
         self.read = [x.detach().requires_grad_(self.compared) for x in (logps, entropies)]
         return *self.read, aux_loss if aux_loss is None else aux_loss.detach()
 
     def check(self, trial: Trial, loss: Tensor, theirs: Tensor) -> None:
-        """Refuse a loss unless TRL's arithmetic gives the same loss for the same log-probs, and the
-        same slopes, because on-policy the loss is near 0 for any denominator. Rounding errors are
-        relative to the sum of the absolute values of all terms, because terms of different sign
-        cancel; those of entropies are plain weights. Differences of all tokens are summed, so that
-        a single token whose ratio rounding moves across the edge of the clip range does not raise.
+        """Raise RuntimeError unless TRL's loss of the same log-probs agrees in value and gradient.
+
+        Gradients are compared too, because an on-policy loss is near 0 for any denominator. The
+        tolerance is relative to the sum of absolute terms, because terms of opposite sign cancel.
+        Differences are summed over tokens, so that one token whose ratio crosses the edge of the
+        clip range by rounding does not raise.
+
+        theirs   TRL's loss
         """
         rows = self.out.rows
         terms = (rows.policy_weight * rows.advantages).abs().sum()
         terms = 1e-3 * (terms if rows.kl_weight is None else terms + rows.kl_weight.sum())
-        trial.alike(LOSS, "the fused loss", [loss], [theirs], 1e-3, terms)
+        trial.require_close(LOSS, "the fused loss", [loss], [theirs], 1e-3, terms)
         if theirs.requires_grad:
             gradients = torch.autograd.grad(
                 theirs, self.read, allow_unused=True, materialize_grads=True
@@ -622,39 +647,39 @@ class LossCall:
             ):
                 mine = torch.zeros_like(want) if mine is None else mine.expand_as(want)
                 what = f"the gradient with respect to the {name}"
-                trial.alike(LOSS, what, [mine], [want], 1e-3, floor / max(want.numel(), 1))
+                trial.require_close(LOSS, what, [mine], [want], 1e-3, floor / max(want.numel(), 1))
 
 
 def _fp32_cast(head: Any) -> Any:
-    """The forward that TRL's cast_lm_head_to_fp32 put on a head; None where it did not."""
+    """Return the forward that TRL's cast_lm_head_to_fp32 sets on a head, or None."""
     cast = vars(head).get("forward")
     return cast if getattr(cast, "__module__", "") == "trl.trainer.grpo_trainer" else None
 
 
-# ---- the sets that the sampler kept: from the generation to the rows that are scored and trained
+# ---- replay: candidate sets, from the generation to log-probs and loss
 
-#: The extra field of a rollout_func: of each completion a list of ids for each token that was
-#: generated.
+#: The extra field of a rollout_func: for each completion one list of ids per generated token.
 FIELD = "sampling_mask"
-#: Under this name the sets travel in TRL's batch of completions, int32 [B, T, K] padded with -1:
-#: TRL shuffles and splits tensors.
+#: The key of the sets in TRL's batch of completions, int32 [B, T, K] padded with -1. TRL shuffles
+#: and splits this tensor like the others.
 KEY = "kept_ids"
 
 
 class Replay:
-    """Keeps the record of a generation until its completions are scored, and puts it into TRL's
-    batch.
-    """
+    """Stores the candidate sets of a generation and adds them to TRL's batch of completions."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.ours = {"_generate": self._generate, "_generate_and_score_completions": self._complete}
         self._theirs = {name: getattr(trainer, name) for name in self.ours}
-        self._record: Any = None  # lists of ids, and of each completion which tokens they are of
+        # (ids of each generated token of each completion, 1 / 0 list of each completion that marks
+        # generated tokens); None outside of a generation
+        self._record: Any = None
 
     def kept(self, scored: Tensor) -> TokenSets | None:
-        """The sets of a generation's tokens that are `scored`, bool [B, T], in their order; None
-        where it is over.
+        """Return the sets of the tokens in `scored`, or None if no generation is in progress.
+
+        scored   bool [B, T]
         """
         return None if self._record is None else self._sets(scored.shape[1])[scored]
 
@@ -670,7 +695,7 @@ class Replay:
             )
             return theirs(outputs)
 
-        with replaced_inside(vllm_generation, extract_logprobs=extract):
+        with temporarily_replaced(vllm_generation, extract_logprobs=extract):
             result = self._theirs["_generate"](prompts, *more, **options)
         completions = result[1]
         environment = result[2]
@@ -680,7 +705,7 @@ class Replay:
             record = [mask.token_ids for mask in seen[0]]
         if record is None:
             raise RuntimeError(
-                f"replay=True, but the completions came without their sets: return {FIELD!r} from"
+                f"replay=True, but the generation has no candidate sets: return {FIELD!r} from"
                 " rollout_func, a list of ids for each generated token, or let vLLM run in this"
                 " process (vllm_mode='colocate') with return_sampling_mask and a top_k, and"
                 " without tools."
@@ -692,7 +717,7 @@ class Replay:
         return result
 
     def _sets(self, tokens: int) -> TokenSets:
-        """Those of each completion, padded to so many tokens."""
+        """Return the sets of all completions, padded to this number of tokens."""
         record, own = self._record
         generated = torch.zeros(len(own), tokens, dtype=torch.bool)
         for row, is_generated in zip(generated, own, strict=True):
@@ -711,33 +736,38 @@ class Replay:
 
 # ---- the fused LM head that every TRL trainer is built on
 
-#: Arguments of TRL's function of the head that every version has.
+#: Arguments that TRL's function of the head has in every version.
 NEEDED = ("weight", "bias", "targets", "temperature")
 #: TRL's names of outputs -> the statistic of `linear_logprobs(also=)` from which they are computed.
 FUSED_OUTPUTS = {"entropy": None, "log_sum_sq_probs": "sum_squares", "is_top1": "top_id"}
 
 
 def fused_lm_head(**how: bool) -> Slots:
-    """Replace TRL's function of its fused head by `linear_logprobs`, in all trainers of the
-    process. The returned `Slots` restores it, by `undo()` or as a context manager, and its `counts`
-    tell which calls were "fused", and which ran in TRL and why.
+    """Replace TRL's autograd function of the LM head by `linear_logprobs`, in all trainers.
 
-        with fused_lm_head() as slot:
+        with fused_lm_head() as slots:
             trainer.train()
-        print(slot.counts)          # Counter({'fused': 120})
+        print(slots.counts)  # Counter({'fused': 120})
 
-    TRL looks its function up in a module global, which cannot be replaced for a single trainer.
-    Masks, label shifts, gathers, PEFT, images and mixtures of experts are handled above it and
-    remain TRL's. There are two exceptions. First, for a head that FSDP2 shards the gradient is
-    averaged over the ranks; in calls left to TRL each rank keeps its own, see `average_gathered`.
-    Second, on a CPU TRL also passes padding and prompts to its function, to keep the shapes of its
-    tiles. While it is replaced, TRL passes only the rows that it needs, as it does on a GPU. TRL
-    1.14 has the function too, with log-probs and entropy alone: there trainers call it with
+    The result restores TRL's function, by `undo()` or at the end of the `with` block. Its `counts`
+    say how many calls were "fused", and why others ran in TRL.
+
+    TRL has the function in a module global, so it cannot be replaced for a single trainer. Masks,
+    label shifts, gathers, PEFT, images and mixtures of experts are handled by TRL's own code, which
+    calls the function. Two things differ:
+
+    - The gradient of a head that FSDP2 shards is averaged over the ranks. In calls left to TRL each
+      rank keeps its own, see `average_gathered`.
+    - On a CPU TRL also passes padding and prompts to its function, to keep the shapes constant.
+      While the function is replaced, TRL passes only the positions that it needs, as on a GPU.
+
+    TRL 1.14 has a function with log-probs and entropy alone, which trainers call with
     use_liger_kernel=True.
 
-    how   strict and any_version of `Slots`.
-    Raises RuntimeError for a TRL whose function has other arguments, if the function is replaced
-    already, and in the first step if that comparison fails.
+    how   strict and any_version of `Slots`
+
+    Raises RuntimeError if TRL's function has other arguments or is replaced already, and in the
+    first step if the comparison under an untested version fails.
     """
     from trl.trainer import utils
 
@@ -745,33 +775,34 @@ def fused_lm_head(**how: bool) -> Slots:
     _, ours = function_of_head(log_probs, log_probs_and_entropy, log_probs_and_statistics)
     slots.bind(ours, "trl.trainer.utils._ChunkedLogProbFunction", attribute="apply")
     if hasattr(utils, "_use_triton"):  # from 1.16 on
-        slots.put(utils, "_use_triton", rows_with_a_label)
+        slots.replace_attribute(utils, "_use_triton", rows_with_a_label)
     return slots
 
 
 def rows_with_a_label(device: torch.device) -> bool:
-    """TRL's forward asks this whether to pass these rows alone.
+    """Return True: TRL's forward then passes only the positions that have a label.
 
-    Its kernels use another name for it.
+    It replaces TRL's `_use_triton`, which the forward asks. TRL's kernels do not use that name.
     """
     return True
 
 
 def function_of_head(*ours: Any) -> tuple[Any, Any]:
-    """(TRL's function of its head, the one of ours that has its results).
+    """Return (TRL's function of the head, our function with the same results).
 
-    Raises RuntimeError if there is none among `ours`.
+    ours   the functions to choose from
+
+    Raises RuntimeError if none of them fits.
     """
     import trl
     from trl.trainer import utils
 
     theirs = getattr(utils, SLOT, None)
-    known = getattr(theirs, "theirs", theirs)  # of what is ours already
+    known = getattr(theirs, "theirs", theirs)  # TRL's own, if ours has replaced it
     given = [p.name for p in parameters_of(known) or ()]
     function: Any = log_probs
-    if (
-        "outputs" not in given
-    ):  # TRL 1.14 has two results; a version that chooses the chunks itself has four
+    if "outputs" not in given:
+        # TRL 1.14 has two results, a version without chunk_size has four
         function = log_probs_and_entropy if "chunk_size" in given else log_probs_and_statistics
     if function in ours and {*NEEDED} <= {*given}:
         return known, function
@@ -797,23 +828,27 @@ def log_probs(
     outputs: tuple[str, ...] = EVERY_OUTPUT,
     sampling_mask: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """(log-probs, entropy, log of the sum of squared probabilities, None, whether the target is the
-    largest logit), fp32 and bool [N], of hidden [N, H], weight [V, H], bias [V] and targets [N]:
-    what `apply` of TRL's autograd function gives, with None for what `outputs` does not ask for. A
-    row whose target is -100 gives 0.
+    """Return (log-probs, entropy, log sum of squared probabilities, None, is_top1), each [N].
 
-    temperature, final_logit_softcapping, logit_scale   as in `LogitTransform`.
-    outputs      what TRL asks for besides the log-probs: "entropy", "log_sum_sq_probs", "is_top1";
-                 "mean_logits" is left to TRL.
-    sampling_mask   [N, K], ids padded with -1: the log-prob of a row is over these ids and its
-                    target. All other outputs are over the vocabulary.
-    chunk_size   not needed.
+    hidden         [N, H]
+    weight, bias   [V, H], [V] or None
+    targets        int64 [N]; a target of -100 gives 0
+    temperature, final_logit_softcapping, logit_scale   as in `LogitTransform`
+    chunk_size     not used
+    outputs        the results that TRL asks for besides the log-probs: "entropy",
+                   "log_sum_sq_probs", "is_top1" (whether the target has the largest logit). The
+                   others are None. TRL computes a call that asks for "mean_logits".
+    sampling_mask  [N, K] ids padded with -1: the log-prob of a position is then over these ids and
+                   its target. The other results are over the vocabulary.
+
+    is_top1 is bool, the others fp32. Arguments and results are those of `apply` of TRL's autograd
+    function.
     """
     others = sorted(set(outputs) - {"log_probs", *FUSED_OUTPUTS})
     if others:
         raise NotCovered(f"{', '.join(others)} asked for")
     covered(weight, scales=(logit_scale,))
-    plain(hidden, weight)
+    require_supported(hidden, weight)
     average_gathered(weight, bias)
     also = tuple(
         statistic for output, statistic in FUSED_OUTPUTS.items() if statistic and output in outputs
@@ -837,7 +872,7 @@ def log_probs(
             kept=sets,
             entropy_over="vocabulary",
         )
-        with torch.no_grad():  # of the vocabulary too, and they have no gradient
+        with torch.no_grad():  # statistics over the vocabulary, without gradients
             statistics = log_probs_of(hidden, ids, head=head, also=also).also if also else {}
     squares = statistics.get("sum_squares")
     top = statistics.get("top_id")
@@ -857,7 +892,7 @@ def log_probs_and_entropy(
     final_logit_softcapping: float | None = None,
     logit_scale: float = 1.0,
 ) -> tuple[Tensor | None, ...]:
-    """What `apply` gives in TRL 1.14: the first two results of `log_probs`, with its arguments."""
+    """Return the first two results of `log_probs`, as `apply` of TRL 1.14 does."""
     given = (
         hidden,
         weight,
@@ -880,9 +915,9 @@ def log_probs_and_statistics(
     final_logit_softcapping: float | None = None,
     logit_scale: float = 1.0,
 ) -> tuple[Tensor | None, ...]:
-    """What `apply` gives in a TRL that chooses the size of its chunks itself: log-probs, entropy,
-    log of the sum of squared probabilities and whether the target is the largest logit, as in
-    `log_probs`.
+    """Return (log-probs, entropy, log sum of squared probabilities, is_top1) of `log_probs`.
+
+    These are the arguments and results of `apply` in a TRL whose function has no chunk_size.
     """
     found = log_probs(
         hidden,
@@ -899,7 +934,7 @@ def log_probs_and_statistics(
 
 
 def covered(*weights: Tensor, scales: tuple[float, ...]) -> None:
-    """Raise NotCovered for heads and scales that have to be left to TRL."""
+    """Raise NotCovered for a ZeRO-3 head in training, and for a logit scale of 0."""
     if torch.is_grad_enabled() and any(hasattr(weight, "ds_id") for weight in weights):
         raise NotCovered("a head under DeepSpeed ZeRO-3 is gathered for TRL's own backward only")
     if 0 in scales:
@@ -907,9 +942,10 @@ def covered(*weights: Tensor, scales: tuple[float, ...]) -> None:
 
 
 def gathered(parameter: Any) -> Any:
-    """The full tensor of a parameter that FSDP2 shards; a plain parameter, or None, is returned as
-    it is. Its gradient is averaged over the ranks, as FSDP does for all other parameters, and
-    scattered back.
+    """Return the full tensor of a parameter that FSDP2 shards; any other argument unchanged.
+
+    The gradient is averaged over the ranks, as FSDP does for other parameters, and scattered to
+    their shards.
     """
     if not hasattr(parameter, "full_tensor"):
         return parameter
@@ -923,12 +959,11 @@ def gathered(parameter: Any) -> Any:
 
 
 def average_gathered(*parameters: Tensor | None) -> None:
-    """A parameter may come from TRL's plain `full_tensor()`, whose backward expects the same
-    gradient on all ranks: from its own gradient each rank would keep the part for its shard. So the
-    gradient is averaged over the ranks here.
+    """Average the gradient over ranks for parameters that TRL gathered by `full_tensor()`.
 
-    This holds for calls of our function only: calls that run in TRL (counted "TRL: ...") keep TRL's
-    gradient.
+    The backward of `full_tensor()` without grad_placements assumes equal gradients on all ranks:
+    each rank keeps the part of its own gradient that belongs to its shard. A hook averages the
+    gradient before. Calls that run in TRL (counted "TRL: ...") keep TRL's gradient.
     """
 
     def average(gradient: Tensor, mesh: Any) -> Tensor:
@@ -952,20 +987,22 @@ def average_gathered(*parameters: Tensor | None) -> None:
 
 
 def fused_divergence(**how: bool) -> Slots:
-    """Replace TRL's function of its distillation loss by `linear_grpo_loss`: four matrix products
-    where TRL's has six, and eight for the jsd. The returned `Slots` restores it, by `undo()` or as
-    a context manager, and its `counts` tell which calls were "fused", and which ran in TRL and why.
+    """Replace TRL's function of the distillation loss by `linear_grpo_loss`, in all trainers.
 
-        with fused_divergence() as slot:
+        with fused_divergence() as slots:
             DistillationTrainer(...).train()
 
-    It is replaced for all trainers of the process. beta, the temperature of both models, scale and
-    softcap of each model and the denominator have the same effect as in TRL. Unlike in TRL, a logit
-    of -inf does not give NaN, and fp32 tensors under fp16 autocast on a CPU are multiplied as they
-    are: fp16 products are no faster there, and lose digits.
+    It takes four matmuls; TRL's function takes six, and eight for the JSD. The result restores
+    TRL's function, by `undo()` or at the end of the `with` block. Its `counts` say how many calls
+    were "fused", and why others ran in TRL.
 
-    how   strict and any_version of `Slots`.
-    Raises RuntimeError in the first step if that comparison fails.
+    beta, temperature, scale and softcap of both models and the denominator have the same meaning as
+    in TRL. Two things differ: a logit of -inf does not give NaN, and fp32 tensors under fp16
+    autocast on a CPU are multiplied in fp32, because fp16 matmuls are not faster there.
+
+    how   strict and any_version of `Slots`
+
+    Raises RuntimeError in the first step if the comparison under an untested version fails.
     """
     return DISTILLATION.bind(divergence_loss, **how)
 
@@ -986,18 +1023,21 @@ def divergence_loss(
     teacher_final_logit_softcapping: float | None = None,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, sum of the student's entropies, number of tokens), 0-d, of hidden states [B, K, H]
-    that predict the completions.
+    """Return (loss, sum of the student's entropies, number of tokens), 0-d each.
 
-    completion_mask      [B, K], not 0 where a token counts.
-    beta                 0: KL(teacher, student). 1: KL(student, teacher). In between: the jsd, with
-                         the teacher's share beta.
-    num_items_in_batch   the divisor of the sum over tokens; None: the number of tokens of this
-                         batch.
-    *_lm_head_weight, *_lm_head_bias   of the student's and of the teacher's head
-    *_logit_scale, *_final_logit_softcapping, temperature   see `LogitTransform`
+    student_hidden_states, teacher_hidden_states    [B, K, H], positions that predict completions
+    student_lm_head_weight, teacher_lm_head_weight  [V, H]
+    student_lm_head_bias, teacher_lm_head_bias      [V] or None
+    completion_mask      [B, K], nonzero for counted tokens
+    beta                 0: KL(teacher || student). 1: KL(student || teacher). Between: the JSD
+                         whose mixture has the teacher with weight beta.
+    num_items_in_batch   the denominator of the sum over tokens; None for the number of counted
+                         tokens
+    *_logit_scale, *_final_logit_softcapping, temperature   as in `LogitTransform`
+
+    Arguments and results are those of TRL's function.
     """
-    plain(student_hidden_states, teacher_hidden_states)
+    require_supported(student_hidden_states, teacher_hidden_states)
     covered(
         student_lm_head_weight,
         teacher_lm_head_weight,
@@ -1005,7 +1045,7 @@ def divergence_loss(
     )
     mask = completion_mask != 0
     out = linear_grpo_loss(
-        student_hidden_states.reshape(*completion_mask.shape, -1), Head(gathered(student_lm_head_weight), gathered(student_lm_head_bias)), teaching(mask, mask),
+        student_hidden_states.reshape(*completion_mask.shape, -1), Head(gathered(student_lm_head_weight), gathered(student_lm_head_bias)), distillation_batch(mask, mask),
         Objective.preset("distillation", kl=divergence_of(beta)),
         transform=LogitTransform(temperature, student_final_logit_softcapping, student_logit_scale),
         reference=(

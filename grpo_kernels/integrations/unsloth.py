@@ -32,8 +32,8 @@ from torch import Tensor
 
 from ..options import Head
 from ..transform import LogitTransform
-from ._swap import Adapter, NotCovered, Slots, says
-from ._tensors import entropy_kind, log_probs_of, plain
+from ._swap import Adapter, NotCovered, Slots, with_trainer_names
+from ._tensors import entropy_mode, log_probs_of, require_supported
 
 #: The versions are those of unsloth_zoo from whose interface this was written. Before 2026.9 the
 #: first function is replaced in the module that Unsloth generates, under the name of the second
@@ -111,7 +111,7 @@ def selective_log_softmax(
     return scored
 
 
-@says(targets="index", hidden="hidden_states", weight="lm_head", bias="lm_head_bias")
+@with_trainer_names(targets="index", hidden="hidden_states", weight="lm_head", bias="lm_head_bias")
 def log_softmax_and_entropy(
     hidden_states: Tensor,
     lm_head: Tensor,
@@ -131,7 +131,7 @@ def log_softmax_and_entropy(
     """`selective_log_softmax` over all tokens; with return_entropy (log-probs, entropy), which has
     a gradient if entropy_requires_grad.
     """
-    plain(hidden_states, lm_head)
+    require_supported(hidden_states, lm_head)
     if fp32_lm_head is None:
         fp32_lm_head = os.environ.get("UNSLOTH_VLLM_FP32_LM_HEAD", "0").strip().lower() in (
             "1",
@@ -155,7 +155,7 @@ def log_softmax_and_entropy(
     with products:
         logps, entropy = log_probs_of(
             hidden, ids, head=Head(lm_head, lm_head_bias), transform=LogitTransform(temperature, logit_softcapping or None, scale),
-            entropy=entropy_kind(return_entropy, entropy_requires_grad),
+            entropy=entropy_mode(return_entropy, entropy_requires_grad),
         )  # fmt: skip
     logps = logps.to(hidden_states.device)
     return logps if entropy is None else (logps, entropy.to(hidden_states.device))

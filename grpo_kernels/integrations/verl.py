@@ -68,25 +68,25 @@ from ._swap import (
     NotCovered,
     Slots,
     Trial,
-    fitted,
-    one_of,
-    says,
+    adapt_arguments,
+    matches_version,
     trainer_names,
     unknown_option,
+    with_trainer_names,
 )
 from ._tensors import (
     LossAndMetrics,
-    at_ids,
     at_least_one,
-    divergence_over,
+    bounded_clip,
+    divergence_over_ids,
     entropy_from_logits,
     log_probs_of,
     logprobs_from_logits,
+    logps_at_ids,
     masked_mean,
-    numbers,
+    ratio_terms,
     scored_batch,
-    terms_of,
-    two_sided,
+    to_floats,
 )
 from .megatron import FusedOutput, logprobs_processor
 
@@ -111,7 +111,7 @@ DISTILLATION = replace(
 #: is made of: fields of verl's config, or clip widths (low, high) and the ratios that they are
 #: (from, to).
 LOSSES: dict[str, tuple[str, Callable[..., Any], str]] = {
-    "vanilla": ("ppo", functools.partial(two_sided, "verl", name="clip_ratio_c", name_of_high="clip_ratio_high"), "low high clip_ratio_c"),
+    "vanilla": ("ppo", functools.partial(bounded_clip, "verl", name="clip_ratio_c", name_of_high="clip_ratio_high"), "low high clip_ratio_c"),
     "gspo": ("gspo", Clip, "low high"), "gpg": ("reinforce", PolicyGradient, ""), "geo_mean": ("gmpo", Gmpo, "low high"),
     "cispo": ("cispo", Cispo, "to from"), "sapo": ("sapo", Sapo, "tau_pos tau_neg"), "dro": ("dro", Dro, "policy_loss.dro_beta"),
     "clip_cov": ("clip_cov", ClipCov, "low high policy_loss.clip_cov_ratio policy_loss.clip_cov_lb policy_loss.clip_cov_ub"),
@@ -154,11 +154,11 @@ def register(prefix: str = "fused_", *, any_version: bool = False) -> list[str]:
     for name in names:
         if hasattr(POLICY_LOSS_REGISTRY.get(prefix + name), "grpo_kernels"):
             continue
-        ours = fitted(
+        ours = adapt_arguments(
             policy_loss(name), POLICY_LOSS_REGISTRY.get(name) or POLICY_LOSS_REGISTRY.get("vanilla")
         )
         if name in own and name not in RANDOM:
-            ours = trial.compared(ours, POLICY_LOSS_REGISTRY[name], itemgetter(0))
+            ours = trial.compare_first_calls(ours, POLICY_LOSS_REGISTRY[name], itemgetter(0))
         vars(ours)["grpo_kernels"] = True
         register_policy_loss(prefix + name)(ours)
     return [prefix + name for name in names]
@@ -190,8 +190,8 @@ def policy_loss(objective: str | Objective) -> Callable[..., LossAndMetrics]:
         )
         require(fixed.beta == 0 and not fixed.needs_entropy, "objective", objective, remedy)
 
-    @fitted
-    @says(
+    @adapt_arguments
+    @with_trainer_names(
         logps="log_prob",
         old_logps="old_log_prob",
         mask="response_mask",
@@ -224,7 +224,7 @@ def policy_loss(objective: str | Objective) -> Callable[..., LossAndMetrics]:
                 weights = (logs.sum(1) / mask.sum(1).clamp(min=1)).exp()
         batch = scored_batch(mask, advantages, old_logps=old_log_prob, weights=weights)
         out = objective_loss(log_prob, batch, wanted, normalizer=_normalizer(wanted, info))
-        return out.loss, numbers(_metrics(name, wanted, out, batch, log_prob))
+        return out.loss, to_floats(_metrics(name, wanted, out, batch, log_prob))
 
     loss.__name__ = f"fused_{name}"
     return loss
@@ -281,7 +281,7 @@ def _gspo_by_sequence() -> bool:
     """Whether verl's GSPO takes the mean of its sequences' means whatever loss_agg_mode is, as it
     does before 0.9.1.
     """
-    return one_of(ADAPTER.installed(), (*(f"0.{minor}" for minor in range(9)), "0.9.0"))
+    return matches_version(ADAPTER.installed(), (*(f"0.{minor}" for minor in range(9)), "0.9.0"))
 
 
 def _normalizer(objective: Objective, info: dict[str, Any]) -> float | Tensor | None:
@@ -340,7 +340,7 @@ def _metrics(
         marks = none, none
     elif name not in ("kl_cov", "dro"):
         lower = (ratio > surrogate.delta) & (A < 0) if name == "vanilla" else none
-        marks = terms_of(objective, out.logps, out.rows, batch)[1].view(mask.shape), lower
+        marks = ratio_terms(objective, out.logps, out.rows, batch)[1].view(mask.shape), lower
     named = {"actor/ppo_kl": masked_mean(x.abs() if name == "kl_cov" else -x, mask)}
     return named | {
         key: masked_mean(mark.float(), mask)
@@ -419,7 +419,7 @@ def fused_output_processor(
     )
 
 
-@says(targets="labels")
+@with_trainer_names(targets="labels")
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -427,7 +427,7 @@ def linear_cross_entropy(
     temperature: float | Tensor = 1.0,
     reduction: str = "none",
     dist_process_group: Any = None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor | None]:
     """Return the log-probs of labels and the entropies, fp32 [N] each.
 
     hidden              [..., H], N rows in all
@@ -456,14 +456,14 @@ def linear_cross_entropy(
     return found.logps, found.entropy
 
 
-@says(hidden="hidden_states", weight="vocab_weights", targets="input_ids")
+@with_trainer_names(hidden="hidden_states", weight="vocab_weights", targets="input_ids")
 def fused_linear_for_ppo(
     module: Any,
     hidden_states: Tensor,
     vocab_weights: Tensor,
     input_ids: Tensor,
     temperature: float | Tensor = 1.0,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor | None]:
     """Return the log-probs of input_ids and the entropies, fp32 in the shape of input_ids.
 
     module         verl's FusedLinearForPPO. chunk_size and impl_backend choose among verl's own
@@ -650,10 +650,10 @@ def topk_divergence(
     alone = exact.tail == "ignore"
     K = ids.shape[-1]
     with torch.set_grad_enabled(alone and torch.is_grad_enabled()):
-        logps, _, different = at_ids(student_logits, ids)
+        logps, _, different = logps_at_ids(student_logits, ids)
     counted = (different == K) | alone
     if alone:
-        losses = divergence_over(exact, logps, listed)
+        losses = divergence_over_ids(exact, logps, listed)
     else:
         known = torch.where(counted[..., None], ids, -1).flatten(0, 1)
         losses = token_divergence(

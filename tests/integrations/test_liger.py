@@ -397,11 +397,11 @@ def test_the_slot_of_one_trainer(factor, attribute, monkeypatch):
     theirs = Counting(compiled=False, **SHORT)
     theirs.factor, trainer = factor, SimpleNamespace(**{attribute: theirs})
     slots = liger.patch(trainer)
-    with pytest.raises(RuntimeError, match="is ours already"):
+    with pytest.raises(RuntimeError, match="grpo_kernels already"):
         liger.patch(trainer)
     if factor != 1:
         with pytest.raises(
-            RuntimeError, match=r"liger-kernel 99\.1.*forward is not what it was: values"
+            RuntimeError, match=r"liger-kernel 99\.1.*forward computes something else .*: values"
         ):
             getattr(trainer, attribute)(*GIVEN)
     else:

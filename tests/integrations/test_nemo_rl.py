@@ -380,7 +380,7 @@ def test_refused():
         ),
         (
             lambda: nemo_rl.PolicyLoss.like(clipped_pg(ratio_clip_c=1.1)),
-            r"ratio_clip_c=1\.1: below 1 \+ ratio_clip_max",
+            r"ratio_clip_c=1\.1: a value below 1 \+ ratio_clip_max",
         ),
         (
             lambda: nemo_rl.PolicyLoss.like(clipped_pg(ratio_clip_c=3.0, disable_ppo_ratio=True)),

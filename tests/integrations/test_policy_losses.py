@@ -466,6 +466,48 @@ VERL = pairs(
 )  # fmt: skip
 
 
+@parametrize("backend", ["torch", "liger", "triton"])
+def test_verl_fused_forward(backend):
+    """verl's forward of a Qwen2 calls our head with each impl_backend: log-probs, entropies and all
+    gradients are those of the model's logits in float64.
+    """
+    pytest.importorskip("verl", minversion="0.9.1", exc_type=ImportError)
+    transformers = pytest.importorskip("transformers")
+    dense_common = importlib.import_module("verl.models.transformers.dense_common")
+    name = "triton" if backend == "triton" else "torch"
+    forward = getattr(dense_common, f"forward_with_{name}_backend")
+    config = transformers.Qwen2Config(
+        vocab_size=V, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    model = transformers.Qwen2ForCausalLM(config)
+    exact_model = transformers.Qwen2ForCausalLM(config).double()
+    exact_model.load_state_dict(model.state_dict())
+    model._verl_fused_kernels_backend = backend
+    ids = torch.randint(V, (1, 30))
+    labels = ids.roll(-1, -1)
+    weights = torch.linspace(-1, 2, 30, dtype=torch.float64)
+
+    with verl.bind(strict=True) as slots:
+        out = forward(model, input_ids=ids, temperature=0.7, shift_labels=labels, return_dict=True)
+        logps, entropy = out.log_probs.view(-1), out.entropy.view(-1)
+        loss = (logps * weights).sum() + (entropy * weights.flip(0)).sum()
+        loss.backward()
+    assert slots.counts == {"fused": 1}
+
+    log_p = (exact_model(input_ids=ids).logits[0] / 0.7).log_softmax(-1)
+    exact_logps = log_p.gather(-1, labels[0, :, None])[:, 0]
+    exact_entropy = -(log_p.exp() * log_p).sum(-1)
+    exact_loss = (exact_logps * weights).sum() + (exact_entropy * weights.flip(0)).sum()
+    exact_loss.backward()
+    torch.testing.assert_close(logps.double(), exact_logps, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(entropy.double(), exact_entropy, rtol=2e-5, atol=2e-5)
+    for (name, x), y in zip(model.named_parameters(), exact_model.parameters(), strict=True):
+        tolerance = 2e-5 * float(y.grad.abs().max())
+        torch.testing.assert_close(x.grad.double(), y.grad, rtol=2e-5, atol=tolerance, msg=name)
+
+
 @pytest.fixture
 def registry(monkeypatch):
     """A stand-in for verl, which has all its losses but one, as an older verl."""
@@ -779,7 +821,7 @@ def test_refused(registry):
     )
     refused(
         (lambda: openrlhf.PolicyLoss.like(theirs), "PolicyLoss has no is_correction_level"),
-        (of_openrlhfs_options(dual_clip=1.1), r"dual_clip=1\.1: below"),
+        (of_openrlhfs_options(dual_clip=1.1), r"dual_clip=1\.1: a value below"),
         (of_openrlhfs_options(is_correction_level="seq", is_correction_mode="clip"), "only the ratio of a token can be clamped"),
         (of_openrlhfs_options(**level | {"is_correction_gating": "tv"}), "has an upper bound only"),
         (of_openrlhfs_options(is_correction_level="off", **VLLM), "one option of two versions"),
