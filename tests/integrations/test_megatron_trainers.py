@@ -344,7 +344,7 @@ def test_nemo_rl(mesh):
     want = theirs(hidden, weight, False, target, **bounds)
     want_gradients = torch.autograd.grad(want.sin().sum(), (hidden, weight))
     with (
-        pytest.warns(UserWarning, match="were compared on the first step"),
+        pytest.warns(UserWarning, match="They agree in values and gradients"),
         nemo_rl.bind() as slots,
     ):
         for _ in range(2):
