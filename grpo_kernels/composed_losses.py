@@ -52,7 +52,7 @@ def composed_loss_statistics(
     source: RowSource,
     batch: TokenBatch,
     objective: Objective,
-    rows: TokenInputs,
+    tokens: TokenInputs,
     *,
     reference: Reference | None,
     teacher: TokenSets | None,
@@ -72,13 +72,13 @@ def composed_loss_statistics(
         assert exact is not None
         require(batch.kept is None, reference_name, "TokenSets", TEACHER_WITH_SETS)
         check_teacher(reference_name, teacher, batch.targets, exact, source.vocab_size)
-        if extra_ids is None:  # then one pass serves both
+        if extra_ids is None:  # one pass gives the log-probs of targets and at the teacher's ids
             return logprobs_with_teacher(
                 source,
-                rows.targets,
+                tokens.targets,
                 teacher,
                 exact,
-                mask=rows.processed,
+                mask=tokens.processed,
                 rows=flat_rows,
                 names=("entropy",),
                 detached=detached,
@@ -90,8 +90,8 @@ def composed_loss_statistics(
     is_dense_reference = reference is not None and batch.kept is None
     statistics = composed_statistics(
         source,
-        rows.targets,
-        rows.processed,
+        tokens.targets,
+        tokens.processed,
         ("entropy", "divergence") if is_dense_reference else ("entropy",),
         kept=batch.kept,
         missing=missing_target_rule(batch),
@@ -102,11 +102,13 @@ def composed_loss_statistics(
     )
     if extra_ids is not None:
         terms = objective.extra_id_terms(batch)
-        statistics["auxiliary_loss"] = auxiliary_loss(terms, statistics.pop("at"), rows.advantages)
+        statistics["auxiliary_loss"] = auxiliary_loss(
+            terms, statistics.pop("at"), tokens.advantages
+        )
     if teacher is not None:
         assert exact is not None
         statistics["divergence"] = teacher_divergence(
-            source, teacher, exact, mask=rows.processed, rows=flat_rows
+            source, teacher, exact, mask=tokens.processed, rows=flat_rows
         )
     elif reference is not None and batch.kept is not None:
         assert exact is not None
@@ -115,23 +117,25 @@ def composed_loss_statistics(
             reference,
             batch.kept,
             exact,
-            targets=rows.targets,
-            mask=rows.processed,
+            targets=tokens.targets,
+            mask=tokens.processed,
             rows=flat_rows,
             missing=missing_target_rule(batch),
         )
     return statistics
 
 
-def composed_reference_logprobs(source: RowSource, batch: TokenBatch, rows: TokenInputs) -> Tensor:
+def composed_reference_logprobs(
+    source: RowSource, batch: TokenBatch, tokens: TokenInputs
+) -> Tensor:
     """Return the log-prob of each target under a reference, fp32 [num_tokens].
 
     source   the reference's rows
     """
     statistics = composed_statistics(
         source,
-        rows.targets,
-        rows.processed,
+        tokens.targets,
+        tokens.processed,
         (),
         kept=batch.kept,
         missing=missing_target_rule(batch),
@@ -144,6 +148,6 @@ def composed_reference_logprobs(source: RowSource, batch: TokenBatch, rows: Toke
 def missing_target_rule(batch: TokenBatch) -> str:
     """Return what to do with a target that its candidate set does not contain.
 
-    The batch has masked it with "mask", and refused it with "raise".
+    By now "mask" has masked such a target and "raise" has refused it, so only "full" differs.
     """
     return "full" if batch.missing == "full" else "include"

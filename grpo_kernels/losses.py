@@ -263,16 +263,18 @@ def objective_loss(
     if auxiliary_loss is not None:
         batch = replace(batch, logp_terms=None, prob_terms=None)
         objective = replace(objective, listed=None)
-    rows = objective.token_inputs(batch, normalizer)
-    refuse_nan(rows, batch, DEFAULT_OPTIONS)
+    tokens = objective.token_inputs(batch, normalizer)
+    refuse_nan(tokens, batch, DEFAULT_OPTIONS)
     if token_weights is not None:
-        rows = rows.weighted(
+        tokens = tokens.weighted(
             per_token("token_weights", token_weights, batch.targets.shape, batch.cu_seqlens)
         )
     flat_statistics = {
-        name: flatten_and_mask(x, rows.loss_mask) for name, x in statistics.items() if x is not None
+        name: flatten_and_mask(x, tokens.loss_mask)
+        for name, x in statistics.items()
+        if x is not None
     }
-    out = BatchLoss(batch, objective, rows).from_statistics(flat_statistics)
+    out = BatchLoss(batch, objective, tokens).from_statistics(flat_statistics)
     refuse_infinite_kl(out, DEFAULT_OPTIONS)
     return out
 
@@ -329,7 +331,7 @@ def compute_loss(
         reference_arguments={inputs.reference_name: reference},
     )
     check_targets(batch.targets, batch.mask, source.vocab_size, isinstance(inputs, LogitsInput))
-    if feature:
+    if feature != "":
         check_composed_batch(batch, options, source)
 
     checked_reference = None
@@ -342,32 +344,32 @@ def compute_loss(
             ref_logps = reference_logprobs(checked_reference, batch, objective, normalizer, options)
             batch = batch.with_ref_logps(ref_logps)
             checked_reference = None
-    rows = objective.token_inputs(batch, normalizer, options.skip_inactive)
-    refuse_nan(rows, batch, options)
+    tokens = objective.token_inputs(batch, normalizer, options.skip_inactive)
+    refuse_nan(tokens, batch, options)
     if exact is not None and exact.temperature_squared:
-        assert rows.divergence_weight is not None
-        factor = squared_inverse_temperature(source.transform, rows.processed)
-        rows = replace(rows, divergence_weight=rows.divergence_weight / factor)
+        assert tokens.divergence_weight is not None
+        # Times temperature^2, that is, divided by the squared inverse.
+        factor = squared_inverse_temperature(source.transform, tokens.processed)
+        tokens = replace(tokens, divergence_weight=tokens.divergence_weight / factor)
 
-    loss = BatchLoss(batch, objective, rows, scale)
-    if feature:
-        refuse_infinite_terms(batch, objective, rows, options)
+    loss = BatchLoss(batch, objective, tokens, scale)
+    out: LossOutput | None = None
+    if feature != "":
+        refuse_infinite_terms(batch, objective, tokens, options)
         statistics = composed_loss_statistics(
             source if batch.rows is not None else loss.with_known_order(source),
             batch,
             objective,
-            rows,
+            tokens,
             reference=checked_reference,
             teacher=reference if isinstance(reference, TokenSets) else None,
             reference_name=inputs.reference_name,
         )
         out = loss.from_statistics(statistics)
-    elif is_traced() or options.grad_in_backward:
+    elif loss.can_compute_gradient_in_forward(source, checked_reference, options):
+        out = loss.with_gradient(source, checked_reference)
+    if out is None:
         out = loss.from_statistics(loss.compute_statistics(source, checked_reference))
-    elif isinstance(source, GivenLogits):
-        out = loss.from_logits(source, checked_reference)
-    else:
-        out = loss.from_projection(source, checked_reference)
     refuse_infinite_kl(out, options)
     return out
 
@@ -376,54 +378,39 @@ def compute_loss(
 class BatchLoss:
     """The loss of a batch, and the ways to compute it.
 
-    rows         the tokens with the weights of their terms, from `Objective.token_inputs`
+    tokens       the tokens with the weights of their terms, from `Objective.token_inputs`
     grad_scale   0-d, what the caller will multiply the loss by; None for 1
     """
 
     batch: TokenBatch
     objective: Objective
-    rows: TokenInputs
+    tokens: TokenInputs
     grad_scale: Tensor | None = None
 
     # ---- gradients that are computed in the forward
 
-    def from_logits(self, source: GivenLogits, reference: Reference | None) -> LossOutput:
-        """Compute the loss of given logits, in one kernel call if the gradient can be known there.
+    def can_compute_gradient_in_forward(
+        self, source: RowSource, reference: Reference | None, options: Options
+    ) -> bool:
+        """Return whether the forward can compute the gradient while it has the logits.
 
-        It is not known there if it depends on other tokens. With a vocabulary shard the ranks
-        exchange sums between two kernel calls. An fp16 gradient is stored after it is multiplied by
-        the loss scale, which arrives in the backward.
+        It cannot if torch.compile or torch.func traces the call. The rest depends on the source:
+
+        - Logits: the gradient of a token must depend on this token alone. With a vocabulary shard
+          the ranks exchange sums between two kernel calls. An fp16 gradient is stored after it is
+          multiplied by the loss scale, which arrives in the backward.
+        - Hidden states: the same, or see `gradient_is_scalar_of_sequence`.
         """
-        is_fp16 = source.logits.dtype == torch.float16 and torch.is_grad_enabled()
-        if not self.objective.gradient_is_per_token or source.shard is not None or is_fp16:
-            return self.from_statistics(self.compute_statistics(source, reference))
-        rows = self.scaled_rows()
-        result = source.fused_loss(self.objective.loss_formula(rows), rows.processed, reference)
-        return self.output_of_scaled(result)
+        if is_traced() or options.grad_in_backward:
+            return False
+        is_per_token = self.objective.gradient_is_per_token
+        if isinstance(source, GivenLogits):
+            is_fp16 = source.logits.dtype == torch.float16 and torch.is_grad_enabled()
+            return is_per_token and source.shard is None and not is_fp16
+        assert isinstance(source, ProjectedLogits)
+        return is_per_token or (reference is None and self.gradient_is_scalar_of_sequence(source))
 
-    def from_projection(self, source: ProjectedLogits, reference: Reference | None) -> LossOutput:
-        """Compute the loss of hidden states, with its gradient in the forward if possible."""
-        if self.objective.gradient_is_per_token:
-            rows = self.scaled_rows()
-            result = source.fused_loss(
-                self.objective.loss_formula(rows), self.row_order(), reference
-            )
-            return self.output_of_scaled(result)
-        if reference is None and self.scales_rows_of_sequences(source):
-            losses = SequenceLosses(self.batch, self.objective, self.scaled_rows())
-            sequences = source.fused_sequence_loss(
-                self.rows.targets,
-                losses,
-                self.row_order(),
-                self.batch.counts_by_sequence(
-                    self.objective.gradient_mask, self.rows_with_gradient()
-                ),
-            )
-            if sequences is not None:
-                return self.output_of_scaled(sequences, losses.log_ratio)
-        return self.from_statistics(self.compute_statistics(source, reference))
-
-    def scales_rows_of_sequences(self, source: ProjectedLogits) -> bool:
+    def gradient_is_scalar_of_sequence(self, source: ProjectedLogits) -> bool:
         """Return whether the gradient of a row is a scalar of its sequence times a known vector.
 
         The vector, the gradient of the log-prob, is known while the logits are there. An entropy
@@ -440,17 +427,40 @@ class BatchLoss:
             and self.batch.context_group is None
         )
 
-    def scaled_rows(self) -> TokenInputs:
+    def with_gradient(self, source: RowSource, reference: Reference | None) -> LossOutput | None:
+        """Compute the loss and its gradient, see `can_compute_gradient_in_forward`.
+
+        Returns None if a sequence is longer than a block of rows.
+        """
+        tokens = self.scaled_tokens()
+        if isinstance(source, GivenLogits):
+            formula = self.objective.loss_formula(tokens)
+            return self.output_of_scaled(source.fused_loss(formula, tokens.processed, reference))
+        assert isinstance(source, ProjectedLogits)
+        order = self.row_order()
+        if self.objective.gradient_is_per_token:
+            formula = self.objective.loss_formula(tokens)
+            return self.output_of_scaled(source.fused_loss(formula, order, reference))
+        callback = SequenceLossCallback(self.batch, self.objective, tokens)
+        rows_per_sequence = self.batch.counts_by_sequence(
+            self.objective.gradient_mask, self.tokens_with_gradient()
+        )
+        result = source.fused_sequence_loss(tokens.targets, callback, order, rows_per_sequence)
+        if result is None:
+            return None
+        return self.output_of_scaled(result, callback.log_ratio)
+
+    def scaled_tokens(self) -> TokenInputs:
         """Return the tokens with weights for a loss that is multiplied by grad_scale."""
-        return self.rows if self.grad_scale is None else self.rows.weighted(self.grad_scale)
+        return self.tokens if self.grad_scale is None else self.tokens.weighted(self.grad_scale)
 
     def output_of_scaled(
         self, result: FormulaResult, log_ratio: Tensor | None = None
     ) -> LossOutput:
-        """Return the output for the loss of `scaled_rows`.
+        """Return the output for the loss of `scaled_tokens`.
 
-        Autograd divides the upstream gradient by grad_scale too. If they are equal, the gradient
-        that the forward computed is multiplied by exactly 1, which costs nothing.
+        Autograd divides the upstream gradient by grad_scale too. If the upstream gradient is
+        grad_scale, the gradient that the forward computed is multiplied by exactly 1.
         """
         if self.grad_scale is not None:
             result = replace(result, loss=result.loss / self.grad_scale)
@@ -462,10 +472,10 @@ class BatchLoss:
         self, source: RowSource, reference: Reference | None
     ) -> dict[str, Tensor]:
         """Return differentiable log-probs, entropies and, with a reference, divergences."""
-        rows = self.rows
+        tokens = self.tokens
         return self.with_known_order(source).statistics(
-            rows.targets,
-            rows.processed,
+            tokens.targets,
+            tokens.processed,
             ("entropy",) if reference is None else ("entropy", "divergence"),
             detached=() if self.objective.needs_entropy else ("entropy",),
             reference=reference,
@@ -478,7 +488,7 @@ class BatchLoss:
                      "auxiliary_loss"
         """
         objective = self.objective
-        rows = self.rows
+        tokens = self.tokens
         logps = statistics["logps"]
         entropy = statistics.get("entropy")
         divergence = statistics.get("divergence")
@@ -488,11 +498,11 @@ class BatchLoss:
         constant_entropy = None if entropy is None else entropy.detach()
         log_ratio = None
         if not objective.gradient_is_per_token:
-            log_ratio = objective.log_ratio(constant_logps, rows, self.batch)
+            log_ratio = objective.log_ratio(constant_logps, tokens, self.batch)
         token_losses = objective.token_losses(
             constant_logps,
             constant_entropy,
-            rows,
+            tokens,
             self.batch,
             log_ratio,
             None if auxiliary_loss is None else auxiliary_loss.detach(),
@@ -509,8 +519,8 @@ class BatchLoss:
             grad_auxiliary_loss,
         )
         if divergence is not None:
-            assert rows.divergence_weight is not None
-            loss = loss + sum_losses(times(rows.divergence_weight, divergence))
+            assert tokens.divergence_weight is not None
+            loss = loss + sum_losses(times(tokens.divergence_weight, divergence))
             divergence = divergence.detach()
         if constant_entropy is None:
             constant_entropy = torch.full_like(constant_logps, math.nan)
@@ -530,7 +540,7 @@ class BatchLoss:
             result.entropy.view(shape),
             self.objective,
             self.batch,
-            self.rows,
+            self.tokens,
             log_ratio,
             divergence,
         )
@@ -541,13 +551,13 @@ class BatchLoss:
         """Return the source with the order of its rows, so that the host need not count them."""
         if isinstance(source, GivenLogits) or is_traced():
             return source
-        return source.with_known_order(self.rows.processed, self.row_order())
+        return source.with_known_order(self.tokens.processed, self.row_order())
 
-    def rows_with_gradient(self) -> Tensor | None:
+    def tokens_with_gradient(self) -> Tensor | None:
         """Return which processed tokens may have a gradient, bool [num_tokens]; None for all."""
         all_processed_have_one = self.objective.gradient_mask == "trained"
-        if all_processed_have_one or self.rows.processed is not self.rows.loss_mask:
-            return self.rows.processed
+        if all_processed_have_one or self.tokens.processed is not self.tokens.loss_mask:
+            return self.tokens.processed
         return self.batch.named_mask(self.objective.gradient_mask)
 
     def row_order(self) -> RowOrder:
@@ -555,25 +565,25 @@ class BatchLoss:
 
         The host does not wait for the device: the batch has sent its row counts ahead.
         """
-        rows = self.rows
+        tokens = self.tokens
         batch = self.batch
-        device = rows.targets.device
-        has_gradient = self.rows_with_gradient()
-        if has_gradient is None:  # then no row is masked either
-            return RowOrder.of_all_rows(rows.targets.numel(), device)
+        device = tokens.targets.device
+        has_gradient = self.tokens_with_gradient()
+        if has_gradient is None:  # None means all tokens, so all are processed too
+            return RowOrder.of_all_rows(tokens.targets.numel(), device)
         if device.type == "cpu" and not sends_ahead(device):
-            return RowOrder.from_masks(has_gradient, rows.processed)
+            return RowOrder.from_masks(has_gradient, tokens.processed)
         num_with_gradient = batch.count_in_mask(self.objective.gradient_mask, has_gradient)
         num_processed = num_with_gradient
-        if has_gradient is not rows.processed:
-            num_processed = batch.count_in_mask("trained", rows.processed)
+        if has_gradient is not tokens.processed:
+            num_processed = batch.count_in_mask("trained", tokens.processed)
         return RowOrder.from_counted_masks(
-            has_gradient, rows.processed, num_with_gradient, num_processed
+            has_gradient, tokens.processed, num_with_gradient, num_processed
         )
 
 
 @dataclass(eq=False)
-class SequenceLosses:
+class SequenceLossCallback:
     """Compute the losses of tokens whose gradients depend on their sequences.
 
     log_ratio   of the last call, at the objective's level, fp32 [num_tokens]
@@ -581,13 +591,13 @@ class SequenceLosses:
 
     batch: TokenBatch
     objective: Objective
-    rows: TokenInputs
+    tokens: TokenInputs
     log_ratio: Tensor | None = None
 
     def __call__(self, logps: Tensor, entropy: Tensor) -> TokenLosses:
         """Return losses and gradients from log-probs and entropies, fp32 [num_tokens] each."""
-        self.log_ratio = self.objective.log_ratio(logps, self.rows, self.batch)
-        return self.objective.token_losses(logps, entropy, self.rows, self.batch, self.log_ratio)
+        self.log_ratio = self.objective.log_ratio(logps, self.tokens, self.batch)
+        return self.objective.token_losses(logps, entropy, self.tokens, self.batch, self.log_ratio)
 
 
 def layout_of_batch(inputs: RowInput, batch: TokenBatch) -> RowLayout:
@@ -615,11 +625,11 @@ def reference_logprobs(
     # Which rows are processed does not depend on the values of ref_logps.
     placeholder = torch.zeros(batch.targets.shape, device=batch.targets.device)
     batch = batch.with_ref_logps(placeholder)
-    rows = objective.token_inputs(batch, normalizer, options.skip_inactive)
+    tokens = objective.token_inputs(batch, normalizer, options.skip_inactive)
     with torch.no_grad():
         if batch.kept is not None or batch.rows is not None:
-            logps = composed_reference_logprobs(reference.source, batch, rows)
+            logps = composed_reference_logprobs(reference.source, batch, tokens)
         else:
-            source = BatchLoss(batch, objective, rows).with_known_order(reference.source)
-            logps = source.statistics(rows.targets, rows.processed)["logps"]
+            source = BatchLoss(batch, objective, tokens).with_known_order(reference.source)
+            logps = source.statistics(tokens.targets, tokens.processed)["logps"]
     return logps.view(batch.targets.shape)

@@ -116,7 +116,7 @@ FAULTS: list[Fault] = [
         ),
         (
             "a sequence's divergence is left out",
-            "if reference is None and self.scales_rows", "if self.scales_rows", "tests/core/test_combinations.py",
+            "(reference is None and self.gradient_is_scalar", "(self.gradient_is_scalar", "tests/core/test_combinations.py",
         ),
         (
             "a sequence's bias has no gradient",
@@ -128,7 +128,7 @@ FAULTS: list[Fault] = [
         ),
         (
             "the log-ratio of a loss is that of other log-probs",
-            "self.output_of_scaled(sequences, losses.log_ratio)", "self.output_of_scaled(sequences, torch.zeros_like(losses.log_ratio))",
+            "self.output_of_scaled(result, callback.log_ratio)", "self.output_of_scaled(result, torch.zeros_like(callback.log_ratio))",
             "tests/core/test_composed_arguments.py",
         ),
         (
@@ -137,12 +137,12 @@ FAULTS: list[Fault] = [
         ),
         (
             "the forward does not know grad_scale",
-            "return self.rows if self.grad_scale is None else self.rows.weighted(self.grad_scale)", "return self.rows",
+            "return self.tokens if self.grad_scale is None else self.tokens.weighted(self.grad_scale)", "return self.tokens",
             "tests/core/test_grad_scale.py",
         ),
         (
             "a gradient is in the forward whatever the options say",
-            "is_traced() or options.grad_in_backward", "is_traced()", "tests/core/test_grad_scale.py",
+            "is_traced() or options.grad_in_backward:", "is_traced():", "tests/core/test_grad_scale.py",
         ),
     ),
     *of(
@@ -396,7 +396,7 @@ FAULTS: list[Fault] = [
             "is_fp16 = source.logits.dtype == torch.float16 and torch.is_grad_enabled()", "is_fp16 = False", AUTOGRAD,
         ),
         
-        ("token_weights are dropped", "rows = rows.weighted(", "rows.weighted(", OBJECTIVES),
+        ("token_weights are dropped", "tokens = tokens.weighted(", "tokens.weighted(", OBJECTIVES),
         
     ),
     *of("grpo_kernels/logprobs.py", COMBINATIONS,
@@ -1898,16 +1898,16 @@ FAULTS: list[Fault] = [
         (
             "tokens that cannot contribute are processed",
             (
-                "rows = objective.token_inputs(batch, normalizer, options.skip_inactive)\n"
+                "tokens = objective.token_inputs(batch, normalizer, options.skip_inactive)\n"
                 "    refuse_nan"
             ),
-            "rows = objective.token_inputs(batch, normalizer, False)\n    refuse_nan",
+            "tokens = objective.token_inputs(batch, normalizer, False)\n    refuse_nan",
             LINEAR_PASS,
         ),
         
         (
             "on a GPU rows without a gradient are not processed",
-            'num_processed = batch.count_in_mask("trained", rows.processed)',
+            'num_processed = batch.count_in_mask("trained", tokens.processed)',
             "pass",
             WAITS,
         ),
@@ -1928,14 +1928,14 @@ FAULTS: list[Fault] = [
         ),
         (
             "a divergence is not in the loss",
-            "loss = loss + sum_losses(times(rows.divergence_weight, divergence))",
+            "loss = loss + sum_losses(times(tokens.divergence_weight, divergence))",
             "pass",
             COMBINATIONS,
         ),
         (
             "an infinite divergence of a weight of 0",
-            "times(rows.divergence_weight, divergence)",
-            "rows.divergence_weight * divergence",
+            "times(tokens.divergence_weight, divergence)",
+            "tokens.divergence_weight * divergence",
             COMPOSED,
         ),
         (
@@ -1946,8 +1946,8 @@ FAULTS: list[Fault] = [
         ),
         (
             "the square of the temperature divides a divergence's weight",
-            "rows.divergence_weight / factor",
-            "rows.divergence_weight * factor",
+            "tokens.divergence_weight / factor",
+            "tokens.divergence_weight * factor",
             COMBINATIONS,
         ),
         (
