@@ -132,8 +132,8 @@ def draft_head_loss(
 
     Soft: one matmul for the policy, which all depths share, and two for each depth. Hard: two for
     each depth (`linear_logprobs` with a frozen head). The gradient for unit losses is kept in fp32
-    until the backward, [num_positions, H] for each depth. On a GPU the host waits once for the
-    positions that count.
+    until the backward, [num_positions, H] for each depth. On a GPU the host waits for the
+    positions that count: once for a soft loss, once for each depth of a hard one.
 
     Source: DeepSeek-V3 (arXiv 2412.19437, section 2.2) for the depths; speculative sampling (arXiv
     2211.17192, section 3.2) for the acceptance. Raises ValueError naming the argument that is

@@ -84,7 +84,7 @@ def grpo_loss(
     options: Options | None = None,
     **unknown: NoReturn,
 ) -> LossOutput:
-    """Compute the loss of `objective` over `batch` from logits, with its gradient in the same pass.
+    """Compute the loss of `objective` over `batch` from logits.
 
         batch = TokenBatch(ids[:, 1:], advantages, mask=mask, old_logps=old_logps)
         out = grpo_loss(logits[:, :-1], batch, Objective.preset("dapo"))
@@ -170,9 +170,10 @@ def linear_grpo_loss(
     options      backend, strict mode, shard, memory for the gradient of the weight, see `Options`
 
     Costs three matmuls for a token that may have a gradient (two with a frozen head), one for the
-    other trained tokens, none for masked tokens. Four matmuls: further ids, shared rows, and a
-    sequence-level objective with a sequence longer than a block, an entropy bonus, an exact
-    divergence, a bias that is trained, a `context_group`, or an fp16 head on a GPU. A token with a
+    other trained tokens, none for masked tokens. Four matmuls: further ids, shared rows, filters
+    and surrogates that choose among the whole batch, torch.compile, `Options(grad_in_backward=)`,
+    and a sequence-level objective with a sequence longer than a block, an entropy bonus, an exact
+    divergence, a bias that is trained, a `context_group`, or fp16 matmuls on a GPU. A token with a
     candidate set costs one dot product for each candidate. Logits are fp32, a chunk of rows at a
     time; the gradient of the weight is summed in fp32. The gradients are handed over once, as in
     `grpo_loss`.
@@ -485,7 +486,7 @@ class BatchLoss:
         """Compute the loss from differentiable statistics of tokens, fp32 [num_tokens] each.
 
         statistics   "logps", and if the loss needs them "entropy", "divergence" and
-                     "auxiliary_loss"
+                     "auxiliary_loss". "entropy" needs a gradient only for an entropy bonus.
         """
         objective = self.objective
         tokens = self.tokens
@@ -563,7 +564,7 @@ class BatchLoss:
     def row_order(self) -> RowOrder:
         """Return the rows to process, those that may have a gradient first.
 
-        The host does not wait for the device: the batch has sent its row counts ahead.
+        The host does not wait for a CUDA or XPU device: the batch has sent its row counts ahead.
         """
         tokens = self.tokens
         batch = self.batch
