@@ -1,9 +1,8 @@
-"""KL to the reference: estimators, each one plain function, and `Kl`, which says how an estimator
-is weighted and clamped.
+"""Estimators of the KL to the reference from sampled tokens, with their weights and clamps (`Kl`).
 
-An estimator is (logp, old_logp, ref_logp) -> (value, slope) of a token, fp32. The slope is d value
-/ d logp, and d stands for ref_logp - logp. Only `distillation` uses old_logp, the log-prob at the
-start of the update.
+An estimator is a function (logp, old_logp, ref_logp) -> (value, slope) of a token, fp32. The slope
+is d value / d logp. In this file d is ref_logp - logp. Only `distillation` uses old_logp, the
+log-prob at the start of the update.
 
 The expected gradient of each estimator on samples of the policy: k1 as a loss has none (use it in
 rewards, or weighted), k2 has that of KL(policy || reference), k3 that of KL(reference || policy).
@@ -15,33 +14,49 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..checks import SMALLEST, Checked, nearest, require, require_one_of
 from .divergence import DIRECTIONS
-from .ops import bounded_exp, check_returned, compare, finite, log_probs, ops
+from .ops import (
+    ComparisonPoints,
+    bounded_exp,
+    check_returned,
+    compare,
+    finite,
+    ops,
+    random_log_probs,
+)
 
 # ---- estimators: (logp, old_logp, ref_logp) -> (value, slope)
 
 
 def k1(logp, old_logp, ref_logp):
-    """-d. Unbiased value, but as a loss its expected gradient is zero (Schulman 2020)."""
+    """Return the KL estimate -d and its slope d value / d logp = 1, with d = ref_logp - logp.
+
+    The value is unbiased, but the expected gradient of this estimator as a loss is 0 (Schulman
+    2020). `old_logp` is not used.
+    """
     d = ref_logp - logp
     return -d, 1.0
 
 
 def k2(logp, old_logp, ref_logp):
-    """d^2 / 2. On-policy it has the gradient of KL(policy || reference)."""
+    """Return the KL estimate d^2 / 2 and its slope d value / d logp = -d, with d = ref_logp - logp.
+
+    On-policy its expected gradient is that of KL(policy || reference). `old_logp` is not used.
+    """
     d = ref_logp - logp
     return 0.5 * d * d, -d
 
 
 def k3(logp, old_logp, ref_logp):
-    """e^d - d - 1 >= 0, the estimator of GRPO (arXiv 2402.03300, eq.
+    """Return the KL estimate e^d - d - 1 and its slope d value / d logp = 1 - e^d.
 
-    4). The exponent is bounded at 60.
+    d = ref_logp - logp, which is bounded at 60 in the exponent. The estimate is at least 0. It is
+    the estimator of GRPO (arXiv 2402.03300, eq. 4). `old_logp` is not used.
     """
     d = ref_logp - logp
     e = bounded_exp(d)
@@ -49,37 +64,54 @@ def k3(logp, old_logp, ref_logp):
 
 
 def absolute(logp, old_logp, ref_logp):
-    """|d|, slope -sign(d); 0 at d = 0."""
+    """Return |d| and its slope d value / d logp = -sign(d), which is 0 at d = 0.
+
+    d = ref_logp - logp. `old_logp` is not used.
+    """
     d = ref_logp - logp
-    return ops.abs(d), ops.where(d > 0.0, -1.0, ops.where(d < 0.0, 1.0, 0.0))
+    slope_unless_positive = ops.where(d < 0.0, 1.0, 0.0)
+    return ops.abs(d), ops.where(d > 0.0, -1.0, slope_unless_positive)
 
 
 def distillation(logp, old_logp, ref_logp):
-    """-sg(d) r [p - q >= -0.2] + 1e-3 (log r)^2: on-policy distillation of the reference, with p, q
-    the probabilities under the policy and the one that sampled (prime-rl). Not a KL estimate, but a
-    term of the same inputs.
+    """Return prime-rl's loss of on-policy distillation from the reference, and its slope.
+
+        value = -sg(d) r [p - p_old >= -0.2] + 1e-3 (log r)^2
+        slope = -sg(d) r [p - p_old >= -0.2] + 2e-3 log r         (d value / d logp)
+
+    d = ref_logp - logp, p = exp(logp), p_old = exp(old_logp), r = p / p_old, and sg stops the
+    gradient. So a token whose probability has dropped by more than 0.2 has the quadratic term only.
+    This is not a KL estimate, but a loss of the same inputs.
     """
-    x = logp - old_logp
-    r = bounded_exp(x)
-    keep = ops.exp(logp) - ops.exp(old_logp) >= -0.2
-    pull = ops.where(keep, -(ref_logp - logp) * r, 0.0)
-    return pull + 1e-3 * x * x, pull + 2e-3 * x
+    log_ratio = logp - old_logp
+    ratio = bounded_exp(log_ratio)
+    has_not_dropped = ops.exp(logp) - ops.exp(old_logp) >= -0.2
+    distillation_loss = ops.where(has_not_dropped, -(ref_logp - logp) * ratio, 0.0)
+    value = distillation_loss + 1e-3 * log_ratio * log_ratio
+    # d ratio / d logp = ratio, so the first term is its own derivative.
+    slope = distillation_loss + 2e-3 * log_ratio
+    return value, slope
 
 
 def log_gap(logp, old_logp, ref_logp):
-    """d, slope -1: minimised, it raises log-probs."""
+    """Return d = ref_logp - logp and its slope -1. Minimising it raises logp."""
     return ref_logp - logp, -1.0
 
 
 def sdar_gate(logp, old_logp, ref_logp):
-    """sigmoid(5 d): near 1 where the reference gives the token the larger probability."""
+    """Return the weight sigmoid(5 d), d = ref_logp - logp, of SDAR (arXiv 2605.15155).
+
+    It is near 1 if the reference gives the token a larger probability than the policy does.
+    """
     return ops.sigmoid(5.0 * (ref_logp - logp))
 
 
 @dataclass(frozen=True)
 class DetachedWeight(Checked):
-    """An estimator times a weight that has no gradient, where sg stops the gradient: value
-    sg(weight) * estimate, slope sg(weight) * slope of the estimate.
+    """An estimator times a weight without gradient.
+
+    Its value is sg(weight) * estimate and its slope is sg(weight) * slope of the estimate, where sg
+    stops the gradient.
 
         def near_half(logp, old_logp, ref_logp):
             return ops.exp(logp) * (1.0 - ops.exp(logp))
@@ -90,7 +122,7 @@ class DetachedWeight(Checked):
                 `surrogates.Custom`.
     estimator   (logp, old_logp, ref_logp) -> (value, slope): a function of this module or of yours.
 
-    `check_kl` compares the slope of the estimator with its derivative, and none of the weight.
+    `check_kl` compares the slope with autograd while it keeps the weight constant.
     """
 
     weight: Callable[..., Any]
@@ -102,16 +134,22 @@ class DetachedWeight(Checked):
             require(callable(getattr(self, name)), name, getattr(self, name), remedy)
 
     def __call__(self, logp: Any, old_logp: Any, ref_logp: Any) -> tuple[Any, Any]:
+        """Return (weight * value, weight * slope) of each token, from three log-probs."""
         value, slope = self.estimator(logp, old_logp, ref_logp)
         weight = self.weight(logp, old_logp, ref_logp)
         return weight * value, weight * slope
 
-    def held_at(self, logp: torch.Tensor) -> Callable[..., Any]:
-        """Return the estimator with the weights that it has at these log-probs."""
+    def with_weight_at(self, fixed_logp: torch.Tensor) -> Callable[..., Any]:
+        """Return this estimator with its weight computed at `fixed_logp`, whatever logp is.
 
-        def estimator(moved: Any, old_logp: Any, ref_logp: Any) -> tuple[Any, Any]:
-            value, slope = self.estimator(moved, old_logp, ref_logp)
-            weight = self.weight(logp.to(moved.dtype), old_logp, ref_logp)
+        The weight is then a constant for autograd, as it is for the slope. fixed_logp is [n]; the
+        returned function has the arguments (logp, old_logp, ref_logp), [n] each, in the dtype of
+        logp, and returns (value, slope).
+        """
+
+        def estimator(logp: Any, old_logp: Any, ref_logp: Any) -> tuple[Any, Any]:
+            value, slope = self.estimator(logp, old_logp, ref_logp)
+            weight = self.weight(fixed_logp.to(logp.dtype), old_logp, ref_logp)
             return weight * value, weight * slope
 
         return estimator
@@ -131,23 +169,23 @@ ESTIMATORS: dict[str, Callable[..., Any]] = {
 }
 
 
-# ---- value + slope: the slope of a value that is weighted by a ratio of 1, simplified because
-# adding the two would cancel
+# ---- value + slope, simplified on paper, since adding the two numbers would cancel digits. This is
+# the derivative of ratio * value at a ratio of 1, because d ratio / d logp = ratio
 
 
 def k1_score(logp, old_logp, ref_logp):
-    """Value and slope of `k1`, added."""
+    """Return the sum of value and slope of `k1`, -d + 1, with d = ref_logp - logp."""
     return 1.0 - (ref_logp - logp)
 
 
 def k2_score(logp, old_logp, ref_logp):
-    """Value and slope of `k2`, added."""
+    """Return the sum of value and slope of `k2`, d^2 / 2 - d, with d = ref_logp - logp."""
     d = ref_logp - logp
     return 0.5 * d * d - d
 
 
 def k3_score(logp, old_logp, ref_logp):
-    """Value and slope of `k3`, added."""
+    """Return the sum of value and slope of `k3`, in which e^d cancels: -d, d = ref_logp - logp."""
     return -(ref_logp - logp)
 
 
@@ -156,41 +194,77 @@ SCORES: dict[Callable[..., Any], Callable[..., Any]] = {k1: k1_score, k2: k2_sco
 WEIGHTINGS = ("none", "ratio", "detached-ratio", "score")
 
 
-def kl_terms(
-    logp, old_logp, ref_logp, log_ratio, clamps, ESTIMATOR, SCORE, WEIGHTING, STRAIGHT_THROUGH
-):
-    """(value, slope with the ratio held still, slope through the log-ratio, their sum), as `Kl`
-    describes.
+class KlTerms(NamedTuple):
+    """The weighted KL estimate of each token and its derivatives with respect to logp.
 
-    log_ratio  that of the weighting. clamps  `Kl.clamps`. ESTIMATOR, SCORE, WEIGHTING,
-               STRAIGHT_THROUGH  `Kl.formula`.
+    The ratio that weights the estimate depends on logp, or at sequence level on the log-probs of
+    the whole sequence. So its part of the derivative is separate.
+
+    value                estimate times weight
+    grad_fixed_ratio     derivative while the ratio is a constant
+    grad_through_ratio   derivative with respect to the log of the ratio; 0 if the ratio is constant
+    grad_both            the sum of the two derivatives, without cancellation
     """
-    # Where one of the two is -inf, their distance stays finite.
-    logp, ref_logp = logp.clamp(min=-1e4), ref_logp.clamp(min=-1e4)
+
+    value: Any
+    grad_fixed_ratio: Any
+    grad_through_ratio: Any
+    grad_both: Any
+
+
+def kl_terms(
+    logp, old_logp, ref_logp, log_ratio, clamps, estimator, score, weighting, straight_through
+):
+    """Return the KL estimate of each token with its weight, and its derivatives, as `KlTerms`.
+
+    All numbers of tokens are fp32 of one shape. `Kl` describes the choices.
+
+    logp, old_logp     log-prob of the token under the policy now, and at the start of the update
+    ref_logp           log-prob of the token under the reference
+    log_ratio          log of the ratio that may weight the estimate
+    clamps             (bound of |ref_logp - logp|, bound of |estimate|); None without bounds
+    estimator          (logp, old_logp, ref_logp) -> (value, d value / d logp)
+    score              (logp, old_logp, ref_logp) -> value + d value / d logp in one formula; None:
+                       the two numbers are added
+    weighting          one of WEIGHTINGS
+    straight_through   whether to replace the derivative of the estimate by -(ref_logp - logp)
+    """
+    # With a log-prob of -inf, the distance d would be infinite or NaN.
+    logp = logp.clamp(min=-1e4)
+    ref_logp = ref_logp.clamp(min=-1e4)
     d = ref_logp - logp
     if clamps is not None:
-        near = ops.abs(d) <= clamps[0]
-        ref_logp = ops.where(near, ref_logp, logp + d.clamp(-clamps[0], clamps[0]))
-    zero = (
-        d * 0.0
-    )  # NaN of a NaN, which comparisons of the estimator and with the clamps would hide
-    value, slope = ESTIMATOR(logp, old_logp, ref_logp)
+        is_near = ops.abs(d) <= clamps[0]
+        ref_logp = ops.where(is_near, ref_logp, logp + d.clamp(-clamps[0], clamps[0]))
+    # NaN if d is NaN. Comparisons in the estimator and with the clamps would hide that NaN.
+    zero = d * 0.0
+    value, slope = estimator(logp, old_logp, ref_logp)
     value = value + zero
-    through, both = value, value + slope if SCORE is None else SCORE(logp, old_logp, ref_logp)
+    # The weight has the derivative of a ratio: d ratio / d log_ratio = ratio.
+    grad_through_ratio = value
+    if score is None:
+        grad_both = value + slope
+    else:
+        grad_both = score(logp, old_logp, ref_logp)
     if clamps is not None:
-        inside = near & (ops.abs(value) <= clamps[1])
+        is_inside = is_near & (ops.abs(value) <= clamps[1])
         value = value.clamp(-clamps[1], clamps[1])
-        slope, through, both = (ops.where(inside, x, zero) for x in (slope, through, both))
-    if STRAIGHT_THROUGH:
+        slope = ops.where(is_inside, slope, zero)
+        grad_through_ratio = ops.where(is_inside, grad_through_ratio, zero)
+        grad_both = ops.where(is_inside, grad_both, zero)
+    if straight_through:
         slope = -d
-        both = through - d
-    if "ratio" in WEIGHTING:
-        r = bounded_exp(log_ratio)
-        value, slope, through, both = (finite(r * x) for x in (value, slope, through, both))
+        grad_both = grad_through_ratio - d
+    if weighting in ("ratio", "detached-ratio"):
+        ratio = bounded_exp(log_ratio)
+        value = finite(ratio * value)
+        slope = finite(ratio * slope)
+        grad_through_ratio = finite(ratio * grad_through_ratio)
+        grad_both = finite(ratio * grad_both)
     slope = slope + zero
-    if WEIGHTING in ("none", "detached-ratio"):
-        return value, slope, zero, slope
-    return value, slope, through, both
+    if weighting in ("none", "detached-ratio"):
+        return KlTerms(value, slope, zero, slope)
+    return KlTerms(value, slope, grad_through_ratio, grad_both)
 
 
 @dataclass(frozen=True)
@@ -244,29 +318,33 @@ class Kl(Checked):
 
     @property
     def function(self) -> Callable[..., Any]:
-        """The estimator itself."""
+        """The estimator as a function (logp, old_logp, ref_logp) -> (value, slope)."""
         return self.estimator if callable(self.estimator) else ESTIMATORS[self.estimator]
 
     @property
     def clamps(self) -> tuple[float, float] | None:
-        """The two bounds; None without any."""
+        """(clamp_log, clamp), or None if both are infinite."""
         if self.clamp_log == self.clamp == math.inf:
             return None
         return (float(self.clamp_log), float(self.clamp))
 
     @property
     def formula(self) -> dict[str, Any]:
-        """What `kl_terms` wants to know at compile time."""
+        """The arguments of `kl_terms` that are fixed when a formula is compiled, by name."""
         return {
-            "ESTIMATOR": self.function,
-            "SCORE": SCORES.get(self.function),
-            "WEIGHTING": self.weighting,
-            "STRAIGHT_THROUGH": self.straight_through,
+            "estimator": self.function,
+            "score": SCORES.get(self.function),
+            "weighting": self.weighting,
+            "straight_through": self.straight_through,
         }
 
 
 def as_kl(kl: str | Kl | Callable[..., Any]) -> Kl:
-    """`Objective.kl` as a Kl: "k3" stands for Kl("k3"), and "k3+" for its straight-through form."""
+    """Return what was passed as `Objective.kl` as a `Kl`.
+
+    "k3" becomes Kl("k3"), "k3+" becomes Kl("k3", straight_through=True), and a function becomes
+    Kl(function). Raises ValueError for anything else.
+    """
     if isinstance(kl, Kl):
         return kl
     if isinstance(kl, str) and kl.endswith("+"):
@@ -278,8 +356,10 @@ def as_kl(kl: str | Kl | Callable[..., Any]) -> Kl:
 
 
 def meant_by(name: object) -> str:
-    """Return " Did you mean ...?" for the direction of an exact divergence or a near name of an
-    estimator, else "".
+    """Return " Did you mean ...?" for a name that is no estimator, "" without a suggestion.
+
+    The direction of an exact divergence, such as "reverse", suggests `Exact`. Another name suggests
+    the estimator with the most similar name.
     """
     if name in DIRECTIONS:
         return f' Did you mean kl=Exact("{name}"), the divergence over the whole vocabulary?'
@@ -294,29 +374,49 @@ def check_kl(
     tolerance: float = 1e-6,
     seed: int = 0,
 ) -> None:
-    """Compare the slope of an estimator (`Objective.kl`, a `Kl` or its function) with autograd's
-    derivative of its value, in fp64, at random log-probs that are up to 3 and, one in four, up to
-    20 from the others and from the reference's. `points` of them are drawn with `seed`; an error
-    above `tolerance` times (1 + the derivative) is refused. The weights, clamps and
-    straight-through slope that a `Kl` adds are not checked.
+    """Check that the slope of a KL estimator is the derivative of its value with respect to logp.
 
-    detached   True: of a formula in which d = ref_logp - logp is a constant weight; ref_logp then
-               moves along with logp. Any other weight without a gradient is declared by a
-               `DetachedWeight`.
+    Both are computed in float64, the derivative by autograd, at random points. A point has three
+    log-probs of one token: logp is between -5 and 0; old_logp and ref_logp differ from it by up to
+    3, and at every fourth point by up to 20.
 
-    Raises ValueError as `check_surrogate` does, with d in place of the log-ratio; points on a kink
-    have probability 0.
+    kl          what `Objective.kl` takes: the name of an estimator, a `Kl` (of which only the
+                estimator is checked, not its weighting, clamps and straight-through slope), or a
+                function (logp, old_logp, ref_logp) -> (value, slope)
+    detached    True, if the formula treats d = ref_logp - logp as a constant weight. Then ref_logp
+                moves along with logp. Declare any other constant weight by a `DetachedWeight`.
+    points      number of points
+    tolerance   largest |slope - derivative| / (1 + |derivative|)
+    seed        seed of the points
+
+    Raises ValueError for a wrong slope or an overflow, with the point, as `check_surrogate` does.
+    Here d takes the place of the log-ratio. A point at which there is no derivative (a kink) has
+    probability 0.
     """
-    function, g = as_kl(kl).function, torch.Generator().manual_seed(seed)
-    (logp, x), (_, d) = log_probs(points, g), log_probs(points, g)
-    old_logp, ref_logp = logp - x, logp + d
+    estimator = as_kl(kl).function
+    name = getattr(estimator, "__qualname__", repr(estimator))
+    generator = torch.Generator().manual_seed(seed)
+    logp, log_ratio = random_log_probs(points, generator)
+    _, ref_distance = random_log_probs(points, generator)
+    old_logp = logp - log_ratio
+    ref_logp = logp + ref_distance
+    if isinstance(estimator, DetachedWeight):
+        estimator = estimator.with_weight_at(logp)
 
-    estimator = function.held_at(logp) if isinstance(function, DetachedWeight) else function
+    def value_and_slope(moved_logp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Evaluate the estimator at these log-probs of the policy, in their dtype."""
+        dtype = moved_logp.dtype
+        moved_ref_logp = moved_logp + ref_distance.to(dtype) if detached else ref_logp.to(dtype)
+        return estimator(moved_logp, old_logp.to(dtype), moved_ref_logp)
 
-    def terms(logp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        given = (old_logp, logp + d.to(logp.dtype) if detached else ref_logp)
-        return estimator(logp, *(x.to(logp.dtype) for x in given))
-
-    name = getattr(function, "__qualname__", repr(function))
-    at = {"old_logp": old_logp, "ref_logp": ref_logp}
-    compare(f"the KL estimator {name}", terms, logp, tolerance, ("ref_logp - logp =", d), at)
+    compare(
+        formula_name=f"the KL estimator {name}",
+        value_and_slope=value_and_slope,
+        points=ComparisonPoints(
+            logp=logp,
+            distance_name="ref_logp - logp =",
+            distance=ref_distance,
+            other_numbers={"old_logp": old_logp, "ref_logp": ref_logp},
+        ),
+        tolerance=tolerance,
+    )

@@ -1,4 +1,4 @@
-"""The functions that a formula may call: names that torch and the kernels share.
+"""The functions that a formula may call, in torch and in the kernels.
 
 Under torch (the eager backend, tests) `ops` stands for torch; for the kernels in C++ and Triton a
 formula is run once with symbols in place of tensors, see program.py. So each formula of this
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,106 +18,133 @@ NUMBERS = (int, float)
 
 
 class ops:
-    """The functions that a formula may call, besides arithmetic and comparisons. They work element
-    by element. NaN in gives NaN out. The derivative of tanh(x) is 1 - tanh(x) ** 2.
+    """The functions that a formula may call, besides arithmetic and comparisons.
+
+    They work element by element. The result is NaN if an argument is NaN. For slopes: the
+    derivative of tanh(x) is 1 - tanh(x) ** 2.
     """
 
-    exp, log, sqrt, abs, where = torch.exp, torch.log, torch.sqrt, torch.abs, torch.where
+    exp = torch.exp
+    log = torch.log
+    sqrt = torch.sqrt
+    abs = torch.abs
     tanh = torch.tanh
+    where = torch.where
 
     @staticmethod
     def sigmoid(x):
+        """Return 1 / (1 + e^-x)."""
         # torch.sigmoid rounds the last elements of a tensor differently: a token's bits would
         # depend on where a block ends.
         return 1.0 / (1.0 + torch.exp(-x))
 
     @staticmethod
     def minimum(a, b):
-        return _extreme(min, torch.minimum, "max", a, b)
+        """Return the smaller of a and b, each a tensor or a number of Python."""
+        if isinstance(a, NUMBERS) and isinstance(b, NUMBERS):
+            return min(a, b)
+        if isinstance(a, NUMBERS):
+            return torch.clamp(b, max=a)
+        if isinstance(b, NUMBERS):
+            return torch.clamp(a, max=b)
+        return torch.minimum(a, b)
 
     @staticmethod
     def maximum(a, b):
-        return _extreme(max, torch.maximum, "min", a, b)
-
-
-def _extreme(of_numbers, of_tensors, bound, a, b):
-    if isinstance(a, NUMBERS):
-        a, b = b, a
-    if not isinstance(b, NUMBERS):
-        return of_tensors(a, b)
-    return of_numbers(a, b) if isinstance(a, NUMBERS) else torch.clamp(a, **{bound: b})  # type: ignore[call-overload]
+        """Return the larger of a and b, each a tensor or a number of Python."""
+        if isinstance(a, NUMBERS) and isinstance(b, NUMBERS):
+            return max(a, b)
+        if isinstance(a, NUMBERS):
+            return torch.clamp(b, min=a)
+        if isinstance(b, NUMBERS):
+            return torch.clamp(a, min=b)
+        return torch.maximum(a, b)
 
 
 def bounded_exp(x):
-    """exp(min(x, 60)): e^60 times any reasonable weight is still finite in fp32.
+    """Return exp(min(x, 60)). e^60 = 1.1e26 times any reasonable weight is still finite in fp32.
 
-    Slopes use the bounded value and are not cut, so a token beyond the bound still gets a gradient
-    that pulls it back.
+    Formulas use it for ratios. The derivative that they return for a ratio beyond the bound is the
+    bounded ratio, not 0, so such a token still has a gradient, which moves it back.
     """
     return ops.exp(x.clamp(max=60.0))
 
 
 def finite(x):
-    """x within +-1e30:
+    """Return x, clamped to [-1e30, 1e30].
 
-    products of two bounded ratios stay finite, as do their products with a weight.
+    A product of bounded ratios (`bounded_exp`) may overflow fp32. Clamped, it is finite, and so is
+    its product with a weight.
     """
     return x.clamp(-1e30, 1e30)
 
 
 def times(weight: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    """weight * x; 0 where the weight is 0, whatever x is. None: a weight of 1."""
+    """Return weight * x, and 0 where the weight is 0 even if x is infinite or NaN.
+
+    weight and x have one shape. A weight of None stands for 1.
+    """
     return x if weight is None else (weight * x).masked_fill_(weight == 0, 0.0)
 
 
 # ---- what a formula has to return, its slope from autograd, and the comparison of both
 
 
-def check_returned(function: Callable[..., Any], returns: str, remedy: str, *last: Any) -> None:
-    """Raise ValueError unless `function`, called with tensors of three tokens (and `last`), returns
-    what it should: "loss" or "loss and slope" of each token. Unchecked, a tensor with two rows in
-    place of a pair would be unpacked into its rows.
+def check_returned(
+    function: Callable[..., Any], returns: str, remedy: str, *last_arguments: Any
+) -> None:
+    """Raise ValueError unless a formula returns a number for each token.
+
+    The formula is called once, with three tensors [3] and the last arguments. Its first result, the
+    loss, must have the shape [3]; its second, the slope, [3] or []; a number of Python passes for
+    both. Without this check a tensor [2, n] would pass for a pair (loss, slope).
+
+    returns   what the formula shall return, one or two words joined by " and ", such as "loss" or
+              "loss and slope"
+    remedy    the end of the error message
     """
     if torch.compiler.is_compiling():
         return
-    given = [
-        torch.tensor(values, device="cpu")
-        for values in ((-1.0, -0.5, -2.0), (-1.2, -0.5, -1.0), (1.0, 0.0, -1.0))
-    ]
-    returned = without_branches(function, *given, *last)
-    parts = returned if isinstance(returned, tuple) else (returned,)
-    shapes: Any = [(3,)], [(3,), ()]  # of the loss; of a slope, which may be a constant
-    fine = len(parts) == len(returns.split(" and ")) and all(
-        x.shape in known if isinstance(x, Tensor) else isinstance(x, NUMBERS)
-        for x, known in zip(parts, shapes, strict=False)
-    )
-    if not fine:
-        got = ", ".join(
+    first = torch.tensor((-1.0, -0.5, -2.0), device="cpu")
+    second = torch.tensor((-1.2, -0.5, -1.0), device="cpu")
+    third = torch.tensor((1.0, 0.0, -1.0), device="cpu")
+    returned = without_branches(function, first, second, third, *last_arguments)
+    results = returned if isinstance(returned, tuple) else (returned,)
+    is_right = len(results) == len(returns.split(" and "))
+    allowed_shapes: Any = ([(3,)], [(3,), ()])
+    for result, shapes in zip(results, allowed_shapes, strict=False):
+        if isinstance(result, Tensor):
+            is_right = is_right and result.shape in shapes
+        else:
+            is_right = is_right and isinstance(result, NUMBERS)
+    if not is_right:
+        descriptions = [
             f"a Tensor {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
-            for x in parts
-        )
+            for x in results
+        ]
         name = getattr(function, "__qualname__", type(function).__name__)
         raise ValueError(
-            f"{name} returned {got or 'nothing'} for tensors of shape [3]: return {returns} of each"
-            f" token, {remedy}."
+            f"{name} returned {', '.join(descriptions) or 'nothing'} for tensors of shape [3]:"
+            f" return {returns} of each token, {remedy}."
         )
 
 
-def without_branches(function: Callable[..., Any], *given: Any) -> Any:
-    """Return function(*given). Raises ValueError, with the line, where it uses a tensor of several
-    values as a condition of Python, about which torch's error does not say what to do in a formula.
+def without_branches(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return function(*arguments), with a helpful error for a Python branch on a tensor.
+
+    If the function uses a tensor of several values as a condition of Python, torch raises a
+    RuntimeError. It becomes a ValueError that names the line and says what to write in a formula.
     """
     try:
-        return function(*given)
+        return function(*arguments)
     except RuntimeError as error:
         if "Boolean value of Tensor" not in str(error):
             raise
         name = getattr(function, "__qualname__", type(function).__name__)
-        lines = [(number, frame.f_code) for frame, number in traceback.walk_tb(error.__traceback__)]
-        number, code = lines[-1]
+        frame, line = list(traceback.walk_tb(error.__traceback__))[-1]
         raise ValueError(
-            f"{name} has a branch on values of tokens (line {number} of {code.co_name}). A formula"
-            " runs for all tokens at once: write ops.where(condition, a, b) instead of if,"
+            f"{name} has a branch on values of tokens (line {line} of {frame.f_code.co_name})."
+            " A formula runs for all tokens at once: write ops.where(condition, a, b) instead of if,"
             " conditional expressions, and min or max of Python (ops.minimum, ops.maximum), and &,"
             " | and ~ instead of and, or and not."
         ) from None
@@ -126,112 +153,128 @@ def without_branches(function: Callable[..., Any], *given: Any) -> Any:
 def by_autograd(
     function: Callable[..., Tensor], logp: Tensor, *others: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(loss, d loss / d logp) of each token, the shape of logp, for a function (logp, *others) ->
-    loss.
+    """Return the loss of each token and d loss / d logp by autograd, in the shape of logp.
+
+    function       (logp, *others) -> loss of each token. The loss of a token must depend on no
+                   other token.
+    logp, others   tensors of one shape
     """
     with torch.inference_mode(False), torch.enable_grad():
-        x = (
-            logp.detach().clone().requires_grad_()
-        )  # a copy, because a graph cannot save a tensor made in inference mode
-        loss = torch.as_tensor(function(x, *(y.detach().clone() for y in others)))
+        # Copies, because a graph cannot save a tensor made in inference mode.
+        variable = logp.detach().clone().requires_grad_()
+        constants = [x.detach().clone() for x in others]
+        loss = torch.as_tensor(function(variable, *constants))
         if not loss.requires_grad:  # the loss does not depend on logp
-            return loss.detach().to(x.dtype).expand_as(x), torch.zeros_like(x)
-        (slope,) = torch.autograd.grad(loss.expand_as(x).sum(), x, materialize_grads=True)
-    return loss.detach().expand_as(x), slope
+            loss = loss.detach().to(logp.dtype)
+            return loss.expand_as(logp), torch.zeros_like(logp)
+        total = loss.expand_as(variable).sum()
+        (slope,) = torch.autograd.grad(total, variable, materialize_grads=True)
+    return loss.detach().expand_as(logp), slope
 
 
-def log_probs(points: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
-    """(log-probs from -5 to 0, their distances to others, within 3 and, one in four, within 20),
-    fp64 [points].
+def random_log_probs(num_points: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw random log-probs, and how much other log-probs differ from them.
+
+    Return fp64 [num_points] each: log-probs, uniform in [-5, 0], and differences, uniform in
+    [-3, 3], at every fourth point in [-20, 20].
     """
-    logp = -5.0 * torch.rand(points, generator=g, dtype=torch.float64)
-    x = 3.0 * (2.0 * torch.rand(points, generator=g, dtype=torch.float64) - 1.0)
-    x[1::4] *= 20.0 / 3.0
-    return logp, x
+    logp = -5.0 * torch.rand(num_points, generator=generator, dtype=torch.float64)
+    uniform = torch.rand(num_points, generator=generator, dtype=torch.float64)
+    difference = 3.0 * (2.0 * uniform - 1.0)
+    difference[1::4] *= 20.0 / 3.0
+    return logp, difference
 
 
-#: Distances up to this one are moderate, and tried first.
+#: Slopes are compared first at points with at most this distance between log-probs.
 MODERATE = 3.0
 
-#: (value, slope) of each token from log-probs, in the dtype of these.
+#: A function of log-probs [n] that returns a value and a slope of each, in the dtype of these.
 ValueAndSlope = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
-def compare(
-    name: str,
-    terms: ValueAndSlope,
-    logp: Tensor,
-    tolerance: float,
-    distance: tuple[str, Tensor],
-    at: dict[str, Tensor],
-) -> None:
-    """Raise ValueError where the slope that `terms` gives at logp is not the derivative of its
-    value, or where one of them overflows.
+class ComparisonPoints(NamedTuple):
+    """Random points at which the slope of a formula is compared with its derivative.
 
-    logp      fp64 [points].
-    distance  the name of a distance between log-probs and its value at the points. Where the slope
-              is wrong at moderate distances, the message says so whatever happens further away.
-    at        other numbers at the points, for the message.
+    logp            log-prob under the policy, fp64 [num_points]
+    distance        difference between another log-prob and logp, fp64 [num_points]
+    distance_name   what error messages call the distance
+    other_numbers   further numbers of the points, fp64 [num_points] each, for error messages
     """
-    _, expected = by_autograd(lambda x: terms(x)[0], logp)
-    slope = torch.as_tensor(terms(logp)[1]).detach().expand_as(expected)
-    error = (slope - expected).abs() / (1.0 + expected.abs())
-    error = error.nan_to_num(torch.inf)
-    fine = _is_finite(terms, logp)
 
-    def refuse_wrong(points: Tensor) -> None:
-        considered = torch.where(points, error, 0.0)
-        worst = int(considered.argmax())
-        if considered[worst] > tolerance:
-            raise ValueError(
-                f"the slope of {name} is {float(slope[worst]):.6g}, but autograd gives"
-                f" {float(expected[worst]):.6g} at"
-                f" logp={float(logp[worst]):.4g}{_numbers_at(worst, at)}."
-            )
+    logp: Tensor
+    distance: Tensor
+    distance_name: str
+    other_numbers: dict[str, Tensor]
 
-    refuse_wrong(fine & (distance[1].abs() <= MODERATE))
-    refuse_overflow(name, terms, logp, distance, at)
-    refuse_wrong(torch.ones_like(fine))
+    def describe(self, point: int) -> str:
+        """Return the numbers of one point, for example "logp=-1.5, old_logp=-2"."""
+        numbers = {"logp": self.logp, **self.other_numbers}
+        return ", ".join(f"{name}={float(x[point]):.4g}" for name, x in numbers.items())
+
+
+def compare(
+    formula_name: str, value_and_slope: ValueAndSlope, points: ComparisonPoints, tolerance: float
+) -> None:
+    """Raise ValueError if the slope of a formula is not the derivative of its value.
+
+    Points at which value and slope are finite and the distance is at most MODERATE come first. So a
+    wrong slope is reported there even if the formula overflows elsewhere. Then an overflow at any
+    point is refused, then a wrong slope at any point.
+
+    formula_name      the formula in error messages
+    value_and_slope   see `ValueAndSlope`; autograd computes the derivative of its value
+    tolerance         largest |slope - derivative| / (1 + |derivative|)
+    """
+    _, derivative = by_autograd(lambda logp: value_and_slope(logp)[0], points.logp)
+    slope = torch.as_tensor(value_and_slope(points.logp)[1]).detach().expand_as(derivative)
+    error = (slope - derivative).abs() / (1.0 + derivative.abs())
+    error = error.nan_to_num(nan=torch.inf)  # NaN is as wrong as infinity
+
+    is_moderate = points.distance.abs() <= MODERATE
+    is_first = is_moderate & is_finite(value_and_slope, points.logp)
+    first_error = torch.where(is_first, error, 0.0)
+    if first_error.max() > tolerance:
+        worst = int(first_error.argmax())
+    else:
+        refuse_overflow(formula_name, value_and_slope, points)
+        worst = int(error.argmax())
+    if error[worst] > tolerance:
+        raise ValueError(
+            f"the slope of {formula_name} is {float(slope[worst]):.6g}, but autograd gives"
+            f" {float(derivative[worst]):.6g} at {points.describe(worst)}."
+        )
 
 
 def refuse_overflow(
-    name: str,
-    terms: ValueAndSlope,
-    logp: Tensor,
-    distance: tuple[str, Tensor],
-    at: dict[str, Tensor],
+    formula_name: str, value_and_slope: ValueAndSlope, points: ComparisonPoints
 ) -> None:
-    """Raise ValueError for the point at the smallest distance where a value or slope is not finite,
-    in fp32 or fp64. Arguments as in `compare`.
+    """Raise ValueError if a value or a slope is infinite or NaN, in fp32 or fp64.
+
+    The message shows the point at the smallest distance. Arguments as in `compare`.
     """
-    bad = ~_is_finite(terms, logp)
-    if not bad.any():
+    overflows = ~is_finite(value_and_slope, points.logp)
+    if not overflows.any():
         return
-    what, x = distance
-    nearest = int(torch.where(bad, x.abs(), torch.inf).argmin())
-    value, slope = (
-        float(torch.as_tensor(part).expand_as(logp)[nearest]) for part in terms(logp.float())
-    )
+    nearest = int(torch.where(overflows, points.distance.abs(), torch.inf).argmin())
+    value, slope = value_and_slope(points.logp.float())
+    value_there = torch.as_tensor(value).expand_as(points.logp)[nearest]
+    slope_there = torch.as_tensor(slope).expand_as(points.logp)[nearest]
     raise ValueError(
-        f"{name} overflows at {what} {float(x[nearest]):.4g}: in float32 its value is {value:.6g}"
-        f" and its slope {slope:.6g}, at logp={float(logp[nearest]):.4g}{_numbers_at(nearest, at)}."
-        " Bound what grows there, for example bounded_exp(x) of grpo_kernels.formulas.ops in place"
-        " of ops.exp(x), or x.clamp(-20.0, 20.0)."
+        f"{formula_name} overflows at {points.distance_name} {float(points.distance[nearest]):.4g}:"
+        f" in float32 its value is {float(value_there):.6g} and its slope {float(slope_there):.6g},"
+        f" at {points.describe(nearest)}. Bound what grows there, for example bounded_exp(x) of"
+        " grpo_kernels.formulas.ops in place of ops.exp(x), or x.clamp(-20.0, 20.0)."
     )
 
 
-def _is_finite(terms: ValueAndSlope, logp: Tensor) -> Tensor:
-    """bool [points]:
+def is_finite(value_and_slope: ValueAndSlope, logp: Tensor) -> Tensor:
+    """Return whether value and slope at each log-prob are finite, bool [num_points].
 
-    whether value and slope are finite in fp64, and in fp32, in which kernels compute them.
+    They must be finite in fp64 and in fp32, in which the kernels compute them. logp is fp64
+    [num_points].
     """
-    parts = [
-        torch.as_tensor(part).detach().expand_as(logp)
-        for x in (logp, logp.float())
-        for part in terms(x)
-    ]
-    return torch.stack([part.isfinite() for part in parts]).all(0)
-
-
-def _numbers_at(point: int, at: dict[str, Tensor]) -> str:
-    return "".join(f", {key}={float(x[point]):.4g}" for key, x in at.items())
+    result = torch.ones_like(logp, dtype=torch.bool)
+    for logp_in_dtype in (logp, logp.float()):
+        for x in value_and_slope(logp_in_dtype):
+            result &= torch.as_tensor(x).isfinite()
+    return result

@@ -22,7 +22,16 @@ from torch import Tensor
 
 from ..checks import LARGEST, SMALLEST, Checked, require
 from .kl import absolute
-from .ops import bounded_exp, by_autograd, check_returned, compare, log_probs, ops, refuse_overflow
+from .ops import (
+    ComparisonPoints,
+    bounded_exp,
+    by_autograd,
+    check_returned,
+    compare,
+    ops,
+    random_log_probs,
+    refuse_overflow,
+)
 
 # ---- formulas: (logp, old_logp, advantage, params) -> (loss, slope)
 
@@ -502,53 +511,80 @@ def check_surrogate(
     """
     remedy = "pass a Surrogate, Custom(function) for a function of your own."
     require(isinstance(surrogate, Surrogate), "surrogate", surrogate, remedy)
-    g = torch.Generator().manual_seed(seed)
-    logp, x = log_probs(points, g)
-    advantage = torch.randn(points, generator=g, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    logp, log_ratio = random_log_probs(points, generator)
+    old_logp = logp - log_ratio
+    advantage = torch.randn(points, generator=generator, dtype=torch.float64)
     advantage[::16] = 0.0
-    selected = (torch.rand(points, generator=g) < 0.5).double()
-    old_logp = logp - x
-    extra = (selected,) if surrogate.selects else ()
+    is_selected = (torch.rand(points, generator=generator) < 0.5).double()
+    selected = (is_selected,) if surrogate.selects else ()
     if surrogate.zero_at_zero_advantage:
-        for what, value in zip(
-            ("loss", "slope"), surrogate(logp, old_logp, 0.0 * x, *extra), strict=True
-        ):
-            if (
-                torch.as_tensor(value).nan_to_num(nan=0.0).any()
-            ):  # 0 times infinity: reported as an overflow below
-                raise ValueError(
-                    f"the {what} of {surrogate!r} is not 0 at advantage 0: set"
-                    " zero_at_zero_advantage=False."
-                )
+        check_zero_at_zero_advantage(surrogate, logp, old_logp, selected)
 
-    def terms(logp: Tensor) -> tuple[Tensor, Tensor]:
-        old = logp - x.to(logp.dtype) if surrogate.detached_ratio else old_logp
-        return surrogate(logp, *(given.to(logp.dtype) for given in (old, advantage, *extra)))
+    def value_and_slope(moved_logp: Tensor) -> tuple[Tensor, Tensor]:
+        """Evaluate the surrogate at these log-probs of the policy, in their dtype."""
+        dtype = moved_logp.dtype
+        moved_old_logp = old_logp.to(dtype)
+        if surrogate.detached_ratio:
+            moved_old_logp = moved_logp - log_ratio.to(dtype)  # so the ratio stays constant
+        last_arguments = [x.to(dtype) for x in selected]
+        return surrogate(moved_logp, moved_old_logp, advantage.to(dtype), *last_arguments)
 
-    distance, at = ("log-ratio", x), {"old_logp": old_logp, "advantage": advantage}
-    if surrogate.in_torch:  # its slope is that of autograd
-        refuse_overflow(repr(surrogate), terms, logp, distance, at)
+    comparison_points = ComparisonPoints(
+        logp=logp,
+        distance_name="log-ratio",
+        distance=log_ratio,
+        other_numbers={"old_logp": old_logp, "advantage": advantage},
+    )
+    if surrogate.in_torch:  # autograd computes its slope, so there is nothing to compare
+        refuse_overflow(repr(surrogate), value_and_slope, comparison_points)
     else:
-        compare(repr(surrogate), terms, logp, tolerance, distance, at)
+        compare(repr(surrogate), value_and_slope, comparison_points, tolerance)
+
+
+def check_zero_at_zero_advantage(
+    surrogate: Surrogate, logp: Tensor, old_logp: Tensor, selected: tuple[Tensor, ...]
+) -> None:
+    """Raise ValueError unless loss and slope are 0 for tokens with advantage 0.
+
+    A NaN passes: it comes from 0 * infinity, which `check_surrogate` reports as an overflow.
+
+    logp, old_logp   fp64 [num_points]
+    selected         () or (fp64 [num_points],): the tokens that the surrogate selects
+    """
+    loss, slope = surrogate(logp, old_logp, torch.zeros_like(logp), *selected)
+    for name, value in (("loss", loss), ("slope", slope)):
+        if torch.as_tensor(value).nan_to_num(nan=0.0).any():
+            raise ValueError(
+                f"the {name} of {surrogate!r} is not 0 at advantage 0: set"
+                " zero_at_zero_advantage=False."
+            )
 
 
 def check_log_ratio_bounds(bounds: Any, surrogate: Surrogate) -> None:
-    """Raise ValueError unless `bounds` are (low, high), to which the log-ratio that `surrogate`
-    takes can be clamped.
+    """Raise ValueError unless the log-ratio of a surrogate can be clamped to `bounds`.
+
+    Two conditions must hold:
+    1. `bounds` is a tuple (low, high) of real numbers with low < 0 < high, so that an on-policy
+       token, whose log-ratio is 0, is inside.
+    2. The gradient of the surrogate flows through the log-ratio alone. A clamp stops that gradient
+       outside of the bounds; it must not stop a gradient through logp itself, as in -A * logp.
+       A surrogate with a detached ratio is fine: its gradient does not flow through the log-ratio.
     """
-    pair = (
+    is_pair = (
         isinstance(bounds, tuple)
         and len(bounds) == 2
-        and all(isinstance(b, numbers.Real) for b in bounds)
+        and all(isinstance(bound, numbers.Real) for bound in bounds)
     )
+    contains_zero = is_pair and bounds[0] < 0 < bounds[1]
     remedy = "pass (low, high) with low < 0 < high, for example (-20.0, 20.0), or None."
-    require(pair and bounds[0] < 0 < bounds[1], "log_ratio_bounds", bounds, remedy)
-    pulls = surrogate.reads_logp and not surrogate.detached_ratio
+    require(contains_zero, "log_ratio_bounds", bounds, remedy)
+    may_lose_gradient = surrogate.reads_logp and not surrogate.detached_ratio
     remedy = (
-        f"{type(surrogate).__name__} may use logp in addition to the ratio, and a clamp would stop its gradient:"
-        " leave it None."
+        f"{type(surrogate).__name__} may use logp in addition to the ratio, and a clamp would stop"
+        " its gradient: leave it None."
     )
-    require(not pulls, "log_ratio_bounds", bounds, remedy)
+    require(not may_lose_gradient, "log_ratio_bounds", bounds, remedy)
 
 
 # ---- tokens with a large covariance of log-prob and advantage are treated differently (arXiv

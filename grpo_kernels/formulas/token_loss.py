@@ -26,7 +26,7 @@ from torch import Tensor
 
 from .formula_keys import key_of, name_of_function, users_functions
 from .kl import kl_terms
-from .ops import log_probs, ops
+from .ops import ops, random_log_probs
 from .program import Program, Run, TracedProgram, Tracer, traced_program
 from .token_inputs import PROGRAM_INPUTS, TokenInputs, old_or_current
 
@@ -222,7 +222,7 @@ def token_loss(
     if token.kl_weight is not None:
         kl, grad_fixed_ratio, grad_through_ratio, grad_both = kl_term(token, functions, numbers)
         loss = loss + token.kl_weight * kl
-        if functions.level == "sequence" and functions.kl["WEIGHTING"] == "ratio":
+        if functions.level == "sequence" and functions.kl["weighting"] == "ratio":
             grad_logp = grad_logp + token.kl_weight * grad_fixed_ratio
             grad_log_ratio = grad_log_ratio + token.kl_weight * grad_through_ratio
         else:
@@ -417,13 +417,14 @@ def random_inputs(names: tuple[str, ...]) -> list[Tensor]:
     """
     num_tokens = 512
     generator = torch.Generator().manual_seed(0)
-    logp, _ = log_probs(num_tokens, generator)
+    logp, _ = random_log_probs(num_tokens, generator)
     inputs = []
     for name in names:
         if name == "logps":
             x = logp.float()
         elif name.endswith("logps"):
-            x = (logp + log_probs(num_tokens, generator)[1]).float()
+            _, difference = random_log_probs(num_tokens, generator)
+            x = (logp + difference).float()
         elif name == "entropy":
             x = 6.0 * torch.rand(num_tokens, generator=generator)
         else:
