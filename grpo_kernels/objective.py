@@ -46,7 +46,7 @@ from .formulas.filters import (
 )
 from .formulas.formula_keys import is_own
 from .formulas.future_kl import FutureKl
-from .formulas.kl import Kl, as_kl, kl_terms
+from .formulas.kl import Kl, KlTerms, as_kl, kl_terms
 from .formulas.surrogates import (
     LEVELS,
     A2po,
@@ -772,50 +772,73 @@ class Objective(Checked):
     def _gradient_through_sequence(
         self, grad_log_ratios: Tensor, logps: Tensor, inputs: TokenInputs, batch: TokenBatch
     ) -> Tensor:
-        """Return the gradient of log-probs from that of the log-ratio of each token's sequence.
+        """Return the part of d loss / d logp that flows through the log-ratio of a sequence.
 
-        The log-ratio is a mean or a sum over tokens, so its gradient reaches all of them.
+        The log-ratio is a mean or sum of f(x_s) over the trained tokens s of the sequence, where
+        x_s is the log-ratio of a token and f is `Surrogate.in_sequence`. So the gradient of token s
+        is f'(x_s) times the mean or sum of `grad_log_ratios` over the sequence.
+
+        grad_log_ratios   fp32 [num_tokens], d (loss of token t) / d (log-ratio of its sequence)
+        logps             fp32 [num_tokens], log-prob of each token under the policy
+
+        Return fp32 [num_tokens], 0 in masked tokens.
         """
         grads = self._reduce_over_sequences(grad_log_ratios, batch)
         grads = torch.where(inputs.mask, grads, 0.0)
-        own_log_ratios = _own_log_ratios(logps, inputs)
-        _, derivative = self.surrogate.in_sequence(own_log_ratios, inputs.advantages)
+        log_ratios = token_log_ratios(logps, inputs)
+        _, derivative = self.surrogate.in_sequence(log_ratios, inputs.advantages)
         return grads * derivative
 
     def log_ratio(self, logps: Tensor, inputs: TokenInputs, batch: TokenBatch) -> Tensor:
-        """Return logp - old_logp at the level of the objective, fp32 [num_tokens].
+        """Return the log-ratio of each token at the objective's `level`, fp32 [num_tokens].
 
-        That is the log-ratio of each token, or the mean or sum over the trained tokens of its
-        sequence. logps is fp32 [num_tokens], `inputs` and `batch` are of the same tokens.
+        At level "token" it is x_t = logp_t - old_logp_t (0 if on-policy). At the other levels all
+        tokens of a sequence share one number, over the trained tokens s of the sequence:
+
+            "sequence", "sequence-token"   mean of (f(x_s) + log w_s)
+            "sequence-sum"                 sum of (f(x_s) + log w_s)
+
+        f is `Surrogate.in_sequence`: the identity, except that GMPO and VESPO clamp x_s. The second
+        term exists only if the surrogate multiplies the weights w of the batch into the ratio
+        instead of the loss (`absorbs_weights`, VESPO). Then w_s = 0 adds no log-weight.
+
+        logps    fp32 [num_tokens], log-prob of each token under the policy
+        inputs   of the same tokens; has the old log-probs, the mask and the weights
+        batch    of the same tokens; knows which tokens form a sequence
         """
-        log_ratios = _own_log_ratios(logps, inputs)
+        log_ratios = token_log_ratios(logps, inputs)
         if self.level == "token":
             return log_ratios
-        log_ratios, _ = self.surrogate.in_sequence(log_ratios, inputs.advantages)
+        terms, _ = self.surrogate.in_sequence(log_ratios, inputs.advantages)
         if self.surrogate.absorbs_weights and inputs.weights is not None:
             log_weights = inputs.weights.abs().log().clamp(*LOG_WEIGHT_BOUNDS)
-            # A weight of 0 leaves out its token, and does not change the ratio of the sequence.
-            log_ratios = log_ratios + torch.where(inputs.weights == 0, 0.0, log_weights)
-        return self._reduce_over_sequences(torch.where(inputs.mask, log_ratios, 0.0), batch)
+            # A weight of 0 drops its token from the loss (`_policy_weight`), not from the ratio.
+            terms = terms + torch.where(inputs.weights == 0, 0.0, log_weights)
+        return self._reduce_over_sequences(torch.where(inputs.mask, terms, 0.0), batch)
 
-    def kl_terms(
-        self, logps: Tensor, inputs: TokenInputs, log_ratio: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the KL estimate and its derivatives, fp32 [num_tokens] each (`kl.kl_terms`).
+    def kl_terms(self, logps: Tensor, inputs: TokenInputs, log_ratio: Tensor) -> KlTerms:
+        """Return the KL estimate of each token and its derivatives, fp32 [num_tokens] each.
 
-        logps       fp32 [num_tokens]
-        log_ratio   what the method of that name returns
+        logps       fp32 [num_tokens], log-prob of each token under the policy
+        inputs      of the same tokens, with log-probs under the reference
+        log_ratio   fp32 [num_tokens], what `log_ratio` returns
         """
         old_logps = inputs.old_or_current(logps)
-        log_ratio = log_ratio_of_kl(log_ratio, logps - old_logps, self.level)
         kl = self.kl_spec
-        return kl_terms(logps, old_logps, inputs.ref_logps, log_ratio, kl.clamps, **kl.formula)
+        return kl_terms(
+            logps,
+            old_logps,
+            inputs.ref_logps,
+            log_ratio=log_ratio_of_kl(log_ratio, logps - old_logps, self.level),
+            clamps=kl.clamps,
+            **kl.formula,
+        )
 
     def _reduce_over_sequences(self, x: Tensor, batch: TokenBatch) -> Tensor:
-        """Return the mean or sum of x over the sequence of each token, fp32 [num_tokens].
+        """Return the sum or mean of x over the sequence of each token, fp32 [num_tokens].
 
         It is the sum at level "sequence-sum", otherwise the mean over the trained tokens. x is
-        [num_tokens], 0 in masked tokens.
+        [num_tokens] and must be 0 in masked tokens.
         """
         total = batch.sequence_sum(x)
         if self.level != "sequence-sum":
@@ -914,12 +937,16 @@ class Objective(Checked):
 
 #: The KL of an objective without one, so that all of these objectives share a compiled formula.
 NO_KL = Kl()
-#: Bounds of the log of a batch's weight in the ratio of a sequence: log 1e-8, and 20 as for ratios.
+#: Bounds of the log of a batch's weight in the ratio of a sequence: log(1e-8) and 20.
 LOG_WEIGHT_BOUNDS = (-18.420680743952367, 20.0)
 
 
-def _own_log_ratios(logps: Tensor, inputs: TokenInputs) -> Tensor:
-    """Return logp - old_logp of each token: if on-policy 0, and NaN where logp is NaN."""
+def token_log_ratios(logps: Tensor, inputs: TokenInputs) -> Tensor:
+    """Return logp - old_logp of each token, fp32 [num_tokens], whatever the objective's level is.
+
+    An on-policy token has no old log-prob: its log-ratio is 0, or NaN if its logp is NaN. A token
+    is on-policy if the inputs have no old_logps, or if the old log-prob is the mark ON_POLICY.
+    """
     if inputs.old_logps is not None and not inputs.marks_on_policy:
         return logps - inputs.old_logps
     # logp - logp would also be NaN for an infinite logp.

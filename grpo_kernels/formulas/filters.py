@@ -38,7 +38,7 @@ from .token_inputs import TokenInputs
 from .token_loss import below_floor
 
 #: A ratio beyond e^60 is useless anyway, and e^60 is still finite in fp32; see ops.bounded_exp.
-BOUND = 60.0
+LOG_RATIO_BOUND = 60.0
 #: What `delta` of `near_sampler` is.
 DELTA = ("the largest mean log-ratio is a finite number.", -LARGEST, LARGEST)
 #: Whose advantage decides in `near_sampler`.
@@ -323,10 +323,13 @@ def _near(batch: TokenBatch, log_ratios: Tensor, delta: float, advantage_of: str
 
 
 def log_ratio(above: Tensor, below: Tensor) -> Tensor:
-    """above - below in fp64, in [-BOUND, BOUND]; NaN, a token that one of them did not score,
-    counts as 0.
+    """Return above - below in fp64, clamped to [-60, 60] (LOG_RATIO_BOUND), and 0 in place of NaN.
+
+    A NaN log-prob means that one of the two models did not score the token.
     """
-    return torch.nan_to_num(above.double() - below.double(), nan=0.0).clamp(-BOUND, BOUND)
+    return torch.nan_to_num(above.double() - below.double(), nan=0.0).clamp(
+        -LOG_RATIO_BOUND, LOG_RATIO_BOUND
+    )
 
 
 def check_filters(filters: Any, level: str) -> None:

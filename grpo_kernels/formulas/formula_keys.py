@@ -1,9 +1,10 @@
-"""Keys of functions: whatever was made of a function serves as long as its key is the same.
+"""Keys of functions, by which traced programs are cached.
 
-A program or a kernel is made of the functions of an objective. Functions of the user may be defined
-again at each step, or read globals that change. The key of such a function contains its code, its
-defaults, the values that it closes over and those of the global names in it, its helpers included.
-A key holds no function of the user, whose globals may be large.
+A program or a kernel is traced from the functions of an objective, and used again while their keys
+are equal. A user may define the same function again at each step, or change a global that it reads.
+So the key of a user's function contains its code, its defaults, the values of its closure and the
+values of the global names in it, including those of its helper functions. A key does not keep the
+function itself alive, because its globals may be large.
 """
 
 from __future__ import annotations
@@ -64,12 +65,12 @@ PURE = frozenset(
     | BUILTIN_FUNCTIONS_OF_MODULES
 )
 PACKAGE = __name__.removesuffix("formulas.formula_keys")
-#: Instructions after which a name is not what the globals of a function have under it.
+#: Instructions that change what a global name means while the function runs.
 REBINDING = {dis.opmap[name] for name in ("IMPORT_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")}
 
 
 class _NoKey(Exception):
-    """What a function depends on cannot be told without running it."""
+    """A function may depend on something that is known only by running it, so it has no key."""
 
 
 class _Undefined:
@@ -86,7 +87,7 @@ def is_own(x: object) -> bool:
 
 
 def users_functions(values: Iterable[Any]) -> list[Any]:
-    """Return those of the values that are functions of the user."""
+    """Return the values that can be called and are not functions or classes of this package."""
     return [x for x in values if callable(x) and not is_own(x)]
 
 
@@ -96,9 +97,11 @@ def name_of_function(function: Any) -> str:
 
 
 def key_of(x: object) -> Hashable | None:
-    """Return a key that is equal for functions, and for values, that give the same program.
+    """Return a key of a function or value. Things with equal keys are traced into the same program.
 
-    None if this cannot be told, for example for an object with methods.
+    So a program that was traced before can be used again if the key is the same. Return None if
+    there is no such key, for example for an object with methods: then the program must be traced
+    again at each call.
     """
     try:
         return _key(x, {})
@@ -106,21 +109,23 @@ def key_of(x: object) -> Hashable | None:
         return None
 
 
-def _key(x: Any, places: dict[int, int]) -> Hashable:
-    """Return the key of a function or a value.
+def _key(x: Any, function_numbers: dict[int, int]) -> Hashable:
+    """Return the key of a function or value x, which may be a part of a larger key.
 
-    places   the functions whose keys are part of the same key already: id -> how many were before
+    Raises _NoKey if x is of a kind that may behave differently at each call.
+
+    function_numbers   the functions in the larger key so far, see `_key_of_function`
     """
     kind = type(x)
     if kind is types.FunctionType:
-        return x if is_own(x) else _key_of_function(x, places)
+        return x if is_own(x) else _key_of_function(x, function_numbers)
     if x is None or isinstance(x, (bool, int, str)):
         return kind, x
     if isinstance(x, float):
         return kind, x.hex()  # distinguishes 0.0 from -0.0, and is equal for NaN
     parts = _parts_of(x)
     if parts is not None:
-        return kind, *[_key(part, places) for part in parts]
+        return kind, *[_key(part, function_numbers) for part in parts]
     if isinstance(x, (type, types.BuiltinFunctionType)):
         if is_own(x) or x in PURE or _is_tensor_function(x):
             return x
@@ -128,7 +133,10 @@ def _key(x: Any, places: dict[int, int]) -> Hashable:
 
 
 def _parts_of(x: Any) -> Iterable[Any] | None:
-    """Return the parts that make up a container, None if x is none whose parts are known."""
+    """Return the parts of a container, from which its key is made, or None for another object.
+
+    Containers are tuples, lists, dictionaries, `functools.partial` and dataclasses of this package.
+    """
     kind = type(x)
     if kind is tuple or kind is list:
         return x
@@ -150,30 +158,43 @@ def _is_tensor_function(x: Any) -> bool:
     return hasattr(torch.Tensor, name) and getattr(torch, name, None) is x
 
 
-def _key_of_function(function: Any, places: dict[int, int]) -> Hashable:
-    """Return the key of a function of the user."""
-    if id(function) in places:
-        return "again", places[id(function)]
-    places[id(function)] = len(places)
-    names = _global_names(function.__code__)
-    if names is None:
+def _key_of_function(function: Any, function_numbers: dict[int, int]) -> Hashable:
+    """Return a key of everything that the results of a user's function depend on.
+
+    Two functions with equal keys compute the same from the same arguments, so a program that was
+    traced from one of them can be used for the other. The key contains the code, the defaults, the
+    attributes, the values of the closure and the values of the global names in the code. A helper
+    function among these values adds its own key.
+
+    function_numbers   id(function) -> its number, for the functions that are part of the larger
+                       key already; the function is added. If a function occurs in a key a second
+                       time (it is recursive, or two functions call it), its number stands for it.
+
+    Raises _NoKey if a value that the function depends on has no key or is not known.
+    """
+    if id(function) in function_numbers:
+        return "function of this key", function_numbers[id(function)]
+    function_numbers[id(function)] = len(function_numbers)
+    global_names = _global_names(function.__code__)
+    if global_names is None:
         raise _NoKey
     key: list[Any] = [function.__code__]
     for values in (function.__defaults__, function.__kwdefaults__, function.__dict__):
-        key.append(_key(values, places) if values else None)
+        key.append(_key(values, function_numbers) if values else None)
     for cell in function.__closure__ or ():
-        if cell == types.CellType():  # a name that has no value yet
+        if cell == types.CellType():  # an empty cell: the variable has no value yet
             raise _NoKey
-        key.append(_key(cell.cell_contents, places))
-    for name in names:
-        key.append(_key(_value_of_name(function, name), places))
+        key.append(_key(cell.cell_contents, function_numbers))
+    for name in global_names:
+        key.append(_key(_value_of_name(function, name), function_numbers))
     return tuple(key)
 
 
 def _value_of_name(function: Any, name: tuple[str, ...]) -> Any:
-    """Return the value of a global name, such as ("math", "pi"), as a function sees it.
+    """Return the value of a global name in a function, such as ("math", "pi") for math.pi.
 
-    Attributes are followed through modules only.
+    The first part is looked up in the function's globals and then in its builtins. Attributes are
+    followed only as long as the value is a module. Raises _NoKey if a module lacks the attribute.
     """
     first, *attributes = name
     if first in function.__globals__:
@@ -191,9 +212,10 @@ def _value_of_name(function: Any, name: tuple[str, ...]) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _global_names(code: types.CodeType) -> tuple[tuple[str, ...], ...] | None:
-    """Return the global names in a function and its inner functions, with their attributes.
+    """Return the global names that a function and its inner functions read, with attributes.
 
-    ("math", "pi") stands for math.pi. None if the function changes what a name means.
+    ("math", "pi") stands for math.pi. Return None if the code contains an import, or assigns to or
+    deletes a global: then the values before the call do not tell what the function reads.
     """
     names: dict[tuple[str, ...], None] = {}
     name: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""FIPO: tokens are weighted by how far the policy has moved at the tokens that follow them."""
+"""Weights of FIPO: how far the policy has moved at the tokens that follow a token."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ..batch import TokenBatch
 from ..checks import FLOATING, LARGEST, SMALLEST, Checked, require, require_shape, require_tensor
-from .filters import BOUND
+from .filters import LOG_RATIO_BOUND
 from .token_inputs import TokenInputs
 
-#: Bounds of the weight of a token that `FutureKl.safety` concerns.
+#: Bounds of the weight of a token whose ratio is above `FutureKl.safety` and advantage below 0.
 SAFE_WEIGHTS = (0.8, 1.0)
 
 
@@ -54,13 +54,16 @@ class FutureKl(Checked):
         require(self.low <= self.high, "low", self.low, remedy)
 
     def weights(self, batch: TokenBatch, logps: Tensor) -> Tensor:
-        """Return the weights for log-probs that are known before the loss, for
-        `TokenBatch.weights`: fp32, the shape of targets, 0 where masked.
+        """Return the weight of each token, to be passed as `TokenBatch.weights`.
 
-        The loss then needs one pass over the logits, since its weights do not depend on them. They
-        are exact for the policy of these log-probs, for example the policy of the last mini-batch.
+        Use it instead of `Objective(future_kl=)` if log-probs of the policy are known before the
+        loss, for example from the last mini-batch. The loss then needs one pass over the logits
+        instead of two, because its weights do not depend on them.
 
-        logps   float, the shape of targets. The batch must have old_logps and advantages.
+        batch   must have old_logps and advantages
+        logps   float, the shape of targets: the log-probs that the weights are computed from
+
+        Return fp32 in the shape of targets, 0 in masked tokens.
         """
         batch.check_sequences("future_kl needs")
         require_tensor("logps", logps, FLOATING, "floats of targets' shape")
@@ -77,32 +80,54 @@ class FutureKl(Checked):
         return torch.where(batch.trained, weights, 0.0).view(batch.targets.shape)
 
     def apply(self, logps: Tensor, inputs: TokenInputs, batch: TokenBatch) -> Tensor:
-        """Return the weight of the policy term of each token, fp32 [num_tokens].
+        """Return `inputs.policy_weight` times the weight of each token, fp32 [num_tokens].
 
-        logps   fp32 [num_tokens] of these inputs, which are all tokens of the batch
+        logps    fp32 [num_tokens], log-prob of each token under the policy
+        inputs   all tokens of the batch
         """
         log_ratios = logps - inputs.old_or_current(logps)
         weights = self._weights(log_ratios, inputs.advantages, batch)
-        # A token of weight 0 stays out, whatever its own weight is.
+        # 0 * NaN is NaN, but a token with the policy weight 0 has no loss.
         policy_weight = inputs.policy_weight
         return torch.where(policy_weight != 0, policy_weight * weights, 0.0)
 
     def _weights(self, log_ratios: Tensor, advantages: Tensor, batch: TokenBatch) -> Tensor:
-        """Return clip(e^F_t, low, high), fp32 [num_tokens], from each token's log-ratio."""
-        log_ratios = log_ratios.double().clamp(-BOUND, BOUND)
+        """Return the weight clip(exp(F_t), low, high) of the policy term of each token t.
+
+        F_t = sum over k >= t of gamma^(k - t) * log r_k, with gamma = 2^(-1 / half_life). k runs
+        over the trained tokens of the same sequence whose ratio r_k is at most `cutoff`. A token
+        with a negative advantage and a ratio above `safety` gets its weight clamped once more, to
+        SAFE_WEIGHTS = [0.8, 1].
+
+        log_ratios   fp32 [num_tokens], log r_t = logp_t - old_logp_t
+        advantages   fp32 [num_tokens]
+        batch        of the same tokens
+
+        Return fp32 [num_tokens]. The sums are fp64. LOG_RATIO_BOUND = 60 keeps every log-ratio and
+        the exponent of the weight finite. A NaN reaches the weights of the tokens before it.
+        """
+        log_ratios = log_ratios.double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
         # A comparison with NaN is False, so a NaN stays in the sum.
         counts = batch.trained & ~(log_ratios > math.log(self.cutoff))
         log_gamma = -math.log(2.0) / self.half_life
-        future = future_sums(torch.where(counts, log_ratios, 0.0), log_gamma, batch)
-        weights = future.clamp(max=BOUND).exp().clamp(self.low, self.high)
+        future_kl = future_sums(torch.where(counts, log_ratios, 0.0), log_gamma, batch)
+        weights = future_kl.clamp(max=LOG_RATIO_BOUND).exp().clamp(self.low, self.high)
         is_unsafe = (advantages < 0) & (log_ratios > math.log(self.safety))
         return torch.where(is_unsafe, weights.clamp(*SAFE_WEIGHTS), weights).float()
 
 
 def future_sums(values: Tensor, log_gamma: float, batch: TokenBatch) -> Tensor:
-    """Return sum over k >= t of gamma^(k - t) values_k within each sequence, fp64 [num_tokens].
+    """Return the discounted sum of the values from each token to the end of its sequence.
 
-    After the step with `reach`, a sum has the terms of 2 * reach tokens: log2(T) steps.
+    The sum of token t is over k >= t of gamma^(k - t) * values[k], within the sequence.
+
+    values      fp64 [num_tokens], the tokens of the batch one sequence after the other
+    log_gamma   log of the discount gamma, at most 0
+    batch       tells which tokens form a sequence
+
+    Return fp64 [num_tokens]. The sums double their reach in each step: if they cover `reach`
+    tokens, adding the discounted sum of token t + reach makes them cover 2 * reach. That takes
+    log2(length of the longest sequence) steps on whole tensors.
     """
     num_tokens = values.numel()
     longest = num_tokens if batch.cu_seqlens is not None else batch.targets.shape[-1]

@@ -82,8 +82,8 @@ from ..checks import (
 )
 from ..formulas.filters import (
     ADVANTAGES_OF,
-    BOUND,
     DELTA,
+    LOG_RATIO_BOUND,
     log_ratio,
     near_sampler,
     sampler_errors,
@@ -135,7 +135,7 @@ def importance_weights(
             batch, x, "mean" if level == "geometric" else "sum", f'level="{level}" needs'
         )
         counted = batch.lengths > 0
-    w = x.clamp(max=BOUND).exp()
+    w = x.clamp(max=LOG_RATIO_BOUND).exp()
     w = w.clamp(low, high) if mode == "truncate" else torch.where((w >= low) & (w <= high), w, 0.0)
     if normalize:
         total = torch.stack([torch.where(counted, w, 0.0).sum(), counted.sum()])
@@ -186,7 +186,7 @@ def rejection_mask(
     if over != "token":
         x = _of_sequences(batch, x, over, f'over="{over}" needs')
     if metric == "ratio":
-        x = x.clamp(max=BOUND).exp()
+        x = x.clamp(max=LOG_RATIO_BOUND).exp()
     keep = (x >= low) & (x <= high)
     return _per_token(batch, keep if over == "token" else batch.spread(keep))
 
@@ -350,7 +350,7 @@ def correction_metrics(
         "ratio_std": ratio.std(unbiased=False),
         "kl_k1": mean(-x),
         "kl_k3": mean(w - 1.0 - x),
-        "chi2_token": mean((2.0 * x).clamp(max=BOUND).exp() - 1.0),
+        "chi2_token": mean((2.0 * x).clamp(max=LOG_RATIO_BOUND).exp() - 1.0),
         "abs_log_ratio_mean": sizes.mean,
         "abs_log_ratio_max": sizes.highest,
         "share_unscored": mean(batch.flat("sampler_logps").isnan()),  # type: ignore[union-attr]
@@ -368,7 +368,9 @@ def correction_metrics(
         tokens = batch.sequence_sum(trained)
         total = batch.sequence_sum(x)
         metrics["log_ppl_difference"] = mean(-total / tokens.clamp(min=1.0), tokens > 0)
-        metrics["chi2_sequence"] = mean((2.0 * total).clamp(max=BOUND).exp() - 1.0, tokens > 0)
+        metrics["chi2_sequence"] = mean(
+            (2.0 * total).clamp(max=LOG_RATIO_BOUND).exp() - 1.0, tokens > 0
+        )
     return {
         name: torch.where(ratio.size > 0, value, 0.0).float() for name, value in metrics.items()
     }
