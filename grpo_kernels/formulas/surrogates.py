@@ -1,12 +1,12 @@
-"""The policy term: surrogates, each one plain function that returns a token's loss and its slope.
+"""Surrogates: the policy term of the loss of a token, and its derivative.
 
-Notation: logp, old_logp are log-probs of the chosen token under the policy and under the policy at
-the start of the update; x = logp - old_logp, r = exp(x); A the advantage; sg stops the gradient;
-"slope" = d loss / d logp.
+Notation: logp and old_logp are the log-probs of the sampled token under the policy now and at the
+start of the update, x = logp - old_logp is the log-ratio, r = exp(x) the ratio and A the advantage.
+sg stops the gradient. The slope is d loss / d logp.
 
-Every function is (logp, old_logp, advantage, params) -> (loss, slope) of a token, fp32; params are
-the numbers of its class, in the order of the fields. It is written in `ops` (see there), so fused
-kernels run the same source. To write your own, see `Custom`.
+Every surrogate function is (logp, old_logp, advantage, params) -> (loss, slope) of a token, fp32.
+params are the numbers of its class, in the order of the fields. The function is written in `ops`
+(see there), so the fused kernels run the same source. To write your own, see `Custom`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,11 @@ from .ops import (
 
 
 def clip(logp, old_logp, advantage, params):
-    """-min(min(r, delta) A, clip(r, 1 - eps_low, 1 + eps_high) A). See `Clip`."""
+    """Return the clipped loss of PPO and its slope, see `Clip`.
+
+    loss = -min(min(r, delta) A, clip(r, 1 - eps_low, 1 + eps_high) A), r = exp(logp - old_logp).
+    params is (eps_low, eps_high, delta).
+    """
     low = 1.0 - params[0]
     high = 1.0 + params[1]
     delta = params[2]
@@ -45,54 +49,71 @@ def clip(logp, old_logp, advantage, params):
     unclipped = ops.minimum(r, delta) * advantage
     clipped = r.clamp(low, high) * advantage
     # A ratio exactly on a bound counts as inside, as it does for autograd.
-    rising = r <= ops.minimum(delta, high)
-    falling = (r >= low) & (r <= ops.maximum(delta, high))
-    active = ops.where(advantage > 0.0, rising, falling)
+    is_inside_if_positive = r <= ops.minimum(delta, high)
+    is_inside_if_negative = (r >= low) & (r <= ops.maximum(delta, high))
+    is_inside = ops.where(advantage > 0.0, is_inside_if_positive, is_inside_if_negative)
     loss = -ops.minimum(unclipped, clipped)
-    return loss, ops.where(active, loss, 0.0)  # which is -r A there, and its own derivative
+    # Inside, the loss is -r A, which is its own derivative with respect to logp.
+    return loss, ops.where(is_inside, loss, 0.0)
 
 
 def cispo(logp, old_logp, advantage, params):
-    """-sg(clip(r, low, cap)) A logp. See `Cispo`."""
+    """Return the loss -sg(clip(r, low, cap)) A logp and its slope, see `Cispo`.
+
+    r = exp(logp - old_logp), and params is (cap, low).
+    """
+    cap = params[0]
+    low = params[1]
     r = bounded_exp(logp - old_logp)
-    return weighted(r.clamp(params[1], params[0]) * advantage, logp)
+    return weighted(r.clamp(low, cap) * advantage, logp)
 
 
 def policy_gradient(logp, old_logp, advantage, params):
-    """-A logp. See `PolicyGradient`."""
+    """Return the loss -A logp of REINFORCE and its slope -A, see `PolicyGradient`."""
     return weighted(advantage, logp)
 
 
 def weighted(weight, logp):
-    """-weight logp of a weight that is held still. Of no weight it is 0 even where logp is -inf."""
+    """Return the loss -weight * logp and its slope -weight, for a weight without gradient.
+
+    The loss is 0 if the weight is 0, even if logp is -inf.
+    """
     return ops.where(weight == 0.0, 0.0, -weight * logp), -weight
 
 
 def no_policy_term(logp, old_logp, advantage, params):
-    """0. See `NoPolicyTerm`."""
+    """Return the loss 0 and the slope 0, see `NoPolicyTerm`."""
     zero = advantage * 0.0
     return zero, zero
 
 
 def importance_sampling(logp, old_logp, advantage, params):
-    """-r A. See `ImportanceSampling`."""
-    term = -bounded_exp(logp - old_logp) * advantage
-    return term, term
+    """Return the loss -r A, r = exp(logp - old_logp), and its slope -r A.
+
+    See `ImportanceSampling`.
+    """
+    loss = -bounded_exp(logp - old_logp) * advantage
+    return loss, loss
 
 
 def sapo(logp, old_logp, advantage, params):
-    """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A. See `Sapo`."""
+    """Return the loss -(4 / tau) sigmoid(tau (r - 1)) A of SAPO and its slope, see `Sapo`.
+
+    r = exp(logp - old_logp). params is (tau for A > 0, tau for A <= 0).
+    """
     tau = ops.where(advantage > 0.0, params[0], params[1])
     r = bounded_exp(logp - old_logp)
     gate = ops.sigmoid(tau * (r - 1.0))
-    # 1 - gate is computed as a sigmoid of its own: the subtraction would cancel.
-    return -4.0 / tau * gate * advantage, -4.0 * gate * ops.sigmoid(tau * (1.0 - r)) * r * advantage
+    # The subtraction 1.0 - gate would cancel digits.
+    one_minus_gate = ops.sigmoid(tau * (1.0 - r))
+    return -4.0 / tau * gate * advantage, -4.0 * gate * one_minus_gate * r * advantage
 
 
 def vespo(logp, old_logp, advantage, params):
-    """-phi A logp, phi = sg(exp(lambda + k log w - lambda w)), log w = x within [log 1e-8, 20].
+    """Return the loss -phi A logp of VESPO and its slope -phi A, see `Vespo`.
 
-    See `Vespo`.
+    phi = sg(exp(lambda + k log w - lambda w)), where log w = logp - old_logp is clamped to
+    [log(1e-8), 20]. params is (k, lambda for A >= 0, k, lambda for A < 0).
     """
     k = ops.where(advantage >= 0.0, params[0], params[2])
     rate = ops.where(advantage >= 0.0, params[1], params[3])
@@ -101,25 +122,33 @@ def vespo(logp, old_logp, advantage, params):
 
 
 def dro(logp, old_logp, advantage, params):
-    """-A logp + beta x^2 / 2. See `Dro`."""
+    """Return the loss -A logp + beta x^2 / 2 of DRO and its slope beta x - A, see `Dro`.
+
+    x = logp - old_logp, and params is (beta,).
+    """
+    beta = params[0]
     x = logp - old_logp
-    return -advantage * logp + 0.5 * params[0] * x * x, params[0] * x - advantage
+    return -advantage * logp + 0.5 * beta * x * x, beta * x - advantage
 
 
 def regression(logp, old_logp, advantage, params):
-    """(beta x - A)^2. See `A2po`."""
-    residual = params[0] * (logp - old_logp) - advantage
-    return residual * residual, 2.0 * params[0] * residual
+    """Return the loss (beta x - A)^2 and its slope 2 beta (beta x - A), see `A2po`.
+
+    x = logp - old_logp, and params is (beta,).
+    """
+    beta = params[0]
+    residual = beta * (logp - old_logp) - advantage
+    return residual * residual, 2.0 * beta * residual
 
 
 # ---- surrogates with their parameters, as users name them
 
-#: Of a ratio that is clipped to [1 - eps_low, 1 + eps_high].
+#: The ranges of the fields of a surrogate that clips the ratio to [1 - eps_low, 1 + eps_high].
 CLIP_WIDTHS = (
     ("eps_low", "the lower clip width is a number in [0, 1].", 0, 1),
     ("eps_high", "the upper clip width is a finite number >= 0.", 0, LARGEST),
 )
-#: Of a ratio that is clipped to [low, cap].
+#: The range of the field `low` of a surrogate that clips the ratio to [low, cap].
 LOW = "the lower bound is a ratio in [0, cap]."
 SHARE = ("share", "the share of tokens is in [0, 1].", 0, 1)
 
@@ -127,86 +156,104 @@ LEVELS = ("token", "sequence", "sequence-token", "sequence-sum")
 
 
 class Surrogate(Checked):
-    """A surrogate function together with its parameters. Subclasses are frozen dataclasses of
-    floats.
+    """A surrogate function with its parameters. Subclasses are frozen dataclasses of floats.
 
-    The attributes tell an objective how it may be used.
+    The class attributes tell an `Objective` how the surrogate may be used.
     """
 
     function: Callable[..., Any]
-    #: Levels of the ratio that it is defined for.
+    #: The values of `Objective.level` that the surrogate is defined for.
     levels: tuple[str, ...] = LEVELS
     #: True: the ratio is a constant weight and the gradient flows through logp itself (CISPO). At
-    #: sequence levels the slope then stays at its token instead of flowing through the log-ratio of
-    #: the sequence.
+    #: sequence levels the loss of a token then has a gradient at this token alone. Otherwise its
+    #: gradient reaches all tokens of the sequence through their common log-ratio.
     detached_ratio: bool = False
-    #: True: a token with advantage 0 has loss 0 and slope 0 whatever its ratio, so its row need not
-    #: be read.
+    #: True: a token with advantage 0 has loss 0 and slope 0 whatever its ratio is, so a kernel may
+    #: skip its logits.
     zero_at_zero_advantage: bool = True
-    #: True: a batch's weights enter the ratio of the sequence instead of multiplying the term
-    #: (VESPO).
+    #: True: the weights of a batch are multiplied into the ratio of the sequence instead of the
+    #: loss (VESPO).
     absorbs_weights: bool = False
-    #: True: `function` may read logp and not only the ratio, which then has no bounds.
+    #: True: `function` may use logp in other ways than in logp - old_logp. Then log_ratio_bounds
+    #: are refused, unless the ratio is detached.
     reads_logp: bool = False
-    #: True: `select` needs the log-probs of the whole batch before any slope can be computed.
+    #: True: `select` marks some tokens, for which it needs the log-probs of the whole batch.
     selects: bool = False
 
     @property
     def in_torch(self) -> bool:
-        """True:
+        """Whether autograd computes the slope, because `function` returns the loss alone.
 
-        autograd finds the slope, not `function`. It then runs in torch only, and logits are read
-        twice.
+        The formula then runs in torch only, between two passes over the logits.
         """
         return False
 
     @property
     def formula(self) -> Callable[..., tuple[Any, Any]]:
-        """(logp, old_logp, advantage, params) -> (loss, slope) of a token:
+        """The function (logp, old_logp, advantage, params) -> (loss, slope) of each token.
 
-        `function`, where that gives both.
+        It is `function`, unless that returns the loss alone (`in_torch`).
         """
         return self.function
 
     @property
     def params(self) -> tuple[float, ...]:
-        """What `function` receives as its last argument: runtime floats, so a schedule recompiles
-        nothing. Where the surrogate `selects`, what it selected follows them.
+        """The numbers that `function` receives as its last argument, all fields as floats.
+
+        Compiled formulas take them at each call, so a schedule of a clip width recompiles nothing.
+        If the surrogate `selects`, the result of `select` is appended.
         """
         return tuple(float(getattr(self, f.name)) for f in fields(self))  # type: ignore[arg-type]
 
     @property
     def ratio_bounds(self) -> tuple[float, float]:
-        """Ratios below the first (A < 0) or above the second (A > 0) count as clipped in the
-        metrics.
+        """(low, high) of the ratio, for the metrics.
+
+        A token counts as clipped if its ratio is below low and A < 0, or above high and A > 0.
         """
         return (0.0, math.inf)
 
     def clipped(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        """Which tokens count as clipped, two bools in the shape of ratio and advantages: those
-        below the lower bound with A < 0, and those above the upper with A > 0.
+        """Return which tokens the metrics count as clipped at the lower and at the upper bound.
+
+        The first mask has the tokens with a ratio below the lower bound and A < 0, the second those
+        with a ratio above the upper bound and A > 0. Both are bool, in the shape of the arguments.
         """
         low, high = self.ratio_bounds
         return (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
 
     def in_sequence(self, x: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor | float]:
-        """What a token adds to its sequence's mean or sum of log-ratios x [n], and the derivative
-        in x; advantages [n].
+        """Return f(x) and f'(x), where the log-ratio of a sequence is the mean or sum of f(x).
+
+        f is the identity, unless a surrogate clips the log-ratio of each token first.
+
+        x            fp32 [num_tokens], log-ratio of each token
+        advantages   fp32 [num_tokens]
+
+        Return fp32 [num_tokens] each. A derivative of 1 may be a number.
         """
         return x, 1.0
 
     def select(
         self, logps: Tensor, old_logps: Tensor, advantages: Tensor, trained: Tensor
     ) -> Tensor:
-        """fp32 [n] of 0 and 1, for a surrogate that `selects`, from logps, old_logps and
-        advantages, fp32 [n], and trained, bool [n].
+        """Return 1 for the tokens that the surrogate treats differently, otherwise 0, fp32 [n].
+
+        Only a surrogate with `selects=True` implements it.
+
+        logps, old_logps, advantages   fp32 [n], of all tokens of the batch
+        trained                        bool [n], the loss mask
         """
         raise NotImplementedError
 
     def __call__(
         self, logp: Tensor, old_logp: Tensor, advantage: Tensor, *selected: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Per-token loss and slope, fp32, in the shape of `logp`."""
+        """Return the loss of each token and its slope d loss / d logp, fp32, in the shape of logp.
+
+        logp, old_logp, advantage   tensors of one shape
+        selected                    the result of `select`, if the surrogate `selects`
+        """
         return self.formula(logp, old_logp, advantage, (*self.params, *selected))
 
 
@@ -269,9 +316,9 @@ class Cispo(Surrogate):
 
 @dataclass(frozen=True)
 class PolicyGradient(Surrogate):
-    """REINFORCE:
+    """REINFORCE: loss = -A logp, without a ratio (Williams 1992; GPG arXiv 2504.02546).
 
-    loss = -A logp, no ratio (Williams 1992; GPG arXiv 2504.02546). With A = 1, the cross-entropy.
+    With A = 1 it is the cross-entropy.
     """
 
     function = staticmethod(policy_gradient)
@@ -280,8 +327,9 @@ class PolicyGradient(Surrogate):
 
 @dataclass(frozen=True)
 class NoPolicyTerm(Surrogate):
-    """loss = 0: for an objective of a KL, an entropy bonus or `nll_weights` alone, as distillation
-    is. The advantages are not used.
+    """loss = 0, for an objective that is a KL, an entropy bonus or `nll_weights` alone.
+
+    Distillation is such an objective. The advantages are not used.
     """
 
     function = staticmethod(no_policy_term)
@@ -341,6 +389,7 @@ class Vespo(Surrogate):
     )
 
     def in_sequence(self, x: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Return x clamped to [-20, 20]. Its derivative is not used, as the ratio is detached."""
         return x.clamp(-20.0, 20.0), 1.0
 
 
@@ -358,8 +407,10 @@ class Gmpo(Surrogate):
     ranges = (("eps_low eps_high", "the clip width in log space is a number >= 0.", 0),)
 
     def in_sequence(self, x: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor | float]:
-        # A > 0: x is bounded by eps_high from above. A < 0: by -eps_low from below. A = 0: x does
-        # not count.
+        """Return the clipped log-ratio of each token and its derivative (see `Surrogate`).
+
+        It is min(x, eps_high) for A > 0, max(x, -eps_low) for A < 0, and 0 for A = 0. A NaN stays.
+        """
         counts = (advantages != 0) | x.isnan()
         clipped = torch.where(
             advantages > 0, x.clamp(max=self.eps_high), x.clamp(min=-self.eps_low)
@@ -373,10 +424,9 @@ class Gmpo(Surrogate):
 
 @dataclass(frozen=True)
 class Dro(Surrogate):
-    """DRO:
+    """DRO: loss = -A logp + beta x^2 / 2, with x = logp - old_logp (verl's "dro").
 
-    loss = -A logp + beta x^2 / 2, a quadratic penalty of the log-ratio instead of a clip (verl's
-    "dro").
+    A quadratic penalty of the log-ratio takes the place of a clip.
     """
 
     beta: float = 1.0
@@ -485,7 +535,12 @@ class Custom(Surrogate):
     def _with_slope(
         self, logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[float, ...]
     ) -> tuple[Tensor, Tensor]:
-        return by_autograd(lambda *given: self.function(*given, params), logp, old_logp, advantage)
+        """Return the loss of each token and its slope by autograd, in the shape of logp."""
+
+        def loss_of(logp: Tensor, old_logp: Tensor, advantage: Tensor) -> Tensor:
+            return self.function(logp, old_logp, advantage, params)
+
+        return by_autograd(loss_of, logp, old_logp, advantage)
 
     @property
     def params(self) -> tuple[float, ...]:
@@ -587,50 +642,71 @@ def check_log_ratio_bounds(bounds: Any, surrogate: Surrogate) -> None:
     require(not may_lose_gradient, "log_ratio_bounds", bounds, remedy)
 
 
-# ---- tokens with a large covariance of log-prob and advantage are treated differently (arXiv
-# 2505.22617). Of their functions the last parameter is 1.0 for selected tokens and 0.0 for the
-# others
+# ---- surrogates that treat tokens with a large covariance of log-prob and advantage differently
+# (arXiv 2505.22617). The last parameter of their functions is 1.0 for such a token, otherwise 0.0
 
 
 # ---- formulas
 
 
 def clip_cov(logp, old_logp, advantage, params):
-    """`clip`, and nothing for selected tokens. See `ClipCov`."""
-    loss, slope = clip(logp, old_logp, advantage, (params[0], params[1], math.inf))
-    kept = params[-1] == 0.0
-    return ops.where(kept, loss, 0.0), ops.where(kept, slope, 0.0)
+    """Return the loss of `clip` and its slope, both 0 for selected tokens, see `ClipCov`.
+
+    params is (eps_low, eps_high, ..., selected), where selected is 1.0 or 0.0.
+    """
+    clip_params = (params[0], params[1], math.inf)
+    loss, slope = clip(logp, old_logp, advantage, clip_params)
+    is_kept = params[-1] == 0.0
+    return ops.where(is_kept, loss, 0.0), ops.where(is_kept, slope, 0.0)
 
 
 def kl_cov(logp, old_logp, advantage, params):
-    """-r A, plus coef |x| for selected tokens. See `KlCov`."""
-    distance, slope = absolute(logp, old_logp, old_logp)
-    term, _ = importance_sampling(logp, old_logp, advantage, params)
-    weight = params[0] * params[-1]
-    return term + weight * distance, term + weight * slope
+    """Return the loss -r A, plus coef |x| for selected tokens, and its slope, see `KlCov`.
+
+    x = logp - old_logp and r = exp(x). params is (coef, ..., selected), where selected is 1.0 or
+    0.0.
+    """
+    coef = params[0]
+    is_selected = params[-1]
+    # The KL estimator |ref_logp - logp|, with the old policy as the reference.
+    distance, distance_slope = absolute(logp, old_logp, ref_logp=old_logp)
+    loss, slope = importance_sampling(logp, old_logp, advantage, params)
+    weight = coef * is_selected
+    return loss + weight * distance, slope + weight * distance_slope
 
 
 # ---- selection
 
 
 def covariance(logps: Tensor, advantages: Tensor, trained: Tensor) -> Tensor:
-    """(A - mean A) (logp - mean logp) of every trained token of the batch, fp64 [n]; 0 elsewhere.
-    arXiv 2505.22617 eq. 9. logps and advantages fp32 [n], trained bool [n].
+    """Return (A - mean A) (logp - mean logp) of each token, fp64 [n] (arXiv 2505.22617, eq. 9).
+
+    The means are over the trained tokens of the batch. Other tokens get 0.
+
+    logps, advantages   fp32 [n]
+    trained             bool [n], the loss mask
     """
-    x, y = (torch.where(trained, values.double(), 0.0) for values in (logps, advantages))
     count = trained.sum().clamp(min=1)
-    return torch.where(trained, (x - x.sum() / count) * (y - y.sum() / count), 0.0)
+    x = torch.where(trained, logps.double(), 0.0)
+    y = torch.where(trained, advantages.double(), 0.0)
+    centered_x = x - x.sum() / count
+    centered_y = y - y.sum() / count
+    return torch.where(trained, centered_x * centered_y, 0.0)
 
 
-def _first(order: Tensor, eligible: Tensor, share: float, trained: Tensor) -> Tensor:
-    """fp32 [n]: 1 for the eligible tokens with the lowest `order`, a share of the trained ones and
-    at least one; 0 for the others. No host sync.
+def _select_lowest(score: Tensor, eligible: Tensor, share: float, trained: Tensor) -> Tensor:
+    """Return 1 for the eligible tokens with the lowest scores, otherwise 0, fp32 [n].
+
+    The number of selected tokens is `share` times the number of trained tokens, rounded down, but
+    at least 1 and at most the number of eligible tokens. It does not wait for the device.
+
+    score               float [n]
+    eligible, trained   bool [n]
     """
     count = (share * trained.sum().double()).floor().clamp(min=1)
-    ranked = torch.argsort(torch.where(eligible, order, math.inf), stable=True)
-    rank = torch.zeros_like(ranked).scatter_(
-        0, ranked, torch.arange(ranked.numel(), device=ranked.device)
-    )
+    order = torch.argsort(torch.where(eligible, score, math.inf), stable=True)
+    ranks_in_order = torch.arange(order.numel(), device=order.device)
+    rank = torch.zeros_like(order).scatter_(0, order, ranks_in_order)
     return (eligible & (rank < count)).float()
 
 
@@ -667,10 +743,14 @@ class ClipCov(Surrogate):
     def select(
         self, logps: Tensor, old_logps: Tensor, advantages: Tensor, trained: Tensor
     ) -> Tensor:
-        low, high = self.clipped(bounded_exp(logps - old_logps), advantages)
+        """Select random tokens that are not clipped and whose covariance is between the bounds."""
+        ratio = bounded_exp(logps - old_logps)
+        is_clipped_low, is_clipped_high = self.clipped(ratio, advantages)
         cov = covariance(logps, advantages, trained)
-        eligible = trained & ~(low | high) & (cov > self.low) & (cov < self.high)
-        return _first(torch.rand(logps.shape, device=logps.device), eligible, self.share, trained)
+        is_in_band = (cov > self.low) & (cov < self.high)
+        eligible = trained & ~is_clipped_low & ~is_clipped_high & is_in_band
+        random_score = torch.rand(logps.shape, device=logps.device)
+        return _select_lowest(random_score, eligible, self.share, trained)
 
 
 @dataclass(frozen=True)
@@ -690,4 +770,6 @@ class KlCov(Surrogate):
     def select(
         self, logps: Tensor, old_logps: Tensor, advantages: Tensor, trained: Tensor
     ) -> Tensor:
-        return _first(-covariance(logps, advantages, trained), trained, self.share, trained)
+        """Select the trained tokens with the largest covariance."""
+        cov = covariance(logps, advantages, trained)
+        return _select_lowest(-cov, eligible=trained, share=self.share, trained=trained)
