@@ -785,7 +785,7 @@ class Objective(Checked):
         """
         grads = self._reduce_over_sequences(grad_log_ratios, batch)
         grads = torch.where(inputs.mask, grads, 0.0)
-        log_ratios = token_log_ratios(logps, inputs)
+        log_ratios = _token_log_ratios(logps, inputs)
         _, derivative = self.surrogate.in_sequence(log_ratios, inputs.advantages)
         return grads * derivative
 
@@ -806,7 +806,7 @@ class Objective(Checked):
         inputs   of the same tokens; has the old log-probs, the mask and the weights
         batch    of the same tokens; knows which tokens form a sequence
         """
-        log_ratios = token_log_ratios(logps, inputs)
+        log_ratios = _token_log_ratios(logps, inputs)
         if self.level == "token":
             return log_ratios
         terms, _ = self.surrogate.in_sequence(log_ratios, inputs.advantages)
@@ -941,7 +941,7 @@ NO_KL = Kl()
 LOG_WEIGHT_BOUNDS = (-18.420680743952367, 20.0)
 
 
-def token_log_ratios(logps: Tensor, inputs: TokenInputs) -> Tensor:
+def _token_log_ratios(logps: Tensor, inputs: TokenInputs) -> Tensor:
     """Return logp - old_logp of each token, fp32 [num_tokens], whatever the objective's level is.
 
     An on-policy token has no old log-prob: its log-ratio is 0, or NaN if its logp is NaN. A token

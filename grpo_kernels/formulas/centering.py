@@ -1,7 +1,4 @@
-"""Score centering:
-
-the terms at listed ids (see extra_id_terms.py) that take the drift of a sampler out of a gradient.
-"""
+"""Score centering: terms at extra ids that remove the drift of a sampler from the gradient."""
 
 from __future__ import annotations
 
@@ -16,7 +13,8 @@ from .extra_id_terms import logp_term, probability_outside
 from .filters import TrustRegion
 from .surrogates import PolicyGradient, Surrogate
 
-#: How much lower the log-probs of a tail's ids are than the ratio that stands for all of them.
+#: A trust region sees the ids of the tail with log-probs that are lower by this many nats, because
+#: each of them is rare.
 RARE = 40.0
 
 
@@ -73,7 +71,10 @@ class ScoreCentering(Checked):
 
     @classmethod
     def of(cls, objective: Any, *, tail: bool = True) -> ScoreCentering:
-        """The one that goes with an `Objective`, of the token level."""
+        """Return the score centering for the surrogate and trust region of an `Objective`.
+
+        Raises ValueError unless the objective has level="token".
+        """
         require(
             objective.level == "token",
             "level",
@@ -85,7 +86,18 @@ class ScoreCentering(Checked):
     def __call__(
         self, logp: Tensor, values: Tensor, advantage: Tensor, sums: Any
     ) -> tuple[Tensor, ...]:
-        p, q = logp.exp(), values.exp()
+        """Return the term of each listed id and its derivative, as an `ExtraIdFunction`.
+
+        The term is A c log p with the constant c = q w, and with `tail` c = q w - a p, see the
+        class.
+
+        logp        float64 [num_ids], log p of each id under the policy
+        values      [num_ids], log q of each id under the sampler
+        advantage   fp32 [num_ids], A of the token that lists the id
+        sums        sums numbers of ids over the ids of each token
+        """
+        p = logp.exp()
+        q = values.exp()
         coefficient = q * self.weighted(logp, values, advantage)
         if not self.tail:
             return logp_term(logp, coefficient, advantage, sums)
@@ -98,10 +110,15 @@ class ScoreCentering(Checked):
     def weighted(
         self, logp: Tensor, sampler: Tensor, advantage: Tensor, rare: float = 0.0
     ) -> Tensor:
-        """A w of ids with these log-probs under policy and sampler, which a trust region sees lower
-        by `rare`.
+        """Return A w of ids, -1 times the slope of the surrogate, or 0 outside of the trust region.
+
+        logp, sampler   log-probs of the ids under the policy and the sampler
+        advantage       A, of the same shape
+        rare            the trust region sees both log-probs lowered by this
         """
-        weighted = -self.surrogate(logp, sampler, advantage)[1]
+        _, slope = self.surrogate(logp, sampler, advantage)
+        weighted = -slope
         if self.trust is None:
             return weighted
-        return torch.where(self.trust.keeps(logp - rare, sampler - rare, advantage), weighted, 0.0)
+        is_trusted = self.trust.keeps(logp - rare, sampler - rare, advantage)
+        return torch.where(is_trusted, weighted, 0.0)

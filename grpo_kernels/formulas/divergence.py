@@ -92,7 +92,10 @@ class Exact(Checked):
 
 
 def as_exact(divergence: str | Exact) -> Exact:
-    """Return a divergence that was given by its direction, or as an Exact, as an Exact."""
+    """Return a divergence as an `Exact`: "reverse" becomes Exact("reverse"), an Exact stays.
+
+    Raises ValueError for anything else.
+    """
     if isinstance(divergence, Exact):
         return divergence
     remedy = f"it must be one of {', '.join(DIRECTIONS)}, or an Exact."
@@ -164,10 +167,17 @@ def renormalise(log_probs: Tensor, offsets: Tensor) -> Tensor:
 
 
 def generalised_terms(exact: Exact, log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Return the term of each id: a (log a - log b) - a + b, for "tv" |p - q| / 2.
+    """Return the term of each id in the divergence, in the shape of log_p, at least 0.
 
-    Terms are at least 0. Over outcomes whose probabilities add up to 1 they add up to the
-    divergence.
+    With t(a, b) = a (log a - log b) - a + b and m the mixture of p and q:
+
+        "reverse"   t(p, q)
+        "forward"   t(q, p)
+        "jsd"       share * t(q, m) + (1 - share) * t(p, m)
+        "tv"        |p - q| / 2
+
+    If p and q each add up to 1 over the ids, the terms add up to the divergence, since -a and b
+    cancel. log_p is the log-prob under the policy, log_q under the teacher.
     """
     if exact.direction == "forward":
         return generalised_kl_term(log_q, log_p)

@@ -1,9 +1,9 @@
-"""Filters: tokens that are left out of the policy term because of what the policy says about them
-now.
+"""Filters, which drop tokens from the policy term by their log-prob or entropy under the policy.
 
-Anything that is known before the policy is evaluated, such as the mismatch with the sampler, is a
-weight of the batch instead: see corrections.py. A filtered token has loss 0 and slope 0 in the
-policy term. It still counts in the KL and in the denominators, with two exceptions: an entropy
+If a token can be dropped before the policy is evaluated, for example by the mismatch of sampler and
+trainer, use the weights of the batch instead: see rewards/corrections.py. A dropped token has loss
+0 and slope 0 in the policy term. It still counts in the KL and in the denominators, with two
+exceptions: an entropy
 bonus with entropy_aggregate="token-mean" is a mean over the tokens that `EntropyQuantile` keeps,
 and a sequence that `SamplerMismatch` drops counts as masked. If a trust region drops a token, the
 terms at its listed ids stay.
@@ -37,42 +37,67 @@ from .ops import bounded_exp, ops
 from .token_inputs import TokenInputs
 from .token_loss import below_floor
 
-#: A ratio beyond e^60 is useless anyway, and e^60 is still finite in fp32; see ops.bounded_exp.
+#: Bound of log-ratios in nats. e^60 is finite in fp32, as in ops.bounded_exp.
 LOG_RATIO_BOUND = 60.0
-#: What `delta` of `near_sampler` is.
+#: The description and the range of `OffPolicySequences.delta`.
 DELTA = ("the largest mean log-ratio is a finite number.", -LARGEST, LARGEST)
-#: Whose advantage decides in `near_sampler`.
+#: The values of `OffPolicySequences.advantage_of`.
 ADVANTAGES_OF = ("sequence", "token")
 
 # ---- trust regions
 
 
 def trust_tv(logp, anchor_logp, advantage, params):
-    """p - q <= high if A > 0, else p - q >= -low."""
-    moved = ops.exp(logp) - ops.exp(anchor_logp)
-    return ops.where(advantage > 0.0, moved <= params[1], moved >= -params[0])
+    """Return whether p - q <= high if A > 0, and whether p - q >= -low otherwise.
+
+    p = exp(logp), q = exp(anchor_logp), A is the advantage and params is (low, high).
+    """
+    low = params[0]
+    high = params[1]
+    difference = ops.exp(logp) - ops.exp(anchor_logp)
+    return ops.where(advantage > 0.0, difference <= high, difference >= -low)
 
 
 def trust_symmetric_tv(logp, anchor_logp, advantage, params):
-    """-low <= p - q <= high, whatever A is."""
-    moved = ops.exp(logp) - ops.exp(anchor_logp)
-    return (moved <= params[1]) & (moved >= -params[0])
+    """Return whether -low <= p - q <= high. The advantage is not used.
+
+    p = exp(logp), q = exp(anchor_logp), and params is (low, high).
+    """
+    low = params[0]
+    high = params[1]
+    difference = ops.exp(logp) - ops.exp(anchor_logp)
+    return (difference <= high) & (difference >= -low)
 
 
 def trust_kl(logp, anchor_logp, advantage, params):
-    """Drops a token whose binary KL(q || p) is beyond its bound in the direction that A pushes."""
+    """Return whether the binary KL(q || p) is within its bound, or A moves p back towards q.
+
+    The KL is that of two outcomes: the token, of probability p = exp(logp) under the policy and
+    q = exp(anchor_logp) under the anchor, and all other tokens. For A > 0, which raises p, the
+    token is kept if KL <= high or p <= q. For A < 0 it is kept if KL <= low or p >= q. For A = 0 it
+    is kept unless the KL is NaN. params is (low, high).
+    """
+    low = params[0]
+    high = params[1]
     p = ops.exp(logp)
     q = ops.exp(anchor_logp)
     kl = q * (anchor_logp - logp) + (1.0 - q) * ops.log((1.0 - q + 1e-8) / (1.0 - p + 1e-8))
-    rising = (kl <= params[1]) | (p <= q)
-    falling = (kl <= params[0]) | (p >= q)
-    return ops.where(advantage > 0.0, rising, ops.where(advantage < 0.0, falling, kl == kl))
+    keep_if_positive = (kl <= high) | (p <= q)
+    keep_if_negative = (kl <= low) | (p >= q)
+    is_number = kl == kl
+    keep_unless_positive = ops.where(advantage < 0.0, keep_if_negative, is_number)
+    return ops.where(advantage > 0.0, keep_if_positive, keep_unless_positive)
 
 
 def trust_ratio(logp, anchor_logp, advantage, params):
-    """1 - low < r < 1 + high."""
+    """Return whether 1 - low < r < 1 + high. The advantage is not used.
+
+    r = exp(logp - anchor_logp), and params is (low, high).
+    """
+    low = params[0]
+    high = params[1]
     r = bounded_exp(logp - anchor_logp)
-    return (r > 1.0 - params[0]) & (r < 1.0 + params[1])
+    return (r > 1.0 - low) & (r < 1.0 + high)
 
 
 TRUST_REGIONS = {
@@ -84,13 +109,12 @@ TRUST_REGIONS = {
 
 
 class Filter(Checked):
-    """A frozen dataclass with `keep`. With `is_per_token` a token's own log-prob and entropy
-    decide, and `token_loss.token_loss` computes the decision. A filter that you write leaves it
-    False.
-    """
+    """The base of all filters, which are frozen dataclasses with a method `keep`."""
 
+    #: True: the decision for a token depends on the log-prob and entropy of this token alone, and
+    #: `token_loss.token_loss` computes it. A filter that you write leaves it False.
     is_per_token: bool = False
-    #: True: a token's own sequence decides, and no other.
+    #: True: the decision for a token depends on the tokens of its sequence alone.
     is_per_sequence: bool = False
     #: True: tokens that are left out of the policy term are left out of the entropy bonus too.
     filters_entropy: bool = False
@@ -100,8 +124,12 @@ class Filter(Checked):
     def keep(
         self, logps: Tensor, entropy: Tensor | None, rows: TokenInputs, batch: TokenBatch | None
     ) -> Tensor:
-        """bool [n]: the tokens to keep. logps and entropy are detached fp32 [n], rows the flat
-        rows, and batch the batch that they come from (None where `is_per_token` is True).
+        """Return which tokens to keep in the policy term, bool [num_tokens].
+
+        logps     fp32 [num_tokens], log-prob of each token under the policy, detached
+        entropy   fp32 [num_tokens] in nats, detached
+        rows      the other inputs of these tokens, such as old_logps and advantages
+        batch     the batch of these tokens; None if `is_per_token`
         """
         raise NotImplementedError
 
@@ -134,19 +162,23 @@ class TrustRegion(Filter):
 
     @property
     def params(self) -> tuple[float, float]:
-        """(low, high)."""
+        """The bounds (low, high) as floats, the last argument of a trust region."""
         return (float(self.low), float(self.high))
 
     def keep(
         self, logps: Tensor, entropy: Tensor | None, rows: TokenInputs, batch: TokenBatch | None
     ) -> Tensor:
-        anchor = rows.sampler_logps
-        if anchor is None:
-            anchor = rows.old_or_current(logps)
-        return self.keeps(logps, anchor, rows.advantages)
+        """Return which tokens are inside the trust region, bool [num_tokens], see `Filter.keep`."""
+        anchor_logps = rows.sampler_logps
+        if anchor_logps is None:
+            anchor_logps = rows.old_or_current(logps)
+        return self.keeps(logps, anchor_logps, rows.advantages)
 
     def keeps(self, logps: Tensor, anchor_logps: Tensor, advantages: Tensor) -> Tensor:
-        """Whether tokens with these log-probs under the policy and the anchor are kept, bool."""
+        """Return whether tokens are kept, bool, from their log-probs and advantages.
+
+        logps and anchor_logps are log-probs under the policy and the anchor. All have one shape.
+        """
         return TRUST_REGIONS[self.kind](logps, anchor_logps, advantages, self.params)
 
 
@@ -168,6 +200,7 @@ class EntropyFloor(Filter):
     def keep(
         self, logps: Tensor, entropy: Tensor | None, rows: TokenInputs, batch: TokenBatch | None
     ) -> Tensor:
+        """Return where the entropy is at least `threshold` or NaN, bool [num_tokens]."""
         assert entropy is not None
         return ~below_floor(entropy, self.threshold)
 
@@ -188,16 +221,17 @@ class EntropyQuantile(Filter):
     def keep(
         self, logps: Tensor, entropy: Tensor | None, rows: TokenInputs, batch: TokenBatch | None
     ) -> Tensor:
+        """Return where the entropy is at least its quantile or NaN, bool [num_tokens]."""
         assert entropy is not None
-        return ~below_floor(
-            entropy, entropy_threshold(entropy, rows.mask, self.share, self.process_group)
-        )
+        threshold = entropy_threshold(entropy, rows.mask, self.share, self.process_group)
+        return ~below_floor(entropy, threshold)
 
 
 @dataclass(frozen=True)
 class OffPolicySequences(Filter):
-    """Drop whole sequences of negative advantage from which the policy has moved away
-    (DeepSeek-V3.2, arXiv 2512.02556).
+    """Drop sequences with a negative advantage that have become unlikely under the policy.
+
+    Source: DeepSeek-V3.2, arXiv 2512.02556.
 
     delta          a sequence is dropped if its mean of (log-prob under the sampler - log-prob now)
                    exceeds `delta`. Without sampler_logps, old_logps are used.
@@ -220,12 +254,16 @@ class OffPolicySequences(Filter):
     def keep(
         self, logps: Tensor, entropy: Tensor | None, rows: TokenInputs, batch: TokenBatch | None
     ) -> Tensor:
+        """Return the tokens that are not dropped, bool [num_tokens], see `Filter.keep`.
+
+        A NaN in sampler_logps counts as no difference. Any other NaN makes the mean of its sequence
+        NaN, so the sequence is kept.
+        """
         assert batch is not None
-        now, sampler = _log_probs_now_and_then(batch, logps)
-        # A NaN in sampler_logps counts as 0. Another NaN stays, so that the mean exceeds nothing.
+        now, sampler = _policy_and_sampler_logps(batch, logps)
         compared = torch.minimum(now, sampler) if batch.sampler_logps is None else now
-        x = torch.where(compared.isnan(), torch.nan, log_ratio(sampler, now))
-        return _near(batch, x, self.delta, self.advantage_of)
+        log_ratios = torch.where(compared.isnan(), torch.nan, log_ratio(sampler, now))
+        return _keep_near(batch, log_ratios, self.delta, self.advantage_of)
 
 
 @dataclass(frozen=True)
@@ -266,19 +304,26 @@ class SamplerMismatch(Filter):
 def near_sampler(
     batch: TokenBatch, logps: Tensor, delta: float, advantage_of: str = "sequence"
 ) -> Tensor:
-    """Return which tokens `OffPolicySequences` keeps, bool [n], from the policy's log-probs now,
-    fp32 [n]. A token with a NaN among its two log-probs counts as 0 in the mean.
+    """Return which tokens `OffPolicySequences` would keep, bool [num_tokens].
+
+    batch                 has the log-probs of the sampler and the advantages
+    logps                 fp32 [num_tokens], log-prob of each token under the policy
+    delta, advantage_of   as in `OffPolicySequences`
+
+    A token with a NaN among its two log-probs counts as 0 in the mean of its sequence.
     """
-    now, sampler = _log_probs_now_and_then(batch, logps)
-    return _near(batch, log_ratio(sampler, now), delta, advantage_of)
+    now, sampler = _policy_and_sampler_logps(batch, logps)
+    return _keep_near(batch, log_ratio(sampler, now), delta, advantage_of)
 
 
 def sampler_errors(batch: TokenBatch, logps: Tensor) -> Tensor:
-    """Return the mean of exp |log-prob - log-prob under the sampler| over each sequence's trained
-    tokens, fp64 [B].
+    """Return the mean of exp |logp - sampler_logp| over each sequence's trained tokens, fp64 [B].
 
     It is at least 1, or 0 for a sequence without trained tokens. A token that the sampler did not
-    score counts as equal; a NaN among the policy's log-probs, fp32 [n], is one of its sequence.
+    score (NaN) counts as equal, exp 0 = 1. A NaN in logps makes the mean of its sequence NaN.
+
+    batch   has the sampler_logps
+    logps   fp32 [num_tokens], log-prob of each token under the policy
     """
     if batch.sampler_logps is None:
         raise ValueError(
@@ -293,9 +338,11 @@ def sampler_errors(batch: TokenBatch, logps: Tensor) -> Tensor:
     return total / batch.lengths.clamp(min=1.0)
 
 
-def _log_probs_now_and_then(batch: TokenBatch, logps: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log-probs under the policy now, 0 where the mask is False, and under the sampler, fp32
-    [n] each.
+def _policy_and_sampler_logps(batch: TokenBatch, logps: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-probs of a batch under the policy and under the sampler, fp32 [num_tokens].
+
+    Masked tokens have the log-prob 0 under the policy. If the batch has no sampler_logps, its
+    old_logps take their place, and without these, or for on-policy tokens, those of the policy.
     """
     given = batch.table("old_logps", "sampler_logps")
     now = torch.where(batch.trained, logps, 0.0)
@@ -307,8 +354,16 @@ def _log_probs_now_and_then(batch: TokenBatch, logps: Tensor) -> tuple[Tensor, T
     return now, old
 
 
-def _near(batch: TokenBatch, log_ratios: Tensor, delta: float, advantage_of: str) -> Tensor:
-    """Return which tokens to keep, bool [n], from log-ratios [n] of sampler over policy."""
+def _keep_near(batch: TokenBatch, log_ratios: Tensor, delta: float, advantage_of: str) -> Tensor:
+    """Return False for the tokens that `OffPolicySequences` drops, bool [num_tokens].
+
+    A token is dropped if the mean of the log-ratios over its sequence exceeds delta, and its
+    advantage (advantage_of="token") or the sum of advantages over its sequence ("sequence") is
+    negative.
+
+    log_ratios   fp64 [num_tokens], log-prob under the sampler minus log-prob under the policy, 0 in
+                 masked tokens
+    """
     if batch.advantages is None:
         raise ValueError(
             "advantages is None, but their signs decide which sequences are dropped: pass a float"
@@ -318,8 +373,8 @@ def _near(batch: TokenBatch, log_ratios: Tensor, delta: float, advantage_of: str
     # One reduction for both sums: with a context_group each is a collective.
     sums = batch.sequence_sum(torch.stack([log_ratios, advantages.double()], 1))
     mean_ratio, advantage_sum = (sums / batch.lengths.clamp(min=1.0)[:, None]).unbind(1)
-    negative = advantages < 0 if advantage_of == "token" else batch.spread(advantage_sum < 0)
-    return ~(negative & batch.spread(mean_ratio > delta))
+    is_negative = advantages < 0 if advantage_of == "token" else batch.spread(advantage_sum < 0)
+    return ~(is_negative & batch.spread(mean_ratio > delta))
 
 
 def log_ratio(above: Tensor, below: Tensor) -> Tensor:
@@ -333,24 +388,22 @@ def log_ratio(above: Tensor, below: Tensor) -> Tensor:
 
 
 def check_filters(filters: Any, level: str) -> None:
-    """Raise ValueError unless these are filters, each kind once at most, and fit the level of the
-    ratio.
+    """Raise ValueError unless `filters` can be the filters of an objective with this `level`.
+
+    They must be a tuple of filters, at most one of each class, and not both filters of entropy. A
+    `TrustRegion` needs level="token".
     """
     remedy = (
         "pass a tuple of filters, for example (TrustRegion('tv'),), see"
         " grpo_kernels.formulas.filters."
     )
-    fine = isinstance(filters, tuple) and all(isinstance(f, Filter) for f in filters)
-    require(fine, "filters", filters, remedy)
+    are_filters = isinstance(filters, tuple) and all(isinstance(f, Filter) for f in filters)
+    require(are_filters, "filters", filters, remedy)
     kinds = [type(f) for f in filters]
     require(len(set(kinds)) == len(kinds), "filters", filters, "give each kind of filter once.")
-    both = EntropyFloor in kinds and EntropyQuantile in kinds
-    require(
-        not both,
-        "filters",
-        filters,
-        "EntropyFloor and EntropyQuantile do the same thing: pass one of them.",
-    )
-    trust = TrustRegion in kinds and level != "token"
+    has_both = EntropyFloor in kinds and EntropyQuantile in kinds
+    remedy = "EntropyFloor and EntropyQuantile do the same thing: pass one of them."
+    require(not has_both, "filters", filters, remedy)
+    lacks_token_ratio = TrustRegion in kinds and level != "token"
     remedy = 'a TrustRegion compares probabilities of single tokens: it needs level="token".'
-    require(not trust, "level", level, remedy)
+    require(not lacks_token_ratio, "level", level, remedy)
