@@ -1029,7 +1029,7 @@ FAULTS: list[Fault] = [
         ("no checksum", "        if archive.testzip() is not None:", "        if False:"),
     ),
     *of("grpo_kernels/core/backends/triton/kernels.py", COMPILED,
-        ("the target's logit lacks the transform", "target_logit = row.factor * target_u", "target_logit = target_u"),
+        ("the target's logit lacks the transform", "target_logit = row.u_to_z * target_u", "target_logit = target_u"),
         (
             "a coefficient is read one row early", "x = tl.load(table + row_of_name(NAMES, COEFFICIENT_NAMES, k) * stride + i)",
             "x = tl.load(table + (row_of_name(NAMES, COEFFICIENT_NAMES, k) - 1) * stride + i)",

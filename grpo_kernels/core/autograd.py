@@ -54,7 +54,7 @@ WEIGHT_MISSING = (
 
 
 def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """Call an autograd function, without the overhead that a call does not need."""
+    """Return function.apply(*arguments), without overhead that only torch.func needs."""
     if torch.compiler.is_compiling():
         # torch.compile knows autograd functions with gradients only.
         if not any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
@@ -158,7 +158,12 @@ class RequestedStatistics:
 
 
 class RowStatistics(torch.autograd.Function):
-    """Statistics of rows: the requested ones, then what the backward needs."""
+    """Statistics of rows, differentiable in the tensors of their source.
+
+    Inputs are the pass over the rows, the requested statistics and the tensors. Outputs are the
+    log-probs, the requested statistics, and the softmax sums and other tensors that the backward
+    needs.
+    """
 
     @staticmethod
     def forward(
@@ -200,6 +205,7 @@ class RowStatistics(torch.autograd.Function):
         wanted = ctx.needs_input_grad[2:]
 
         def compute_gradients(*arguments: Tensor) -> tuple[Tensor | None, ...]:
+            """Return the gradients of the tensors from (*upstream gradients, *saved tensors)."""
             grads_by_name = dict(zip(grads, arguments, strict=False))
             saved = arguments[len(grads) :]
             computed = saved[:num_computed]

@@ -55,7 +55,13 @@ def make_pass(
     names: Sequence[str],
     settings: tuple[Any, ...],
 ) -> LogitsPass | LinearPass:
-    """Return the pass that an operator runs, from its arguments."""
+    """Return the pass over rows that an operator runs, from the arguments of its schema.
+
+    tensors    (logits,), or (hidden, weight, bias) if `dtype` is not None
+    dtype      the dtype of matmuls; None: the tensors are logits
+    names      the softmax sums
+    settings   the arguments of SETTINGS_SCHEMA, in their order
+    """
     scale, softcap, inv_temperature, inv_temperatures, backend, strict = settings
     inverse = inv_temperature if inv_temperatures is None else inv_temperatures
     transform = RowTransform(scale, softcap, inverse)
@@ -194,7 +200,7 @@ class CompiledPass(StatisticsPass):
     strict: bool
 
     def compute(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        """Return the softmax sums."""
+        """Return (softmax sums [num_sums, num_rows],), by an operator of the graph."""
         operator = LOGITS_SUMS if self.dtype is None else LINEAR_SUMS
         (values,) = operator(*self.row_arguments(tensors), *self.settings)
         return (values,)
@@ -210,7 +216,11 @@ class CompiledPass(StatisticsPass):
         grads: dict[str, Tensor],
         wanted: Sequence[bool],
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the tensors."""
+        """Return the gradients of the tensors from d loss / d statistic, fp32 [num_rows] by name.
+
+        computed   the softmax sums, as `compute` returned them
+        wanted     which tensors need a gradient; the others get None
+        """
         (values,) = computed
         coefficients = GradientCoefficients.from_gradients(self.as_sums(values), grads, self.mask)
         operator = LOGITS_GRADIENTS if self.dtype is None else LINEAR_GRADIENTS

@@ -71,7 +71,10 @@ def logit_differences(
 ) -> Tensor:
     """Return d = (z - max_logit) - (w - reference_max_logit).
 
-    If the maxima are close it is formed from z - w, which is exact.
+    If the maxima are close, z - w comes first: it is exact for nearly equal z and w.
+
+    z, max_logit             logits of the policy and the maximum of each row
+    w, reference_max_logit   likewise of the reference
     """
     distance = max_logit - reference_max_logit
     close = (z - w) - distance
@@ -80,13 +83,14 @@ def logit_differences(
 
 
 def log_ratio_terms(direction: str, p: Tensor, q: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the terms of sum_log_ratio and sum_log_ratio_excess of each column.
+    """Return the terms of sum_log_ratio and sum_log_ratio_excess of each column, [num_rows, V].
 
-    These are p d and p psi(-d). "forward" swaps the rows: -q d and q psi(d). Where p is 0 they are
-    0 and q, whatever d is. Where q is 0 and p is not, both are infinite.
+    These are p d and p psi(-d) = q - p + p d, with psi(x) = exp(x) - 1 - x. "forward" swaps the
+    rows: -q d and q psi(d). Where p is 0 they are 0 and q, whatever d is. Where q is 0 and p is
+    not, both are infinite.
 
     p, q   exp(z - max_logit) and exp(w - reference_max_logit), [num_rows, V]
-    d      from `logit_differences`
+    d      log(p / q), from `logit_differences`
     """
     if direction == "forward":
         p, q = q, p
@@ -108,23 +112,37 @@ def merge_log_ratio_sums(
     sum_log_ratio: Tensor,
     sum_log_ratio_excess: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return sum_log_ratio and sum_log_ratio_excess of whole rows [num_rows] from those of shards.
+    """Return sum_log_ratio and sum_log_ratio_excess of whole rows from those of shards, [num_rows].
 
-    In the whole row, p and q of a shard are multiplied by factors, and d is larger by `shift`. If
-    sum_log_ratio of a shard is infinite, the merged sum_log_ratio_excess may be NaN.
+    The sums of a shard are relative to its own maxima. In the whole row p_j becomes f p_j, q_j
+    becomes g q_j, and d_j becomes d_j + shift, with g = f exp(-shift). So the sums become
 
-    policy_factor, reference_factor, shift, sum_exp, ...   [num_shards, num_rows]
+        sum_j f p_j (d_j + shift)        = f (sum_log_ratio + shift sum_j p_j)
+        sum_j f p_j psi(-(d_j + shift))  = g sum_log_ratio_excess - (g - f) sum_log_ratio
+                                           + f psi(-shift) sum_j p_j
+
+    and are added over the shards. If sum_log_ratio of a shard is infinite, the merged
+    sum_log_ratio_excess may be NaN. All arguments are fp32 [num_shards, num_rows].
+
+    policy_factor, reference_factor            f and g
+    shift                                      see above
+    sum_exp, reference_sum_exp                 sum_j p_j and sum_j q_j of each shard
+    sum_log_ratio, sum_log_ratio_excess        sum_j p_j d_j and sum_j p_j psi(-d_j). "forward" has
+                                               p and q swapped, and -d in place of d.
     """
     f = policy_factor
     g = reference_factor
     sum_p = sum_exp
     sum_q = reference_sum_exp
     if direction == "forward":
-        f, g = g, f
-        sum_p, sum_q = sum_q, sum_p
+        f = reference_factor
+        g = policy_factor
+        sum_p = reference_sum_exp
+        sum_q = sum_exp
         shift = -shift
     whole_log_ratio = torch.where(f == 0, 0.0, f * (sum_log_ratio + shift * sum_p))
-    # f (exp(-shift) - 1) and f psi(-shift), where g = f exp(-shift). f may underflow if g does not.
+    # For a small shift g - f = f (exp(-shift) - 1) and f psi(-shift) without cancellation. For a
+    # large one from g, because f may underflow when g does not.
     is_small = shift.abs() <= PSI_LIMIT
     factor_of_log_ratio = torch.where(is_small, f * torch.expm1(-shift), g - f)
     factor_of_sum = torch.where(is_small, f * psi(-shift), (g - f) + f * shift)
@@ -137,12 +155,13 @@ def merge_log_ratio_sums(
 def mixture_terms(
     direction: str, p: Tensor, q: Tensor, log_ratio: Tensor, mixture: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the terms of MIXTURE_SUMS of each column.
+    """Return (policy_terms, reference_terms) of MIXTURE_SUMS, [num_rows, V] each.
 
-    jsd   m - p + p log(p / m) and m - q + q log(q / m), whose sums are KL(p||m) and KL(q||m)
-    tv    p sign(p - q) / 2 and |p - q| / 2; the first sum is `center` in the gradient
+    jsd   m - p + p log(p / m) and m - q + q log(q / m), whose sums are KL(p||m) and KL(q||m), with
+          m = p + mixture (q - p)
+    tv    p sign(p - q) / 2 and |p - q| / 2; the first sum is `center` in `divergence_gradient`
 
-    p, q        probabilities [num_rows, V]
+    p, q        probabilities of policy and reference, [num_rows, V]
     log_ratio   log p - log q, any number where both are 0
     """
     if direction == "tv":
@@ -160,19 +179,26 @@ def mixture_terms(
 def divergence_of_mixture(
     direction: str, policy_sum: Tensor, reference_sum: Tensor, mixture: float
 ) -> Tensor:
-    """Return the divergence from the sums of `mixture_terms`."""
+    """Return the divergence of each row from the two sums of `mixture_terms`, [num_rows].
+
+    jsd   mixture KL(q||m) + (1 - mixture) KL(p||m)
+    tv    sum_j |p_j - q_j| / 2
+    """
     if direction == "tv":
         return reference_sum
     return mixture * reference_sum + (1.0 - mixture) * policy_sum
 
 
 def half_sign(log_ratio: Tensor) -> Tensor:
-    """Return half the sign of p - q, 0 where they are equal."""
+    """Return sign(p - q) / 2 from log_ratio = log p - log q; 0 where they are equal, NaN stays."""
     return torch.where(log_ratio.isnan(), log_ratio, 0.5 * log_ratio.sign())
 
 
 def kl_terms_from_mixture(p: Tensor, q: Tensor, log_ratio: Tensor, weight_of_q: float) -> Tensor:
-    """Return m - p + p log(p / m) with m = p + weight_of_q (q - p)."""
+    """Return m - p + p log(p / m) with m = p + weight_of_q (q - p), 0 or more, [num_rows, V].
+
+    log_ratio   log p - log q
+    """
     difference, log_m_over_p = mixture_over_p(log_ratio, weight_of_q)
     terms = torch.where(
         difference.abs() <= PSI_LIMIT,
@@ -198,9 +224,12 @@ def divergence_gradient(
 ) -> Tensor:
     """Return d divergence / d z of each column, [num_rows, V].
 
-    It is p (factor - center), where center is the mean of the factor under p.
+        "reverse"   p (log(p / q) - center)                center = KL(p||q)
+        "forward"   p - q
+        "jsd"       (1 - mixture) p (log(p / m) - center)  center = KL(p||m)
+        "tv"        p (sign(p - q) / 2 - center)           center = sum_j p_j sign(p_j - q_j) / 2
 
-    p, q        probabilities [num_rows, V]
+    p, q        probabilities of policy and reference, [num_rows, V]
     log_ratio   log p - log q, any number where both are 0
     center      [num_rows, 1], see `SoftmaxSums.gradient_center`
     """

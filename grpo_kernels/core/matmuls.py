@@ -157,9 +157,9 @@ class HeadMatmuls:
         return out if self.bias is None else out.add_(self.bias)
 
     def make_grad_buffer(self, num_rows: int, sums_bias: bool) -> GradBuffer:
-        """Return where a block of at most `num_rows` rows keeps its gradient of the logits.
+        """Return memory for d loss / d logits of a block of at most `num_rows` rows.
 
-        sums_bias   see `has_grad_buffer`
+        sums_bias   whether the gradient of a bias is summed over the rows, see `has_grad_buffer`
         """
         return GradBuffer()
 
@@ -176,10 +176,12 @@ class HeadMatmuls:
     def add_grad_weight(
         self, total: Tensor | None, grad_logits: Tensor, hidden: Tensor, may_round: bool
     ) -> Tensor:
-        """Return total + grad_logits.T @ hidden, [V, H].
+        """Return total + grad_logits.T @ hidden, [V, H]: the gradient of the weight up to a block.
 
-        total       the fp32 sum over earlier blocks, which may be overwritten; None is 0
-        may_round   whether the result may have the dtype of the weight
+        total         the fp32 sum over earlier blocks, which may be overwritten; None is 0
+        grad_logits   [num_rows, V] of this block
+        hidden        [num_rows, H] of this block
+        may_round     whether the result may have the dtype of the weight
         """
         if total is not None:
             return total.addmm_(grad_logits.t(), hidden)
@@ -187,7 +189,7 @@ class HeadMatmuls:
         return torch.mm(grad_logits.t(), hidden, out=out)
 
     def weight_slices(self) -> Iterator[slice]:
-        """Yield slices of the ids whose rows of the weight have WEIGHT_SLICE_BYTES in fp32."""
+        """Yield consecutive slices of the ids, WEIGHT_SLICE_BYTES of fp32 weight each."""
         vocab_size, width = self.weight.shape
         ids_per_slice = max(1, WEIGHT_SLICE_BYTES // (4 * width))
         for start in range(0, vocab_size, ids_per_slice):
@@ -239,7 +241,10 @@ class CpuMatmuls(HeadMatmuls):
     def add_grad_weight(
         self, total: Tensor | None, grad_logits: Tensor, hidden: Tensor, may_round: bool
     ) -> Tensor:
-        """Return total + grad_logits.T @ hidden, rounded once to the weight's dtype if allowed."""
+        """Return total + grad_logits.T @ hidden, [V, H]; fp32, or the weight's dtype if may_round.
+
+        The sum is in fp32 and is rounded once.
+        """
         dtype = self.grad_weight_dtype if may_round else torch.float32
         out = total
         if out is None or out.dtype != dtype:
@@ -284,7 +289,11 @@ class TensorCoreMatmuls(HeadMatmuls):
     def add_grad_weight(
         self, total: Tensor | None, grad_logits: Tensor, hidden: Tensor, may_round: bool
     ) -> Tensor:
-        """Return total + grad_logits.T @ hidden, rounded at once if one matmul makes all of it."""
+        """Return total + grad_logits.T @ hidden, [V, H].
+
+        The result is fp32. The matmul itself rounds it to bf16 if `total` is None, `may_round` is
+        True and the caller's weight is bf16.
+        """
         if total is None:
             rounds = may_round and self.grad_weight_dtype == self.dtype
             out_dtype = self.dtype if rounds else torch.float32
@@ -318,14 +327,22 @@ class HalfMatmuls(TensorCoreMatmuls):
         return buffer
 
     def grad_hidden(self, grad_logits: Tensor) -> Tensor:
-        """Return grad_logits @ weight, fp32 [rows, H], scaled back."""
+        """Return (true grad_logits) @ weight, fp32 [rows, H].
+
+        Row i of `grad_logits` in the buffer is the true one times 2^(FP16_EXPONENT - exponents[i]).
+        """
         scale = power_of_two(self.exponents - FP16_EXPONENT)
         return super().grad_hidden(grad_logits).mul_(scale[:, None])
 
     def add_grad_weight(
         self, total: Tensor | None, grad_logits: Tensor, hidden: Tensor, may_round: bool
     ) -> Tensor:
-        """Return total + grad_logits.T @ hidden, fp32, scaled back."""
+        """Return total + (true grad_logits).T @ hidden, fp32 [V, H].
+
+        Row i of `grad_logits` is the true one times 2^(FP16_EXPONENT - exponents[i]). The sum runs
+        over rows, so row i of `hidden` is multiplied by 2^(exponents[i] - largest), and the sum by
+        2^(largest - FP16_EXPONENT).
+        """
         largest = self.exponents.amax()
         row_scale = power_of_two(self.exponents - largest)
         hidden = torch.mul(hidden, row_scale[:, None], out=torch.empty_like(hidden))
@@ -415,7 +432,10 @@ class ScaledGradBuffer(SeparateGradBuffer):
 
 
 def power_of_two(exponents: Tensor) -> Tensor:
-    """Return 2^exponents in fp32, exactly, and 0 below the normal range. exponents are int32."""
+    """Return 2^exponents as fp32, exact; 0 for exponents below -126.
+
+    exponents   int32, at most 127
+    """
     biased = (exponents + FP32_BIAS).clamp_(min=0)
     return (biased << FP32_MANTISSA_BITS).view(torch.float32)
 

@@ -20,7 +20,11 @@ from .vocab_parallel import VocabShard
 
 
 def local_ids(token_ids: Tensor, shard: VocabShard | None, num_columns: int) -> Tensor:
-    """Return the column of each id on this rank, -1 if it has none. ids are int64."""
+    """Return the column of each token id on this rank, int64; -1 if another rank or none has it.
+
+    shard         this rank's part of the vocabulary; None: all of it
+    num_columns   number of columns of the logits on this rank
+    """
     start = 0
     stop = num_columns
     if shard is not None:
@@ -31,7 +35,10 @@ def local_ids(token_ids: Tensor, shard: VocabShard | None, num_columns: int) -> 
 
 
 def sum_over_ranks(logits: Tensor, shard: VocabShard | None) -> Tensor:
-    """Sum logits over the ranks of a shard, in place; ranks without an id hold 0."""
+    """Return the sum of logits over the ranks of a shard, in place; the logits without a shard.
+
+    A rank that does not have the id of a logit holds 0.
+    """
     return logits if shard is None else shard.sum_over_ranks(logits)
 
 
@@ -64,6 +71,7 @@ class GivenPairLogits(torch.autograd.Function):
         row_ids, columns = ctx.saved_tensors
 
         def compute_gradient(grad: Tensor) -> Tensor:
+            """Return d loss / d logits [A, T, V]: the sum of grad over each element's pairs."""
             grad_logits = zeros(ctx.shape, ctx.dtype, grad.device)
             if grad_logits.numel() == 0 or row_ids.numel() == 0:
                 return grad_logits
@@ -156,7 +164,18 @@ def pair_gradients(
     weight_memory: WeightGradMemory | None,
     wanted: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of hidden states, weight and bias from those of the pairs, fp32."""
+    """Return the gradients of hidden states [num_rows, H], weight [V, H] and bias [V].
+
+    Each pair (row, id) adds to them:
+
+        grad_hidden[row] += grad * weight[id]
+        grad_weight[id]  += grad * hidden[row]
+        grad_bias[id]    += grad
+
+    grad            [num_pairs]: d loss / d logit of each pair
+    weight_memory   memory of the caller that the gradient of the weight is added to, or None
+    wanted          which of the three are needed; the others are None
+    """
     grad = grad.float().contiguous()
     device = hidden.device
     has_columns = len(weight) > 0

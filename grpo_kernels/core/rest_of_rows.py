@@ -37,7 +37,17 @@ def statistics_of_rest(
     names: tuple[str, ...],
     detached: tuple[str, ...],
 ) -> dict[str, Tensor]:
-    """Implement `RowSource.statistics_of_rest` for given and for projected logits."""
+    """Return statistics of the softmax over all ids of a row but some, fp32 [num_rows] by name.
+
+    "logps" is the log-odds z[target] - logsumexp(z[rest]).
+
+    source               `GivenLogits` or `ProjectedLogits`
+    targets              int64 [num_rows]
+    row_ids, token_ids   int64 [num_pairs]: the pairs (row, id) that are left out
+    mask                 bool [num_rows]: rows to process; None processes all
+    names                the statistics in addition to "logps"
+    detached             those of the names that get no gradient
+    """
     shard: VocabShard | None = source.shard
     columns = local_ids(plain(token_ids), shard, source.num_columns)
     left_out, _ = sort_by_row(plain(row_ids), columns, source.num_rows)
@@ -73,7 +83,11 @@ class RestKernels(BackendWrapper):
         self.left_out = left_out
 
     def run_sums_kernel(self, rows: LogitRows, names: tuple[str, ...]) -> SoftmaxSums:
-        """Return the sums over the rest of each row, but the logit of the target in any case."""
+        """Return softmax sums over the ids of each row that are not left out.
+
+        These logits become -inf in a copy, a block of rows at a time. "target_logit" is the logit
+        of the target even if the target is left out.
+        """
         rows = merge_groups(rows)
         row_numbers = rows.targets + self.first_id
         targets = self.targets[row_numbers]

@@ -250,13 +250,16 @@ def concatenate(tables: Sequence[Tensor], dim: int) -> Tensor:
 
 
 class LogRatioSums(NamedTuple):
-    """Sums over d of rows whose sum is 1, fp32 or fp64 [num_rows] each. "forward" swaps p and q.
+    """Numbers from which "reverse" or "forward" follows, fp32 or fp64 [num_rows] each.
 
-    mean_log_ratio   sum_j p_j d_j, p of sum 1
-    excess           sum_j p_j psi(-d_j)
-    sum_ratio        the sum of q over that of p, less 1
-    log_sum_ratio    log(1 + sum_ratio)
-    is_small         whether the d of the row are small enough for sum_ratio to be exact
+    e_j and f_j are exp(z_j - max z) and exp(w_j - max w) of policy and reference (for "forward" of
+    reference and policy), E and F their sums, and d_j = log(e_j / f_j).
+
+    mean_log_ratio   sum_j e_j d_j / E
+    excess           sum_j e_j psi(-d_j) / E, with psi(x) = exp(x) - 1 - x
+    sum_ratio        F / E - 1
+    log_sum_ratio    log(F / E)
+    is_small         whether the d_j are so small that sum_ratio is accurate
     """
 
     mean_log_ratio: Tensor
@@ -292,9 +295,9 @@ class SoftmaxSums:
         device: torch.device,
         reference: ReferenceRows | SoftmaxSums | None = None,
     ) -> SoftmaxSums:
-        """Return memory for the sums of rows.
+        """Return sums whose values are not set yet.
 
-        reference   what direction and mixture are taken from
+        reference   gives direction and mixture; None: there is no reference
         """
         values = torch.empty(len(names), num_rows, dtype=torch.float32, device=device)
         if reference is None:
@@ -396,6 +399,8 @@ class SoftmaxSums:
                 self.direction, self["mixture_policy"], self["mixture_reference"], self.mixture
             )
         sums = self._log_ratio_sums
+        # KL = mean_log_ratio + log(F / E). For small d_j in terms of second order, which do not
+        # cancel: mean_log_ratio = excess - sum_ratio and phi(x) = x - log(1 + x).
         small = sums.excess - phi(sums.sum_ratio)
         large = sums.mean_log_ratio + sums.log_sum_ratio
         return torch.where(sums.is_small, small, large).clamp(min=0.0).float()
@@ -408,7 +413,10 @@ class SoftmaxSums:
 
     @property
     def gradient_center(self) -> Tensor:
-        """The `center` of `divergence.divergence_gradient`."""
+        """[num_rows]: the mean that the gradient of the divergence subtracts from each column.
+
+        It is `center` in `divergence.divergence_gradient`.
+        """
         if self.direction in TWO_PASS_DIRECTIONS:
             return self["mixture_policy"]
         if self.direction == "reverse":
@@ -554,7 +562,10 @@ class GradientCoefficients(NamedTuple):
 
     @property
     def nonzero(self) -> Tensor:
-        """bool [num_rows]: rows that may have a gradient. That of the others is exactly 0."""
+        """bool [num_rows]: whether any coefficient of a row is not 0.
+
+        The gradient of other rows is exactly 0.
+        """
         if len(self.names) == 1:
             return self.target != 0
         return (self.values != 0).any(0)
@@ -564,11 +575,12 @@ class GradientCoefficients(NamedTuple):
 
 
 class ShardWeights(NamedTuple):
-    """How the shards of a row count in its sums.
+    """What turns sums of exp(z_j - maximum of a shard) into sums of exp(z_j - maximum of the row).
 
     max_logit   fp32 [num_rows], the maximum of the whole row
-    shift       fp32 [num_shards, num_rows], the maximum of each shard less that; 0 if it is -inf
-    factor      exp(shift), 0 for a shard of only -inf
+    shift       fp32 [num_shards, num_rows], maximum of the shard - maximum of the row; 0 if the
+                shard has only -inf
+    factor      exp(shift), which the sums of a shard are multiplied by; 0 if it has only -inf
     """
 
     max_logit: Tensor
@@ -587,7 +599,14 @@ class ShardWeights(NamedTuple):
 def merge_shards(
     shards: list[SoftmaxSums], mask: Tensor | None, first_ids: Tensor | None
 ) -> SoftmaxSums:
-    """Return the sums of whole rows from the sums of their shards.
+    """Return the sums of whole rows from the sums of their shards, as online softmax merges tiles.
+
+    The sums of a shard are relative to its own maximum. With shift = maximum of the shard - maximum
+    of the row and factor = exp(shift), see `ShardWeights`, the sums over the row are
+
+        sum_exp           sum of factor * sum_exp
+        sum_exp_shifted   sum of factor * (sum_exp_shifted + shift * sum_exp)
+        sum_exp_squared   sum of factor^2 * sum_exp_squared
 
     shards      sums of the first pass, with the same names
     mask        bool [num_rows]: the mask that the sums were computed with

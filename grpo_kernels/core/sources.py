@@ -235,9 +235,10 @@ class GivenLogits:
         detached: tuple[str, ...] = (),
         reference: Reference | None = None,
     ) -> dict[str, Tensor]:
-        """Return "logps" and the named statistics of each row, see `RowSource`.
+        """Return "logps" and the named statistics of each row, fp32 [num_rows] by name.
 
-        The backward reads the logits a second time.
+        They are differentiable in the logits. `RowSource` describes the arguments. The backward
+        reads the logits a second time.
         """
         row_pass = LogitsPass(
             kernels=self.kernels,
@@ -260,14 +261,19 @@ class GivenLogits:
         *,
         detached: tuple[str, ...] = (),
     ) -> dict[str, Tensor]:
-        """Return statistics of the rest of each row, see `RowSource`.
+        """Return statistics of the softmax over all ids of each row but those of the pairs.
 
-        The forward copies the logits, a block of rows at a time.
+        They are fp32 [num_rows] by name, with "logps" as the log-odds of the target against the
+        rest. `RowSource` describes the arguments. The forward copies the logits, a block of rows at
+        a time.
         """
         return statistics_of_rest(self, targets, row_ids, token_ids, mask, names, detached)
 
     def logits_at(self, row_ids: Tensor, token_ids: Tensor) -> Tensor:
-        """Return the transformed logit of each (row, id) pair, see `RowSource`."""
+        """Return the transformed logit z of each (row, id) pair, fp32 [num_pairs], differentiable.
+
+        row_ids, token_ids   int64 [num_pairs]. An id outside of the vocabulary gives -inf.
+        """
         columns = local_ids(plain(token_ids), self.shard, self.num_columns)
         logits = apply_function(GivenPairLogits, self.logits, plain(row_ids), columns, self.shard)
         return transform_pairs(self, logits, row_ids, token_ids)
@@ -275,7 +281,15 @@ class GivenLogits:
     def fused_loss(
         self, loss_formula: TokenLossFormula, mask: Tensor | None, reference: Reference | None
     ) -> FormulaResult:
-        """Return a token-level loss, in one kernel call that also writes the gradient."""
+        """Return a token-level loss, in one kernel call that also writes the gradient.
+
+        The gradient of the logits is computed in the forward, for an upstream gradient of 1. The
+        backward multiplies it by the upstream gradient.
+
+        loss_formula   computes the loss of a row from its log-prob and entropy
+        mask           bool [num_rows]: rows to process; None processes all
+        reference      adds the divergence from it to the loss, or None
+        """
         logits = self.logits.detach()
         rows = LogitRows(
             logits, loss_formula.inputs.targets, mask, self.transform, reference_rows(reference)
@@ -332,7 +346,7 @@ class LogitsPass(SoftmaxPass):
     inplace: bool
 
     def compute(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        """Return the softmax sums of logits [A, T, V]."""
+        """Return (softmax sums [num_sums, num_rows],) of logits [A, T, V]."""
         (logits,) = tensors
         assert logits is not None
         return (self.kernels.softmax_sums(self.make_rows(logits), self.names).values,)
@@ -344,7 +358,11 @@ class LogitsPass(SoftmaxPass):
         grads: dict[str, Tensor],
         wanted: Sequence[bool],
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradient of the logits."""
+        """Return (d loss / d logits [A, T, V],) from d loss / d statistic, fp32 [num_rows] by name.
+
+        computed   the softmax sums, as `compute` returned them
+        wanted     not used: the backward is called only if the logits need a gradient
+        """
         coefficients = GradientCoefficients.from_gradients(
             self.as_sums(computed[0]), grads, self.mask
         )
@@ -478,7 +496,10 @@ class ProjectedLogits:
         detached: tuple[str, ...] = (),
         reference: Reference | None = None,
     ) -> dict[str, Tensor]:
-        """Return "logps" and the named statistics of each row, see `RowSource`.
+        """Return "logps" and the named statistics of each row, fp32 [num_rows] by name.
+
+        They are differentiable in hidden states, weight and bias. `RowSource` describes the
+        arguments.
 
         The forward takes one matmul and keeps no logits. The backward computes them again, three
         matmuls for rows whose upstream gradient is not 0 (on a GPU for all rows of the mask). With
@@ -529,16 +550,19 @@ class ProjectedLogits:
         *,
         detached: tuple[str, ...] = (),
     ) -> dict[str, Tensor]:
-        """Return statistics of the rest of each row, see `RowSource`.
+        """Return statistics of the softmax over all ids of each row but those of the pairs.
 
-        The matmuls are those of `statistics`.
+        They are fp32 [num_rows] by name, with "logps" as the log-odds of the target against the
+        rest. `RowSource` describes the arguments. It takes as many matmuls as `statistics`.
         """
         return statistics_of_rest(self, targets, row_ids, token_ids, mask, names, detached)
 
     def logits_at(self, row_ids: Tensor, token_ids: Tensor) -> Tensor:
-        """Return the transformed logit of each (row, id) pair, see `RowSource`.
+        """Return the transformed logit z of each (row, id) pair, fp32 [num_pairs], differentiable.
 
-        Each pair costs one dot product with a row of the weight.
+        It is transform(hidden[row] . weight[id] + bias[id]): one dot product for each pair.
+
+        row_ids, token_ids   int64 [num_pairs]. An id outside of the vocabulary gives -inf.
         """
         columns = local_ids(plain(token_ids), self.shard, self.num_columns)
         pairs, order = sort_by_row(plain(row_ids), columns, self.num_rows)
@@ -557,6 +581,10 @@ class ProjectedLogits:
         """Return a token-level loss whose gradient is computed in the forward.
 
         Three matmuls with the head, two if it is frozen, one if nothing requires a gradient.
+
+        loss_formula   computes the loss of a row from its log-prob and entropy
+        order          the rows to process
+        reference      adds the divergence from it to the loss, or None
         """
         formula = TokenFormula(
             self.kernels, loss_formula, order, has_reference=reference is not None
@@ -604,7 +632,7 @@ class ProjectedLogits:
         return self._apply_formula(inputs, formula, order, blocks)
 
     def make_inputs(self, targets: Tensor, reference: ReferenceProjection | None) -> LinearInputs:
-        """Return what a pass over the rows reads."""
+        """Return the inputs of a pass over the rows: this source, targets and reference."""
         return LinearInputs(self.kernels, self.shard, self.projection, reference, targets)
 
     def _apply_formula(
@@ -673,7 +701,7 @@ class LinearPass(SoftmaxPass):
     reference: ReferenceProjection | None
 
     def compute(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        """Return the softmax sums of all rows (matmul 1)."""
+        """Return (softmax sums [num_sums, num_rows],), computed with one matmul."""
         return (linear_softmax_sums(self.make_inputs(tensors), self.order, self.names).values,)
 
     def gradients(
@@ -683,7 +711,12 @@ class LinearPass(SoftmaxPass):
         grads: dict[str, Tensor],
         wanted: Sequence[bool],
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden states, weight and bias (three matmuls)."""
+        """Return the gradients of hidden states, weight and bias, with three matmuls.
+
+        computed   the softmax sums, as `compute` returned them
+        grads      d loss / d statistic, fp32 [num_rows] by name
+        wanted     which of the three gradients are needed
+        """
         coefficients = GradientCoefficients.from_gradients(
             self.as_sums(computed[0]), grads, self.rows_with_gradient()
         )
@@ -751,7 +784,10 @@ class LinearPass(SoftmaxPass):
         return tensors
 
     def make_inputs(self, tensors: Sequence[Tensor | None]) -> LinearInputs:
-        """Return what a pass over the rows reads."""
+        """Return the inputs of a pass over the rows, with `tensors` as hidden states, weight, bias.
+
+        autograd passes these tensors; those of `source` may be wrapped by torch.func.
+        """
         hidden, weight, bias = tensors
         assert hidden is not None and weight is not None
         projection = replace(self.source.projection, hidden=hidden, weight=weight, bias=bias)
@@ -761,10 +797,10 @@ class LinearPass(SoftmaxPass):
 
 @dataclass(frozen=True, eq=False)
 class FrozenHeadPass(LinearPass):
-    """The same with a frozen head, for the gradient of log-probs only.
+    """Log-probs of hidden states and a frozen head, and their gradient.
 
-    The gradient of hidden states for an upstream gradient of 1 is computed in the forward (two
-    matmuls), and the backward multiplies each row by its upstream gradient.
+    The forward computes the unit gradient d log-prob / d hidden of each row, with two matmuls. The
+    backward multiplies each row by its upstream gradient d loss / d log-prob.
     """
 
     def compute(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
@@ -788,7 +824,10 @@ class FrozenHeadPass(LinearPass):
         grads: dict[str, Tensor],
         wanted: Sequence[bool],
     ) -> tuple[Tensor | None, ...]:
-        """Return the unit gradient times the upstream gradient of each log-prob."""
+        """Return (d loss / d hidden, None, None): unit gradients times d loss / d log-prob.
+
+        A row whose log-prob is NaN gets NaN, unless its upstream gradient is 0.
+        """
         values, unit_gradient = computed
         hidden = tensors[0]
         assert hidden is not None

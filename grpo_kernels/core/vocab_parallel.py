@@ -180,16 +180,17 @@ class VocabParallel(BackendWrapper):
         self.shard = shard
 
     def run_sums_kernel(self, rows: LogitRows, names: tuple[str, ...]) -> SoftmaxSums:
-        """Return the sums of whole rows, the same on all ranks (one all-gather).
+        """Return softmax sums over the columns of all ranks, the same on each (one all-gather).
 
-        The values of MIXTURE_SUMS are not set: `run_mixture_kernel` has an exchange of its own.
+        Each rank computes the sums of its columns and sends them to the others, and `merge_shards`
+        merges them. The values of MIXTURE_SUMS are not set, see `run_mixture_kernel`.
         """
         sums = self.kernels.first_pass_sums(self.local_rows(rows), names)
         first_pass = tuple(name for name in names if name not in MIXTURE_SUMS)
         local_values = sums.values[: len(first_pass)]
         sent = local_values
         if "argmax" in names:
-            # An argmax counts from the rank's first column, so the id of that is sent, too.
+            # A rank's argmax is a column number, so the rank also sends the id of its first column.
             first_id = torch.full(
                 (1, rows.num_rows), self.shard.start, dtype=torch.int32, device=sent.device
             )
@@ -204,14 +205,17 @@ class VocabParallel(BackendWrapper):
         return sums
 
     def run_mixture_kernel(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
-        """Return MIXTURE_SUMS of whole rows (one all-reduce)."""
+        """Return MIXTURE_SUMS, fp32 [2, num_rows], over the columns of all ranks (one all-reduce).
+
+        sums   of the first pass over the columns of all ranks
+        """
         local_sums = self.kernels.run_mixture_kernel(self.local_rows(rows), sums)
         return self.shard.sum_over_ranks(local_sums)
 
     def run_gradient_kernel(
         self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor
     ) -> None:
-        """Write this rank's columns of the gradient, and 0 into padding."""
+        """Write d loss / d logits of this rank's columns into `out`, and 0 into padding columns."""
         num_ids = self.shard.num_ids(rows.logits.shape[-1])
         if num_ids:
             local_rows = self.local_rows(rows)

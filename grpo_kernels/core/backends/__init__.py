@@ -103,7 +103,8 @@ class Backend(ABC):
     def first_pass_sums(self, rows: LogitRows, names: tuple[str, ...]) -> SoftmaxSums:
         """Return the named sums of rows that one pass over them gives.
 
-        The result has memory for MIXTURE_SUMS if they are named. Their values are not set.
+        The kernels compute SUMS_OF_KERNELS, and eager PyTorch the others. The result has memory for
+        MIXTURE_SUMS if they are named. Their values are not set.
         """
         sums = self.run_sums_kernel(rows, names)
         unknown = names_unknown_to_kernels(SUMS_OF_KERNELS, names)
@@ -139,7 +140,12 @@ class Backend(ABC):
     def run_mixture_kernel(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
         """Compute MIXTURE_SUMS, fp32 [2, num_rows], in a second pass over the rows.
 
-        sums   the sums of the first pass, over the whole vocabulary
+        With p the policy's softmax, q the reference's, and m = (1 - mixture) p + mixture q:
+
+            "jsd"   KL(p || m) and KL(q || m)
+            "tv"    sum_j p_j sign(p_j - q_j) / 2 and sum_j |p_j - q_j| / 2
+
+        sums   the sums of the first pass over the whole vocabulary, which normalize p and q
         """
 
     @abstractmethod
@@ -161,9 +167,10 @@ class Backend(ABC):
     def loss_in_two_passes(
         self, rows: LogitRows, loss_formula: TokenLossFormula, out: Tensor | None, block_rows: int
     ) -> FusedLossValues:
-        """Compute `fused_loss` as sums, formula in torch and gradient, `block_rows` rows at a time.
+        """Compute `fused_loss` in two passes over each block of `block_rows` rows.
 
-        If a block fits the cache, its second pass costs nearly nothing.
+        The first pass computes softmax sums, the second the gradient, with the formula between
+        them. If a block fits the cache, its second pass costs nearly nothing.
         """
         num_rows = rows.num_rows
         tables = []
@@ -183,7 +190,10 @@ class Backend(ABC):
     def _loss_of_block(
         self, rows: LogitRows, loss_formula: TokenLossFormula, out: Tensor | None
     ) -> FusedLossValues:
-        """Compute `fused_loss` of all rows as sums, formula and gradient."""
+        """Compute `fused_loss` of one block: softmax sums, then the formula, then the gradient.
+
+        out   memory for the gradient of all blocks, or None
+        """
         names = SUMS_OF_ENTROPY
         if rows.reference is not None:
             names = sums_for(("entropy", "divergence"), rows.reference.direction)

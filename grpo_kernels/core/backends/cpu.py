@@ -232,7 +232,7 @@ class Kernels(Backend):
         )
 
     def trace(self, loss_formula: TokenLossFormula) -> TracedFormula | None:
-        """Return the program of a loss formula.
+        """Return a loss formula as C++ runs it: its operations on vectors, traced and compiled.
 
         If the formula cannot be traced, `strict` raises FormulaRefused. Otherwise it warns once and
         returns None.
@@ -324,7 +324,10 @@ class Kernels(Backend):
 
 
 def rows_of_cached_block(rows: LogitRows) -> int:
-    """Return how many rows fit the cache, so that a second read of them costs nearly nothing."""
+    """Return how many rows of logits (and of the reference) fit the last-level cache.
+
+    A second read of so many rows costs nearly nothing.
+    """
     threads = torch.get_num_threads()
     row_bytes = rows.logits.shape[-1] * rows.logits.element_size()
     if rows.reference is not None:
@@ -337,7 +340,12 @@ def rows_of_cached_block(rows: LogitRows) -> int:
 
 
 class TracedFormula(NamedTuple):
-    """The program of a loss formula, compiled, with its numbers."""
+    """A loss formula as C++ runs it.
+
+    program    the traced operations of the formula
+    compiled   the same in C++
+    numbers    values of the formula's parameters, such as clip bounds, which may change per call
+    """
 
     program: Program
     compiled: _cpu.Program
@@ -346,7 +354,7 @@ class TracedFormula(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def compile_program(program: Program) -> _cpu.Program:
-    """Return a program as C++ runs it. Raises FormulaRefused if it is too long."""
+    """Return the C++ object that runs a traced formula. Raises FormulaRefused if it is too long."""
     num_numbers = len(program.numbers_used)
     try:
         return _cpu.Program(
@@ -361,7 +369,11 @@ def compile_program(program: Program) -> _cpu.Program:
 
 
 def run_program(program: Program, numbers: list[float], inputs: list[Tensor]) -> list[Tensor]:
-    """Return the outputs of a program for inputs fp32 [n]."""
+    """Run a traced formula in C++ on vectors, and return its outputs, fp32 [n] each.
+
+    numbers   values of the formula's parameters
+    inputs    fp32 [n] each, in the order of program.inputs
+    """
     n = inputs[0].numel()
     outputs = [torch.empty(n, dtype=torch.float32) for _ in program.outputs]
     named_inputs = zip(program.inputs, inputs, strict=True)
@@ -388,7 +400,12 @@ def unsupported(name: str, x: Tensor, expected: str, reason: object = "") -> Val
 
 
 def vector(name: str, x: Tensor | None, dtype: torch.dtype, n: int) -> int:
-    """Return the address of a contiguous vector [n], 0 for None."""
+    """Return the address of a contiguous vector [n], 0 for None.
+
+    Raises ValueError if x has another dtype, shape or device.
+
+    name   what the error calls x
+    """
     if x is None:
         return 0
     if x.dtype != dtype or x.shape != (n,) or not x.is_contiguous() or not x.is_cpu:
@@ -397,7 +414,12 @@ def vector(name: str, x: Tensor | None, dtype: torch.dtype, n: int) -> int:
 
 
 def matrix(name: str, x: Tensor) -> _cpu.Matrix:
-    """Return a matrix with unit stride in its last dimension."""
+    """Return a matrix with unit stride in its last dimension as an argument of C++.
+
+    Raises ValueError if x is anything else.
+
+    name   what the error calls x
+    """
     reason: object = ""
     try:
         if x.is_cpu:
@@ -409,9 +431,12 @@ def matrix(name: str, x: Tensor) -> _cpu.Matrix:
 
 
 def table(name: str, x: Tensor, name_bits: int) -> _cpu.NamedRows:
-    """Return a table fp32 [num_names, n].
+    """Return a table fp32 [num_names, n] as an argument of C++: address, strides and names.
 
-    name_bits   a bit for each name that the table has, see `bits`
+    Raises ValueError if x is anything else.
+
+    name        what the error calls x
+    name_bits   a bit for each name that the table has a row for, see `bits`
     """
     reason: object = ""
     try:
@@ -425,17 +450,17 @@ def table(name: str, x: Tensor, name_bits: int) -> _cpu.NamedRows:
 
 @functools.lru_cache(maxsize=256)
 def bits(names: tuple[str, ...], known: tuple[str, ...]) -> int:
-    """Return a number with bit k for each name that is the k-th known one."""
+    """Return a number whose bit k is 1 if known[k] is among the names."""
     return sum(1 << known.index(name) for name in names if name in known)
 
 
 def all_bits(num_names: int) -> int:
-    """Return the bits of a table that has all names."""
+    """Return the `bits` of a table that has all of num_names names."""
     return (1 << num_names) - 1
 
 
 def sums_argument(sums: SoftmaxSums) -> _cpu.NamedRows:
-    """Return the table of the sums that C++ knows. They come first."""
+    """Return the rows of the table of sums that C++ computes, its first ones, as an argument."""
     name_bits = bits(sums.names, SUMS_OF_KERNELS)
     num_known = name_bits.bit_count()
     values = sums.values if num_known == len(sums.names) else sums.values[:num_known]
@@ -443,7 +468,7 @@ def sums_argument(sums: SoftmaxSums) -> _cpu.NamedRows:
 
 
 def count_rows(rows: LogitRows) -> int:
-    """Return the number of rows of the logits, which vectors must have."""
+    """Return the number of rows of a call, the length that vectors must have."""
     if rows.row_range is not None:
         return rows.row_range[1] - rows.row_range[0]
     shape = rows.logits.shape
@@ -451,7 +476,10 @@ def count_rows(rows: LogitRows) -> int:
 
 
 def rows_argument(name: str, x: Tensor, rows: LogitRows) -> _cpu.Rows:
-    """Return the rows of x [A, T, V] that `rows` has of its logits."""
+    """Return the rows of x [A, T, V] in the range of `rows` as an argument of C++.
+
+    name   what an error calls x
+    """
     reason: object = ""
     try:
         if x.is_cpu:
@@ -471,7 +499,10 @@ def rows_argument(name: str, x: Tensor, rows: LogitRows) -> _cpu.Rows:
 def logits_argument(
     name: str, x: Tensor, transform: RowTransform, rows: LogitRows
 ) -> _cpu.LogitRows:
-    """Return the rows of logits x [A, T, V] that `rows` has of its logits, with a transform."""
+    """Return the rows of logits x [A, T, V] in the range of `rows`, with their transform, for C++.
+
+    name   what an error calls x
+    """
     num_rows = count_rows(rows)
     inverse = transform.inverse_temperature
     number = 1.0 if isinstance(inverse, Tensor) else inverse
@@ -510,7 +541,7 @@ def policy_and_reference(
     log_sum_ratio: Tensor | None = None,
     center: Tensor | None = None,
 ) -> tuple[_cpu.LogitRows, _cpu.ReferenceRows | None]:
-    """Return the policy's logits, and the reference's or None.
+    """Return (policy's rows, reference's rows or None) as arguments of C++.
 
     weight          weight of the divergence in the loss, fp32 [num_rows]; None is 0
     log_sum_ratio   `SoftmaxSums.log_sum_ratio`, for kernels that follow the sums

@@ -60,9 +60,9 @@ def block_bytes(device: torch.device) -> int:
 class Kernels(Backend):
     """All kernels in eager PyTorch.
 
-    workspace   memory for calls of one block each, as `fused_loss` makes them.
-                `run_gradient_kernel` must follow `run_sums_kernel` of the same block, and finds its
-                exponentials there.
+    workspace   None: each call allocates its memory. `fused_loss` passes a workspace for calls of
+                one block each: `run_sums_kernel` leaves exponentials there, and
+                `run_gradient_kernel` of the same block reads them.
     """
 
     computes_all_sums = True
@@ -135,7 +135,7 @@ class Kernels(Backend):
         transform = rows.transform
         factors = GradientFactors.from_coefficients(sums, coefficients, transform)
         is_zero = ~coefficients.nonzero
-        divergence = coefficients.get("divergence")
+        divergence_weight = coefficients.get("divergence")
         workspace = self.workspace or Workspace.for_rows(rows)
         input_blocks = blocks_of(rows, rows.logits)
         output_blocks = blocks_of(rows, out)
@@ -147,14 +147,15 @@ class Kernels(Backend):
                 torch.sub(z, sums.max_logit[block, None], out=differences)
                 torch.exp(differences, out=exps)
             grad = workspace.terms[: len(logits)]
-            if divergence is None and grad_logits.dtype == torch.float32 and not transform.softcap:
-                grad = grad_logits  # in place this is the block, which is not read again
+            needs_no_copy = grad_logits.dtype == torch.float32
+            if divergence_weight is None and needs_no_copy and not transform.softcap:
+                grad = grad_logits  # may be the memory of `logits`, which is not read again
             factors.write_gradient(block, rows.targets, exps, differences, grad)
-            if divergence is not None:
+            if divergence_weight is not None:
                 assert rows.reference is not None
                 z = workspace.transformed(logits, transform.select(block))
                 w = reference_block(rows, rows.reference, block)
-                factor = (divergence * factors.dz_dx)[block, None]
+                factor = (divergence_weight * factors.dz_dx)[block, None]
                 add_divergence_gradient(
                     grad, factor, z, w, exps, sums.select(block), rows.reference
                 )
@@ -252,11 +253,11 @@ class Kernels(Backend):
 
 
 class Workspace(NamedTuple):
-    """Memory for all blocks of a call: on a CPU fresh memory costs more than the arithmetic.
+    """Memory that the blocks of a call share: new memory for each takes longer than the arithmetic.
 
-    Each is fp32 [block_rows, V].
+    Each tensor is fp32 [block_rows, V].
 
-    logits        transformed logits
+    logits        z, the logits after scale, softcap and temperature
     differences   z - max_logit
     exps          exp(z - max_logit)
     terms         terms of a sum, or the gradient
@@ -275,12 +276,15 @@ class Workspace(NamedTuple):
         return cls(*torch.empty(shape, dtype=torch.float32, device=rows.logits.device))
 
     def transformed(self, logits: Tensor, transform: RowTransform) -> Tensor:
-        """Return the transformed logits of a block, fp32: `logits` if nothing changes them."""
+        """Return z = transform(logits) of a block, fp32 [r, V], in the memory `self.logits`.
+
+        If the transform changes nothing and `logits` are fp32, they are returned themselves.
+        """
         return transform.transform_rows(logits, self.logits[: len(logits)])
 
 
 def rows_per_block(rows: LogitRows) -> int:
-    """Return how many rows a block has."""
+    """Return how many rows a block has: its temporaries fit `block_bytes`, but at least one."""
     copies = COPIES if rows.reference is None else COPIES_WITH_REFERENCE
     row_bytes = 4 * rows.logits.shape[-1] * copies
     return max(1, block_bytes(rows.logits.device) // row_bytes)
@@ -310,14 +314,20 @@ def transform_block(logits: Tensor, transform: RowTransform) -> Tensor:
 
 
 def reference_block(rows: LogitRows, reference: ReferenceRows, block: slice) -> Tensor:
-    """Return the transformed logits of the reference in a block, fp32 [r, V]."""
+    """Return w, the reference's logits of a block after their own transform, fp32 [r, V].
+
+    block   slice of the rows of the call
+    """
     group, row = divmod(rows.first_row + block.start, rows.logits.shape[1])
     logits = reference.logits[group, row : row + block.stop - block.start]
     return transform_block(logits, reference.transform.select(block))
 
 
 def finite(max_logit: Tensor) -> Tensor:
-    """Return the maxima with 0 in place of -inf, which stands for a row of only -inf."""
+    """Return max_logit with 0 in place of -inf.
+
+    In a row of only -inf z - max_logit would be NaN. With 0 its exponentials are 0.
+    """
     return max_logit.masked_fill(max_logit == -torch.inf, 0.0)
 
 
@@ -331,9 +341,9 @@ def sum_rows(x: Tensor) -> Tensor:
 
 
 def zero_rows(grad: Tensor, is_zero: Tensor) -> None:
-    """Write 0 into rows of grad [r, V].
+    """Write 0 into the rows of grad [r, V] where is_zero, bool [r], is True.
 
-    is_zero   bool [r]. On a CPU only these rows are written; on a GPU the host does not know them.
+    On a CPU only these rows are written. On a GPU the host would have to wait to know them.
     """
     if grad.device.type == "cpu":
         grad.index_fill_(0, is_zero.nonzero()[:, 0], 0.0)
@@ -342,7 +352,11 @@ def zero_rows(grad: Tensor, is_zero: Tensor) -> None:
 
 
 def find_targets(targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Return ids [r, 1] with 0 in place of those out of range, and whether each is in range."""
+    """Return (ids, is_in_range) of targets [r].
+
+    ids           int64 [r, 1]: the targets, 0 in place of those outside of [0, vocab_size)
+    is_in_range   bool [r]
+    """
     is_in_range = (targets >= 0) & (targets < vocab_size)
     return torch.where(is_in_range, targets, 0)[:, None], is_in_range
 
@@ -353,11 +367,13 @@ def find_targets(targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
 def policy_sums(
     z: Tensor, targets: Tensor, names: tuple[str, ...], workspace: Workspace
 ) -> dict[str, Tensor]:
-    """Return those of POLICY_SUMS that are named, and BASIC_SUMS, [r] each.
+    """Return softmax sums of a block by name, [r] each: BASIC_SUMS and those that are named.
 
-    Leaves differences and exponentials in the workspace.
+    z - max_logit and exp(z - max_logit) stay in the workspace. `softmax.SUMS` has the formulas.
 
-    z   transformed logits, fp32 [r, V]
+    z         transformed logits, fp32 [r, V]
+    targets   int64 [r]
+    names     which of sum_exp_shifted, sum_exp_squared and argmax are computed as well
     """
     differences = workspace.differences[: len(z)]
     exps = workspace.exps[: len(z)]
@@ -386,10 +402,11 @@ def policy_sums(
 def reference_sums(
     rows: LogitRows, block: slice, z: Tensor, exps: Tensor, max_logit: Tensor
 ) -> dict[str, Tensor]:
-    """Return REFERENCE_SUMS by name, [r] each.
+    """Return REFERENCE_SUMS of a block by name, [r] each; `softmax.SUMS` has the formulas.
 
+    block       slice of the rows of the call
     z, exps     transformed logits of the policy and exp(z - max_logit), [r, V]
-    max_logit   [r]
+    max_logit   maximum of each row of z, [r]
     """
     assert rows.reference is not None
     w = reference_block(rows, rows.reference, block)
@@ -404,10 +421,10 @@ def reference_sums(
 
 
 def compare_with_reference(z: Tensor, w: Tensor, sums: SoftmaxSums) -> tuple[Tensor, Tensor]:
-    """Return q and log p - log q of each column, [r, V].
+    """Return (q, log p - log q), [r, V] each: p is the policy's softmax, q the reference's.
 
-    z, w   transformed logits of policy and reference
-    sums   the sums of these rows
+    z, w   transformed logits of policy and reference, [r, V]
+    sums   softmax sums of these rows, which normalize p and q
     """
     base = finite(sums.max_logit)[:, None]
     reference_base = finite(sums["reference_max_logit"])[:, None]
@@ -420,14 +437,19 @@ def compare_with_reference(z: Tensor, w: Tensor, sums: SoftmaxSums) -> tuple[Ten
 
 
 class GradientFactors(NamedTuple):
-    """The gradient of rows, as factors of their exponentials e = exp(d), d = z - max_logit.
+    """d loss / d logits of rows without a divergence, as factors of exponentials.
 
-    At column j it is e_j * (per_exp + per_difference * d_j + per_square * e_j), without the target.
-    The target's column is computed separately, because expm1 is accurate if p is close to 1.
+    With d_j = z_j - max_logit and e_j = exp(d_j), the gradient at column j is
+
+        e_j * (per_exp + per_difference * d_j + per_square * e_j)
+
+    except for the column of the target. There it is at_target, which expm1 gives accurately even if
+    the target's probability is close to 1.
 
     per_exp, per_difference, per_square   [num_rows], the last two None if they are 0
-    at_target   [num_rows]: the gradient of the target's logit
-    dz_dx       derivative of the transform, without the tanh of a softcap
+    at_target                             [num_rows]
+    dz_dx                                 scale * inverse_temperature. The other fields contain it.
+                                          The caller multiplies by the derivative of a softcap.
     """
 
     per_exp: Tensor
@@ -440,7 +462,10 @@ class GradientFactors(NamedTuple):
     def from_coefficients(
         cls, sums: SoftmaxSums, coefficients: GradientCoefficients, transform: RowTransform
     ) -> GradientFactors:
-        """Return the factors of all coefficients but "divergence"."""
+        """Return the factors of the formula in `GradientCoefficients`, without its divergence.
+
+        sums   softmax sums of the rows
+        """
         sum_exp = sums.sum_exp
         logps = sums.logps
         probs = logps.exp()
@@ -467,9 +492,11 @@ class GradientFactors(NamedTuple):
     def write_gradient(
         self, block: slice, targets: Tensor, exps: Tensor, differences: Tensor, out: Tensor
     ) -> None:
-        """Write the gradient of a block into out [r, V], fp32.
+        """Write the gradient of a block of rows into out, fp32 [r, V].
 
-        exps, differences   e and d, [r, V]; differences are overwritten
+        block               slice of the rows of the call
+        targets             int64 [num_rows], of all rows of the call
+        exps, differences   e and d of the block, [r, V]; differences are overwritten
         """
         per_exp = self.per_exp[block, None]
         if self.per_square is not None:
@@ -493,20 +520,21 @@ def add_divergence_gradient(
     sums: SoftmaxSums,
     reference: ReferenceRows,
 ) -> None:
-    """Add factor [r, 1] times the gradient of the divergence to grad [r, V].
+    """Add factor * d divergence / d z to grad, both fp32 [r, V].
 
-    z, w   transformed logits of policy and reference, [r, V]
-    exps   exp(z - max_logit)
-    sums   the sums of these rows
+    factor   [r, 1]
+    z, w     transformed logits of policy and reference, [r, V]
+    exps     exp(z - max_logit), [r, V]
+    sums     softmax sums of these rows
     """
     q, log_ratio = compare_with_reference(z, w, sums)
     gradient = divergence_gradient(
         reference.direction,
-        exps / sums.sum_exp[:, None],
-        q,
-        log_ratio,
-        sums.gradient_center[:, None],
-        reference.mixture,
+        p=exps / sums.sum_exp[:, None],
+        q=q,
+        log_ratio=log_ratio,
+        center=sums.gradient_center[:, None],
+        mixture=reference.mixture,
     )
     grad.add_(gradient.mul_(factor))
 
@@ -515,9 +543,9 @@ def add_divergence_gradient(
 
 
 def pair_blocks(num_pairs: int, rows: Tensor) -> Iterator[slice]:
-    """Return slices of the pairs, such that the fp32 rows of a block fit the budget.
+    """Return slices of the pairs, whose ROWS_PER_PAIR fp32 rows of length H fit `block_bytes`.
 
-    rows   [., H], for the width of a row
+    rows   [any number, H], on the device of the computation
     """
     size = max(1, block_bytes(rows.device) // (4 * ROWS_PER_PAIR * rows.shape[1]))
     return (slice(start, min(start + size, num_pairs)) for start in range(0, num_pairs, size))
@@ -533,12 +561,16 @@ def sum_by_key(
     *,
     adds_to_out: bool,
 ) -> None:
-    """Write out[k] = sum of values * source[index] over the used pairs whose key is k.
+    """Write out[k] = sum of values[i] * source[index[i]] over the used pairs i with keys[i] = k.
 
-    keys, index, values, is_used   [num_pairs]; a sum is in the order of its pairs
-    source                         [., H], any dtype
-    out                            [num_keys, H]; rows without a used pair are not written
-    adds_to_out                    whether the sum is added to what out has
+    Sums are fp32, in the order of the pairs, and are rounded once.
+
+    keys, index   int64 [num_pairs]
+    is_used       bool [num_pairs]
+    values        fp32 [num_pairs]
+    source        [num_source_rows, H], any dtype
+    out           [num_keys, H], any dtype; rows without a used pair are not written
+    adds_to_out   whether the sum is added to the value in `out`, or replaces it
     """
     num_pairs = keys.numel()
     no_key = out.shape[0]
@@ -568,10 +600,12 @@ def sum_by_key(
 
 
 def sum_groups(terms: Tensor, groups: Tensor) -> Tensor:
-    """Return the sum of the terms of each group, in their order.
+    """Return sums[g] = sum of terms[i] over all i with groups[i] = g, in their order.
 
     terms    fp32 [n, H]
     groups   int64 [n], numbered 0, 1, ... without gaps
+
+    The result is fp32 [n, H], 0 behind the last group.
     """
     sums = torch.zeros_like(terms)
     if terms.device.type == "cpu":
@@ -583,10 +617,15 @@ def sum_groups(terms: Tensor, groups: Tensor) -> Tensor:
 def write_complete_sums(
     sums: Tensor, keys: Tensor, is_complete: Tensor, out: Tensor, adds_to_out: bool
 ) -> None:
-    """Write the sums of complete groups into their rows of out.
+    """Write sums[g] to out[keys[g]] for each complete group g, or add it there.
 
-    The host does not know which these are: every other group writes what the first complete group
-    does, or if there is none, what out has.
+    The host does not wait to know which groups are complete. Every other group writes the value of
+    the first complete group into that group's row, or if there is none, the value already there.
+
+    sums          fp32 [n, H]
+    keys          int64 [n]
+    is_complete   bool [n]
+    adds_to_out   whether sums are added to the values in `out`, or replace them
     """
     group_ids = torch.arange(len(keys), device=out.device)
     first_complete = is_complete.to(torch.uint8).argmax()

@@ -148,7 +148,7 @@ def transformed_tile(row, xs, start, END):
     """Transformed logits of a tile; -inf from column V on."""
     zs = ()
     for i in tl.static_range(len(xs)):
-        z = row.factor * unscaled_logit(xs[i], row)
+        z = row.u_to_z * unscaled_logit(xs[i], row)
         if END:
             z = tl.where(piece_columns(start, i, row.columns) < row.V, z, NEG_INF)
         zs = zs + (z,)  # type: ignore[assignment]  # noqa: RUF005
@@ -462,7 +462,7 @@ def write_gradient_of_both(
     ws = transformed_tile(reference, ys, start, END)
     for i in tl.static_range(PIECES):
         u = unscaled_logit(xs[i], row)
-        z = row.factor * u
+        z = row.u_to_z * u
         x = z - softmaxes.base
         p = fast_exp(x) * softmaxes.inverse_sum
         factor = constant

@@ -1,9 +1,12 @@
 """The Triton kernels over rows of logits (softmax sums, gradients, fused loss) and over vectors.
 
-There is one program per row, on grid axis 0; the other axes are limited to 65 535.
+There is one program per row, on grid axis 0; the other axes are limited to 65 535. Logits are
+x [A, T, V]: row r of their A * T rows is x[r // T, r % T], V logits with unit stride. z are the
+logits after scale, softcap and temperature, and z = u_to_z * u with the unscaled logits u of
+`softmax_rows.Transform`.
 
-Sums and coefficients are tables: a pointer, a stride, and at compile time the names of the rows
-that are there, as one string.
+Sums and coefficients are tables: a pointer to fp32 [num_names, num_rows], the stride of its rows,
+and at compile time the names of these rows, as one string separated by spaces.
 """
 
 import inspect
@@ -53,7 +56,7 @@ SPECIALIZED = {"logits", "reference", "out", "V", "hidden", "weight", "partial_s
 def compile_kernel(function: Any) -> Any:
     """Return a Triton kernel that is specialized for the arguments in SPECIALIZED only.
 
-    A new length, or a vector that starts elsewhere, compiles nothing.
+    Calls with another number of rows, or with vectors of another alignment, do not recompile it.
     """
     parameters = inspect.signature(function).parameters.values()
     runtime = [x.name for x in parameters if x.annotation is not tl.constexpr]
@@ -66,7 +69,7 @@ def compile_kernel(function: Any) -> Any:
 
 @triton.jit
 def load_or(x, i, default):
-    """Entry i of a vector, or the default if x is None."""
+    """Return x[i] of a vector, or the default if x is None."""
     if x is None:
         return default
     else:
@@ -78,26 +81,38 @@ def load_or(x, i, default):
 
 @triton.constexpr_function
 def row_of_name(names, all_names, k):
-    """Which row of a table with these names has the k-th of all names; -1 if none has."""
+    """Return which row of a table holds the k-th of all names, -1 if the table does not have it.
+
+    names       the names of the table's rows, separated by spaces
+    all_names   all names that a table may have, in their order
+    """
     names = names.split()
     name = all_names.split()[k]
     return names.index(name) if name in names else -1
 
 
 @triton.constexpr_function
-def level_of(names, *levels):
-    """The highest level that a table has a name of, 0 if it has none.
+def level_of(names, *names_by_level):
+    """Return the highest level of the names of a table, 0 if none of them has a level.
 
-    levels: names of level 1, names of level 2, see `softmax_rows.ENTROPY`.
+    level_of("target logp", "constant logp", "prob") is 1: "logp" is among the names of level 1, and
+    no name of level 2 is in the table. See `softmax_rows.ENTROPY`.
+
+    names            the names of the table's rows, separated by spaces
+    names_by_level   the names of level 1, those of level 2, ...
     """
     table_names = set(names.split())
-    present = [level for level, names in enumerate(levels, 1) if table_names & set(names.split())]
+    levels = enumerate(names_by_level, 1)
+    present = [level for level, level_names in levels if table_names & set(level_names.split())]
     return max(present, default=0)
 
 
 @triton.jit
 def store_policy_sums(table, stride, i, values, NAMES):
-    """Store the sums of row i that the table has. values: of POLICY_SUMS, from the first on."""
+    """Store values of row i in the table's rows of their names. Others are dropped.
+
+    values   of the first names of POLICY_SUMS, in their order
+    """
     for k in tl.static_range(len(values)):
         if row_of_name(NAMES, POLICY_NAMES, k) >= 0:
             tl.store(table + row_of_name(NAMES, POLICY_NAMES, k) * stride + i, values[k])
@@ -105,14 +120,14 @@ def store_policy_sums(table, stride, i, values, NAMES):
 
 @triton.jit
 def store_entries(table, stride, i, values):
-    """Store entry i of the first rows of a table."""
+    """Store values[k] as entry i of row k of a table."""
     for k in tl.static_range(len(values)):
         tl.store(table + k * stride + i, values[k])
 
 
 @triton.jit
 def int_bits(x):
-    """A whole number as an fp32 entry of a table with the same bits."""
+    """Return a whole number as an fp32 number with the same bits as its int32."""
     return x.to(tl.int32).to(tl.float32, bitcast=True)
 
 
@@ -125,7 +140,10 @@ def store_masked_sums(table, stride, i, NAMES):
 
 @triton.jit
 def load_coefficients(table, stride, i, NAMES):
-    """All coefficients of row i in the order of COEFFICIENTS, and whether one is not 0."""
+    """Return (coefficients of row i, whether any of them is not 0).
+
+    The coefficients are a tuple in the order of COEFFICIENTS, 0 for those that are not in NAMES.
+    """
     values = (tl.load(table + i),)
     for k in tl.static_range(1, NUM_COEFFICIENTS):
         x = values[0] * 0.0
@@ -162,7 +180,11 @@ def softmax_sums_kernel(
     NAMES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Compute the sums NAMES of each row."""
+    """Compute the softmax sums NAMES, some of POLICY_SUMS, of each row; masked rows get constants.
+
+    With z the logits of the row after its transform: max_j z_j, sum_j exp(z_j - max z), z of the
+    target, sum_j exp(z_j - max z) (z_j - max z), sum_j exp(2 (z_j - max z)) and argmax_j z_j.
+    """
     i = tl.program_id(0).to(tl.int64)
     if load_or(mask, i, True):
         fields = row_fields(
@@ -172,11 +194,11 @@ def softmax_sums_kernel(
         target_u = load_unscaled_logit(row, tl.load(targets + i))
         LEVEL: tl.constexpr = level_of(NAMES, "sum_exp_shifted", "sum_exp_squared")
         max_u, sum_exp, shifted, squared, _ = compute_softmax_sums(row, LEVEL, 0, TILE)
-        argmax = max_u
+        argmax = max_u  # any number: it is not stored if NAMES has no argmax
         if level_of(NAMES, "argmax") > 0:
             argmax = int_bits(find_first_maximum(row, max_u, TILE))
-        max_logit = row.factor * max_u
-        target_logit = row.factor * target_u
+        max_logit = row.u_to_z * max_u
+        target_logit = row.u_to_z * target_u
         values = (max_logit, sum_exp, target_logit, shifted, squared, argmax)
         store_policy_sums(sums, sums_stride, i, values, NAMES)
     else:
@@ -185,29 +207,41 @@ def softmax_sums_kernel(
 
 @compile_kernel
 def softmax_gradient_kernel(
-    # logits [A, T, V], and their gradient, which may overwrite them
+    # x and d loss / dx, [A, T, V] with unit stride in V; out may be the memory of the logits
     logits,
     stride_a: tl.int64,
     stride_t: tl.int64,
     out,
     out_stride_a: tl.int64,
     out_stride_t: tl.int64,
-    # the transform of the logits; inverse_temperature is a number or [num_rows]
+    # scale, softcap and temperature, which make z of x; inverse_temperature: a number or [num_rows]
     inverse_temperature,
     transform,
     V,
     T,
+    # row i of the call is row first_row + i of the A * T rows of logits
     first_row: tl.int64,
-    # [num_rows], then tables [num_sums, num_rows] and [num_coefficients, num_rows]
+    # int64 [num_rows]
     targets,
+    # fp32 [num_sums, num_rows]; its first rows are max_j z_j, sum_j exp(z_j - max z), z[target]
     sums,
     sums_stride: tl.int64,
+    # fp32 [num_coefficients, num_rows], with a row for each of NAMES
     coefficients,
     coefficients_stride: tl.int64,
     NAMES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Write d loss / d logits of each row from the coefficients NAMES."""
+    """Write the gradient of a loss with respect to the logits x of each row, one program per row.
+
+    With p = softmax(z), and a row's coefficients target, constant, logp and prob (0 without a name
+    in NAMES), see `GradientCoefficients`, it is dz_j / dx_j times
+
+        d loss / d z_j = target * (1[j = targets[i]] - p_j)
+                       + p_j * (constant + logp * log p_j + prob * p_j)
+
+    A row whose coefficients are all 0 becomes 0, and its logits are not read.
+    """
     i = tl.program_id(0).to(tl.int64)
     values, has_gradient = load_coefficients(coefficients, coefficients_stride, i, NAMES)
     out_row = row_pointer(out, first_row + i, T, out_stride_a, out_stride_t, TILE)
@@ -219,18 +253,23 @@ def softmax_gradient_kernel(
         max_logit = tl.load(sums + i)
         sum_exp = tl.load(sums + sums_stride + i)
         target_logit = tl.load(sums + 2 * sums_stride + i)
-        # The exponents are of z, as the maximum is stored: divided by the factor it may not be the
-        # maximum of u. So unit is the factor, and the factor 1.
+        # Terms that are 0 are not compiled: level 0 has `target` only, 1 also constant and logp, 2
+        # also prob.
         LEVEL: tl.constexpr = level_of(NAMES, "constant logp", "prob")
+        target_id = tl.load(targets + i)
+        target_u = tl.div_rn(target_logit, row.u_to_z)
+        target_logp = (target_logit - max_logit) - tl.log(sum_exp)
+        # In `write_gradient` p is exp(v_to_z * (v - max_v)) / sum_exp with v = u_to_v * u. Here v
+        # is z, whose maximum is stored. Divided by u_to_z it might not be the maximum of u.
         write_gradient(
             row,
             out_row,
-            None,
-            tl.load(targets + i),
-            tl.div_rn(target_logit, row.factor),
-            (target_logit - max_logit) - tl.log(sum_exp),
-            row.factor,
-            1.0,
+            None,  # no tile of the row is in registers
+            target_id,
+            target_u,
+            target_logp,
+            row.u_to_z,  # u_to_v
+            1.0,  # v_to_z
             max_logit,
             sum_exp,
             LEVEL,
@@ -275,7 +314,14 @@ def fused_loss_kernel(
     FORMULA: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Compute the loss of each row, and write its gradient."""
+    """Compute log-prob, entropy and loss of each row, and write d loss / d logits.
+
+    Each program computes the softmax sums of its row, then FORMULA from the log-prob of the target
+    and the entropy, then the gradient of the row from d loss / d log-prob and d loss / d entropy.
+    Masked rows get 0 in all results.
+
+    FORMULA   ((logp, entropy), i, inputs, numbers) -> (loss, d loss / d logp, d loss / d entropy)
+    """
     LEVEL: tl.constexpr = 1 if entropy_weight is not None else 0
     i = tl.program_id(0).to(tl.int64)
     # All are loaded before the first is used, so that the program waits once.
@@ -291,7 +337,7 @@ def fused_loss_kernel(
         max_u, sum_exp, shifted, _, kept = compute_softmax_sums(row, ENTROPY, TILE.KEPT, TILE)
         log_sum = tl.log(sum_exp)
         # The order of operations gives the bits of `SoftmaxSums.logps`.
-        logp = (row.factor * target_u - row.factor * max_u) - log_sum
+        logp = (row.u_to_z * target_u - row.u_to_z * max_u) - log_sum
         entropy = log_sum - shifted / sum_exp
         entropy = tl.where(entropy < 0.0, 0.0, entropy)  # unlike maximum, keeps NaN
         inputs = (
@@ -313,6 +359,7 @@ def fused_loss_kernel(
         if out is not None:
             out_row = row_pointer(out, i, T, out_stride_a, out_stride_t, TILE)
             if (grad_logp != 0.0) | (grad_entropy != 0.0):
+                # (target, constant, logp, prob): d entropy / d z_j = -p_j (log p_j + entropy)
                 coefficients = (
                     grad_logp.to(tl.float32),
                     -grad_entropy * entropy,
@@ -326,8 +373,8 @@ def fused_loss_kernel(
                     target,
                     target_u,
                     logp,
-                    1.0,
-                    row.factor,
+                    1.0,  # u_to_v: the sums are relative to max u, so v is u
+                    row.u_to_z,  # v_to_z
                     max_u,
                     sum_exp,
                     LEVEL,
@@ -371,7 +418,12 @@ def evaluate_formula_kernel(
     FORMULA: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Evaluate a formula on vectors, TILE.BLOCK rows per program."""
+    """Compute the loss of each row and its gradients from logps and entropy, all [num_rows].
+
+    A program takes TILE.BLOCK rows.
+
+    FORMULA   ((logp, entropy), i, inputs, numbers) -> (loss, d loss / d logp, d loss / d entropy)
+    """
     rows = tl.program_id(0).to(tl.int64) * TILE.BLOCK + tl.arange(0, TILE.BLOCK)
     is_inside = rows < num_rows
     # A formula loads its inputs without a mask, so rows behind the last compute the last one.
@@ -396,7 +448,10 @@ def evaluate_formula_kernel(
 
 @triton.jit
 def scale_tile(row, start, factor, PIECES, END):
-    """Multiply a tile by a factor in place."""
+    """Multiply the tile of a row at column `start` by a factor in place.
+
+    END   whether the tile may reach beyond the end of the row
+    """
     xs = load_tile(row, start, PIECES, END, "")
     for i in tl.static_range(PIECES):
         store_piece(row.start, start, i, row, xs[i].to(tl.float32) * factor, END, "")
@@ -415,7 +470,10 @@ def scale_kernel(
     factor,
     TILE: tl.constexpr,
 ):
-    """Multiply rows by a factor in place, unless it is 1. A program takes every so many tiles."""
+    """Multiply `out` by a 0-d factor in place, unless it is 1.
+
+    Of N programs, program n takes tiles n, n + N, n + 2 N, ... of all rows.
+    """
     scale = tl.load(factor).to(tl.float32)
     if scale != 1.0:
         columns = thread_columns(TILE, TILE.ALIGNED)
@@ -452,7 +510,7 @@ def fields_of_both_rows(
     i,
     TILE,
 ):
-    """The `row_fields` of row i of the policy's logits, and of the reference's."""
+    """Return the `row_fields` of row i of the policy's logits, and of the reference's."""
     fields = row_fields(
         logits, stride_a, stride_t, inverse_temperature, transform, V, T, first_row, i, TILE
     )
@@ -478,7 +536,7 @@ def fields_of_both_rows(
 
 @triton.jit
 def load_softmaxes(sums, reference_sums, stride, log_sum_ratio, i):
-    """The `BothSoftmaxes` of row i, and its sum_exp."""
+    """Return (`BothSoftmaxes` of row i, the policy's sum_exp) from the tables of sums."""
     base = finite_max(tl.load(sums + i))
     reference_base = finite_max(tl.load(reference_sums + i))
     sum_exp = tl.load(sums + stride + i)
@@ -518,7 +576,12 @@ def reference_sums_kernel(
     DIRECTION: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Compute POLICY_SUMS in NAMES and REFERENCE_SUMS of each row."""
+    """Compute the policy's softmax sums NAMES, and all REFERENCE_SUMS, of each row.
+
+    `SUMS` in core/softmax.py has their formulas. Masked rows get constants.
+
+    DIRECTION   "forward", or "reverse", whose sums serve all other directions
+    """
     i = tl.program_id(0).to(tl.int64)
     if load_or(mask, i, True):
         fields, reference_fields = fields_of_both_rows(
@@ -552,7 +615,7 @@ def reference_sums_kernel(
             shifted,
             squared,
         ) = compute_sums_of_both(row, reference_row, DIRECTION == "forward", LEVEL, TILE)
-        policy_values = (max_logit, sum_exp, row.factor * target_u, shifted, squared)
+        policy_values = (max_logit, sum_exp, row.u_to_z * target_u, shifted, squared)
         store_policy_sums(sums, sums_stride, i, policy_values, NAMES)
         reference_values = (reference_max_logit, reference_sum_exp, log_ratio, excess)
         store_entries(reference_sums, sums_stride, i, reference_values)
@@ -593,7 +656,13 @@ def mixture_sums_kernel(
     DIRECTION: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Compute MIXTURE_SUMS of each row."""
+    """Compute two sums over the vocabulary of each row, see `mixture_terms` in core/divergence.py.
+
+    With p the policy's softmax, q the reference's and m = (1 - b) p + b q they are
+
+        DIRECTION "jsd"   KL(p || m) and KL(q || m)
+        DIRECTION "tv"    sum_j p_j sign(p_j - q_j) / 2 and sum_j |p_j - q_j| / 2
+    """
     i = tl.program_id(0).to(tl.int64)
     if load_or(mask, i, True):
         fields, reference_fields = fields_of_both_rows(
@@ -642,6 +711,7 @@ def mixture_sums_kernel(
             TILE.ACCESSES,
             True,
         )
+        # 0, or NaN if log_sum_ratio is NaN or infinite: a row has a NaN or only -inf.
         nan_without_divergence = 0.0 * softmaxes.log_sum_ratio
         for k in tl.static_range(2):
             total = tl.sum(tl.sum(lane_sums[k], axis=1), axis=0)
@@ -688,7 +758,11 @@ def reference_gradient_kernel(
     DIRECTION: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Write d loss / d logits of each row from the coefficients NAMES, with a divergence."""
+    """Write d loss / d logits of each row, for a loss with a divergence from the reference.
+
+    It is the gradient of `softmax_gradient_kernel` plus the coefficient "divergence" times the
+    gradient of the divergence, see `divergence_gradient` in core/divergence.py.
+    """
     LEVEL: tl.constexpr = level_of(NAMES, "logp", "prob")
     i = tl.program_id(0).to(tl.int64)
     values, has_gradient = load_coefficients(coefficients, coefficients_stride, i, NAMES)
@@ -719,7 +793,7 @@ def reference_gradient_kernel(
         divergence = (per_divergence, tl.load(centers + i), mixture_weights[0], mixture_weights[1])
         factors = ((constant - per_target) - per_logp * log_sum, per_logp, per_prob)
         target = tl.load(targets + i)
-        target_w = reference_row.factor * load_unscaled_logit(reference_row, target)
+        target_w = reference_row.u_to_z * load_unscaled_logit(reference_row, target)
         # Between this load and the first store: the gradient may overwrite the reference's row.
         tl.debug_barrier()
         end = (V - 1) // TILE.BLOCK * TILE.BLOCK
@@ -759,7 +833,7 @@ def reference_gradient_kernel(
         grad = -per_target * expm1(logp) + prob * factor
         d = log_probability_ratio(target_z, target_w, softmaxes)
         grad += divergence_gradient(prob, target_w, d, softmaxes, *divergence, DIRECTION)
-        grad *= transform_derivative(tl.div_rn(target_z, row.factor), row)
+        grad *= transform_derivative(tl.div_rn(target_z, row.u_to_z), row)
         tl.debug_barrier()  # the store follows those of the row's tiles
         is_inside = (target >= 0) & (target < V)
         tl.store(out_row + target, grad.to(out.dtype.element_ty), mask=is_inside)

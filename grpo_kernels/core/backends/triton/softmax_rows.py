@@ -5,8 +5,9 @@ reduces its own elements of all pieces without exchange between threads, and all
 issued before the first value is needed. Names of compile-time values are upper-case; TILE is a
 `launch.Tile`.
 
-The softmax of z runs over the *unscaled* logits u, with z = factor * u and factor > 0, so that the
-loop over a row has one multiplication less. See `Transform`.
+x are the logits in memory, z the logits after scale, softcap and temperature. The softmax of z is
+computed from *unscaled* logits u, with z = u_to_z * u and u_to_z > 0, so that the loop over a row
+has one multiplication less. See `Transform`.
 
 The sums of unaligned rows (an odd vocabulary) are read by single elements, and only their gradient
 is written in 128-bit accesses. Sums from a 16-byte boundary on would have another order, and so
@@ -45,10 +46,10 @@ Transform = namedtuple("Transform", "scale softcap mirrored")
 #:     start                 pointer to its first logit
 #:     V                     number of columns
 #:     columns               [LANES, COLS], the columns that each thread takes of a piece
-#:     factor                z = factor * u, see `Transform`
+#:     u_to_z                z = u_to_z * u, see `Transform`
 #:     inverse_temperature   of the row
 #:     scale, softcap, mirrored   see `Transform`
-Row = namedtuple("Row", "start V columns factor inverse_temperature scale softcap mirrored")
+Row = namedtuple("Row", "start V columns u_to_z inverse_temperature scale softcap mirrored")
 
 
 # ---- tiles
@@ -56,7 +57,7 @@ Row = namedtuple("Row", "start V columns factor inverse_temperature scale softca
 
 @triton.jit
 def thread_columns(TILE, WIDE):
-    """The columns of a piece that each thread takes, [LANES, COLS]."""
+    """Return the columns of a piece that each thread takes, [LANES, COLS]."""
     if WIDE:  # neighbours belong to one thread: a 128-bit access
         return tl.arange(0, TILE.LANES)[:, None] * TILE.COLS + tl.arange(0, TILE.COLS)[None, :]
     else:  # neighbours belong to neighbouring threads: single elements
@@ -65,7 +66,10 @@ def thread_columns(TILE, WIDE):
 
 @triton.jit
 def row_pointer(x, row, T, stride_a, stride_t, TILE):
-    """Where a row of x [A, T, V] begins. If T is None, x is [num_rows, V] with stride_t."""
+    """Return a pointer to row a * T + t of x [A, T, V], which is x[a, t].
+
+    If T is None, x is [num_rows, V] with the row stride stride_t.
+    """
     offset = row * stride_t if T is None else (row // T) * stride_a + (row % T) * stride_t
     if TILE.ALIGNED:
         offset = tl.multiple_of(offset, 16)
@@ -74,13 +78,13 @@ def row_pointer(x, row, T, stride_a, stride_t, TILE):
 
 @triton.constexpr_function
 def is_number(x):
-    """Whether an argument is a number and not a pointer."""
+    """Return whether an argument is a number and not a pointer."""
     return isinstance(x, float) or not x.dtype.is_ptr()  # a float in the interpreter
 
 
 @triton.jit
 def load_number(x, i):
-    """A number that is the same for all rows, or that of row i."""
+    """Return x if it is a number for all rows, or else x[i] of a vector [num_rows]."""
     if is_number(x):
         return x
     else:
@@ -91,32 +95,38 @@ def load_number(x, i):
 def row_fields(
     logits, stride_a, stride_t, inverse_temperature, transform, V, T, first_row, i, TILE
 ):
-    """The fields of a `Row` before its transform, whose None no function can return.
+    """Return the fields of a `Row` but scale, softcap and mirrored.
 
-    logits, stride_a, stride_t   the rows of logits, see `row_pointer`
-    inverse_temperature          a number, or [n]
-    first_row, i                 the row is the i-th of n rows from first_row on
+    A Triton function cannot return these, since they may be None: the caller adds `*transform`.
+
+    logits, stride_a, stride_t   the rows of logits [A, T, V], see `row_pointer`
+    inverse_temperature          a number, or [num_rows]
+    first_row, i                 row i of the call is row first_row + i of the logits
     """
     temperature = load_number(inverse_temperature, i)
     start = row_pointer(logits, first_row + i, T, stride_a, stride_t, TILE)
     if transform.softcap is None:
-        factor = tl.abs(transform.scale * temperature)
+        u_to_z = tl.abs(transform.scale * temperature)
     else:
-        factor = transform.softcap * temperature
-    return start, V, thread_columns(TILE, TILE.ALIGNED), factor, temperature
+        u_to_z = transform.softcap * temperature
+    return start, V, thread_columns(TILE, TILE.ALIGNED), u_to_z, temperature
 
 
 @triton.jit
 def piece_columns(start, i, columns):
-    """The columns of piece i of the tile at `start`, a column or a pointer to it."""
+    """Return the columns [LANES, COLS] of piece i of the tile at column `start`.
+
+    If `start` is a pointer, pointers to these columns are returned.
+    """
     return start + i * (columns.shape[0] * columns.shape[1]) + columns
 
 
 @triton.jit
 def load_tile(row, start, PIECES, END, HINT):
-    """Pieces of a row from column `start` on, a tuple.
+    """Load PIECES pieces of a row from column `start` on. Returns a tuple of [LANES, COLS].
 
-    END: they may reach beyond the row's end, and are 0 there.
+    END    whether they may reach beyond the end of the row, where 0 is returned
+    HINT   cache hint of the loads
     """
     xs = ()
     for i in tl.static_range(PIECES):
@@ -131,7 +141,12 @@ def load_tile(row, start, PIECES, END, HINT):
 
 @triton.jit
 def store_piece(out, start, i, row, x, END, HINT):
-    """Write piece i of the tile at column `start`."""
+    """Write x [LANES, COLS] as piece i of the tile at column `start` of a row.
+
+    out    pointer to the row
+    END    whether the piece may reach beyond the end of the row, where nothing is written
+    HINT   cache hint of the stores
+    """
     columns = piece_columns(start, i, row.columns)
     values = x.to(out.dtype.element_ty)
     if END:
@@ -142,7 +157,7 @@ def store_piece(out, start, i, row, x, END, HINT):
 
 @triton.jit
 def write_zero_row(out, V, TILE):
-    """Write 0 into a row of V columns."""
+    """Write 0 into the V columns of the row at the pointer `out`."""
     columns = thread_columns(TILE, TILE.ALIGNED)
     PIECE: tl.constexpr = TILE.LANES * TILE.COLS
     zeros = tl.zeros(columns.shape, out.dtype.element_ty)
@@ -156,7 +171,10 @@ def write_zero_row(out, V, TILE):
 
 @triton.jit
 def elements_to_boundary(row, V, COLS):
-    """Number of elements before the first 16-byte boundary. COLS elements are 16 bytes."""
+    """Return how many elements of a row come before its first 16-byte boundary, at most V.
+
+    COLS elements are 16 bytes.
+    """
     ELEMENT_BYTES: tl.constexpr = row.dtype.element_ty.primitive_bitwidth // 8
     past = (row.to(tl.int64) // ELEMENT_BYTES) % COLS
     return tl.minimum((COLS - past) % COLS, V).to(tl.int32)
@@ -167,7 +185,10 @@ def elements_to_boundary(row, V, COLS):
 
 @triton.jit
 def unscaled_logit(x, row):
-    """u of logits x, see `Transform`."""
+    """Return the unscaled logits u of logits x: tanh(x * scale / softcap), x or -x.
+
+    See `Transform`.
+    """
     x = x.to(tl.float32)
     if row.softcap is not None:
         # tanh(v) = 1 - 2 / (e^2v + 1) is off by 6e-8: times the cap, the spacing of fp32 numbers
@@ -181,7 +202,7 @@ def unscaled_logit(x, row):
 
 @triton.jit
 def transform_derivative(u, row):
-    """dz / dx at unscaled logits u."""
+    """Return dz / dx at unscaled logits u: scale * inverse_temperature, times 1 - u^2 of tanh."""
     derivative = row.scale * row.inverse_temperature
     if row.softcap is not None:
         derivative = derivative * (1.0 - u * u)
@@ -190,7 +211,7 @@ def transform_derivative(u, row):
 
 @triton.jit
 def load_unscaled_logit(row, column):
-    """u of a single column, NaN if it is outside of the row."""
+    """Load u of a single column, NaN if it is outside of the row."""
     is_inside = (column >= 0) & (column < row.V)
     x = tl.load(row.start + column, mask=is_inside, other=float("nan"))
     return unscaled_logit(x, row)
@@ -198,14 +219,15 @@ def load_unscaled_logit(row, column):
 
 # ---- softmax sums
 #
-# exp(factor * u) is 2^(c u - base), with c = factor * log2(e) and a whole number `base` near the
-# maximum of c u. One fused multiply-add, which rounds once, computes the exponent. So a shift of
-# the logits costs no precision, and sums relative to two bases can be added without rounding.
+# The exponentials of a row are 2^(c u - base), with c = u_to_z * log2(e) and a whole number `base`
+# near the maximum of c u. One fused multiply-add, which rounds once, computes the exponent. So a
+# shift of the logits costs no precision, and sums relative to two bases can be added without
+# rounding.
 
 
 @triton.jit
 def fma(x, y, z):
-    """x y + z, rounded once."""
+    """Return x y + z, rounded once."""
     if INTERPRETED:  # tl.fma of Triton 3.6 and before rounds twice there
         return (x.to(tl.float64) * y + z).to(tl.float32)
     else:
@@ -214,7 +236,7 @@ def fma(x, y, z):
 
 @triton.jit
 def exponent_base(max_u, c):
-    """The base of exponents for a maximum of u."""
+    """Return the base of exponents for a maximum of u: max_u * c rounded up, at least -2^29."""
     return tl.maximum(tl.ceil(max_u * c), -MAX_EXPONENT)
 
 
@@ -222,8 +244,14 @@ def exponent_base(max_u, c):
 def add_tile(sums, xs, start, row, c, END, LEVEL):
     """Add a tile to the running sums of each lane.
 
-    sums: (max_u, base, sum of 2^d for d = c u - base, sum of 2^d d, sum of 2^2d). The last two are
-    kept from LEVEL = ENTROPY and SQUARES on. END: columns from V on are left out.
+    sums    (max_u, base, sum of 2^d for d = c u - base, sum of 2^d d, sum of 2^2d), [LANES] each.
+            The last two are computed from LEVEL = ENTROPY and SQUARES on.
+    xs      logits of the tile, a tuple of pieces
+    start   column of the tile
+    c       u_to_z * log2(e)
+    END     whether columns from V on are left out
+
+    Returns the new sums. Where the maximum rises, older sums are rescaled to the new base.
     """
     max_u, base, sum_exp, shifted, squared = sums
     us = ()
@@ -261,7 +289,10 @@ def add_tile(sums, xs, start, row, c, END, LEVEL):
 
 @triton.jit
 def load_unscaled_piece(row, start):
-    """A piece that may reach beyond the row's end: which columns are inside, and their u."""
+    """Load a piece that may reach beyond the row's end.
+
+    Returns (which columns are inside, their u), [LANES, COLS] each.
+    """
     is_inside = start + row.columns < row.V
     x = tl.load(row.start + start + row.columns, mask=is_inside, other=0.0)
     return is_inside, unscaled_logit(x, row)
@@ -269,7 +300,7 @@ def load_unscaled_piece(row, start):
 
 @triton.jit
 def count_maxima(row, max_u, TILE):
-    """The number of columns with u = max_u; NaN if a logit is NaN.
+    """Count the columns with u = max_u; NaN if a logit is NaN.
 
     This is the sum of exponentials of a row far from 0 (all logits the smallest finite number, for
     example), where all other exponentials are below e^-22.
@@ -284,7 +315,7 @@ def count_maxima(row, max_u, TILE):
 
 @triton.jit
 def find_first_maximum(row, max_u, TILE):
-    """The first column with u = max_u, or -1. Reads the row once more."""
+    """Return the first column with u = max_u, or -1. Reads the row once more."""
     first = tl.full((TILE.LANES,), NO_COLUMN, tl.int32)
     for start in range(0, row.V, TILE.LANES * TILE.COLS):
         is_inside, u = load_unscaled_piece(row, start)
@@ -296,16 +327,18 @@ def find_first_maximum(row, max_u, TILE):
 
 @triton.jit
 def compute_softmax_sums(row, LEVEL, KEPT, TILE):
-    """The softmax sums of a row, and its last KEPT tiles.
+    """Compute the softmax sums of a row in one pass over it.
 
-    Returns (max u, sum of e, sum of e d, sum of e^2, tiles) with e = exp(d) and
-    d = factor * (u - max u). The last ENDS tiles are loaded at once.
+    Returns (max u, sum of e, sum of e d, sum of e^2, tiles) with e = exp(d) and d = z - max z =
+    u_to_z * (u - max u). The sums with d and e^2 are right from LEVEL = ENTROPY and SQUARES on.
+    `tiles` are the logits x of the last KEPT tiles, which stay in registers for the gradient. The
+    last TILE.ENDS tiles are loaded at once.
     """
     ACCESSES: tl.constexpr = TILE.ACCESSES
     ENDS: tl.constexpr = TILE.ENDS
     HINT: tl.constexpr = TILE.FIRST_HINT
     LAST_HINT: tl.constexpr = TILE.LAST_HINT
-    c = row.factor * LOG2E
+    c = row.u_to_z * LOG2E
     max_u = tl.full((TILE.LANES,), NEG_INF, tl.float32)
     base = tl.full((TILE.LANES,), -MAX_EXPONENT, tl.float32)
     zero = tl.full((TILE.LANES,), 0.0, tl.float32)
@@ -326,7 +359,7 @@ def compute_softmax_sums(row, LEVEL, KEPT, TILE):
     base = exponent_base(max_u, c)
     shift = lane_base - base
     scale = tl.exp2(shift)
-    # From sums of 2^(c u - base) to sums of exp(factor * (u - max_u)).
+    # From sums of 2^(c u - base) to sums of exp(u_to_z * (u - max_u)).
     remainder = tl.where(max_u == NEG_INF, 0.0, fma(max_u, c, -base))
     up = tl.exp2(-remainder)
     sum_exp2 = tl.sum(lane_sum_exp * scale, axis=0)
@@ -348,7 +381,7 @@ def compute_softmax_sums(row, LEVEL, KEPT, TILE):
 
 @triton.jit
 def expm1(x):
-    """exp(x) - 1."""
+    """Return exp(x) - 1 without cancellation."""
     series = 1.0 + x * (1 / 5 + x * (1 / 30 + x * (1 / 210)))
     series = x + x * x * (1 / 2 + x * (1 / 6 + x * (1 / 24) * series))
     # The series is off by less than 1e-8 there.
@@ -357,23 +390,36 @@ def expm1(x):
 
 @triton.jit
 def tanh(x):
-    """tanh(x): with e = exp(-2 |x|) - 1 it is -e / (2 + e), with the sign of x."""
+    """Return tanh(x): with e = exp(-2 |x|) - 1 it is -e / (2 + e), with the sign of x."""
     e = expm1(-2.0 * tl.abs(x))
     return tl.where(x < 0.0, e, -e) / (2.0 + e)
 
 
 # ---- the gradient
+#
+# The softmax sums of a row are relative to a maximum of u (`fused_loss_kernel`) or of z (stored
+# sums). The functions here take either as v:
+#
+#     v_j = u_to_v * u_j      z_j = v_to_z * v_j      p_j = exp(v_to_z * (v_j - max_v)) / sum_exp
+#
+#     v is u   u_to_v = 1, v_to_z = u_to_z
+#     v is z   u_to_v = u_to_z, v_to_z = 1
 
 
 @triton.jit
-def gradient_factors(max_v, sum_exp, factor, LEVEL, target, constant, logp, prob):
-    """(c, base, per_exp, per_exponent, per_square) of `column_gradient`.
+def gradient_factors(max_v, sum_exp, v_to_z, LEVEL, target, constant, logp, prob):
+    """Return (c, base, per_exp, per_exponent, per_square), the numbers of `column_gradient`.
 
-    With d = c v_j - base, d loss / d z_j = 2^d (per_exp + per_exponent d + per_square 2^d), without
-    the target's own term. exp(factor * (v_j - max_v)) are the exponentials of the row, sum_exp
-    their sum, and target, constant, logp, prob its `GradientCoefficients`.
+    With d = c v_j - base, in which c = v_to_z * log2(e), the gradient of a row is
+
+        d loss / d z_j = 2^d (per_exp + per_exponent d + per_square 2^d)
+
+    without the term target * 1[j = y] of the target y.
+
+    max_v, sum_exp                  of the row, see above
+    target, constant, logp, prob    its `GradientCoefficients`; those beyond LEVEL are not used
     """
-    c = factor * LOG2E
+    c = v_to_z * LOG2E
     base = exponent_base(max_v, c)
     # Far from 0 only columns equal to the maximum count. Any c will do that separates them from the
     # others and keeps c * max_v finite: 2^30 / |max_v|.
@@ -381,7 +427,7 @@ def gradient_factors(max_v, sum_exp, factor, LEVEL, target, constant, logp, prob
     c = tl.where(is_far, tl.exp2(30.0 - tl.ceil(tl.log2(tl.abs(max_v)))), c)
     base = tl.where(is_far, c * max_v, base)
     remainder = tl.where(max_v == NEG_INF, 0.0, fma(max_v, c, -base))
-    down = tl.exp2(-remainder) / sum_exp
+    down = tl.exp2(-remainder) / sum_exp  # p_j = 2^d * down
     per_exp = -target
     per_exponent = 0.0
     per_square = 0.0
@@ -394,11 +440,14 @@ def gradient_factors(max_v, sum_exp, factor, LEVEL, target, constant, logp, prob
 
 
 @triton.jit
-def column_gradient(x, row, LEVEL, unit, c, base, per_exp, per_exponent, per_square):
-    """d loss / dx without the target's own term, see `gradient_factors`. v = unit * u."""
+def column_gradient(x, row, LEVEL, u_to_v, c, base, per_exp, per_exponent, per_square):
+    """Return d loss / dx of logits x [LANES, COLS]: dz / dx times the sum in `gradient_factors`.
+
+    The target's own term is not in it, see `store_target_gradient`.
+    """
     u = unscaled_logit(x, row)
     derivative = transform_derivative(u, row)
-    d = fma(unit * u, c, -base)
+    d = fma(u_to_v * u, c, -base)
     factor = per_exp * derivative
     if LEVEL >= ENTROPY:
         factor = fma(per_exponent * derivative, tl.maximum(d, LOWEST), factor)
@@ -410,11 +459,16 @@ def column_gradient(x, row, LEVEL, unit, c, base, per_exp, per_exponent, per_squ
 
 @triton.jit
 def store_target_gradient(out, target_id, row, u, logp, LEVEL, target, constant, logp_factor, prob):
-    """Store the gradient of the target's logit, computed separately.
+    """Store d loss / dx of the target's logit, which `column_gradient` does not compute right.
 
-    1 - p cancels as p -> 1, and -expm1(logp) does not. Adding 1 to a stored 16-bit value would lose
-    it. u and logp are of the target; target, constant, logp_factor and prob are
-    `GradientCoefficients`.
+    It is target (1 - p) + p (constant + logp_factor * logp + prob * p), times dz / dx, with
+    p = exp(logp). 1 - p cancels as p -> 1, and -expm1(logp) does not. Adding the target's term to a
+    stored 16-bit value would lose digits.
+
+    out         pointer to the gradient of the row
+    target_id   column of the target; nothing is stored if it is outside of the row
+    u, logp     its unscaled logit and log-prob
+    target, constant, logp_factor, prob   `GradientCoefficients` of the row
     """
     grad = -target * expm1(logp)
     if LEVEL >= ENTROPY:
@@ -429,32 +483,56 @@ def store_target_gradient(out, target_id, row, u, logp, LEVEL, target, constant,
 
 
 @triton.jit
-def write_gradient_tile(xs, out, start, row, LEVEL, END, HINT, unit, factors):
-    """Write the gradient of a tile, given its logits."""
+def write_gradient_tile(xs, out, start, row, LEVEL, END, HINT, u_to_v, factors):
+    """Write d loss / dx of the tile at column `start`, without the target's own term.
+
+    xs        logits of the tile, a tuple of pieces
+    out       pointer to the gradient of the row
+    factors   the result of `gradient_factors`
+    """
     for i in tl.static_range(len(xs)):
-        grad = column_gradient(xs[i], row, LEVEL, unit, *factors)
+        grad = column_gradient(xs[i], row, LEVEL, u_to_v, *factors)
         store_piece(out, start, i, row, grad, END, HINT)
 
 
 @triton.jit
 def write_gradient(
-    row, out, kept, target, target_u, logp, unit, factor, max_v, sum_exp, LEVEL, coefficients, TILE
+    row,
+    out,
+    kept,
+    target_id,
+    target_u,
+    target_logp,
+    u_to_v,
+    v_to_z,
+    max_v,
+    sum_exp,
+    LEVEL,
+    coefficients,
+    TILE,
 ):
-    """Write d loss / dx of a row, see `GradientCoefficients`.
+    """Write d loss / dx of a row, the formula of `GradientCoefficients` times dz / dx.
 
-    row, out        the logits, and a pointer to the gradient of the row, which may overwrite them
+    row             the logits
+    out             pointer to the gradient of the row, which may overwrite the logits
     kept            the last tiles of the row if they are in registers, else None
-    target          id; target_u and logp are its unscaled logit and its log-prob
-    unit, factor    p_j = exp(factor * (unit * u_j - max_v)) / sum_exp
-    coefficients    (target, constant, logp, prob); those beyond LEVEL are not used
+    target_id       column of the target
+    target_u        its unscaled logit
+    target_logp     its log-prob
+    u_to_v, v_to_z, max_v, sum_exp
+                    of p_j = exp(v_to_z * (u_to_v * u_j - max_v)) / sum_exp
+    LEVEL           0: only the coefficient `target` counts; ENTROPY: also constant and logp;
+                    SQUARES: also prob
+    coefficients    (target, constant, logp, prob)
 
-    PEELED: 128-bit accesses between the row's first and last 16-byte boundary.
+    If TILE.PEELED, 128-bit accesses are used between the first and last 16-byte boundary of the
+    row, and single elements outside of them.
     """
     ACCESSES: tl.constexpr = TILE.ACCESSES
     COLS: tl.constexpr = TILE.COLS
     HINT: tl.constexpr = TILE.LAST_HINT
     ENDS: tl.constexpr = 1 if kept is None else len(kept) // ACCESSES
-    factors = gradient_factors(max_v, sum_exp, factor, LEVEL, *coefficients)
+    factors = gradient_factors(max_v, sum_exp, v_to_z, LEVEL, *coefficients)
     aligned_row = row
     aligned_out = out
     if TILE.PEELED:
@@ -465,7 +543,7 @@ def write_gradient(
         columns = tl.where(i < COLS, i, head + width + i - COLS)
         is_outside = tl.where(i < COLS, i < head, columns < row.V)
         x = tl.load(row.start + columns, mask=is_outside, other=0.0, eviction_policy=HINT)
-        grad = column_gradient(x, row, LEVEL, unit, *factors)
+        grad = column_gradient(x, row, LEVEL, u_to_v, *factors)
         tl.debug_barrier()  # every warp loads these few elements, and one of them stores them
         values = grad.to(out.dtype.element_ty)
         tl.store(out + columns, values, mask=is_outside, eviction_policy=HINT)
@@ -486,12 +564,12 @@ def write_gradient(
         tile = ends[i * ACCESSES : (i + 1) * ACCESSES]
         start = end + i * TILE.BLOCK
         write_gradient_tile(
-            tile, aligned_out, start, aligned_row, LEVEL, i == ENDS - 1, HINT, unit, factors
+            tile, aligned_out, start, aligned_row, LEVEL, i == ENDS - 1, HINT, u_to_v, factors
         )
     for done in tl.range(0, end, TILE.BLOCK, num_stages=TILE.STAGES):
         start = end - TILE.BLOCK - done
         tile = load_tile(aligned_row, start, ACCESSES, False, HINT)
         write_gradient_tile(
-            tile, aligned_out, start, aligned_row, LEVEL, False, HINT, unit, factors
+            tile, aligned_out, start, aligned_row, LEVEL, False, HINT, u_to_v, factors
         )
-    store_target_gradient(out, target, row, target_u, logp, LEVEL, *coefficients)
+    store_target_gradient(out, target_id, row, target_u, target_logp, LEVEL, *coefficients)
