@@ -176,7 +176,7 @@ def draft_head_loss(
 
 
 def detached(x: Any) -> Any:
-    """Return a tensor without gradient, and anything else as it is, for a check to refuse."""
+    """Return x.detach() of a tensor, and any other x unchanged: a later check refuses it."""
     return x.detach() if isinstance(x, Tensor) else x
 
 
@@ -197,7 +197,10 @@ def check_drafts(draft_hidden: Any) -> list[Tensor]:
 
 
 def check_teacher_of_kind(kind: str, policy_hidden: Any, ids: Any, draft: Tensor) -> None:
-    """Raise ValueError unless the call has what its kind learns from, and not the other."""
+    """Raise ValueError unless a "soft" loss has only policy_hidden, and a "hard" loss only ids.
+
+    draft   hidden states of a draft, [..., H], whose shape the argument must fit
+    """
     if kind == "soft":
         require(ids is None, "ids", "given", 'kind="soft" learns from policy_hidden: leave it out.')
         remedy = "the policy's hidden states, the shape of draft_hidden"
@@ -227,7 +230,10 @@ class Positions:
 
     @classmethod
     def check(cls, hidden: Tensor, mask: Any, cu_seqlens: Any) -> Positions:
-        """Return the positions of hidden states [..., H]. Raises ValueError for what misfits."""
+        """Return the positions of hidden states [..., H].
+
+        Raises ValueError naming the argument if mask or cu_seqlens do not fit them.
+        """
         shape = hidden.shape[:-1]
         device = hidden.device
         is_real = torch.ones(shape, dtype=torch.bool, device=device)
@@ -258,12 +264,13 @@ class Positions:
 
 @dataclass(frozen=True, eq=False)
 class TokenValues:
-    """What is computed for each position, fp32 [D, *positions]; any number where mask is False.
+    """Losses and metrics of each depth and position, [D, *positions].
 
-    losses           differentiable
-    mask             bool
-    top1_agreement   whether the likeliest ids are equal, bool; None without metrics
-    acceptance       1 - TV; None without metrics and for the hard loss
+    losses           fp32, differentiable; any number where mask is False, as below
+    mask             bool: positions that count
+    top1_agreement   bool: whether draft and policy (hard: the token) have the same likeliest id;
+                     None without metrics
+    acceptance       fp32: 1 - TV(p, q); None without metrics and for the hard loss
     """
 
     losses: Tensor
@@ -273,7 +280,10 @@ class TokenValues:
 
 
 def make_output(values: TokenValues, normalizer: float | Tensor | None) -> DraftLoss:
-    """Return the loss and the metrics of each depth."""
+    """Return the loss: the mean over depths of sum over counted positions / normalizer.
+
+    normalizer   a number or 0-d tensor; None: the number of counted positions, at least 1
+    """
     mask = values.mask
     losses = torch.where(mask, values.losses, 0.0)
     count = mask.flatten(1).sum(1).float()
@@ -310,7 +320,10 @@ class DraftCall:
     has_metrics: bool
 
     def hard_values(self, ids: Tensor) -> TokenValues:
-        """Return the cross-entropy with the token at t + depth + 2."""
+        """Return -log p(token at t + depth + 2) of each draft and position t, one depth at a time.
+
+        ids   int64 [*positions], the token at each position
+        """
         shape = self.positions.shape
         losses = []
         masks = []
@@ -339,7 +352,10 @@ class DraftCall:
         )
 
     def soft_values(self, policy_hidden: Tensor) -> TokenValues:
-        """Return the cross-entropy with the policy's distribution at t + depth + 1."""
+        """Return the cross-entropy of each draft with the policy's distribution at t + depth + 1.
+
+        policy_hidden   [*positions, H]
+        """
         positions = self.positions
         distances = range(self.first_depth + 1, self.first_depth + 1 + len(self.drafts))
         masks = torch.stack([positions.counted(distance) for distance in distances])
@@ -418,13 +434,13 @@ class DraftChunk(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SoftPass:
-    """One pass over the positions of the policy that drafts learn from: the policy is the teacher.
+    """One pass over the positions of the policy, which is the teacher of all drafts.
 
-    The index of a draft in the list is called its depth here.
+    The arguments `depth` below are indices into `drafts`, from 0.
 
     drafts          rows of each depth, [num_positions, H]; they get the gradient
     teacher         rows of the policy, the same number and the same head
-    distances       how many positions behind the draft's position the policy's is, for each depth
+    distances       of each depth: the draft at position t learns from the policy at t + distance
     draft_masks     bool [D, num_positions]: positions of the drafts that count
     has_metrics     whether acceptance and agreement are computed
     has_gradients   whether a gradient is computed, for each depth
@@ -454,9 +470,10 @@ class SoftPass:
         return self.teacher_masks.any(0).nonzero()[:, 0]
 
     def draft_row_ids(self, depth: int, row_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (positions of the draft, mask) of positions of the policy.
+        """Return (positions of the draft, mask) that learn from the policy at `row_ids`.
 
-        Where the mask is False the position is 0.
+        Both are [len(row_ids)]. Where the mask is False, the draft of this depth does not learn
+        from that position of the policy, and its own position is 0.
         """
         mask = self.teacher_masks[depth, row_ids]
         return torch.where(mask, row_ids - self.distances[depth], 0), mask
@@ -517,7 +534,10 @@ class SoftPass:
         return values, unit_gradients
 
     def policy_chunk(self, matmuls: HeadMatmuls, row_ids: Tensor) -> PolicyChunk:
-        """Compute the policy's logits and statistics at some positions."""
+        """Compute the policy's logits, entropy and likeliest ids at the positions `row_ids`.
+
+        matmuls   of the policy, whose memory the logits may take until its next call
+        """
         projection = self.teacher.projection
         logits = matmuls.logits(rows_of(projection.hidden, row_ids, matmuls.dtype))
         no_targets = torch.zeros_like(row_ids)
@@ -527,7 +547,15 @@ class SoftPass:
         return PolicyChunk(row_ids, logits, sums.entropy, top_ids)
 
     def draft_chunk(self, matmuls: HeadMatmuls, depth: int, policy: PolicyChunk) -> DraftChunk:
-        """Compare the draft of a depth with the policy's logits, and compute its gradient."""
+        """Compare the draft of a depth with the policy at the positions of a chunk.
+
+        With p the draft's distribution and q the policy's:
+
+            cross-entropy     KL(q || p) + entropy of q
+            acceptance        1 - TV(p, q)                               only with metrics
+            top-1 agreement   1 if p and q have the same likeliest id    only with metrics
+            unit gradient     (p - q) @ weight                           only if it is needed
+        """
         projection = self.drafts[depth].projection
         kernels = self.teacher.kernels
         row_ids, mask = self.draft_row_ids(depth, policy.row_ids)
@@ -554,7 +582,11 @@ class SoftPass:
         return DraftChunk(values, unit_gradient)
 
     def unit_gradient(self, matmuls: HeadMatmuls, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
-        """Return (p - q) @ weight of each row, fp32 [num_chunk_rows, H]. The logits are lost."""
+        """Return d cross-entropy / d hidden = (p - q) @ weight of each row, fp32 [num_rows, H].
+
+        `rows` are the draft's logits with the policy as reference. The gradient of the logits may
+        overwrite them.
+        """
         kernels = self.teacher.kernels
         buffer = matmuls.make_grad_buffer(rows.num_rows, sums_bias=False)
         grad_logits = buffer.memory_for(rows.logits[0])
@@ -565,16 +597,20 @@ class SoftPass:
         return matmuls.grad_hidden(buffer.all_rows())
 
     def to_positions(self, depth: int, values: Tensor) -> Tensor:
-        """Return values [num_rows, ...] at the positions of the draft, [num_positions, ...]."""
+        """Move values at the policy's positions `self.row_ids` to the positions of the draft.
+
+        values   [num_rows, ...]; the result is [num_positions, ...], 0 at other positions
+        """
         row_ids, mask = self.draft_row_ids(depth, self.row_ids)
         values = values.masked_fill(~mask.view(-1, *(1,) * (values.dim() - 1)), 0.0)
         positions = values.new_zeros(self.draft_masks.shape[1], *values.shape[1:])
         return positions.index_add_(0, row_ids, values)  # rows that do not count add 0 to row 0
 
     def grad_hidden(self, depth: int, unit_gradient: Tensor, grad_losses: Tensor) -> Tensor:
-        """Return the gradient of the hidden states of a depth, [num_positions, H].
+        """Return d loss / d hidden of a depth, [num_positions, H] in the dtype of hidden.
 
-        grad_losses   fp32 [num_positions]
+        unit_gradient   fp32 [num_rows, H]: for an upstream gradient of 1, at `self.row_ids`
+        grad_losses     fp32 [num_positions]: the upstream gradients
         """
         row_ids, mask = self.draft_row_ids(depth, self.row_ids)
         upstream = torch.where(mask, grad_losses[row_ids], 0.0)[:, None]

@@ -130,7 +130,10 @@ class RowOrder:
 
     @classmethod
     def of_mask(cls, mask: Tensor | None, num_rows: int, device: torch.device) -> RowOrder:
-        """Return the rows where mask bool [num_rows] is True. On a GPU the host waits for it."""
+        """Return the order of the rows where mask, bool [num_rows], is True; None: all rows.
+
+        They all may have a gradient. On a GPU the host waits for their number.
+        """
         if mask is None:
             return cls.of_all_rows(num_rows, device)
         row_ids = mask.nonzero()[:, 0]
@@ -371,7 +374,7 @@ class GradientAccumulator:
             self.grad_bias += grad_logits.sum(0, dtype=torch.float32)
 
     def result(self) -> LinearGradients:
-        """Return the sums."""
+        """Return the gradients of all blocks that were added."""
         return LinearGradients(self.grad_hidden, self.grad_weight, self.grad_bias)
 
 
@@ -502,7 +505,10 @@ class SumsRecorder:
         self.chunks = ChunkValues(order)
 
     def process_chunk(self, chunk: slice, rows: LogitRows, grad_logits: Tensor | None) -> None:
-        """Compute and record the sums of a chunk."""
+        """Record the softmax sums of a chunk, and write d log-prob / d logits of each row.
+
+        grad_logits   [1, num_chunk_rows, V]: where to write the gradient; None: none is needed
+        """
         kernels = self.inputs.kernels
         sums = kernels.softmax_sums(rows, self.names)
         self.chunks.add(chunk, sums.values)
@@ -528,12 +534,15 @@ class SumsRecorder:
 def write_unit_gradient(
     kernels: Backend, rows: LogitRows, sums: SoftmaxSums, logps: Tensor, grad_logits: Tensor
 ) -> None:
-    """Write the gradient of the log-prob of each row for an upstream gradient of 1.
+    """Write d log-prob / d logits of each row: 1[j = target] - p_j, times dz / dx of the transform.
 
-    A log-prob of NaN has the gradient 0 here, so that the row is NaN if and only if the factor that
-    multiplies it later is.
+    It is 0 for a log-prob of NaN: the factor that the caller multiplies a row by later decides
+    whether the row becomes NaN.
 
-    logps   the log-probs of the rows, from `sums`
+    rows          the logits and targets
+    sums          their softmax sums
+    logps         their log-probs, from `sums`
+    grad_logits   where to write the gradient, [1, num_rows, V]
     """
     is_number = (logps == logps).float()
     coefficients = GradientCoefficients.stack({"target": is_number})
@@ -541,7 +550,10 @@ def write_unit_gradient(
 
 
 class ChunkValues:
-    """Numbers of rows that a pass computes chunk by chunk."""
+    """Collect a table [k, num_rows] that a pass computes chunk by chunk.
+
+    order   the order in which the pass processes rows
+    """
 
     def __init__(self, order: RowOrder) -> None:
         self.order = order
@@ -587,7 +599,7 @@ class KnownGradients:
             self.coefficients = coefficients.select(order.row_ids)
 
     def process_chunk(self, chunk: slice, rows: LogitRows, grad_logits: Tensor | None) -> None:
-        """Write the gradient of a chunk."""
+        """Write d loss / d logits of a chunk to grad_logits, [1, num_chunk_rows, V]."""
         assert grad_logits is not None
         sums = self.sums.select(chunk)
         self.kernels.softmax_gradient(rows, sums, self.coefficients.select(chunk), grad_logits)
@@ -663,7 +675,10 @@ def linear_memory(
 
 
 def gathers_rows(policy: Projection, num_rows: int) -> bool:
-    """Return whether the matmuls of num_rows rows copy hidden states, to select or convert them."""
+    """Return whether a pass over num_rows rows copies hidden states before its matmuls.
+
+    It does if it processes only some of the rows, or if their dtype is not that of the matmuls.
+    """
     return num_rows < len(policy.hidden) or policy.hidden.dtype != policy.matmul_dtype
 
 

@@ -55,7 +55,12 @@ class TokenFormula:
         self.chunks = ChunkValues(order)
 
     def process_chunk(self, chunk: slice, rows: LogitRows, grad_logits: Tensor | None) -> None:
-        """Compute the losses of a chunk and their gradient in one kernel call."""
+        """Compute log-probs, entropies and losses of a chunk, and d loss / d logits.
+
+        chunk         slice of the rows in the order of the pass
+        rows          their logits and targets
+        grad_logits   [1, num_chunk_rows, V]: where to write the gradient; None: none is needed
+        """
         values = self.kernels.fused_loss(rows, self.loss_formula.select(chunk), grad_logits)
         self.chunks.add(chunk, values.table)
 
@@ -99,7 +104,12 @@ class SequenceFormula:
         self._losses: TokenLosses | None = None
 
     def process_chunk(self, chunk: slice, rows: LogitRows, grad_logits: Tensor | None) -> None:
-        """Record the statistics of a chunk, and write the gradient of its log-probs."""
+        """Record log-probs and entropies of a chunk, and write d log-prob / d logits of each row.
+
+        chunk         slice of the rows in the order of the pass
+        rows          their logits and targets
+        grad_logits   [1, num_chunk_rows, V]: where to write the gradient; None: none is needed
+        """
         sums = self.kernels.softmax_sums(rows, SUMS_OF_ENTROPY)
         row_ids = self.order.row_ids_at(chunk)
         logps, entropy = sums.logps_and_entropy()
@@ -110,7 +120,11 @@ class SequenceFormula:
             write_unit_gradient(self.kernels, rows, sums, logps, grad_logits)
 
     def losses_so_far(self) -> TokenLosses:
-        """Return losses and gradients of all rows. Those of rows to come are wrong."""
+        """Return losses and gradients of all rows, fp32 [num_rows] each.
+
+        They are right for sequences whose rows have all been processed. Log-probs of other rows are
+        still 0.
+        """
         if self._losses is None:
             self._losses = self.compute_losses(self.logps, self.entropy)
         return self._losses

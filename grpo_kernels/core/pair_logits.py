@@ -75,16 +75,15 @@ class GivenPairLogits(torch.autograd.Function):
             grad_logits = zeros(ctx.shape, ctx.dtype, grad.device)
             if grad_logits.numel() == 0 or row_ids.numel() == 0:
                 return grad_logits
-            # Equal pairs are summed first, in fp64 and in a fixed order, and rounded once.
+            # Equal pairs are summed first, in fp64 and in a fixed order, and rounded once. The key
+            # of a pair is its element of grad_logits, so equal pairs are neighbours when sorted.
             keys = torch.where(columns >= 0, row_ids * ctx.shape[2] + columns, -1)
             sorted_keys, order = keys.sort(stable=True)
             group_of_pair = (sorted_keys.diff(prepend=sorted_keys[:1]) != 0).cumsum(0)
-            num_pairs = keys.numel()
-            starts = torch.searchsorted(
-                group_of_pair, torch.arange(num_pairs + 1, device=keys.device)
-            )
+            group_ids = torch.arange(keys.numel() + 1, device=keys.device)
+            group_offsets = torch.searchsorted(group_of_pair, group_ids)
             sums = torch.segment_reduce(
-                grad[order].double(), "sum", offsets=starts, initial=0, unsafe=True
+                grad[order].double(), "sum", offsets=group_offsets, initial=0, unsafe=True
             )
             # Each pair writes the sum of its group: equal pairs write the same number.
             values = torch.where(sorted_keys >= 0, sums[group_of_pair], 0.0)

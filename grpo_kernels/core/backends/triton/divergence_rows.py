@@ -6,7 +6,10 @@ accurate only if z - w uses rounded z and w.
 
 z and w are the transformed logits of policy and reference, p and q their softmax, and
 
-    d = (z - max_logit) - (w - reference_max_logit).
+    d = (z - max_logit) - (w - reference_max_logit)
+    psi(x) = exp(x) - 1 - x
+
+b is the weight of the reference in the mixture m = (1 - b) p + b q of "jsd".
 """
 
 import math
@@ -61,9 +64,9 @@ BothSoftmaxes = namedtuple(
 
 @triton.jit
 def psi_of_negative(x):
-    """exp(-x) - 1 + x for |x| <= PSI_LIMIT.
+    """Return psi(-x) = exp(-x) - 1 + x for |x| <= PSI_LIMIT.
 
-    Of -x, because a version of Triton changes a sign by subtracting from 0.
+    Its argument is -x, because a version of Triton changes a sign by subtracting from 0.
     """
     p = fma(x, -0.00019875608, 0.0013981997)
     p = fma(p, x, -0.008333452)
@@ -75,7 +78,7 @@ def psi_of_negative(x):
 
 @triton.jit
 def x_minus_log1p(t):
-    """t - log(1 + t) for 1 + t from sqrt(1/2) to sqrt(2)."""
+    """Return t - log(1 + t) for 1 + t from sqrt(1/2) to sqrt(2)."""
     p = fma(t, 0.08700264, -0.14267462)
     p = fma(p, t, 0.1491481)
     p = fma(p, t, -0.16577588)
@@ -87,21 +90,21 @@ def x_minus_log1p(t):
 
 @triton.jit
 def fast_exp(x):
-    """exp(x), with the exponent rounded once more than in tl.exp."""
+    """Return exp(x), with the exponent rounded once more than in tl.exp."""
     return tl.exp2(x * LOG2E)
 
 
 @triton.jit
 def finite_max(max_logit):
-    """The maximum, or 0 in place of -inf: exponents relative to 0 are then all -inf."""
+    """Return the maximum of a row, or 0 in place of -inf: z - 0 is then -inf, and not NaN."""
     return tl.where(max_logit == NEG_INF, 0.0, max_logit)
 
 
 @triton.jit
 def logit_difference(z, w, base, reference_base):
-    """(z - base) - (w - reference_base).
+    """Return d = (z - base) - (w - reference_base).
 
-    If the bases are close it is formed from z - w, which is exact if z and w are. So small
+    If the bases are close, z - w comes first: it is exact for nearly equal z and w, so small
     differences are accurate.
     """
     distance = base - reference_base
@@ -112,7 +115,7 @@ def logit_difference(z, w, base, reference_base):
 
 @triton.jit
 def exp_of_negative(x):
-    """(exp(-x), exp(-x) - 1 + x, exp(-x) - 1) for finite x."""
+    """Return (exp(-x), psi(-x) = exp(-x) - 1 + x, exp(-x) - 1) for finite x."""
     exp = tl.exp2(x * -LOG2E)
     is_small = tl.abs(x) <= PSI_LIMIT
     psi = psi_of_negative(x)
@@ -122,7 +125,7 @@ def exp_of_negative(x):
 
 @triton.jit
 def log_parts(v, v_minus_1):
-    """(n, t, r) with v = 2^n (1 + t) and r = t - log(1 + t): log v = n log 2 + (t - r).
+    """Return (n, t, r) with v = 2^n (1 + t) and r = t - log(1 + t): log v = n log 2 + (t - r).
 
     n is the bits of an exponent. v_minus_1 may have digits that v lacks. It is t if n is 0, for v
     from sqrt(1/2) to sqrt(2).
@@ -136,7 +139,7 @@ def log_parts(v, v_minus_1):
 
 @triton.jit
 def half_sign(d):
-    """Half the sign of p - q, 0 if they are equal or NaN."""
+    """Return sign(p - q) / 2 from d = log p - log q; 0 if they are equal or d is NaN."""
     return tl.where(d > 0.0, 0.5, tl.where(d < 0.0, -0.5, 0.0))
 
 
@@ -145,7 +148,12 @@ def half_sign(d):
 
 @triton.jit
 def transformed_tile(row, xs, start, END):
-    """Transformed logits of a tile; -inf from column V on."""
+    """Return transformed logits z of a tile, a tuple of pieces.
+
+    xs      logits of the tile, a tuple of pieces
+    start   column of the tile
+    END     whether the tile may reach beyond the end of the row, where z is -inf
+    """
     zs = ()
     for i in tl.static_range(len(xs)):
         z = row.u_to_z * unscaled_logit(xs[i], row)
@@ -157,7 +165,7 @@ def transformed_tile(row, xs, start, END):
 
 @triton.jit
 def load_both_tiles(row, reference, start, PIECES, END):
-    """Transformed logits of a tile of both rows."""
+    """Load a tile of both rows. Returns (z, w), their transformed logits."""
     xs = load_tile(row, start, PIECES, END, "")
     ys = load_tile(reference, start, PIECES, END, "")
     return transformed_tile(row, xs, start, END), transformed_tile(reference, ys, start, END)
@@ -180,10 +188,15 @@ def rescale_sums(
     shifted,
     squared,
 ):
-    """Sums relative to two maxima as sums relative to other bases.
+    """Convert sums relative to the maxima of both rows to sums relative to other bases.
 
-    See `merge_log_ratio_sums` in core/divergence.py. Returns the sums without the maxima, in their
-    order.
+    sum_exp, for example, is sum_j exp(z_j - max_logit) and becomes sum_j exp(z_j - base). The
+    formulas for log_ratio and excess are in `merge_log_ratio_sums` of core/divergence.py.
+
+    base, reference_base   what exponents of policy and reference are relative to afterwards
+    max_logit, ...         the sums of `add_both_tiles`
+
+    Returns the sums without the maxima, in their order.
     """
     f = tl.where(max_logit == NEG_INF, 0.0, fast_exp(max_logit - base))
     g = tl.where(reference_max == NEG_INF, 0.0, fast_exp(reference_max - reference_base))
@@ -216,12 +229,15 @@ def rescale_sums(
 
 @triton.jit
 def add_both_tiles(sums, tiles, FORWARD, LEVEL):
-    """Add a tile of both rows to the running sums of each lane.
+    """Add a tile of both rows to the running sums of each lane, and return the new sums.
 
-    sums: (max_logit, reference_max_logit, sum_exp, reference_sum_exp, sum_log_ratio,
-    sum_log_ratio_excess, sum_exp_shifted, sum_exp_squared), see core/softmax.py. The last two are
-    kept from LEVEL = ENTROPY and SQUARES on. Both maxima are updated together, so that nearly equal
-    rows keep nearly equal bases.
+    sums      (max_logit, reference_max_logit, sum_exp, reference_sum_exp, sum_log_ratio,
+              sum_log_ratio_excess, sum_exp_shifted, sum_exp_squared), [LANES] each, see `SUMS` in
+              core/softmax.py. The last two are computed from LEVEL = ENTROPY and SQUARES on.
+    tiles     (z, w) of the tile
+    FORWARD   whether the divergence is KL(q || p), whose sums swap p and q
+
+    Both maxima are updated together, so that nearly equal rows keep nearly equal bases.
     """
     old_max, old_reference_max = sums[:2]
     zs, ws = tiles
@@ -287,7 +303,7 @@ def add_both_tiles(sums, tiles, FORWARD, LEVEL):
 
 @triton.jit
 def compute_sums_of_both(row, reference, FORWARD, LEVEL, TILE):
-    """The sums of `add_both_tiles` over whole rows, relative to the maxima of the rows."""
+    """Return the sums of `add_both_tiles` over whole rows, relative to the maxima of the rows."""
     lowest = tl.full((TILE.LANES,), NEG_INF, tl.float32)
     zero = tl.full((TILE.LANES,), 0.0, tl.float32)
     sums = (lowest, lowest, zero, zero, zero, zero, zero, zero)
@@ -326,16 +342,16 @@ def compute_sums_of_both(row, reference, FORWARD, LEVEL, TILE):
 
 @triton.jit
 def log_probability_ratio(z, w, softmaxes):
-    """log p - log q of columns."""
+    """Return log p - log q of columns with transformed logits z and w."""
     d = logit_difference(z, w, softmaxes.base, softmaxes.reference_base)
     return d + softmaxes.log_sum_ratio
 
 
 @triton.jit
 def log_ratio_to_mixture(d, b, one_minus_b):
-    """log(p / m) of columns from d = log p - log q, m = one_minus_b p + b q.
+    """Return log(p / m) of columns from d = log p - log q, with m = one_minus_b p + b q.
 
-    If p is negligible, a finite number.
+    |d| is limited to MAX_LOG_RATIO, so the result is finite.
     """
     d = tl.minimum(tl.maximum(d, -MAX_LOG_RATIO), MAX_LOG_RATIO)
     ratio, _, ratio_minus_1 = exp_of_negative(d)
@@ -345,7 +361,7 @@ def log_ratio_to_mixture(d, b, one_minus_b):
 
 @triton.jit
 def jsd_terms(policy_is_larger, distance, ratio, psi, ratio_minus_1, b, one_minus_b):
-    """m - p + p log(p / m) and m - q + q log(q / m), both divided by the larger of p and q.
+    """Return m - p + p log(p / m) and m - q + q log(q / m), both divided by max(p, q).
 
     Let M be the larger of p and q, ratio * M the smaller one, x = m / M - 1 and
     y = m / (ratio M) - 1. The terms are M (x - log(1 + x)) and ratio M (y - log(1 + y)), and
@@ -374,9 +390,10 @@ def jsd_terms(policy_is_larger, distance, ratio, psi, ratio_minus_1, b, one_minu
 
 @triton.jit
 def mixture_terms(z, w, softmaxes, b, one_minus_b, DIRECTION):
-    """The terms of `mixture_terms` in core/divergence.py, both divided by the larger of p and q.
+    """Return (policy_term / M, reference_term / M, M) of columns, with M the larger of p and q.
 
-    Returns both terms and the larger of p and q.
+    The sums of the terms over a row are KL(p || m) and KL(q || m) for DIRECTION "jsd", and
+    sum_j p_j sign(p_j - q_j) / 2 and sum_j |p_j - q_j| / 2 for "tv".
     """
     d = log_probability_ratio(z, w, softmaxes)
     policy_is_larger = d >= 0.0
@@ -398,7 +415,7 @@ def mixture_terms(z, w, softmaxes, b, one_minus_b, DIRECTION):
 def add_mixture_tile(
     sums, row, reference, start, softmaxes, mixture_weights, DIRECTION, PIECES, END
 ):
-    """Add the terms of a tile to both sums of a mixture.
+    """Add the terms of a tile to both sums of a mixture, see `mixture_terms`. Returns the new sums.
 
     sums              [LANES] each: of the policy's terms, and of the reference's
     mixture_weights   (b, 1 - b), b the weight of the reference
@@ -419,7 +436,7 @@ def add_mixture_tile(
 
 @triton.jit
 def divergence_gradient(p, w, d, softmaxes, coefficient, center, b, one_minus_b, DIRECTION):
-    """coefficient times d divergence / dz of columns.
+    """Return coefficient times d divergence / dz of columns, 0 if the coefficient is 0.
 
     p is the policy's probability, w the reference's logit, and d = log p - log q. See
     `divergence_gradient` in core/divergence.py.
@@ -451,9 +468,13 @@ def write_gradient_of_both(
     PIECES,
     END,
 ):
-    """Write d loss / dx of a tile, without the target's own term.
+    """Write d loss / dx of the tile at column `start`, without the target's own term.
 
-    factors      (constant, per log-prob, per probability) of p
+    It is dz / dx times the gradient of the divergence plus
+
+        p_j (constant + per_logp (z_j - max z) + per_prob p_j)
+
+    factors      (constant, per_logp, per_prob)
     divergence   (coefficient, center, b, 1 - b) of `divergence_gradient`
     """
     constant, per_logp, per_prob = factors

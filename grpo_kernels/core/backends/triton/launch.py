@@ -171,7 +171,7 @@ SCALE_PROGRAMS = 512
 
 
 def fused_kind(logits: torch.dtype, softcap: float) -> str:
-    """Return the kind of the fused kernel."""
+    """Return the kind of the fused kernel, see LAUNCH, for logits of a dtype and a softcap."""
     if logits.itemsize < 4:
         return "fused"
     return "capped32" if softcap else "fused32"
@@ -183,7 +183,7 @@ def reference_gradient_kind(*softcaps: float) -> str:
 
 
 def choice_of(kind: str) -> Choice:
-    """Return the choice of a kind of kernel."""
+    """Return the launch settings of a kind of kernel."""
     return LAUNCH[SHARED_CHOICES.get(kind, kind)]
 
 
@@ -230,7 +230,7 @@ class Tile(NamedTuple):
 
 
 def choose(kind: str, tensors: tuple[Tensor, ...], halvings: int) -> dict[str, Any]:
-    """Return the tile, and options of Triton's compiler.
+    """Return the keyword arguments of a launch: {"TILE": tile, options of Triton's compiler}.
 
     They depend on vocabulary, dtypes and strides, never on the number of rows.
 
@@ -286,8 +286,13 @@ def choose_from_numbers(
     driver: Any,
     device_index: int | None,
 ) -> dict[str, Any]:
-    """Return the result of `choose`, from numbers.
+    """Return the result of `choose` from numbers, so that it can be cached.
 
+    columns      length of a row
+    cols         elements of an access of 16 bytes
+    is_aligned   whether all rows begin at multiples of 16 elements
+    is_peeled    see `Tile.PEELED`
+    halvings     how often the tile is halved
     driver, device_index   name the device, whose target `compiler_options` asks for
     """
     accesses_of_row = triton.next_power_of_2(triton.cdiv(columns, cols))
@@ -569,7 +574,12 @@ def check_vectors(n: int, **vectors: Tensor | None) -> dict[str, Tensor | None]:
 
 
 def check_table(name: str, n: int, x: Tensor) -> tuple[Tensor, int]:
-    """Return a table [num_names, n] whose rows are contiguous, and the stride of its rows."""
+    """Return (table [num_names, n] with contiguous rows, stride of its rows).
+
+    Raises ValueError if x has another shape.
+
+    name   what the error calls x
+    """
     if x.dim() != 2 or x.shape[1] != n:
         raise ValueError(
             f"{name} has shape {list(x.shape)}: the Triton kernels take one value for each of {n}"
@@ -604,7 +614,10 @@ class RowCall:
 
     @property
     def row_arguments(self) -> dict[str, Any]:
-        """Logits, strides, transform, V and T, and the same of a reference if there is one."""
+        """Arguments of a kernel by name: logits, strides, transform, V and T.
+
+        With a reference also its logits, strides and transform.
+        """
         rows = self.rows
         arguments = {
             "logits": rows.logits,
@@ -627,7 +640,7 @@ class RowCall:
 
     @property
     def gradient_arguments(self) -> dict[str, Any]:
-        """The gradient and its strides, None and 0 without one."""
+        """Arguments of a kernel by name: the gradient and its strides; None and 0 without one."""
         if self.out is None:
             return {"out": None, "out_stride_a": 0, "out_stride_t": 0}
         return {
@@ -655,7 +668,7 @@ class RowCall:
         return check_vectors(self.num_rows, **vectors)
 
     def table(self, name: str, x: Tensor) -> dict[str, Any]:
-        """Return a table [num_names, num_rows] and the stride of its rows."""
+        """Return a table [num_names, num_rows] and its row stride, as arguments by name."""
         values, stride = check_table(name, self.num_rows, x)
         return {name: values, f"{name}_stride": stride}
 
@@ -671,12 +684,20 @@ class RowCall:
         return arguments
 
     def launch(self, kind: str, kernel: Any, arguments: dict[str, Any], **flags: Any) -> None:
-        """Launch a kernel, see `run`."""
+        """Launch a kernel with one program per row.
+
+        kind        of the kernel, see LAUNCH
+        arguments   runtime arguments by name
+        flags       compile-time arguments by name
+        """
         run(kind, kernel, tuple(self.tensors), lambda _: self.num_rows, arguments, **flags)
 
 
 def transform_argument(transform: RowTransform) -> Transform:
-    """Return the transform of rows as a kernel takes it."""
+    """Return the transform of rows as the argument `transform` of a kernel.
+
+    Fields that a kernel must not compile code for are None.
+    """
     is_mirrored = transform.scale < 0 and not transform.softcap
     return Transform(
         scale=float(transform.scale),
@@ -707,11 +728,11 @@ def run_over_columns(
                 f"{name} has shape {list(x.shape)} and strides {list(x.stride())}: the Triton "
                 f"kernels take rows of {width} in one piece."
             )
-    of_matrices: dict[str, Any] = {"H": width}
+    matrix_arguments: dict[str, Any] = {"H": width}
     for name, x in matrices.items():
-        of_matrices[name] = x
-        of_matrices[f"{name}_stride"] = x.stride(0)
-    run("pairs", kernel, tensors, num_programs, {**of_matrices, **arguments}, **flags)
+        matrix_arguments[name] = x
+        matrix_arguments[f"{name}_stride"] = x.stride(0)
+    run("pairs", kernel, tensors, num_programs, {**matrix_arguments, **arguments}, **flags)
 
 
 # ---- formulas
@@ -785,14 +806,17 @@ def formula_function(program: Program) -> tuple[Any, tuple[int, ...]]:
 
 
 def is_literal(number: Any) -> bool:
-    """Return whether a constant is the same in Triton's source: others would not be fp32 there."""
+    """Return whether a constant may be written into the source of a Triton function.
+
+    Triton takes numbers outside of fp32's normal range as fp64.
+    """
     if isinstance(number, bool) or number == 0:
         return True
     return SMALLEST_NUMBER <= abs(number) <= LARGEST_NUMBER
 
 
 def literal(number: Any) -> str:
-    """Return the source of a constant."""
+    """Return a constant as Python source: True, False or a float."""
     return repr(number) if isinstance(number, bool) else repr(float(number))
 
 

@@ -17,24 +17,24 @@ ROWS_AT_ONCE = tl.constexpr(8)
 
 @triton.jit
 def matrix_row(x, i, stride, TILE):
-    """Where row i of a matrix begins."""
+    """Return a pointer to row i of a matrix with this row stride."""
     return row_pointer(x, i.to(tl.int64), None, None, stride, TILE)
 
 
 @triton.jit
 def columns_to_read(H, is_wanted, TILE):
-    """H if the row is wanted, else 0. The end of an aligned row is read in wide accesses, too."""
+    """Return how many columns of a row to read: H if the row is wanted, else 0."""
     width = tl.where(is_wanted, H, 0)
     if TILE.ALIGNED:
-        # This changes nothing but tells the compiler that it divides: tl.multiple_of is lost if
-        # is_wanted is a constant.
+        # H is a multiple of 16 here. Rounding it tells the compiler so, which then reads the end of
+        # a row in wide accesses, too: tl.multiple_of is lost if is_wanted is a constant.
         width = width // 16 * 16
     return width
 
 
 @triton.jit
 def block_of_program(H, TILE):
-    """Which row this program takes, and which of its columns."""
+    """Return (row, columns [TILE.BLOCK]) of this program: programs of a row are consecutive."""
     program = tl.program_id(0).to(tl.int64)
     blocks_per_row = tl.cdiv(H, TILE.BLOCK)
     first_column = (program % blocks_per_row).to(tl.int32) * TILE.BLOCK
@@ -43,7 +43,10 @@ def block_of_program(H, TILE):
 
 @triton.jit
 def load_columns(x, i, stride, columns, H, is_wanted, TILE):
-    """Columns of row i of a matrix in fp32, 0 if the row is not wanted."""
+    """Load columns of row i of a matrix in fp32.
+
+    They are 0 if the row is not wanted, and from column H on.
+    """
     pointer = matrix_row(x, i, stride, TILE) + columns
     is_inside = columns < columns_to_read(H, is_wanted, TILE)
     return tl.load(pointer, mask=is_inside, other=0.0).to(tl.float32)
@@ -51,7 +54,7 @@ def load_columns(x, i, stride, columns, H, is_wanted, TILE):
 
 @triton.jit
 def add_to_columns(out, i, stride, columns, H, total, TILE):
-    """Add to columns of row i of a matrix."""
+    """Add total, fp32 [TILE.BLOCK], to columns of row i of a matrix. The sum is rounded once."""
     pointer = matrix_row(out, i, stride, TILE) + columns
     is_inside = columns < columns_to_read(H, True, TILE)
     before = tl.load(pointer, mask=is_inside).to(tl.float32)
@@ -101,7 +104,11 @@ def grad_hidden_of_pairs_kernel(
     H,
     TILE: tl.constexpr,
 ):
-    """Write out[i] = sum of values * weight[id] over the pairs of row i, if it has one."""
+    """Write out[i] = sum of values[k] * weight[ids[k]] over the pairs k of row i.
+
+    The pairs of row i are offsets[i] to offsets[i + 1]. A pair is used if its id is not -1 and its
+    value is not 0. A row without a used pair is not written.
+    """
     i, columns = block_of_program(H, TILE)
     begin = tl.load(offsets + i)
     end = tl.load(offsets + i + 1)
@@ -139,16 +146,17 @@ def grad_hidden_of_pairs_kernel(
 
 @triton.jit
 def is_id_at(ids, position, end, id):
-    """Whether the id is at a position before `end` of the sorted ids."""
+    """Return whether the sorted ids have this id at a position, which is before `end`."""
     return tl.load(ids + position, mask=position < end, other=-1) == id
 
 
 @triton.jit
 def piece_in_window(ids, window_id_begins, window, num_pairs, PIECE):
-    """The piece of the id before a window that would start in it.
+    """Find the piece that starts in a window and continues the id before that window.
 
-    Returns (where the pairs of that id begin, the id, where the piece starts, whether there is
-    one). The first window has none.
+    Returns (begin, id, start, exists): where the pairs of that id begin, the id, where the piece
+    would start, and whether there is such a piece. Pieces of an id start at begin, begin + PIECE,
+    begin + 2 PIECE, ... The first window has none.
     """
     begin = tl.load(window_id_begins + window - 1)
     start = begin + (window - begin // PIECE) * PIECE

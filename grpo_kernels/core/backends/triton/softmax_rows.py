@@ -519,8 +519,8 @@ def write_gradient(
     target_id       column of the target
     target_u        its unscaled logit
     target_logp     its log-prob
-    u_to_v, v_to_z, max_v, sum_exp
-                    of p_j = exp(v_to_z * (u_to_v * u_j - max_v)) / sum_exp
+    u_to_v, v_to_z  what the exponents are made of, see "the gradient" above
+    max_v, sum_exp  p_j = exp(v_to_z * (u_to_v * u_j - max_v)) / sum_exp
     LEVEL           0: only the coefficient `target` counts; ENTROPY: also constant and logp;
                     SQUARES: also prob
     coefficients    (target, constant, logp, prob)
