@@ -68,7 +68,11 @@ def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> 
 
 
 class ConstantForAutograd(torch.autograd.Function):
-    """Call a function of tensors whose results torch.func must treat as constants."""
+    """Call function(*arguments), and refuse to differentiate its results.
+
+    torch.func records every operation of a backward. It records this one, whose own backward raises
+    RuntimeError.
+    """
 
     @staticmethod
     def forward(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -175,6 +179,7 @@ class RowStatistics(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        """Save the pass, what it computed and the tensors, and mark results without gradient."""
         row_pass, requested, *tensors = inputs
         num_results = len(requested.all_names)
         results = dict(zip(requested.all_names, output[:num_results], strict=True))
@@ -190,6 +195,12 @@ class RowStatistics(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the inputs of `forward`: None, None, and those of the tensors.
+
+        upstream   d loss / d output [num_rows] of each output of `forward`, None if there is none
+
+        Raises RuntimeError if a tensor that the backward reads again was written to.
+        """
         row_pass = ctx.row_pass
         names = ctx.requested.all_names
         grads = {
@@ -219,7 +230,13 @@ class RowStatistics(torch.autograd.Function):
 def row_statistics(
     row_pass: StatisticsPass, requested: RequestedStatistics, tensors: Sequence[Tensor | None]
 ) -> dict[str, Tensor]:
-    """Return log-probs and the requested statistics by name, fp32 [num_rows] each."""
+    """Return log-probs and the requested statistics by name, fp32 [num_rows] each.
+
+    They are differentiable in the tensors. Without autograd they are computed without a node.
+
+    row_pass   computes the softmax sums of the rows, and the gradients
+    tensors    those of the source of the rows: logits, or hidden states, weight and bias
+    """
     needs_graph = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in tensors
     )
@@ -346,7 +363,11 @@ class PrecomputedGradients:
 
 
 class LossWithGradients(torch.autograd.Function):
-    """A loss that was computed together with its gradients, as a function of their tensors."""
+    """Attach gradients that were computed in the forward to a loss, so that backward returns them.
+
+    The loss is 0-d. The tensors are those that the gradients belong to, in the order of
+    `PrecomputedGradients`.
+    """
 
     @staticmethod
     def forward(
@@ -381,7 +402,7 @@ class LossOfStatistics(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        num_values = len(inputs) // 2
+        num_values = (len(inputs) - 1) // 2  # inputs: losses, values, as many gradients
         ctx.save_for_backward(*inputs[1 + num_values :])
 
     @staticmethod

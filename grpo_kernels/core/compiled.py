@@ -97,7 +97,10 @@ def compute_sums(
     names: list[str],
     *settings: Any,
 ) -> list[Tensor]:
-    """Return [the softmax sums], fp32 [num_sums, num_rows]."""
+    """Compute softmax sums of rows: the operators softmax_sums and linear_sums.
+
+    `make_pass` describes the arguments. Returns a list of one tensor, fp32 [num_sums, num_rows].
+    """
     vocabulary = tensors[0].shape[-1] if dtype is None else len(tensors[1])  # type: ignore[union-attr, arg-type]
     check_targets(targets, mask, vocabulary)
     return [*make_pass(tensors, dtype, targets, mask, names, settings).compute(tensors)]
@@ -123,7 +126,16 @@ def compute_gradients(
     coefficient_names: list[str],
     *settings: Any,
 ) -> list[Tensor]:
-    """Return the gradients of the tensors that are wanted."""
+    """Compute gradients of `tensors`: the operators softmax_gradient and linear_gradients.
+
+    `make_pass` describes the other arguments.
+
+    wanted                            which of the tensors need a gradient
+    sums                              what `compute_sums` returned, fp32 [num_sums, num_rows]
+    coefficients, coefficient_names   see `GradientCoefficients`
+
+    Returns the gradients of the tensors that need one, in their order.
+    """
     row_pass = make_pass(tensors, dtype, targets, mask, names, settings)
     known = GradientCoefficients(coefficients, tuple(coefficient_names))
     gradients = row_pass.gradients_of_coefficients(tensors, sums, known, wanted)
@@ -272,7 +284,11 @@ class CompiledLogits(GivenLogits):
         detached: tuple[str, ...] = (),
         reference: Reference | None = None,
     ) -> dict[str, Tensor]:
-        """Return "logps" and the named statistics of each row, by an operator."""
+        """Return "logps" and the named statistics of each row, fp32 [num_rows] by name.
+
+        An operator of torch.library computes them. `RowSource` describes the arguments. There is no
+        reference.
+        """
         assert reference is None
         row_pass = CompiledPass(
             dtype=None,
@@ -305,7 +321,11 @@ class CompiledProjection(ProjectedLogits):
         detached: tuple[str, ...] = (),
         reference: Reference | None = None,
     ) -> dict[str, Tensor]:
-        """Return "logps" and the named statistics of each row, by an operator."""
+        """Return "logps" and the named statistics of each row, fp32 [num_rows] by name.
+
+        An operator of torch.library computes them. `RowSource` describes the arguments. There is no
+        reference.
+        """
         assert reference is None
         row_pass = CompiledPass(
             dtype=self.projection.matmul_dtype,

@@ -161,7 +161,13 @@ class RowOrder:
         num_with_gradient: int,
         num_processed: int,
     ) -> RowOrder:
-        """Return `from_masks` from known numbers of rows, so that the host need not wait."""
+        """Return the order of `from_masks`, from numbers of rows that the host knows already.
+
+        So the host does not wait for a GPU.
+
+        num_with_gradient   number of rows where has_gradient is True
+        num_processed       number of rows where processed is True
+        """
         rank = has_gradient.view(torch.uint8)
         if processed is not None and processed is not has_gradient:
             rank = rank + processed.view(torch.uint8)
@@ -199,7 +205,11 @@ class RowOrder:
 
 
 class ChunkedLogits:
-    """Compute the logits of a chunk of rows (matmul 1), and the reference's if there is one."""
+    """Compute the logits of a chunk of rows (matmul 1), and the reference's if there is one.
+
+    inputs   hidden states, heads and targets
+    order    the order in which the pass processes rows; chunks are slices of it
+    """
 
     def __init__(self, inputs: LinearInputs, order: RowOrder) -> None:
         self.inputs = inputs
@@ -227,7 +237,10 @@ class ChunkedLogits:
         return hidden.to(self.matmuls.dtype).contiguous()
 
     def compute(self, chunk: slice) -> LogitRows:
-        """Return the logits of a chunk, shape [1, num_chunk_rows, V]."""
+        """Return the rows of a chunk, with logits fp32 [1, num_chunk_rows, V].
+
+        They are hidden @ weight.T + bias, of the policy and of the reference if there is one.
+        """
         hidden = self.policy_hidden(chunk)
         reference = self.inputs.reference
         if reference is None:
@@ -658,7 +671,14 @@ def linear_memory(
     rounds_weight: bool = True,
     has_weight_total: bool = False,
 ) -> LinearMemory:
-    """Return the memory model of a pass, which chooses the sizes of chunks and blocks."""
+    """Return the memory model of a pass, which chooses the sizes of chunks and blocks.
+
+    inputs              the heads, whose sizes and dtypes count
+    wanted              the gradients that the pass computes
+    grad_hidden_dtype   dtype of the gradient of hidden states
+    rounds_weight       whether the gradient of the weight may be rounded to the weight's dtype
+    has_weight_total    whether it is added to memory of the caller
+    """
     policy = inputs.policy
     returns_weight = wanted.weight and not has_weight_total
     return LinearMemory.of_head(

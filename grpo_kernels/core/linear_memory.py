@@ -92,7 +92,12 @@ class LinearMemory:
         rounds_weight: bool,
         sums_bias: bool,
     ) -> LinearMemory:
-        """Return the memory of a pass with this weight [V, H] of this rank."""
+        """Return the memory model of a pass, see the fields of the class.
+
+        weight         [V, H], the rows of this rank
+        matmul_dtype   the dtype that matmuls may use for their operands
+        sums_bias      whether the gradient of a bias is computed
+        """
         partial_sums = 0
         if grad_hidden_bytes:
             partial_sums = grad_hidden_partial_sums(weight, vocab_size, matmul_dtype)
@@ -143,6 +148,7 @@ class LinearMemory:
         return grad_hidden + self._bytes_without_grad_hidden(plan, num_rows, gathers_rows)
 
     def _chunk_rows(self, device_type: str) -> int:
+        """Return how many rows a chunk has, from its budget of bytes for fp32 logits."""
         chunk_bytes = of_device(IN_PLACE_CHUNK_BYTES, device_type)
         if self.has_grad_buffer:
             chunk_bytes = of_device(CHUNK_BYTES, device_type)
@@ -157,6 +163,7 @@ class LinearMemory:
         return max(of_device(MIN_CHUNK_ROWS, device_type), rows_in_full_tiles)
 
     def _bytes_without_grad_hidden(self, plan: ChunkPlan, num_rows: int, gathers_rows: bool) -> int:
+        """Return the peak bytes of a pass, without the gradient of all hidden states."""
         block = min(num_rows, plan.block)
         chunk = min(num_rows, plan.chunk)
         has_several_blocks = num_rows > plan.block

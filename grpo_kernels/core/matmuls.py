@@ -363,7 +363,11 @@ class HalfMatmuls(TensorCoreMatmuls):
 
 
 class GradBuffer:
-    """The gradient of a block that is one chunk: it overwrites the fp32 logits."""
+    """Memory for d loss / d logits of a block: here the fp32 logits of its only chunk.
+
+    Each chunk writes its gradient to `memory_for` and calls `store`. `all_rows` returns the
+    gradient of the block.
+    """
 
     def __init__(self) -> None:
         self.rows: Tensor | None = None
@@ -415,7 +419,13 @@ class ScaledGradBuffer(SeparateGradBuffer):
         return logits
 
     def store(self, grad_logits: Tensor) -> None:
-        """Scale the fp32 gradient of a chunk into the range of fp16, and keep it."""
+        """Copy the fp32 gradient of a chunk to the next rows of the buffer, scaled to fit fp16.
+
+        Row i is multiplied by 2^(FP16_EXPONENT - exponents[i]), so that its largest element is
+        below 2^FP16_EXPONENT.
+
+        grad_logits   fp32 [chunk_rows, V]
+        """
         assert self.rows is not None
         chunk = slice(self.num_filled, self.num_filled + len(grad_logits))
         self.num_filled = chunk.stop

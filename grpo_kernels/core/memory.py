@@ -61,7 +61,10 @@ def release() -> None:
 
 
 def empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return torch.empty, for a large tensor on a CPU in memory that may be reused."""
+    """Return a tensor whose values are not set, as torch.empty does.
+
+    A large tensor on a CPU is in memory that was used before, if enough of it is free.
+    """
     num_bytes = math.prod(shape) * dtype.itemsize
     if not _is_large(num_bytes, device):
         return torch.empty(shape, dtype=dtype, device=device)
@@ -120,7 +123,10 @@ def _map_memory(num_bytes: int) -> mmap.mmap:
 
 
 def _lease(num_bytes: int) -> Any:
-    """Return a buffer of at least num_bytes. Its block is taken as long as the buffer is alive."""
+    """Return a buffer of at least num_bytes in a block of memory, a free one or a new one.
+
+    The block is not reused as long as the buffer is alive.
+    """
     with _lock:
         memory = _take_free_memory(num_bytes)
         if memory is None:

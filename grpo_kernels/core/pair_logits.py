@@ -53,6 +53,7 @@ class GivenPairLogits(torch.autograd.Function):
     def forward(
         logits: Tensor, row_ids: Tensor, columns: Tensor, shard: VocabShard | None
     ) -> Tensor:
+        """Return the logit of each pair, summed over the ranks of a shard."""
         if logits.shape[2] == 0:  # a rank without a part of the vocabulary
             selected = torch.zeros(row_ids.shape, device=logits.device)
         else:
@@ -68,6 +69,7 @@ class GivenPairLogits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return d loss / d logits from grad = d loss / d logit of each pair, [num_pairs]."""
         row_ids, columns = ctx.saved_tensors
 
         def compute_gradient(grad: Tensor) -> Tensor:
@@ -121,6 +123,7 @@ class ProjectedPairLogits(torch.autograd.Function):
         shard: VocabShard | None,
         weight_memory: WeightGradMemory | None,
     ) -> Tensor:
+        """Return the logit of each pair, summed over the ranks of a shard."""
         if len(weight) == 0:  # a rank without a part of the vocabulary
             return sum_over_ranks(torch.zeros(pairs.ids.shape, device=hidden.device), shard)
         logits = kernels.pair_logits(hidden.detach(), weight.detach(), pairs)
@@ -139,6 +142,10 @@ class ProjectedPairLogits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of hidden, weight and bias.
+
+        grad   d loss / d logit of each pair, [num_pairs]
+        """
         wanted = ctx.needs_input_grad[:3]
 
         def compute_gradients(

@@ -149,7 +149,7 @@ class LogitRows(NamedTuple):
         return 0 if self.row_range is None else self.row_range[0]
 
     def slice_rows(self, start: int, stop: int) -> LogitRows:
-        """Return the rows start to stop of these."""
+        """Return rows start to stop of the call: the same logits, slices of the vectors."""
         if stop - start == self.num_rows:
             return self  # slicing the vectors would take longer than a small batch
         rows = slice(start, stop)
@@ -312,7 +312,10 @@ class SoftmaxSums:
         device: torch.device,
         reference: ReferenceRows | SoftmaxSums | None = None,
     ) -> SoftmaxSums:
-        """Return the sums of masked rows, see MASKED_VALUES."""
+        """Return sums whose values are those of masked rows, see MASKED_VALUES.
+
+        reference   gives direction and mixture; None: there is no reference
+        """
         sums = cls.empty(names, num_rows, device, reference)
         sums.values.zero_()
         for name in names:
@@ -363,7 +366,11 @@ class SoftmaxSums:
         return self.logps_and_entropy()[1]
 
     def logps_and_entropy(self) -> tuple[Tensor, Tensor]:
-        """Return the log-prob of the target and the entropy, from one logarithm."""
+        """Return log-prob of the target and entropy, fp32 [num_rows] each, from one logarithm.
+
+        log-prob = target_logit - max_logit - log(sum_exp)
+        entropy  = log(sum_exp) - sum_exp_shifted / sum_exp
+        """
         values = self._accurate_values()
         max_logit, sum_exp, target_logit = values[:3]
         sum_exp_shifted = values[self.names.index("sum_exp_shifted")]
@@ -451,6 +458,7 @@ class SoftmaxSums:
 
     @functools.cached_property
     def _log_ratio_sums(self) -> LogRatioSums:
+        """The sums over log-ratios, divided by the sum of the row that weights them."""
         values = dict(zip(self.names, self._accurate_values(), strict=True))
         sum_p = values["sum_exp"]
         sum_q = values["reference_sum_exp"]

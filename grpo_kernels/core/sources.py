@@ -316,7 +316,11 @@ def reference_rows(reference: Reference | None) -> ReferenceRows | None:
 
 
 class SoftmaxPass(StatisticsPass):
-    """A pass whose computed tensor holds the softmax sums of its rows."""
+    """A pass over rows whose `compute` returns the values of their softmax sums.
+
+    names       the softmax sums
+    reference   gives direction and mixture of a divergence; None: there is none
+    """
 
     names: tuple[str, ...]
     reference: ReferenceRows | ReferenceProjection | None
@@ -375,7 +379,10 @@ class LogitsPass(SoftmaxPass):
         coefficients: GradientCoefficients,
         wanted: Sequence[bool],
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradient of the logits from the coefficients of its formula."""
+        """Return (d loss / d logits [A, T, V],), the formula of `GradientCoefficients`.
+
+        values   the softmax sums, fp32 [num_sums, num_rows]
+        """
         (logits,) = tensors
         assert logits is not None
         grad_logits = logits.detach() if self.inplace else empty_like(logits.detach())
@@ -642,6 +649,10 @@ class ProjectedLogits:
         order: RowOrder,
         blocks: Sequence[slice] | None,
     ) -> FormulaResult:
+        """Compute a loss and its gradients, and return the loss as a differentiable tensor.
+
+        blocks   slices of `order` that are processed at a time; None: as few as memory allows
+        """
         grad_enabled = torch.is_grad_enabled()
         hidden, weight, bias = self.tensors
         wanted = GradientsWanted(
@@ -729,7 +740,12 @@ class LinearPass(SoftmaxPass):
         coefficients: GradientCoefficients,
         wanted: Sequence[bool],
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients from the coefficients of the gradient of logits."""
+        """Return the gradients of hidden states, weight and bias, with three matmuls.
+
+        values         the softmax sums, fp32 [num_sums, num_rows]
+        coefficients   of d loss / d logits of each row
+        wanted         which of the three gradients are needed; the others are None
+        """
         weight = tensors[1]
         assert weight is not None
         check_weight_is_present(weight, self.source.shard)

@@ -152,7 +152,10 @@ class Backend(ABC):
     def run_gradient_kernel(
         self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor
     ) -> None:
-        """Write the gradient as `softmax_gradient` does. The kernels know all coefficients."""
+        """Write d loss / d logits of each row into the same row of `out`, [A, T, V].
+
+        The formula is in `GradientCoefficients`. The kernels know all the coefficients of a call.
+        """
 
     def fused_loss(
         self, rows: LogitRows, loss_formula: TokenLossFormula, out: Tensor | None
@@ -306,7 +309,7 @@ class BackendWrapper(Backend):
         return self.kernels.evaluate_formula(loss_formula, logps, entropy)
 
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
-        """Multiply a gradient by a factor in place."""
+        """Multiply a gradient [A, T, V] by a 0-d factor in place."""
         self.kernels.scale_(gradient, factor)
 
     def pair_logits(self, hidden: Tensor, weight: Tensor, pairs: Pairs) -> Tensor:
@@ -474,6 +477,10 @@ def pick(backend: str, device: torch.device, strict: bool = False) -> Backend:
 
 
 def _pick_automatically(device: torch.device, strict: bool) -> Backend:
+    """Return the native backend of a device, or eager PyTorch with a warning if it cannot run.
+
+    strict   raise RuntimeError instead of a fallback
+    """
     name, reason = native_backend(device)
     if reason is None:
         falls_back = name == "triton" and not strict

@@ -252,7 +252,10 @@ class Kernels(Backend):
             return None
 
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
-        """Multiply a gradient by a factor in place."""
+        """Multiply a gradient [A, T, V] by a 0-d factor in place, in C++ if it is contiguous.
+
+        A factor of 1 costs nothing.
+        """
         number = float(factor)
         if number == 1.0:
             return

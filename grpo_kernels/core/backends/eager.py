@@ -147,8 +147,8 @@ class Kernels(Backend):
                 torch.sub(z, sums.max_logit[block, None], out=differences)
                 torch.exp(differences, out=exps)
             grad = workspace.terms[: len(logits)]
-            needs_no_copy = grad_logits.dtype == torch.float32
-            if divergence_weight is None and needs_no_copy and not transform.softcap:
+            is_fp32 = grad_logits.dtype == torch.float32
+            if divergence_weight is None and is_fp32 and not transform.softcap:
                 grad = grad_logits  # may be the memory of `logits`, which is not read again
             factors.write_gradient(block, rows.targets, exps, differences, grad)
             if divergence_weight is not None:
@@ -192,7 +192,7 @@ class Kernels(Backend):
         return FusedLossValues(table)
 
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
-        """Multiply a gradient by a factor in place."""
+        """Multiply a gradient [A, T, V] by a 0-d factor in place."""
         gradient.mul_(factor)
 
     def evaluate_formula(

@@ -505,7 +505,10 @@ def compile_key(
     arguments: Mapping[str, Any],
     flags: Mapping[str, Any],
 ) -> Hashable:
-    """Return a key for what Triton compiles: kernel, dtypes, devices and compile-time arguments."""
+    """Return a hashable key that is equal for calls for which Triton compiles the same binary.
+
+    It contains the kernel, dtypes and devices of runtime arguments, and compile-time arguments.
+    """
 
     def argument_key(x: Any) -> Any:
         if isinstance(x, Tensor):
@@ -523,7 +526,7 @@ def kernel_name(kernel: Any) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the message of an error in one line."""
+    """Return the message of an error in one line, without the source that Triton prints with it."""
     while isinstance(error.__cause__, triton.CompilationError):
         error = error.__cause__  # every function on the way up wraps the error
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
