@@ -1,4 +1,4 @@
-"""Refusals of what a loss cannot use: before any work, and in strict mode of values."""
+"""Checks of the arguments of a loss, and in strict mode of the values of their tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,12 @@ def check_batch_and_objective(batch: Any, objective: Any) -> None:
 def check_reference(value: Any, name: str, batch: TokenBatch, objective: Objective) -> None:
     """Raise ValueError unless a reference fits the KL of the objective.
 
-    value   what was passed as the argument `name`, "reference" or "ref_logits"
+    `Exact` compares whole distributions, so batch.ref_logps must be None. Any other KL is estimated
+    from log-probs of the sampled tokens: `value` must be a reference model's head, or None with
+    batch.ref_logps. Without a KL (beta=0) `value` must be None.
+
+    value   what was passed as the argument `name`
+    name    "reference" or "ref_logits"
     """
     if objective.exact is not None:
         if batch.ref_logps is not None:
@@ -61,11 +66,10 @@ def check_reference(value: Any, name: str, batch: TokenBatch, objective: Objecti
 
 
 def check_grad_scale(value: Any, device: torch.device) -> Tensor | None:
-    """Return `grad_scale` as a 0-d fp32 tensor that is not 0, None for 1.
+    """Return `grad_scale`, which the loss will be multiplied by, as a 0-d fp32 tensor on `device`.
 
-    A scale of 0 counts as 1, so that the value of the loss can be divided by it.
-
-    Raises ValueError unless it is a finite number or a 0-d floating tensor.
+    Return None for the number 1. A scale of 0 becomes 1, because the value of the loss is divided
+    by the scale. Raises ValueError unless it is a finite number or a 0-d floating tensor.
     """
     remedy = "a finite number or a 0-d float tensor: what the loss is multiplied by"
     if isinstance(value, Tensor):
@@ -83,7 +87,11 @@ def check_grad_scale(value: Any, device: torch.device) -> Tensor | None:
 
 
 def refuses_values(options: Options) -> bool:
-    """Return whether a call is strict. A graph knows only the call's own `strict`."""
+    """Return whether a call refuses NaN and infinite values.
+
+    It does if `options.strict` is True or strict mode is switched on for the process. torch.compile
+    cannot trace the switch, so in a compiled graph only `options.strict` counts.
+    """
     return options.strict if torch.compiler.is_compiling() else is_strict(options.strict)
 
 

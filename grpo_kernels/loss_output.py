@@ -43,6 +43,7 @@ class Metrics(dict[str, Tensor]):
     """A dictionary whose KeyError names what it has."""
 
     def __missing__(self, name: str) -> Tensor:
+        """Raise KeyError for a metric that this loss lacks, and say what the metric needs."""
         hint = metric_meant_by(name, self)
         if name in ABSENT_UNLESS:
             raise KeyError(
@@ -52,10 +53,48 @@ class Metrics(dict[str, Tensor]):
         raise KeyError(f"there is no metric {name!r}.{hint} This loss has {', '.join(self)}.")
 
 
-def metric_meant_by(name: str, known: Iterable[str], form: str = "{}") -> str:
-    """Return " Did you mean ...?" for a name that is near one or several known metrics, else "".
+def masked_mean(x: Tensor, mask: Tensor, count: Tensor) -> Tensor:
+    """Return the sum of x over the tokens in the mask, divided by their number, 0-d fp32.
 
-    form   how a metric is written
+    x       fp32 [num_tokens]
+    mask    bool [num_tokens]
+    count   0-d fp32, number of tokens in the mask, at least 1
+    """
+    return torch.where(mask, x, 0.0).sum() / count
+
+
+def masked_min(x: Tensor, mask: Tensor, has_tokens: Tensor) -> Tensor:
+    """Return the smallest x of the tokens in the mask, 1 if the mask is empty, 0-d fp32.
+
+    x            fp32 [num_tokens]
+    mask         bool [num_tokens]
+    has_tokens   0-d bool, whether the mask has a token
+    """
+    if x.numel() == 0:
+        return x.new_ones(())
+    smallest = torch.amin(torch.where(mask, x, math.inf))
+    return torch.where(has_tokens, smallest, 1.0)
+
+
+def masked_max(x: Tensor, mask: Tensor, has_tokens: Tensor) -> Tensor:
+    """Return the largest x of the tokens in the mask, 1 if the mask is empty, 0-d fp32.
+
+    x            fp32 [num_tokens]
+    mask         bool [num_tokens]
+    has_tokens   0-d bool, whether the mask has a token
+    """
+    if x.numel() == 0:
+        return x.new_ones(())
+    largest = torch.amax(torch.where(mask, x, -math.inf))
+    return torch.where(has_tokens, largest, 1.0)
+
+
+def metric_meant_by(name: str, known: Iterable[str], form: str = "{}") -> str:
+    """Return " Did you mean ...?" with the metrics that a wrong name may mean, "" without any.
+
+    name    the name that was asked for, for example "clip_frac"
+    known   the names of the metrics
+    form    format string of a metric in the message, with one {} for its name
     """
     near = near_name(name, known)
     names = [near] if near else []
@@ -92,6 +131,7 @@ class LossOutput:
     __repr__ = describe
 
     def __getattr__(self, name: str) -> Any:
+        """Raise AttributeError for an unknown attribute, and suggest the right one."""
         known = [*(f.name for f in fields(self) if not f.name.startswith("_")), "metrics"]
         remedy = nearest(name, known)
         if hasattr(Tensor, name):
@@ -101,6 +141,7 @@ class LossOutput:
         raise AttributeError(f"a LossOutput has no {name!r}.{remedy}")
 
     def __iter__(self) -> NoReturn:
+        """Raise TypeError with the names of the fields, for code that unpacks the output."""
         raise TypeError(
             "a LossOutput is no tuple: take out.loss, out.metrics, out.logps and out.entropy."
         )
@@ -129,59 +170,77 @@ class LossOutput:
         """
         rows = self.rows
         logps = self.logps.flatten()
+        entropy = self.entropy.flatten()
         trained = rows.mask
         processed = trained if rows.processed is None else rows.processed
         count = processed.sum().float()
-        tokens = count.clamp(min=1.0)
-
-        def mean(x: Tensor) -> Tensor:
-            return torch.where(processed, x, 0.0).sum() / tokens
-
-        def extreme(x: Tensor, reduce: Any, start: float) -> Tensor:
-            if x.numel() == 0:
-                return x.new_ones(())
-            return torch.where(count > 0, reduce(torch.where(processed, x, start)), 1.0)
-
+        has_tokens = count > 0
+        count = count.clamp(min=1.0)
         log_ratio = self._log_ratio
         if log_ratio is None:
             log_ratio = self._objective.log_ratio(logps, rows, self._batch)
         ratio = bounded_exp(log_ratio)
-        surrogate = self._objective.surrogate
-        clip_low, clip_high = surrogate.clipped(ratio, rows.advantages)
-        weight = ratio
-        if rows.weights is not None and not surrogate.absorbs_weights:
-            weight = ratio * rows.weights
-        # fp64, because the square of a runaway ratio overflows fp32.
-        weight = torch.where(processed, weight, 0.0).double()
-        squares = (tokens * weight.square().sum()).clamp(min=1e-30)
+        clip_low, clip_high = self._objective.surrogate.clipped(ratio, rows.advantages)
         num_trained = trained.sum().float()
         has_zero_advantage = trained & (rows.advantages == 0)
         metrics = Metrics(
             {
                 "tokens": num_trained,
-                "ratio_mean": mean(ratio),
-                "ratio_min": extreme(ratio, torch.amin, math.inf),
-                "ratio_max": extreme(ratio, torch.amax, -math.inf),
-                "clip_low": mean(clip_low.float()),
-                "clip_high": mean(clip_high.float()),
-                "ess": (weight.sum().square() / squares).float(),
+                "ratio_mean": masked_mean(ratio, processed, count),
+                "ratio_min": masked_min(ratio, processed, has_tokens),
+                "ratio_max": masked_max(ratio, processed, has_tokens),
+                "clip_low": masked_mean(clip_low.float(), processed, count),
+                "clip_high": masked_mean(clip_high.float(), processed, count),
+                "ess": self._effective_sample_size(ratio, processed, count),
                 "zero_advantage": has_zero_advantage.sum() / num_trained.clamp(min=1),
-                "entropy": mean(self.entropy.flatten()),
+                "entropy": masked_mean(entropy, processed, count),
             }
         )
         if rows.ref_logps is not None:
-            metrics["kl"] = mean(self._objective.kl_terms(logps, rows, log_ratio)[0])
+            kl = self._objective.kl_terms(logps, rows, log_ratio).value
+            metrics["kl"] = masked_mean(kl, processed, count)
         elif self.divergence is not None:
-            metrics["kl"] = mean(self.divergence.flatten())
+            metrics["kl"] = masked_mean(self.divergence.flatten(), processed, count)
         if self._batch.kept is not None:
             metrics["outside_set"] = self._batch.outside_set
             warn_of_misaligned_sets(metrics["outside_set"], metrics["tokens"])
         if self._objective.filters:
-            kept = processed
-            for f in self._objective.filters:
-                over_ranks = self._batch.context_group is not None and not f.is_per_token
-                if over_ranks or getattr(f, "process_group", None) is not None:
-                    continue  # reading metrics must not start a collective
-                kept = kept & f.keep(logps, self.entropy.flatten(), rows, self._batch)
-            metrics["kept"] = kept.sum() / tokens
+            is_kept = self._kept_by_filters(logps, entropy, processed)
+            metrics["kept"] = is_kept.sum() / count
         return metrics
+
+    def _effective_sample_size(self, ratio: Tensor, processed: Tensor, count: Tensor) -> Tensor:
+        """Return (sum w)^2 / (count * sum w^2) over the processed tokens, 0-d fp32.
+
+        w is the ratio of a token times its weight in the batch. A surrogate with `absorbs_weights`
+        has that weight in the ratio already.
+
+        ratio       fp32 [num_tokens]
+        processed   bool [num_tokens]
+        count       0-d fp32, number of processed tokens, at least 1
+        """
+        rows = self.rows
+        weight = ratio
+        if rows.weights is not None and not self._objective.surrogate.absorbs_weights:
+            weight = ratio * rows.weights
+        # fp64, because the square of a very large ratio overflows fp32.
+        weight = torch.where(processed, weight, 0.0).double()
+        squares = (count * weight.square().sum()).clamp(min=1e-30)
+        return (weight.sum().square() / squares).float()
+
+    def _kept_by_filters(self, logps: Tensor, entropy: Tensor, processed: Tensor) -> Tensor:
+        """Return the processed tokens that all filters keep, bool [num_tokens].
+
+        A filter that communicates with other ranks is left out, because reading metrics on one rank
+        must not start a collective.
+
+        logps, entropy   fp32 [num_tokens]
+        processed        bool [num_tokens]
+        """
+        is_kept = processed
+        for f in self._objective.filters:
+            shares_sequences = self._batch.context_group is not None and not f.is_per_token
+            if shares_sequences or getattr(f, "process_group", None) is not None:
+                continue
+            is_kept = is_kept & f.keep(logps, entropy, self.rows, self._batch)
+        return is_kept

@@ -108,9 +108,10 @@ NO_DENOMINATORS = Denominators(None)
 def _check_normalizer(
     normalizer: float | Tensor | Denominators | None, batch: TokenBatch
 ) -> Denominators:
-    """Return the denominators that were passed as `normalizer=`: floats, or 0-d fp32 tensors.
+    """Return `normalizer=` as `Denominators` of floats or 0-d fp32 tensors.
 
-    Raises ValueError for one that is not a finite number above 0.
+    A single number is the denominator of the policy term. Raises ValueError for a denominator that
+    is not a finite number above 0.
     """
     if normalizer is None:
         return NO_DENOMINATORS
@@ -130,6 +131,7 @@ def _check_denominator(denominator: float | Tensor, batch: TokenBatch) -> float 
             f"normalizer has shape {list(denominator.shape)}: pass a number or a 0-d tensor."
         )
     if values_are_checked(denominator):
+        # The denominator of a batch without trained tokens may be 0.
         nothing_is_trained = batch.mask is not None and not batch.mask.any()
         lowest = 0 if nothing_is_trained else SMALLEST
         require_number("normalizer", float(denominator), remedy, lowest, LARGEST)
@@ -138,9 +140,10 @@ def _check_denominator(denominator: float | Tensor, batch: TokenBatch) -> float 
 
 
 def _is_immutable(part: object) -> bool:
-    """Return whether part is a frozen dataclass of this package.
+    """Return whether an object always has the same attributes and properties.
 
-    A class of the user may have properties that read anything.
+    It does if its class is a frozen dataclass of this package. A class of the user may have
+    properties whose values change.
     """
     params = vars(type(part)).get("__dataclass_params__")
     return params is not None and params.frozen and is_own(type(part))
@@ -323,12 +326,12 @@ class Objective(Checked):
 
     @cached_property
     def exact(self) -> Exact | None:
-        """The divergence of whole distributions, None without one or without a weight."""
+        """`kl` if it is an `Exact` and beta is not 0, otherwise None."""
         return self.kl if isinstance(self.kl, Exact) and self.beta != 0 else None
 
     @cached_property
     def kl_spec(self) -> Kl:
-        """`kl` as a Kl. With an `Exact` it is not used."""
+        """`kl` as a `Kl`. If `kl` is an `Exact`, it is the default `Kl` and not used."""
         return Kl() if isinstance(self.kl, Exact) else as_kl(self.kl)
 
     @cached_property
@@ -399,9 +402,13 @@ class Objective(Checked):
 
     @cached_property
     def gradient_mask(self) -> str:
-        """The name of a mask outside of which all gradients are exactly 0.
+        """The name of a mask of the batch outside of which all gradients are exactly 0.
 
-        See `TokenBatch.named_mask`.
+        "trained"        the loss mask
+        "contributing"   its tokens with a policy or likelihood term that is not always 0
+        "sequences"      its tokens in sequences that have such a token
+
+        `TokenBatch.named_mask` returns the mask.
         """
         if not self.surrogate.zero_at_zero_advantage or self.beta != 0 or self.entropy_coef != 0:
             return "trained"
@@ -672,7 +679,10 @@ class Objective(Checked):
         return all(_is_immutable(x) for x in (self.surrogate, self.kl_spec, *self.filters))
 
     def _make_formula(self) -> ObjectiveFormula:
-        """Collect the functions and numbers of the loss of a token."""
+        """Return the loss of a token: the functions and the numbers of all terms of this objective.
+
+        Raises ValueError for a NaN among the parameters of the surrogate.
+        """
         surrogate = self.surrogate
         params = surrogate.params
         if not torch.compiler.is_compiling() and any(math.isnan(x) for x in params):
@@ -892,10 +902,16 @@ class Objective(Checked):
         return replace(inputs, **weights)
 
     def _denominator_ratio(self, keep: Tensor, batch: TokenBatch, aggregate: str) -> float | Tensor:
-        """Return the denominator of all sequences over that of the sequences that are left.
+        """Return the factor by which weights grow if dropped sequences are not counted.
 
-        It is a number, a 0-d tensor, or fp32 [num_tokens]. For "group-mean" it also replaces the
-        number of tokens of each group by the number that is left.
+        The weight of a token contains 1 / denominator. The factor is the denominator of all
+        sequences over that of the sequences that are left. With "group-mean" the weight also
+        contains 1 / (trained tokens of the group), which is replaced in the same way.
+
+        keep        bool [num_tokens], the same for all tokens of a sequence
+        aggregate   one of AGGREGATES
+
+        Return a number, a 0-d fp32 tensor or fp32 [num_tokens].
         """
         if aggregate == "token-sum":
             return 1.0
@@ -911,21 +927,28 @@ class Objective(Checked):
             same = batch.same_group()
             share = share / same.sum(1)
             is_left = same @ is_left.double() > 0
-            lengths, kept_lengths = same @ lengths, same @ kept_lengths
+            lengths = same @ lengths
+            kept_lengths = same @ kept_lengths
             more_per_token = lengths / kept_lengths.clamp(min=1.0)
         if self.count_empty:
-            count, count_left = share.sum(), (share * is_left).sum()
+            count = share.sum()
+            count_left = (share * is_left).sum()
         else:
-            count, count_left = (share * (lengths > 0)).sum(), (share * (kept_lengths > 0)).sum()
+            count = (share * (lengths > 0)).sum()
+            count_left = (share * (kept_lengths > 0)).sum()
         return batch.spread(more_per_token * count / count_left.clamp(min=1.0)).float()
 
     def _filter_entropy_weight(
         self, entropy_weight: Tensor, keep: Tensor, batch: TokenBatch
     ) -> Tensor:
-        """Return the weight of the entropy bonus, 0 where bool [num_tokens] `keep` is False.
+        """Return the weight of the entropy bonus of each token after a filter, fp32 [num_tokens].
 
-        With entropy_aggregate="token-mean" the mean is over the tokens that are kept. Ranks that
-        share sequences count them together, but several batches do not.
+        Dropped tokens have the weight 0. With entropy_aggregate="token-mean" the weights of the
+        others grow so that their sum stays the same: the bonus is a mean over the kept tokens of
+        this batch. Ranks that share its sequences (`TokenBatch.context_group`) count them together.
+
+        entropy_weight   fp32 [num_tokens], before the filter
+        keep             bool [num_tokens]
         """
         kept_weight = torch.where(keep, entropy_weight, 0.0)
         if self.entropy_aggregate != "token-mean":
@@ -1014,6 +1037,7 @@ _BELOW_10: Changes = {"log_ratio_bounds": (-math.inf, 10.0)}
 
 
 def _each(common: Changes, presets: dict[str, Changes]) -> dict[str, Changes]:
+    """Return the changes of each preset, after the changes that all of them have in common."""
     return {name: {**common, **changes} for name, changes in presets.items()}
 
 

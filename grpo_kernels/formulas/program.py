@@ -270,13 +270,16 @@ class Tracer:
         return self._symbol("parameter", (index,), is_of_row=False)
 
     def _symbol(self, operation: str, operands: tuple[Any, ...], is_of_row: bool) -> Symbol:
-        """Return the symbol of this operation, a new one unless it was recorded before."""
+        """Return the symbol of an operation on these operands, the same one for each call."""
         # repr distinguishes 1 from 1.0 and from True, and 0.0 from -0.0.
         key = (operation, *(id(x) if isinstance(x, Symbol) else repr(x) for x in operands))
         return self._symbols.setdefault(key, Symbol(self, operation, operands, is_of_row))
 
     def number(self, x: Any) -> Symbol:
-        """Return x as a symbol, a constant unless it is a symbol already."""
+        """Return x if it is a symbol, or a constant symbol for a number of Python.
+
+        Raises FormulaRefused for a symbol of another tracer, a tensor, or any other object.
+        """
         if isinstance(x, Symbol):
             if x.tracer is not self:
                 raise FormulaRefused("a number that the formula has kept from another call.")
@@ -357,7 +360,11 @@ class Tracer:
 
 
 def refuse_conditions(operation: str, operands: tuple[Symbol, ...]) -> None:
-    """Raise FormulaRefused if an operation wants conditions and gets numbers, or the reverse."""
+    """Raise FormulaRefused if an operand is a number where a condition is needed, or the reverse.
+
+    and, or, not, and the first operand of where need conditions. Other operations than those in
+    TAKES_CONDITIONS need at least one number.
+    """
     if operation in ("and", "or", "not"):
         conditions = operands
     else:
@@ -404,13 +411,16 @@ class TracedProgram:
         compute_in_torch: Callable[[list[Tensor]], list[Any]],
         output_names: Sequence[str],
     ) -> None:
-        """Compare the outputs of `run` with those of the formula in torch, unless it was done.
+        """Compare the outputs of the program in a kernel with those of the formula in torch.
 
-        Raises FormulaRefused if they differ, because the formula does something with tensors that
-        it does not do with symbols.
+        Do nothing if an earlier comparison succeeded. Raises FormulaRefused if an output differs:
+        then the formula does something with tensors that it does not do with symbols.
 
-        numbers       values of the program's number registers
-        make_inputs   returns the inputs to compare on, fp32 [num_rows] each
+        run                runs the program in a kernel, see `Run`
+        numbers            values of the program's number registers
+        make_inputs        returns the inputs to compare on, fp32 [num_rows] each
+        compute_in_torch   returns the outputs of the formula for these inputs
+        output_names       names of the outputs, for the message
         """
         if self.is_compared:
             return
@@ -454,7 +464,10 @@ def traced_program(
 
 @functools.lru_cache(maxsize=512)
 def _traced_before(keys: tuple[Hashable, ...]) -> TracedProgram:
-    """Return what was traced with these keys, empty at the first call."""
+    """Return the `TracedProgram` of these keys from the cache, empty at the first call.
+
+    `traced_program` fills it.
+    """
     return TracedProgram()
 
 

@@ -318,7 +318,7 @@ class TracedLoss(NamedTuple):
     user_functions: list[tuple[Any, Any]]
 
     def is_current(self) -> bool:
-        """Return whether all functions of the user are what they were."""
+        """Return whether all functions of the user have the keys that they had when traced."""
         return all(key_of(function) == key for function, key in self.user_functions)
 
 
@@ -368,10 +368,13 @@ class ObjectiveFormula:
         return result
 
     def compare_once(self, input_names: tuple[str, ...], run: Run) -> None:
-        """Compare what `run` makes of the program with torch, on random inputs.
+        """Compare the outputs of the program in `run` with the formula in torch, on random inputs.
 
-        Nothing is compared a second time, unless `key_of` cannot tell whether a function changed.
-        Raises FormulaRefused if both differ.
+        The comparison is skipped if it succeeded before for functions with the same keys. Raises
+        FormulaRefused if the outputs differ.
+
+        input_names   some of PROGRAM_INPUTS, those that the tokens have
+        run           runs a program in a kernel, see `Run`
         """
         names = ("logps", "entropy", *input_names)
         traced, numbers, _ = self.traced_loss(input_names)
@@ -386,9 +389,10 @@ class ObjectiveFormula:
 
 
 def replace_marks(named: dict[str, Any]) -> dict[str, Any]:
-    """Return the inputs with logp as the old log-prob of tokens that are marked as on-policy.
+    """Return the inputs, with logp in place of the mark ON_POLICY among "old_logps".
 
-    Programs do this for every batch, so that one program serves batches with marks and without.
+    Every program contains this step, so that it serves batches with and without such marks. named
+    has the inputs of tokens by name: tensors [num_tokens], or symbols of a `Tracer`.
     """
     if "old_logps" not in named:
         return named
@@ -400,12 +404,19 @@ OUTPUT_NAMES = ("loss", "d_logp", "d_entropy")
 
 
 def program_outputs(token_losses: TokenLosses) -> list[Any]:
-    """Return what a program computes. It has no auxiliary loss and no ratio of a sequence."""
+    """Return the outputs of a program in the order of OUTPUT_NAMES.
+
+    The other gradients of `TokenLosses` are left out: kernels run only losses without auxiliary
+    loss and without ratios of sequences.
+    """
     return [token_losses.losses, token_losses.grad_logps, token_losses.grad_entropy]
 
 
 def name_of_functions(functions: list[Any]) -> str:
-    """Return the names of the user's functions, or else that of the first, the surrogate."""
+    """Return the names of the user's functions, separated by commas, for messages.
+
+    Without such functions return the name of the first, which is the surrogate.
+    """
     named = users_functions(functions) or functions[:1]
     return ", ".join(dict.fromkeys(name_of_function(x) for x in named))
 
