@@ -137,8 +137,8 @@ def compute_gradients(
     Returns the gradients of the tensors that need one, in their order.
     """
     row_pass = make_pass(tensors, dtype, targets, mask, names, settings)
-    known = GradientCoefficients(coefficients, tuple(coefficient_names))
-    gradients = row_pass.gradients_of_coefficients(tensors, sums, known, wanted)
+    named_coefficients = GradientCoefficients(coefficients, tuple(coefficient_names))
+    gradients = row_pass.gradients_of_coefficients(tensors, sums, named_coefficients, wanted)
     return [x for x in gradients if x is not None]
 
 
@@ -162,9 +162,13 @@ def register(
     fake: Callable[..., list[Tensor]],
     waits: bool,
 ) -> Any:
-    """Register an operator. All its results are contiguous, whatever the layout of the inputs.
+    """Register an operator of torch.library and return it. Its results are contiguous.
 
-    waits   whether the host waits for row counts, which a CUDA graph cannot capture
+    name       of the operator, in NAMESPACE
+    schema     its arguments; it returns a list of tensors
+    function   computes the results
+    fake       returns empty results of the right shapes and dtypes, for tracing
+    waits      whether the host waits for row counts, which a CUDA graph cannot capture
     """
     tag = getattr(torch.Tag, "cudagraph_unsafe", None)
     tags: Any = (tag,) if waits and tag is not None else ()

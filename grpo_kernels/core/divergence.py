@@ -209,9 +209,10 @@ def kl_terms_from_mixture(p: Tensor, q: Tensor, log_ratio: Tensor, weight_of_q: 
 
 
 def mixture_over_p(log_ratio: Tensor, weight_of_q: float) -> tuple[Tensor, Tensor]:
-    """Return m / p - 1 and log(m / p) with m = p + weight_of_q (q - p).
+    """Return (m / p - 1, log(m / p)) with m = p + weight_of_q (q - p), from log_ratio = log(p / q).
 
-    If m / p is small, m / p - 1 has lost its digits, and the logarithm is taken of m / p.
+    The logarithm is log1p(m / p - 1), or that of m / p itself if this is small, because m / p - 1
+    has then lost its digits.
     """
     difference = weight_of_q * torch.expm1(-log_ratio)
     ratio = (1.0 - weight_of_q) + weight_of_q * torch.exp(-log_ratio)

@@ -557,7 +557,7 @@ def write_unit_gradient(
     logps         their log-probs, from `sums`
     grad_logits   where to write the gradient, [1, num_rows, V]
     """
-    is_number = (logps == logps).float()
+    is_number = (logps == logps).float()  # 0 for NaN
     coefficients = GradientCoefficients.stack({"target": is_number})
     kernels.softmax_gradient(rows, sums, coefficients, grad_logits)
 

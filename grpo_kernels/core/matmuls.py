@@ -460,7 +460,10 @@ def empty_aligned_rows(
 
 
 def matmul_transposed(a: Tensor, b: Tensor) -> Tensor:
-    """Return fp32 a @ b.T. On a CPU it uses oneDNN, which is twice as fast as MKL on AMD."""
+    """Return a @ b.T of fp32 matrices a [m, k] and b [n, k].
+
+    On a CPU it uses oneDNN, which is twice as fast as MKL on AMD.
+    """
     uses_onednn = a.device.type == "cpu" and a.numel() > 0 and b.numel() > 0
     if uses_onednn and torch.backends.mkldnn.is_available():
         # oneDNN has another kernel for a single row, which rounds differently.

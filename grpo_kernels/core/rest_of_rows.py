@@ -89,7 +89,7 @@ class RestKernels(BackendWrapper):
         of the target even if the target is left out.
         """
         rows = merge_groups(rows)
-        row_numbers = rows.targets + self.first_id
+        row_numbers = rows.targets + self.first_id  # this call has row numbers in place of targets
         targets = self.targets[row_numbers]
         num_columns = rows.logits.shape[-1]
         block_size = rows_per_block(rows) * num_columns
@@ -114,19 +114,20 @@ class RestKernels(BackendWrapper):
     def run_gradient_kernel(
         self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor
     ) -> None:
-        """Write d loss / d logits, and 0 for the ids that are left out."""
-        row_numbers = rows.targets + self.first_id
+        """Write d loss / d logits to `out`, [A, T, V], and 0 for the ids that are left out."""
+        row_numbers = rows.targets + self.first_id  # this call has row numbers in place of targets
         with_targets = rows._replace(targets=self.targets[row_numbers])
         self.kernels.softmax_gradient(with_targets, sums, coefficients, out)
         positions, columns = self.pairs_of(row_numbers)
         fill_pairs(out, rows.first_row + positions, columns, 0.0)
 
     def pairs_of(self, row_numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Return positions in row_numbers and columns of the pairs that these rows leave out.
+        """Return the pairs that these rows leave out: (positions in row_numbers, columns).
 
-        row_numbers   int64 [n], ascending. On a GPU the host does not know how many pairs these
-                      rows have. Then all pairs of the batch are returned, with the column -1 for
-                      those of other rows.
+        Both are int64 [num_pairs]. On a GPU the host does not know how many pairs these rows have.
+        Then all pairs of the batch are returned, with the column -1 for those of other rows.
+
+        row_numbers   int64 [n], ascending: numbers of rows in the batch
         """
         pairs = self.left_out
         if row_numbers.device.type == "cpu" and len(row_numbers):
@@ -134,8 +135,8 @@ class RestKernels(BackendWrapper):
             stop = int(pairs.offsets[row_numbers[-1] + 1])
             pairs = pairs._replace(ids=pairs.ids[start:stop], rows=pairs.rows[start:stop])
         positions = torch.searchsorted(row_numbers, pairs.rows).clamp(max=len(row_numbers) - 1)
-        is_of_these = row_numbers[positions] == pairs.rows
-        return positions, torch.where(is_of_these, pairs.ids, -1)
+        has_row = row_numbers[positions] == pairs.rows
+        return positions, torch.where(has_row, pairs.ids, -1)
 
 
 def merge_groups(rows: LogitRows) -> LogitRows:

@@ -783,7 +783,10 @@ class LinearPass(SoftmaxPass):
         return nothing.index_fill_(0, row_ids, True)
 
     def order_of_nonzero(self, coefficients: GradientCoefficients) -> RowOrder:
-        """Return the rows that may have a gradient. On a GPU the host does not look at values."""
+        """Return the order of the rows that have a coefficient other than 0.
+
+        On a GPU it is the order of the forward, because the host does not wait for the values.
+        """
         if self.order.row_ids.device.type != "cpu":
             return self.order
         row_ids = self.order.row_ids

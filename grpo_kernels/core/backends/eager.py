@@ -233,7 +233,15 @@ class Kernels(Backend):
         weight, out   [V, H] and [num_rows, H]
         """
         is_used = (pairs.ids >= 0) & (values != 0)
-        sum_by_key(pairs.rows, pairs.ids, is_used, values, weight, out, adds_to_out=False)
+        sum_by_key(
+            keys=pairs.rows,
+            index=pairs.ids,
+            is_used=is_used,
+            values=values,
+            source=weight,
+            out=out,
+            adds_to_out=False,
+        )
 
     def add_grad_weight_of_pairs(
         self, values: Tensor, pairs: Pairs, hidden: Tensor, out: Tensor
@@ -246,7 +254,15 @@ class Kernels(Backend):
         hidden, out   [num_rows, H] and [V, H]
         """
         is_used = (pairs.ids >= 0) & (values != 0)
-        sum_by_key(pairs.ids, pairs.rows, is_used, values, hidden, out, adds_to_out=True)
+        sum_by_key(
+            keys=pairs.ids,
+            index=pairs.rows,
+            is_used=is_used,
+            values=values,
+            source=hidden,
+            out=out,
+            adds_to_out=True,
+        )
 
 
 # ---- blocks of rows
@@ -462,7 +478,12 @@ class GradientFactors(NamedTuple):
     def from_coefficients(
         cls, sums: SoftmaxSums, coefficients: GradientCoefficients, transform: RowTransform
     ) -> GradientFactors:
-        """Return the factors of the formula in `GradientCoefficients`, without its divergence.
+        """Return the factors of the gradient, without its divergence.
+
+        With log p_j = d_j - log(sum_exp) and p_j = e_j / sum_exp the formula of
+        `GradientCoefficients` is, but for the term of the target,
+
+            e_j / sum_exp * (constant - target + logp * (d_j - log(sum_exp)) + prob * p_j)
 
         sums   softmax sums of the rows
         """

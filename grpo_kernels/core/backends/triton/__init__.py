@@ -381,12 +381,12 @@ def programs_for_rows(num_rows: int, width: int) -> Callable[[int], int]:
 
 
 def positions_of_first_pairs(ids: Tensor, max_ids: int) -> Tensor:
-    """Return where each id that is not -1 occurs first, then num_pairs, int64 [max_ids].
+    """Return the first position of each different id other than -1, int64 [max_ids].
 
-    The host would have to wait to know how many ids there are, and pairs that are padded to the
-    maximum are many more.
+    Entries behind the last id are num_pairs. The host does not wait to know how many ids there are.
 
-    ids   int32 [num_pairs], sorted
+    ids       int32 [num_pairs], sorted
+    max_ids   upper bound of the number of different ids
     """
     is_first = ids != torch.nn.functional.pad(ids, (1, 0), value=-1)[:-1]
     numbers = torch.arange(1, max_ids + 1, device=ids.device)
@@ -394,10 +394,11 @@ def positions_of_first_pairs(ids: Tensor, max_ids: int) -> Tensor:
 
 
 def id_begins_of_windows(ids: Tensor) -> Tensor:
-    """Return where the id begins that each window of PIECE pairs ends with, int64 [num_windows].
+    """Return, for each window of PIECE sorted pairs, where the id of its last pair begins.
 
-    The pairs of an id are cut into pieces from there on, so that its sum does not depend on how
-    many pairs other ids have. No window is returned if no id can have two pieces.
+    The result is int64 [num_windows], positions in `ids`. The pairs of an id are cut into pieces
+    from that position on, so that its sum does not depend on how many pairs other ids have. The
+    result is empty if no id can have two pieces.
 
     ids   int32 [num_pairs], sorted
     """

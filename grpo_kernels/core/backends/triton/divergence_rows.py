@@ -354,7 +354,8 @@ def log_ratio_to_mixture(d, b, one_minus_b):
     |d| is limited to MAX_LOG_RATIO, so the result is finite.
     """
     d = tl.minimum(tl.maximum(d, -MAX_LOG_RATIO), MAX_LOG_RATIO)
-    ratio, _, ratio_minus_1 = exp_of_negative(d)
+    ratio, _, ratio_minus_1 = exp_of_negative(d)  # of q / p
+    # log(m / p) = n log 2 + t - r, with m / p = one_minus_b + b q / p
     n, t, r = log_parts(fma(ratio, b, one_minus_b), b * ratio_minus_1)
     return fma(n, -LN2_PER_EXPONENT_BIT, r - t)
 
