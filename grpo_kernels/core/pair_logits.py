@@ -151,6 +151,7 @@ class ProjectedPairLogits(torch.autograd.Function):
         def compute_gradients(
             grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, *pairs: Tensor
         ) -> tuple[Tensor | None, ...]:
+            """Return the gradients of hidden, weight and bias; `pairs` are fields of `Pairs`."""
             check_weight_is_present(weight, ctx.shard)
             return pair_gradients(
                 grad, hidden, weight, bias, Pairs(*pairs), ctx.kernels, ctx.weight_memory, wanted

@@ -397,17 +397,19 @@ class SoftmaxSums:
 
     @functools.cached_property
     def divergence(self) -> Tensor:
-        """Divergence of the policy from the reference, never negative.
+        """Divergence of the policy p from the reference q, [num_rows], never negative.
 
-        It is infinite where q is 0 and p is not ("forward": where p is 0 and q is not).
+        "reverse" is KL(p || q), "forward" KL(q || p), "jsd" and "tv" are in `divergence.py`. It is
+        infinite where q is 0 and p is not ("forward": where p is 0 and q is not).
         """
         if self.direction in TWO_PASS_DIRECTIONS:
             return divergence_of_mixture(
                 self.direction, self["mixture_policy"], self["mixture_reference"], self.mixture
             )
         sums = self._log_ratio_sums
-        # KL = mean_log_ratio + log(F / E). For small d_j in terms of second order, which do not
-        # cancel: mean_log_ratio = excess - sum_ratio and phi(x) = x - log(1 + x).
+        # KL is mean_log_ratio + log_sum_ratio, see `LogRatioSums`. For nearly equal rows the two
+        # cancel. mean_log_ratio is excess - sum_ratio, so KL is also excess - phi(sum_ratio), with
+        # phi(x) = x - log(1 + x), in which nothing cancels.
         small = sums.excess - phi(sums.sum_ratio)
         large = sums.mean_log_ratio + sums.log_sum_ratio
         return torch.where(sums.is_small, small, large).clamp(min=0.0).float()

@@ -823,7 +823,11 @@ class FrozenHeadPass(LinearPass):
     """
 
     def compute(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        """Return the softmax sums of all rows, and the unit gradient of hidden states, fp32."""
+        """Return (softmax sums, unit gradients), with two matmuls.
+
+        softmax sums     fp32 [num_sums, num_rows]
+        unit gradients   fp32 [num_rows, H]: d log-prob / d hidden of each row
+        """
         inputs = self.make_inputs(tensors)
         recorder = SumsRecorder(inputs, self.order, self.names)
         gradients = loss_and_gradients(

@@ -140,7 +140,8 @@ class Backend(ABC):
     def run_mixture_kernel(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
         """Compute MIXTURE_SUMS, fp32 [2, num_rows], in a second pass over the rows.
 
-        With p the policy's softmax, q the reference's, and m = (1 - mixture) p + mixture q:
+        With p the policy's softmax, q the reference's, m = (1 - mixture) p + mixture q, and with
+        direction and mixture from `rows.reference`:
 
             "jsd"   KL(p || m) and KL(q || m)
             "tv"    sum_j p_j sign(p_j - q_j) / 2 and sum_j |p_j - q_j| / 2
@@ -286,14 +287,13 @@ class BackendWrapper(Backend):
     def run_mixture_kernel(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
         """Return MIXTURE_SUMS of each row: two sums over the vocabulary, fp32 [2, num_rows].
 
-        With p the policy's softmax, q the reference's, and m = (1 - mixture) p + mixture q:
+        With p the policy's softmax, q the reference's, m = (1 - mixture) p + mixture q, and with
+        direction and mixture from `rows.reference`:
 
             "jsd"   KL(p || m) and KL(q || m)
             "tv"    sum_j p_j sign(p_j - q_j) / 2 and sum_j |p_j - q_j| / 2
 
-        The reference of `rows` says which ("direction") and has `mixture`.
-
-        sums   the sums of the first pass over the rows, which normalize p and q
+        sums   softmax sums of the first pass over the rows, which normalize p and q
         """
         return self.kernels.run_mixture_kernel(rows, sums)
 

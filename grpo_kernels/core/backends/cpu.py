@@ -118,18 +118,17 @@ class Kernels(Backend):
     def run_mixture_kernel(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
         """Return MIXTURE_SUMS of each row: two sums over the vocabulary, fp32 [2, num_rows].
 
-        With p the policy's softmax, q the reference's, and m = (1 - mixture) p + mixture q:
+        With p the policy's softmax, q the reference's, m = (1 - mixture) p + mixture q, and with
+        direction and mixture from `rows.reference`:
 
             "jsd"   KL(p || m) and KL(q || m)
             "tv"    sum_j p_j sign(p_j - q_j) / 2 and sum_j |p_j - q_j| / 2
 
-        The reference of `rows` says which ("direction") and has `mixture`.
-
-        sums   the sums of the first pass over the rows, which normalize p and q
+        sums   softmax sums of the first pass over the rows, which normalize p and q
         """
         num_rows = count_rows(rows)
         num_sums = len(MIXTURE_SUMS)
-        result = torch.empty(num_sums, rows.num_rows, dtype=torch.float32)
+        mixture_sums = torch.empty(num_sums, rows.num_rows, dtype=torch.float32)
         sums_table = sums_argument(sums)  # checks the sums before anything follows from them
         log_sum_ratio = sums.log_sum_ratio
         policy, reference = policy_and_reference(rows, log_sum_ratio=log_sum_ratio)
@@ -139,10 +138,10 @@ class Kernels(Backend):
             reference,
             vector("mask", rows.mask, torch.bool, num_rows),
             sums_table,
-            table("result", result, all_bits(num_sums)),
+            table("mixture_sums", mixture_sums, all_bits(num_sums)),
             torch.get_num_threads(),
         )
-        return result
+        return mixture_sums
 
     def run_gradient_kernel(
         self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor

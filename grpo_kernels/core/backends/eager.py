@@ -97,14 +97,13 @@ class Kernels(Backend):
     def run_mixture_kernel(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
         """Return MIXTURE_SUMS of each row: two sums over the vocabulary, fp32 [2, num_rows].
 
-        With p the policy's softmax, q the reference's, and m = (1 - mixture) p + mixture q:
+        With p the policy's softmax, q the reference's, m = (1 - mixture) p + mixture q, and with
+        direction and mixture from `rows.reference`:
 
             "jsd"   KL(p || m) and KL(q || m)
             "tv"    sum_j p_j sign(p_j - q_j) / 2 and sum_j |p_j - q_j| / 2
 
-        The reference of `rows` says which ("direction") and has `mixture`.
-
-        sums   the sums of the first pass over the rows, which normalize p and q
+        sums   softmax sums of the first pass over the rows, which normalize p and q
         """
         reference = rows.reference
         assert reference is not None
@@ -351,7 +350,7 @@ def sum_rows(x: Tensor) -> Tensor:
     """Return the sum of each row of x [r, V].
 
     On a CPU torch splits the sum of a single row among threads, which rounds differently from the
-    sums of several rows. So a single row is summed twice.
+    sums of several rows. So a single row is expanded to two rows.
     """
     return x.sum(1) if x.shape[0] > 1 else x.expand(2, -1).sum(1)[:1]
 

@@ -121,14 +121,13 @@ class Kernels(Backend):
     def run_mixture_kernel(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
         """Return MIXTURE_SUMS of each row: two sums over the vocabulary, fp32 [2, num_rows].
 
-        With p the policy's softmax, q the reference's, and m = (1 - mixture) p + mixture q:
+        With p the policy's softmax, q the reference's, m = (1 - mixture) p + mixture q, and with
+        direction and mixture from `rows.reference`:
 
             "jsd"   KL(p || m) and KL(q || m)
             "tv"    sum_j p_j sign(p_j - q_j) / 2 and sum_j |p_j - q_j| / 2
 
-        The reference of `rows` says which ("direction") and has `mixture`.
-
-        sums   the sums of the first pass over the rows, which normalize p and q
+        sums   softmax sums of the first pass over the rows, which normalize p and q
         """
         assert rows.reference is not None
         call = RowCall(rows)
