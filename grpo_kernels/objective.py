@@ -87,10 +87,11 @@ AGGREGATES = (
 
 
 class Denominators(NamedTuple):
-    """The denominator of each term, for `normalizer=`. A number or a 0-d tensor each.
+    """The denominators of policy term, KL and entropy bonus, for `normalizer=` of a loss.
 
-    None stands for the denominator of this batch alone. A KL or entropy bonus without an aggregate
-    of its own then has that of the policy term.
+    Each is a number, a 0-d tensor or None, which stands for the denominator of this batch alone. If
+    the denominator of the KL or the entropy bonus is None and `Objective.kl_aggregate` or
+    `entropy_aggregate` too, the term has the denominator of the policy term.
     """
 
     policy: float | Tensor | None
@@ -248,21 +249,14 @@ class Objective(Checked):
     )
 
     def __post_init__(self) -> None:
+        """Check the fields, then compute the cached properties."""
         super().__post_init__()
-        surrogate = self.surrogate
-        if not isinstance(surrogate, Surrogate):
+        if not isinstance(self.surrogate, Surrogate):
             raise ValueError(
-                f"surrogate={surrogate!r}: pass Clip(), Cispo(), PolicyGradient() or"
+                f"surrogate={self.surrogate!r}: pass Clip(), Cispo(), PolicyGradient() or"
                 " Custom(your_function)."
             )
-        require_one_of("level", self.level, LEVELS)
-        levels = " or ".join(repr(level) for level in surrogate.levels)
-        remedy = f"{type(surrogate).__name__} is defined at level {levels} only."
-        require(self.level in surrogate.levels, "level", self.level, remedy)
-        require_one_of("aggregate", self.aggregate, AGGREGATES)
-        for name in ("kl_aggregate", "entropy_aggregate"):
-            if getattr(self, name) is not None:
-                require_one_of(name, getattr(self, name), AGGREGATES)
+        self._check_level_and_aggregates()
         if self.listed is not None:
             is_function = callable(self.listed) and not isinstance(self.listed, type)
             remedy = "pass a function (logp, values, advantage, sums) -> (term, slope), or None."
@@ -273,13 +267,13 @@ class Objective(Checked):
             object.__setattr__(self, "max_tokens", as_number(self.max_tokens))
         check_filters(self.filters, self.level)
         if self.log_ratio_bounds is not None:
-            check_log_ratio_bounds(self.log_ratio_bounds, surrogate)
+            check_log_ratio_bounds(self.log_ratio_bounds, self.surrogate)
         if self.future_kl is not None:
             remedy = "pass a FutureKl, or None."
             require(isinstance(self.future_kl, FutureKl), "future_kl", self.future_kl, remedy)
             remedy = 'its sums are over the ratios of tokens: it needs level="token".'
             require(self.level == "token", "future_kl", self.future_kl, remedy)
-        # Compute what follows from the fields now: torch.compile cannot trace cached_property.
+        # Compute the cached properties now, because torch.compile cannot trace cached_property.
         for name, compute in COMPUTED_ONCE.items():
             object.__setattr__(self, name, compute(self))
         if self.exact is not None and self.filter(SamplerMismatch) is not None:
@@ -289,6 +283,18 @@ class Objective(Checked):
                 " out."
             )
             require(False, "filters", self.filters, remedy)
+
+    def _check_level_and_aggregates(self) -> None:
+        """Raise ValueError unless the level fits the surrogate and the aggregates are known."""
+        surrogate = self.surrogate
+        require_one_of("level", self.level, LEVELS)
+        levels = " or ".join(repr(level) for level in surrogate.levels)
+        remedy = f"{type(surrogate).__name__} is defined at level {levels} only."
+        require(self.level in surrogate.levels, "level", self.level, remedy)
+        require_one_of("aggregate", self.aggregate, AGGREGATES)
+        for name in ("kl_aggregate", "entropy_aggregate"):
+            if getattr(self, name) is not None:
+                require_one_of(name, getattr(self, name), AGGREGATES)
 
     @classmethod
     def preset(cls, name: str, *, numerics: str | None = None, **changes: Any) -> Objective:
@@ -471,7 +477,10 @@ class Objective(Checked):
         return max(denominator, 1.0)
 
     def _with_sequences(self, batch: TokenBatch) -> TokenBatch:
-        """Return the batch. Raises ValueError if its sequences are not known."""
+        """Return the batch, after checking that it tells which tokens form a sequence.
+
+        Raises ValueError if it does not, which happens for packed targets without cu_seqlens.
+        """
         if batch.sequences is not None:
             return batch
         return batch.check_sequences(
@@ -595,10 +604,12 @@ class Objective(Checked):
         aggregate: str | None,
         denominator: float | Tensor | None,
     ) -> Tensor:
-        """Return the weight of the KL or the entropy bonus, without its coefficient.
+        """Return the weight of the KL or the entropy bonus of each token, without its coefficient.
 
-        weight                   that of the policy term
-        aggregate, denominator   of this term; None and None: those of the policy term
+        weight        fp32 [num_tokens], weight of the policy term
+        aggregate     aggregate of this term; None: that of the policy term
+        denominator   denominator of this term; None: that of this batch, or with aggregate=None
+                      that of the policy term
         """
         if aggregate is None and denominator is None:
             return weight
@@ -633,11 +644,11 @@ class Objective(Checked):
     def _divisor_of_token(
         self, batch: TokenBatch, aggregate: str, denominator: float | Tensor
     ) -> float | Tensor:
-        """Return what a token is divided by: a number, or fp32 that broadcasts to targets.
+        """Return the divisor of each token's loss, a number or fp32 that broadcasts to targets.
 
-        seq-mean-token-mean   denominator * trained tokens of its sequence
-        group-mean            denominator * trained tokens of all answers to its prompt
-        others                denominator
+        "seq-mean-token-mean"   denominator * number of trained tokens of its sequence
+        "group-mean"            denominator * number of trained tokens of all answers to its prompt
+        other aggregates        denominator
         """
         if aggregate not in ("seq-mean-token-mean", "group-mean"):
             return denominator
@@ -647,10 +658,14 @@ class Objective(Checked):
         return batch.broadcast((num_tokens.clamp(min=1.0) * denominator).float())
 
     def _policy_weight(self, weight: Tensor, weights: Tensor) -> Tensor:
-        """Return the weight of the policy term, fp32 [num_tokens].
+        """Return the weight of the policy term of each token, fp32 [num_tokens].
 
-        weight    of the aggregate
-        weights   of the batch, which a surrogate may multiply into the ratio of the sequence
+        It is weight * weights. If the surrogate multiplies `weights` into the ratio of the sequence
+        instead (`absorbs_weights`), it is `weight`, and 0 for a token whose weight in the batch
+        is 0.
+
+        weight    fp32 [num_tokens], weight of each token in the aggregate
+        weights   fp32 [num_tokens], the weights of the batch
         """
         if not self.surrogate.absorbs_weights:
             return weight * weights

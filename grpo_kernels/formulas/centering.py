@@ -20,27 +20,31 @@ RARE = 40.0
 
 @dataclass(frozen=True)
 class ScoreCentering(Checked):
-    """Remove the drift that a sampler other than the policy causes in the gradient (arXiv
-    2609.20807), as `Objective(listed=)`.
+    """Remove the drift that a sampler other than the policy causes in the gradient.
+
+    Pass it as `Objective(listed=)`. Source: arXiv 2609.20807.
 
         surrogate = Cispo(2.0)
         sets = TokenSets.from_padded(sampler_ids, values=sampler_logps)  # its 128 likeliest ids
         batch = TokenBatch(targets, advantages, old_logps=sampler, logp_terms=sets)
         objective = Objective(surrogate, listed=ScoreCentering(surrogate))
 
-    The policy term of a token has the gradient -A w grad log p, whose mean over the tokens of the
-    sampler q is not 0. Added is A sum_v sg(q_v w_v) log p_v over the listed ids, whose values are
-    log q_v.
+    p is the policy, q the sampler, and A the advantage. The policy term of a token has the gradient
+    -A w grad log p, whose mean over the tokens that q samples is not 0. To make it 0, the loss gets
+    the term A sum_v sg(q_v w_v) log p_v over the listed ids v, whose values are log q_v. sg stops
+    the gradient.
 
-    surrogate, trust   those of the objective, whose old_logps are the sampler's: they say what w
-                       is. `PolicyGradient()`: 1. `Cispo(cap, low)`: p / q between low and cap. With
-                       a `TrustRegion` 0 outside of it.
-    tail     True: the list is the head of q. The other ids count as if p / q were the same for all
-             of them: the coefficient is q w - a p, a = r w(1 / r), r = (1 - sum q) / (1 - sum p),
-             both masses at least 1e-6. With w = 1 and 1 - sum p >= 1e-6 the gradient of a listed
-             logit is A (q_j - p_j), with an error of a few roundings of fp32 however large r is,
-             from float64 log-probs as `grpo_loss` passes them. False: the list is all of q, as a
-             kept set is.
+    surrogate   the surrogate of the objective. It defines the weight w: 1 for `PolicyGradient()`,
+                p / q clamped to [low, cap] for `Cispo(cap, low)`. The old_logps of the batch must
+                be the log-probs of the sampler.
+    trust       the trust region of the objective, outside of which w is 0, or None
+    tail        True: the list has the likeliest ids of q. All other ids count as if p / q were the
+                same for each of them: the coefficient of log p_v is then q_v w_v - a p_v, where
+                a = r w(1 / r), r = (1 - sum q) / (1 - sum p), and both masses are at least 1e-6.
+                With w = 1 and 1 - sum p >= 1e-6 the gradient of a listed logit is A (q_j - p_j),
+                with an error of a few fp32 roundings however large r is, if the log-probs are
+                float64 as `grpo_loss` passes them. False: the list has all ids of q, as a candidate
+                set has.
 
     A batch's `weights` multiply both terms: those of a token (TIS) would undo the centering,
     `Cispo` has them. Raises ValueError naming the argument that is wrong.
@@ -51,23 +55,19 @@ class ScoreCentering(Checked):
     tail: bool = True
 
     def __post_init__(self) -> None:
-        one_token = (
+        """Raise ValueError naming the argument that is wrong.
+
+        The surrogate must be defined for a single token, so that it is defined for a listed id.
+        """
+        is_per_token = (
             isinstance(self.surrogate, Surrogate)
             and not self.surrogate.selects
             and "token" in self.surrogate.levels
         )
-        require(
-            one_token,
-            "surrogate",
-            self.surrogate,
-            "pass the objective's surrogate, for example PolicyGradient() or Cispo(2.0).",
-        )
-        require(
-            isinstance(self.trust, TrustRegion | None),
-            "trust",
-            self.trust,
-            "pass a TrustRegion or None.",
-        )
+        remedy = "pass the objective's surrogate, for example PolicyGradient() or Cispo(2.0)."
+        require(is_per_token, "surrogate", self.surrogate, remedy)
+        is_trust_region = isinstance(self.trust, TrustRegion | None)
+        require(is_trust_region, "trust", self.trust, "pass a TrustRegion or None.")
 
     @classmethod
     def of(cls, objective: Any, *, tail: bool = True) -> ScoreCentering:

@@ -75,6 +75,7 @@ class Exact(Checked):
     )
 
     def __post_init__(self) -> None:
+        """Raise ValueError naming the field that is wrong."""
         super().__post_init__()
         require_one_of("direction", self.direction, DIRECTIONS)
         require_one_of("tail", self.tail, TAILS)

@@ -89,6 +89,7 @@ class ExtraIdTerms(NamedTuple):
         token_of_id = self.token_of_id()
 
         def sum_over_ids(x: Any) -> Tensor:
+            """Return the sum of x [num_ids] over the ids of the same token, at each id."""
             if not is_tensor_like(x, logps):
                 raise ValueError(
                     f"sums is given a {type(x).__name__} that is no number of each id: pass what"

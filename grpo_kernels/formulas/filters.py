@@ -154,11 +154,11 @@ class TrustRegion(Filter):
     ranges = (("low high", "the width of the region is a number >= 0.", 0),)
 
     def __post_init__(self) -> None:
+        """Raise ValueError naming the field that is wrong."""
         super().__post_init__()
         require_one_of("kind", self.kind, TRUST_REGIONS)
-        require(
-            self.anchor in ("old", "sampler"), "anchor", self.anchor, "it must be old or sampler."
-        )
+        is_anchor = self.anchor in ("old", "sampler")
+        require(is_anchor, "anchor", self.anchor, "it must be old or sampler.")
 
     @property
     def params(self) -> tuple[float, float]:
@@ -296,8 +296,9 @@ class SamplerMismatch(Filter):
     def keep(
         self, logps: Tensor, entropy: Tensor | None, rows: TokenInputs, batch: TokenBatch | None
     ) -> Tensor:
+        """Return the tokens of the sequences that are not dropped, bool [num_tokens]."""
         assert batch is not None
-        # A comparison with NaN is False, so that the loss becomes NaN.
+        # A comparison with NaN is False: the sequence is kept and the loss becomes NaN.
         return batch.spread(~(sampler_errors(batch, logps) > self.threshold))
 
 

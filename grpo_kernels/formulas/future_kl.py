@@ -19,21 +19,22 @@ SAFE_WEIGHTS = (0.8, 1.0)
 
 @dataclass(frozen=True)
 class FutureKl(Checked):
-    """Weigh the policy term of token t by clip(e^F_t, low, high), a constant for the gradient.
+    """Weights of the policy term by the future KL (FIPO, arXiv 2603.19835, eq. 7 and 8).
 
-    F_t = sum over k >= t of gamma^(k - t) log r_k, the future KL: over the trained tokens of the
-    sequence from t on whose ratio r_k is at most `cutoff`, with gamma = 2^(-1 / half_life). Where
-    the policy has raised the log-probs of what follows, a token counts more. Source: FIPO, arXiv
-    2603.19835, eq. 7 and 8.
+    The policy term of token t is multiplied by clip(exp(F_t), low, high), which has no gradient.
+    The future KL is F_t = sum over k >= t of gamma^(k - t) * log r_k, with gamma =
+    2^(-1 / half_life) and r_k the ratio of token k. k runs over the trained tokens of the same
+    sequence with a ratio of at most `cutoff`. So a token counts more if the policy has raised the
+    log-probs of the tokens after it.
 
     half_life    distance in tokens at which a log-ratio counts half. Masked tokens add nothing, but
                  the distance counts them.
     low, high    bounds of the weight
-    cutoff       a token with a larger ratio does not enter the sums
-    safety       a token with a negative advantage and a larger ratio has a weight in [0.8, 1]
+    cutoff       tokens with a larger ratio are left out of the sums
+    safety       a token with a larger ratio and a negative advantage has a weight in [0.8, 1]
 
-    `cutoff` and `safety` may be infinite, which switches them off. The ratio is that of the token
-    itself. A NaN in it reaches the weights of the tokens before it.
+    Infinity switches `cutoff` or `safety` off. A NaN ratio makes the weights of its token and of
+    the tokens before it NaN.
     """
 
     half_life: float = 32.0
@@ -49,6 +50,7 @@ class FutureKl(Checked):
     )
 
     def __post_init__(self) -> None:
+        """Raise ValueError naming the field that is wrong."""
         super().__post_init__()
         remedy = "the lower bound of the weight is in [0, high]."
         require(self.low <= self.high, "low", self.low, remedy)

@@ -129,6 +129,7 @@ class DetachedWeight(Checked):
     estimator: Callable[..., Any]
 
     def __post_init__(self) -> None:
+        """Raise ValueError unless both fields are functions."""
         for name in ("weight", "estimator"):
             remedy = "pass a function of (logp, old_logp, ref_logp)."
             require(callable(getattr(self, name)), name, getattr(self, name), remedy)
@@ -299,22 +300,21 @@ class Kl(Checked):
     ranges = (("clamp_log clamp", "the bound is above 0 (math.inf switches it off).", SMALLEST),)
 
     def __post_init__(self) -> None:
+        """Raise ValueError naming the field that is wrong."""
         super().__post_init__()
-        known = callable(self.estimator) or self.estimator in ESTIMATORS
+        is_estimator = callable(self.estimator) or self.estimator in ESTIMATORS
         remedy = f"it must be one of {', '.join(ESTIMATORS)}, or a function."
-        require(known, "estimator", self.estimator, remedy + meant_by(self.estimator))
+        require(is_estimator, "estimator", self.estimator, remedy + meant_by(self.estimator))
         if callable(self.estimator):
             remedy = "the estimator and its derivative with respect to logp"
             check_returned(self.estimator, "value and slope", remedy)
         require_one_of("weighting", self.weighting, WEIGHTINGS)
         if self.estimator == "distillation":
-            plain = (self.weighting, self.straight_through, self.clamps) == ("none", False, None)
-            require(
-                plain,
-                "estimator",
-                self.estimator,
-                "it has its own weighting: leave the other fields alone.",
+            has_defaults = (
+                self.weighting == "none" and not self.straight_through and self.clamps is None
             )
+            remedy = "it has its own weighting: leave the other fields alone."
+            require(has_defaults, "estimator", self.estimator, remedy)
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -349,9 +349,9 @@ def as_kl(kl: str | Kl | Callable[..., Any]) -> Kl:
         return kl
     if isinstance(kl, str) and kl.endswith("+"):
         return Kl(kl[:-1], straight_through=True)
-    known = callable(kl) or (isinstance(kl, str) and kl in ESTIMATORS)
+    is_estimator = callable(kl) or (isinstance(kl, str) and kl in ESTIMATORS)
     remedy = f"it must be one of {', '.join(ESTIMATORS)}, a Kl, an Exact or a function."
-    require(known, "kl", kl, remedy + meant_by(kl))
+    require(is_estimator, "kl", kl, remedy + meant_by(kl))
     return Kl(kl)
 
 

@@ -211,9 +211,11 @@ class Symbol:
     tanh = _recorded("tanh")
 
     def clamp(self, min: Any = None, max: Any = None) -> Symbol:
+        """Record a clamp to [min, max], as tensors have it."""
         return self.tracer.clamp(self, min, max)
 
     def __pow__(self, exponent: Any) -> Symbol:
+        """Record a square or a cube as products. Raises FormulaRefused for other exponents."""
         if exponent == 2:
             return self * self
         if exponent == 3:
@@ -221,9 +223,11 @@ class Symbol:
         raise FormulaRefused(f"** {exponent!r}: write products, or ops.exp and ops.log.")
 
     def __bool__(self) -> bool:
+        """Raise FormulaRefused, because a symbol has no value for a Python branch."""
         raise FormulaRefused("a branch on a value: write ops.where(condition, a, b).")
 
     def __float__(self) -> float:
+        """Raise FormulaRefused, because a symbol has no value."""
         raise FormulaRefused(
             "a value as a float of Python: pass what is made of it as a parameter."
         )
@@ -236,6 +240,11 @@ class Symbol:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Symbol:
+        """Record a call of a torch function with symbols among its arguments.
+
+        torch calls this method instead of its function. Raises FormulaRefused for a function that
+        the kernels do not have (TORCH_FUNCTIONS and torch.clamp).
+        """
         kwargs = kwargs or {}
         tracer = next(x.tracer for x in (*args, *kwargs.values()) if isinstance(x, Symbol))
         if function is torch.clamp:

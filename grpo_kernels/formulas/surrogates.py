@@ -283,6 +283,7 @@ class Clip(Surrogate):
 
     @property
     def ratio_bounds(self) -> tuple[float, float]:
+        """(1 - eps_low, 1 + eps_high): outside of them a ratio counts as clipped in the metrics."""
         return (1.0 - self.eps_low, 1.0 + self.eps_high)
 
 
@@ -306,11 +307,13 @@ class Cispo(Surrogate):
     )
 
     def __post_init__(self) -> None:
+        """Raise ValueError naming the field that is wrong."""
         super().__post_init__()
         require(self.low <= self.cap, "low", self.low, LOW)
 
     @property
     def ratio_bounds(self) -> tuple[float, float]:
+        """(low, cap): outside of them a ratio counts as clipped in the metrics."""
         return (self.low, self.cap)
 
 
@@ -419,6 +422,7 @@ class Gmpo(Surrogate):
 
     @property
     def params(self) -> tuple[float, ...]:
+        """(): `in_sequence` uses the clip widths, and `function` needs none."""
         return ()
 
 
@@ -500,36 +504,26 @@ class Custom(Surrogate):
     reads_logp = True
 
     def __post_init__(self) -> None:
-        require(
-            callable(self.function),
-            "function",
-            self.function,
-            "pass (logp, old_logp, advantage, params) -> (loss, slope).",
-        )
-        require(
-            self.slope in ("formula", "autograd"),
-            "slope",
-            self.slope,
-            'it must be "formula" or "autograd".',
-        )
-        require(
-            isinstance(self.parameters, Iterable),
-            "parameters",
-            self.parameters,
-            "pass a tuple of numbers.",
-        )
+        """Convert the parameters to floats. Raises ValueError naming the field that is wrong."""
+        remedy = "pass (logp, old_logp, advantage, params) -> (loss, slope)."
+        require(callable(self.function), "function", self.function, remedy)
+        remedy = 'it must be "formula" or "autograd".'
+        require(self.slope in ("formula", "autograd"), "slope", self.slope, remedy)
+        is_iterable = isinstance(self.parameters, Iterable)
+        require(is_iterable, "parameters", self.parameters, "pass a tuple of numbers.")
         object.__setattr__(self, "parameters", tuple(float(p) for p in self.parameters))
         returns = "loss" if self.in_torch else "loss and slope"
-        check_returned(
-            self.function, returns, 'or, for a loss alone, pass slope="autograd"', self.parameters
-        )
+        remedy = 'or, for a loss alone, pass slope="autograd"'
+        check_returned(self.function, returns, remedy, self.parameters)
 
     @property
     def in_torch(self) -> bool:
+        """Whether autograd computes the slope, because `function` returns the loss alone."""
         return self.slope == "autograd"
 
     @property
     def formula(self) -> Callable[..., tuple[Any, Any]]:
+        """The function (logp, old_logp, advantage, params) -> (loss, slope) of each token."""
         return self._with_slope if self.in_torch else self.function
 
     def _with_slope(
@@ -544,6 +538,7 @@ class Custom(Surrogate):
 
     @property
     def params(self) -> tuple[float, ...]:
+        """The last argument of `function`."""
         return self.parameters
 
 
@@ -730,13 +725,10 @@ class ClipCov(Surrogate):
     ranges = (*CLIP_WIDTHS, SHARE, ("low high", "the band of covariances is low < high."))
 
     def __post_init__(self) -> None:
+        """Raise ValueError naming the field that is wrong."""
         super().__post_init__()
-        require(
-            self.low < self.high,
-            "high",
-            self.high,
-            f"the band of covariances is low < high, but low={self.low}.",
-        )
+        remedy = f"the band of covariances is low < high, but low={self.low}."
+        require(self.low < self.high, "high", self.high, remedy)
 
     ratio_bounds = Clip.ratio_bounds
 

@@ -345,11 +345,12 @@ class ObjectiveFormula:
         It is traced again when a function of the user, or something that it uses, has changed.
         Raises FormulaRefused if the formula cannot be traced.
         """
-        known = self._traced.get(input_names)
-        if known is not None and known.is_current():
-            return known
+        traced_before = self._traced.get(input_names)
+        if traced_before is not None and traced_before.is_current():
+            return traced_before
 
         def trace(tracer: Tracer) -> list[Any]:
+            """Run the formula on symbols, and return the symbols of its outputs."""
             named = {name: tracer.input(name) for name in ("logps", "entropy", *input_names)}
             token = TokenValues.from_names(replace_marks(named))
             symbols = self.numbers.as_symbols(tracer)
@@ -380,6 +381,7 @@ class ObjectiveFormula:
         traced, numbers, _ = self.traced_loss(input_names)
 
         def compute_in_torch(inputs: list[Tensor]) -> list[Any]:
+            """Return the outputs of the formula in torch, fp32 [num_tokens] each."""
             named = dict(zip(names, inputs, strict=True))
             return program_outputs(self.compute(replace_marks(named)))
 
