@@ -498,14 +498,16 @@ class SoftPass:
         return split_rows(slice(0, num_rows), max_rows, evenly=device_type == "cpu")
 
     def compute(self) -> tuple[Tensor, dict[int, Tensor]]:
-        """Compare the draft of each depth with the teacher, the policy, at `row_ids`.
+        """Compare the drafts of D depths with the policy, their teacher, at the rows `row_ids`.
 
-        Returns (values, unit_gradients):
+        The draft of a depth at position t learns from the policy's distribution at position
+        t + distances[depth]. Rows are the policy's positions. Returns (values, unit_gradients):
 
-            values           fp32 [D, 3, num_rows]: cross-entropy, acceptance and top-1 agreement of
-                             each depth
-            unit_gradients   by depth, for depths in `has_gradients`: d cross-entropy / d hidden,
-                             fp32 [num_rows, H], for an upstream gradient of 1
+            values           fp32 [D, 3, num_rows]: the cross-entropy of each draft with the policy,
+                             the probability that speculative sampling accepts its token, and
+                             whether both have the same likeliest id (0 or 1)
+            unit_gradients   depth -> d cross-entropy / d hidden, fp32 [num_rows, H], for the depths
+                             whose hidden states need a gradient
         """
         num_rows = len(self.row_ids)
         device = self.row_ids.device

@@ -207,7 +207,8 @@ def softmax_sums_kernel(
 
 @compile_kernel
 def softmax_gradient_kernel(
-    # x and d loss / dx, [A, T, V] with unit stride in V; out may be the memory of the logits
+    # x and d loss / dx, [A, T, V]: A * T rows of V logits, with strides stride_a and stride_t in A
+    # and T and unit stride in V; out may be the memory of the logits
     logits,
     stride_a: tl.int64,
     stride_t: tl.int64,
@@ -240,7 +241,8 @@ def softmax_gradient_kernel(
         d loss / d z_j = target * (1[j = targets[i]] - p_j)
                        + p_j * (constant + logp * log p_j + prob * p_j)
 
-    A row whose coefficients are all 0 becomes 0, and its logits are not read.
+    A row whose coefficients are all 0 becomes 0, and its logits are not read. In names u are the
+    logits before scale and temperature (tanh(x * scale / softcap), x or -x), so z = u_to_z * u.
     """
     i = tl.program_id(0).to(tl.int64)
     values, has_gradient = load_coefficients(coefficients, coefficients_stride, i, NAMES)
