@@ -89,14 +89,14 @@ def masked_max(x: Tensor, mask: Tensor, has_tokens: Tensor) -> Tensor:
     return torch.where(has_tokens, largest, 1.0)
 
 
-def metric_meant_by(name: str, known: Iterable[str], form: str = "{}") -> str:
+def metric_meant_by(name: str, metrics: Iterable[str], form: str = "{}") -> str:
     """Return " Did you mean ...?" with the metrics that a wrong name may mean, "" without any.
 
-    name    the name that was asked for, for example "clip_frac"
-    known   the names of the metrics
-    form    format string of a metric in the message, with one {} for its name
+    name      the name that was asked for, for example "clip_frac"
+    metrics   the names of the metrics
+    form      format string of a metric in the message, with one {} for its name
     """
-    near = near_name(name, known)
+    near = near_name(name, metrics)
     names = [near] if near else []
     if "clip" in name.lower():  # clip_frac, pg_clipfrac: the share of both sides together
         names = ["clip_low", "clip_high"]
@@ -132,8 +132,8 @@ class LossOutput:
 
     def __getattr__(self, name: str) -> Any:
         """Raise AttributeError for an unknown attribute, and suggest the right one."""
-        known = [*(f.name for f in fields(self) if not f.name.startswith("_")), "metrics"]
-        remedy = nearest(name, known)
+        attributes = [*(f.name for f in fields(self) if not f.name.startswith("_")), "metrics"]
+        remedy = nearest(name, attributes)
         if hasattr(Tensor, name):
             remedy = f" out.loss.{name} is the attribute of the loss."
         if name in METRICS or not remedy:

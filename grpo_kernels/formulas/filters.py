@@ -342,14 +342,17 @@ def sampler_errors(batch: TokenBatch, logps: Tensor) -> Tensor:
 def _policy_and_sampler_logps(batch: TokenBatch, logps: Tensor) -> tuple[Tensor, Tensor]:
     """Return the log-probs of a batch under the policy and under the sampler, fp32 [num_tokens].
 
-    Masked tokens have the log-prob 0 under the policy. If the batch has no sampler_logps, its
-    old_logps take their place, and without these, or for on-policy tokens, those of the policy.
+    The log-prob under the policy is 0 in masked tokens. Without sampler_logps, the old_logps of the
+    batch take their place. Without old_logps, and for on-policy tokens, both results are equal.
+
+    batch   may have sampler_logps, old_logps and a mark of on-policy tokens
+    logps   fp32 [num_tokens], log-prob of each token under the policy
     """
-    given = batch.table("old_logps", "sampler_logps")
+    tensors = batch.table("old_logps", "sampler_logps")
     now = torch.where(batch.trained, logps, 0.0)
-    if "sampler_logps" in given:
-        return now, given["sampler_logps"]
-    old = given.get("old_logps", now)
+    if "sampler_logps" in tensors:
+        return now, tensors["sampler_logps"]
+    old = tensors.get("old_logps", now)
     if batch.on_policy is not None:
         old = torch.where(batch.on_policy_tokens, now, old)
     return now, old

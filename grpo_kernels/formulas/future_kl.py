@@ -73,12 +73,12 @@ class FutureKl(Checked):
         for name in ("old_logps", "advantages"):
             remedy = "future_kl compares log-probs with it, and reads the sign of the advantages."
             require(getattr(batch, name) is not None, name, None, remedy)
-        given = batch.table("old_logps", "advantages")
-        old_logps = given["old_logps"]
+        tensors = batch.table("old_logps", "advantages")
+        old_logps = tensors["old_logps"]
         logps = torch.where(batch.trained, logps.detach().flatten().float(), 0.0)
         if batch.on_policy is not None:
             old_logps = torch.where(batch.on_policy_tokens, logps, old_logps)
-        weights = self._weights(logps - old_logps, given["advantages"], batch)
+        weights = self._weights(logps - old_logps, tensors["advantages"], batch)
         return torch.where(batch.trained, weights, 0.0).view(batch.targets.shape)
 
     def apply(self, logps: Tensor, inputs: TokenInputs, batch: TokenBatch) -> Tensor:
@@ -98,8 +98,8 @@ class FutureKl(Checked):
 
         F_t = sum over k >= t of gamma^(k - t) * log r_k, with gamma = 2^(-1 / half_life). k runs
         over the trained tokens of the same sequence whose ratio r_k is at most `cutoff`. A token
-        with a negative advantage and a ratio above `safety` gets its weight clamped once more, to
-        SAFE_WEIGHTS = [0.8, 1].
+        with a negative advantage and a ratio above `safety` has a weight clamped to [0.8, 1]
+        (SAFE_WEIGHTS).
 
         log_ratios   fp32 [num_tokens], log r_t = logp_t - old_logp_t
         advantages   fp32 [num_tokens]

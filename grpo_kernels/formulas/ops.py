@@ -217,12 +217,15 @@ def compare(
 ) -> None:
     """Raise ValueError if the slope of a formula is not the derivative of its value.
 
-    Points at which value and slope are finite and the distance is at most MODERATE come first. So a
-    wrong slope is reported there even if the formula overflows elsewhere. Then an overflow at any
-    point is refused, then a wrong slope at any point.
+    The derivative is that of autograd, with respect to the log-prob under the policy. Three errors
+    are looked for in this order, each at all points that it may concern:
+    1. a wrong slope, where value and slope are finite and the distance is at most 3 (MODERATE)
+    2. an infinite or NaN value or slope (`refuse_overflow`)
+    3. a wrong slope at any other point
 
-    formula_name      the formula in error messages
-    value_and_slope   see `ValueAndSlope`; autograd computes the derivative of its value
+    formula_name      what error messages call the formula
+    value_and_slope   (log-probs [num_points]) -> value and slope at each point, in their dtype
+    points            log-probs, and further numbers of the points for messages
     tolerance         largest |slope - derivative| / (1 + |derivative|)
     """
     _, derivative = by_autograd(lambda logp: value_and_slope(logp)[0], points.logp)

@@ -301,12 +301,15 @@ class Tracer:
         symbol.is_condition = isinstance(x, bool)
         return symbol
 
-    def apply(self, operation: str, *given: Any) -> Symbol:
-        """Record an operation and return its result.
+    def apply(self, operation: str, *symbols_or_numbers: Any) -> Symbol:
+        """Record an operation on symbols or numbers of Python, and return the symbol of its result.
+
+        operation   a name in ROW_OPERATIONS. If no operand is a number of a row, it must be in
+                    NUMBER_OPERATIONS, and Python computes it once per call.
 
         Raises FormulaRefused if torch or a kernel cannot apply it to these operands.
         """
-        operands = tuple(self.number(x) for x in given)
+        operands = tuple(self.number(x) for x in symbols_or_numbers)
         if not any(x.is_of_row for x in operands):
             if operation not in NUMBER_OPERATIONS:
                 raise FormulaRefused(f"{operation} of numbers alone, which torch refuses too.")

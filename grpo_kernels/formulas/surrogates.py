@@ -479,21 +479,24 @@ class Custom(Surrogate):
 
         objective = Objective(surrogate=Custom(squared, (0.1,)))
 
-    `function` is written as if for one token: arithmetic, comparisons and the names of `ops`,
-    without Python branches on values. It receives `parameters` as its last argument.
-    `check_surrogate` compares the slope with autograd. For C++ and Triton the function, which may
-    be a closure or another object that can be called, is called with symbols in place of tensors,
-    again when a function, a number, a list or a dictionary that it uses has changed, and at each
-    call where it uses other objects. If this is not possible, the logits are read a second time,
-    with a warning, and strict raises ValueError, as does backend="triton"; strict also compares
-    what was made of it with torch before it is first used. At sequence levels, unless
-    detached_ratio, logp is the log-ratio of the sequence and old_logp is 0, so the formula may use
-    their difference only.
+    Write `function` as if for one token, in arithmetic, comparisons and the names of `ops`, without
+    Python branches on values. It receives `parameters` as its last argument. `check_surrogate`
+    compares its slope with autograd. At sequence levels, unless detached_ratio, logp is the
+    log-ratio of the sequence and old_logp is 0, so the formula may use their difference only.
 
-    slope="autograd" is meant for prototypes: `function` returns the loss alone, in operations that
-    torch can differentiate, and autograd finds the slope. It runs in torch with every backend, and
-    costs a second read of the logits and a graph over [n] numbers. Detach in the formula what shall
-    have no gradient. Raises ValueError where the function does not return what it should.
+    For the C++ and Triton kernels the function is traced: it is called once with symbols in place
+    of tensors. It is traced again if a function, a number, a list or a dictionary that it uses has
+    changed, and at each call if it uses other objects. A closure or another callable object works
+    too. If it cannot be traced, the formula runs in torch between two passes over the logits, with
+    a warning. Strict mode and backend="triton" raise ValueError instead. Strict mode also compares
+    the traced program with torch before its first use.
+
+    With slope="autograd", which is meant for prototypes, `function` returns the loss alone, in
+    operations that torch can differentiate, and autograd computes the slope. The formula then runs
+    in torch with every backend, between two passes over the logits. Detach in it what shall have no
+    gradient.
+
+    Raises ValueError if the function does not return what it should.
     """
 
     function: Callable[..., Any]
