@@ -473,7 +473,8 @@ def check_memory(rank, ranks):
         trunk_input = hidden.clone().requires_grad_()
         options = Options(backend)
         with pytest.MonkeyPatch.context() as patch, Allocations() as seen:
-            patch.setitem(blocks.CHUNK_BYTES, "cpu", 1)  # the least number of rows in a chunk
+            for table in (blocks.CHUNK_BYTES, blocks.IN_PLACE_CHUNK_BYTES):
+                patch.setitem(table, "cpu", 1)  # the least number of rows in a chunk
             rows = count_products(patch)
             if kind == "log-probs":
                 processor = megatron.logprobs_processor
