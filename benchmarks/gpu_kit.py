@@ -103,7 +103,7 @@ REHEARSED = (
 HEADLINE = ("logits", "hidden", "kept")
 COMPARED = ("logits", "hidden", "active", "kept")
 FURTHER = (
-    "step", "divergence", "logits-divergence", "length", "cross-entropy", "hidden-frozen", "logits-forward", "hidden-forward",
+    "logits-accumulation", "hidden-accumulation", "step", "divergence", "logits-divergence", "length", "cross-entropy", "hidden-frozen", "logits-forward", "hidden-forward",
     "hidden-sequence", "divergence-forward", "divergence-jsd", "rows", "vocab", "trees", "forms", "logits-forms",
     "draft",
 )  # fmt: skip

@@ -78,7 +78,14 @@ CALLS = (
     {"objective": "grpo, k3 and entropy"}, {"objective": "gspo, k3 by the ratio"}, {"door": "logprobs"},
 )  # fmt: skip
 #: Objectives that look at all tokens, or at those of a group.
-WHOLE_BATCH = ("clip-cov", "kl-cov", "entropy quantile, bonus of its own", "means of groups")
+WHOLE_BATCH = (
+    "clip-cov",
+    "kl-cov",
+    "entropy quantile, bonus of its own",
+    "means of groups",
+    "far from the sampler",  # a mean over the sequences that the filter keeps
+    "far from the sampler, groups",
+)
 PER_ROW = ("logps", "entropy", "hidden")
 each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=str)
 

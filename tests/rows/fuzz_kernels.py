@@ -291,7 +291,7 @@ def products(memory, engines):
         (cpu_matmuls.grad_weight, (gradient, hidden, total), total, (rounded.T, hidden), start),
     ):
         with memory.guarded(out):
-            function(*operands, out, by=engine)
+            function(*operands, out, engine_name=engine)
         check(out, a, b, added, engine)
 
 
