@@ -335,7 +335,13 @@ class PrecomputedGradients:
         self.gradients: list[Tensor | None] | None = list(gradients)
         self.dtypes = dtypes
         self.weight_memory = weight_memory
-        self.versions = [None if x is None else x._version for x in gradients]
+        self.versions: list[int | None] = []
+        self.record_versions()
+
+    def record_versions(self) -> None:
+        """Record the state of the gradients, which must not be written to from now on."""
+        assert self.gradients is not None
+        self.versions = [None if x is None else x._version for x in self.gradients]
 
     def take(self, grad_loss: Tensor) -> list[Tensor | None]:
         """Return the gradients times grad_loss (0-d).

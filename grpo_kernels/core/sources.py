@@ -300,10 +300,12 @@ class GivenLogits:
         with torch.no_grad():
             values = self.kernels.fused_loss(rows, loss_formula, grad_logits)
             loss = sum_losses(values.losses)
-        if self.inplace and grad_logits is not None:
-            torch.autograd.graph.increment_version(self.logits)
         gradients = PrecomputedGradients(self.kernels, [grad_logits], [logits.dtype])
         loss = apply_function(LossWithGradients, loss, gradients, self.logits)
+        if self.inplace and grad_logits is not None:
+            # After `apply`: autograd makes a new, slow graph for a view that was written to before.
+            torch.autograd.graph.increment_version(self.logits)
+            gradients.record_versions()
         return FormulaResult(loss, values.logps, values.entropy, values.divergence)
 
 

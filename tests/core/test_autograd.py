@@ -331,3 +331,12 @@ def test_a_large_gradient_over_many_ids_is_zero_elsewhere(backend):
         )
         weight.grad.fill_(1.0)
         weight.grad = None
+
+
+def test_a_view_that_is_overwritten_keeps_its_graph():
+    """Autograd rebuilds the graph of a view that was written to, as AsStrided of the whole base."""
+    base = torch.randn(2, 4, 11, requires_grad=True) * 1
+    batch = TokenBatch(torch.zeros(2, 3, dtype=torch.int64), torch.ones(2))
+    loss = grpo_loss(base[:, :-1], batch, Objective.preset("dapo"), inplace=True).loss
+    ((grad_fn, _),) = [f for f in loss.grad_fn.next_functions if f[0] is not None]
+    assert grad_fn.name() == "SliceBackward0"
