@@ -234,8 +234,8 @@ def readme_figure(folder: Path) -> str:
     text = f"""**From hidden states, loss and gradients take {our_memory} instead of {eager_memory} and {ours} instead of
 {eager}** (eager PyTorch; {cell["rows"]:,} tokens, hidden size {cell["hidden"]:,}, {cell["vocab"]:,} ids, bf16, {record["machine"]["name"]}).
 Fast-LLM's kernel is faster, {fast_llm} with {fast_llm_memory}, and rounds the logits to 16 bits. CCE with `torch.compile` takes {compiled} and
-{compiled_memory}; CCE with filtered gradients needs the least memory, {filtered_memory}, and {filtered}. The gradients of these three and of eager PyTorch are off by up
-to {max(their_errors):.0e}, ours by {our_error:.0e}. Memory is the peak beyond the inputs. Every implementation was checked against float64 first.
+{compiled_memory}. CCE on a GPU needs the least memory, {filtered_memory}, and takes {filtered} with filtered gradients. The largest relative error of a gradient
+is {max(their_errors):.0e} for these three and eager PyTorch, and {our_error:.0e} for ours. Memory is the peak beyond the inputs. Every implementation was checked against float64 first.
 Measured on {record["date"]} with torch {record["machine"]["torch"]} and Triton {versions["triton"]}."""
     path = folder / README_MACHINE / "plots" / "readme.svg"
     link = Path(os.path.relpath(path, README.parent)).as_posix()
