@@ -4,8 +4,8 @@
     LossWithGradients   a loss whose gradients were computed together with its value
     LossOfStatistics    a loss of log-probs and other statistics with known gradients
 
-All of them refuse second derivatives, work under torch.func, and keep version counters of what
-their backward reads again.
+All of them refuse second derivatives and keep version counters of what their backward reads again.
+Under torch.func, losses are `LossOfStatistics` of `RowStatistics`.
 """
 
 from __future__ import annotations

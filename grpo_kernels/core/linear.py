@@ -5,14 +5,14 @@ The logits [num_rows, V] never exist as a whole. `loss_and_gradients` is the mai
     for block in blocks:
         for chunk in block:
             logits      = hidden[chunk] @ weight.T  # matmul 1
-            grad_logits = formula.process_chunk(chunk, logits)  # a row kernel
+            formula.process_chunk(chunk, logits, grad_logits)  # writes grad_logits
         row_scale    = formula.row_scale(block)
         grad_hidden  = row_scale * (grad_logits @ weight)  # matmul 2
         grad_weight += grad_logits.T @ (row_scale * hidden[block])  # matmul 3
 
 A *chunk* is the rows whose fp32 logits are in memory at one time. A *block* is the rows whose
-gradients of logits are in memory at one time: several chunks on a GPU, one on a CPU. A frozen head
-skips matmul 3.
+gradients of logits are in memory at one time: several chunks if gradients are 16-bit, one if they
+are fp32. A frozen head skips matmul 3.
 
 For a token-level loss there is no `row_scale` (None). A sequence-level loss needs it: the gradient
 of a row is
@@ -418,7 +418,7 @@ def loss_and_gradients(
 ) -> LinearGradients:
     """Compute a loss and its gradients, block by block.
 
-    formula             receives the sums of each chunk, and holds the loss afterwards
+    formula             receives the logits of each chunk, and holds the loss afterwards
     order               the rows to process
     wanted              which gradients to compute
     blocks              slices of `order` that cover its rows with a gradient, each at most as long

@@ -1,7 +1,8 @@
 """Rows of logits: given, or computed from hidden states and an output head.
 
 Both kinds of source have differentiable `statistics` (log-probs, entropy, ...) and `logits_at`
-(single logits), from which all compositions are made, and a `fused_loss`.
+(single logits), from which all compositions are made. Each has a `fused_loss` of its own, whose
+gradient is computed in the forward.
 """
 
 from __future__ import annotations

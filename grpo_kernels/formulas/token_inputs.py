@@ -131,7 +131,7 @@ class TokenInputs:
         )
 
     def weighted(self, factor: Tensor) -> TokenInputs:
-        """Return the inputs with every term multiplied by factor, fp32 [num_tokens].
+        """Return the inputs with every term multiplied by factor, fp32 [num_tokens] or 0-d.
 
         A weight of 0 stays 0 if the factor is infinite or NaN.
         """

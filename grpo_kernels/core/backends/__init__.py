@@ -238,7 +238,10 @@ class Backend(ABC):
 
     @abstractmethod
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
-        """Multiply a gradient [A, T, V] by a 0-d factor in place. A factor of 1 takes no pass."""
+        """Multiply a gradient by a 0-d factor in place.
+
+        A factor of 1 takes no pass in C++ and Triton.
+        """
 
     # ---- pairs of a row of hidden states and a row of the weight
     #
