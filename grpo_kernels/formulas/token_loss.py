@@ -164,14 +164,6 @@ class TokenLosses(NamedTuple):
     grad_auxiliary_loss: Any
     grad_log_ratios: Any
 
-    @property
-    def statistic_grads(self) -> dict[str, Tensor]:
-        """The gradients of the statistics of a row, by the name of the statistic."""
-        grads = {"logps": self.grad_logps}
-        if self.grad_entropy is not None:
-            grads["entropy"] = self.grad_entropy
-        return grads
-
 
 # ---- the sum
 
