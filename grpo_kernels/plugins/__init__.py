@@ -40,3 +40,15 @@ def once(plugin: str, act: Callable[[], Any], says: Callable[[Any], str] | None 
         if says is not None:
             announce(says(DONE[plugin]))
     return DONE[plugin]
+
+
+def require_init(plugin: str, module: str) -> None:
+    """Raise RuntimeError in a hook of Megatron if the `init` of its plugin has not run.
+
+    module   the name of the module that has both
+    """
+    if plugin not in DONE:
+        raise RuntimeError(
+            f"a hook of {module} was called, but not its init: pass"
+            f" --custom-megatron-init-path {module}.init too."
+        )

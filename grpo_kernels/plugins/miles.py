@@ -12,7 +12,7 @@ hidden states and the output weight.
 from typing import Any
 
 from ..integrations import miles
-from . import DONE, once
+from . import once, require_init
 
 HOOKS = ("custom_megatron_before_log_prob_hook_path", "custom_megatron_before_train_step_hook_path")
 
@@ -49,9 +49,5 @@ def before_train_step(
 
 def skip_logits(args: Any, model: Any) -> None:
     """Call `miles.skip_logits` if `init` has bound what needs hidden states."""
-    if "miles" not in DONE:
-        raise RuntimeError(
-            f"a hook of {__name__} was called, but not its init: pass"
-            f" --custom-megatron-init-path {__name__}.init too."
-        )
+    require_init("miles", __name__)
     miles.skip_logits(args, model)
