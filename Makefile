@@ -7,7 +7,11 @@
 # make rehearsal      run the GPU benchmark script on a CPU
 #
 # Each target sets up what it needs in .venv. The package is built once, and again when its sources change.
+#
+# On Linux, pip may install a build of torch with CUDA, which takes gigabytes. To choose the CPU build, pass the URL of
+# its index, which the README's section Install has: make demo TORCH_ARGS="--index-url URL"
 PYTHON ?= python3
+TORCH_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --constraint constraints.txt
@@ -48,7 +52,7 @@ rehearsal: $(VENV)/package $(VENV)/dev
 $(VENV)/base: constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install "pip>=25.1"  # knows dependency groups
-	$(INSTALL) torch
+	$(INSTALL) torch $(TORCH_ARGS)
 	touch $@
 
 # Without build isolation the paths of the tools stay the same, so that a second build compiles changed files only.

@@ -413,19 +413,15 @@ def blocks(folder: Path = RESULTS) -> dict[Path, dict[str, str]]:
     return {
         README: {"figure": readme_figure(folder)},
         DOCS / "objectives.md": {"presets": presets()},
-        DOCS / "divergences.md": {
-            "divergences_cpu": "\n\n".join(
-                f"**{kind}.** {figures(folder, suite)}" for kind, suite in divergences.items()
-            ),
-            "logits_divergence_cpu": figures(folder, "logits-divergence"),
-        },
-        DOCS / "draft_heads.md": {"draft_cpu": figures(folder, "draft")},
         FIGURES: {
             "front": front(folder),
             **{
                 f"{suite.replace('-', '_')}_cpu": figures(folder, suite)
-                for suite in ("logits", "hidden", "kept")
+                for suite in ("logits", "hidden", "kept", "logits-divergence", "draft")
             },
+            "divergences_cpu": "\n\n".join(
+                f"**{kind}.** {figures(folder, suite)}" for kind, suite in divergences.items()
+            ),
             "plots_cpu": pictures(folder),
             "gpus": gpus(folder),
         },

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import sys
 import tempfile
 import time
@@ -235,6 +236,18 @@ def warm_up(seed: int, size: Size, start: Path, progress: bool) -> None:
     torch.save(model.state_dict(), start)
 
 
+def load_of_machine() -> str:
+    """Return a line with the processors and the load, which explain slow times."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    load = os.getloadavg()[0]
+    line = f"{usable} processors, {torch.get_num_threads()} torch threads, load {load:.1f}"
+    if load > 0.5 * (usable or 1):
+        line += (
+            ": other programs are running, so the times below are longer than on an idle machine"
+        )
+    return line
+
+
 def of_side(lines: list[Line]) -> dict[str, Any]:
     """Accuracy before and after; of each step reward, gradient norm and seconds, of some of them
     the peak of memory above what was in use before; the fewest and the most ids that a token was
@@ -275,6 +288,7 @@ def main(argv: list[str] | None = None, size: Size = Size()) -> int:
         help="keep the figures and the picture of docs/training.md instead",
     )
     args = parser.parse_args(argv)
+    print(load_of_machine())
     runs = [run(seed, size) for seed in args.seed]
     record = {
         "command": demo_report.COMMAND, "date": time.strftime("%Y-%m-%d"), "commit": results.commit(), "machine": machine("cpu"), "size": asdict(size), "runs": runs

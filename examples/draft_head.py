@@ -5,7 +5,7 @@ reference trainer. Acceptance is the probability that speculative sampling takes
 over the completions of each step, before the draft learns from them. A copy of the draft stops
 learning half-way: it shows how much a draft loses while the policy continues to learn.
 
-    python -m examples.draft_head --seed 0 1 2 --write  # the figures of docs/draft_heads.md
+    python -m examples.draft_head --seed 0 1 2 --write  # the figures of docs/training.md
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Record = dict[str, Any]
 
 FILE = results.RESULTS / "draft_head.json"
 COMMAND = "python -m examples.draft_head --seed 0 1 2 --write"
-PAGE = results.ROOT / "docs" / "draft_heads.md"
+PAGE = results.ROOT / "docs" / "training.md"
 PICTURE = results.ROOT / "docs" / "draft_heads.svg"
 #: Steps whose mean is taken before and after.
 FEW = 5
@@ -209,7 +209,7 @@ def main(argv: list[str] | None = None, size: Size = Size()) -> int:
     parser.add_argument(
         "--write",
         action="store_true",
-        help="keep the figures and the picture of docs/draft_heads.md instead",
+        help="keep the figures and the picture of docs/training.md instead",
     )
     args = parser.parse_args(argv)
     runs = [run(seed, size) for seed in args.seed]

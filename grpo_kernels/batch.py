@@ -163,7 +163,7 @@ class TokenBatch(Checked):
     rows         integer, the shape of targets: the flat row of the logits (or hidden states), which
                  then have any shape in front, that predicts each token; None = row i predicts
                  targets[i]. Several tokens may share a row, as those of rollouts with a common
-                 prefix do; everything else of the batch goes by tokens. See docs/listed_ids.md.
+                 prefix do; everything else of the batch goes by tokens. See docs/token_sets.md.
     on_policy    bool (or 0/1 integer) [B], [B, 1] or the shape of targets: True where the policy
                  that is trained has sampled the token. Its ratio is 1 and keeps its gradient, as
                  without old_logps, which have no effect there. At a sequence level a marked token

@@ -66,7 +66,7 @@ def loss_from_model(
     batch        its targets are the tokens that follow: the shape of input_ids, as `shift_targets`
                  makes them, or [B, K], the last K tokens of input_ids. Checked where the mask is
                  set: a ValueError, on a GPU an asynchronous assertion. With `rows` they are of any
-                 shape, and what follows in input_ids is not compared: see docs/listed_ids.md.
+                 shape, and what follows in input_ids is not compared: see docs/token_sets.md.
     temperature  divides the logits: a number or a tensor, see `LogitTransform`.
     transform    in place of `LogitTransform.of(model, temperature=temperature)`, for a model that
                  it does not know.

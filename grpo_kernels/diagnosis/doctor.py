@@ -1,13 +1,13 @@
-"""python -m grpo_kernels doctor [--json] [--quick] [--without-native]: what runs here and why,
-whether it is right, how fast it is, and what to repair.
+"""python -m grpo_kernels doctor [--json] [--quick] [--without-native]: report what runs here and
+why, whether it is right, how fast it is, and what to repair.
 
 Exit code: 0 all is well; 1 there are problems; 2 wrong arguments. `advice` (slow settings, untested
 versions) does not change it. A step that is slower than plain PyTorch by more than 5 % in three
-quarters of the rounds is a problem; where rounds disagree, advice says that they do. On a CPU a
-step from hidden states is first timed by all that can make its matrix products. --quick skips the
-timing of a step, so that speed is neither, and says so. If losses run on the CPU and the compiled
-module is missing or out of date, doctor reports that and stops; with --without-native it still
-tests the other backends. --json prints one object instead of the report:
+quarters of the rounds is a problem. If the rounds disagree, advice says so. On a CPU a step from
+hidden states is first timed with each engine that can compute its matmuls. With --quick no step is
+timed, and the report says so. If losses run on the CPU and the compiled module is missing or out of
+date, doctor reports that and stops; with --without-native it still tests the other backends. With
+--json it prints one object instead of the report:
 
     healthy        bool, exit code 0
     problems       [{problem, remedy}]: kernels are missing, wrong or slower than plain PyTorch
@@ -15,9 +15,9 @@ tests the other backends. --json prints one object instead of the report:
     versions       {grpo_kernels, torch, cuda, hip, triton, python, os, numpy, transformers, trl,
                    ...: text or null}
     package        {path, kind: "checkout" | "editable install" | "install", shadows, source}
-    native         {path, reason (why it is missing), compiler, isa (in use), isas}: the compiled
-                   module
-    products       {engine (null: the setting is wrong), engines: {name: why it cannot run here, or
+    native         {path, reason (why it is missing), compiler, instruction_set (in use),
+                   instruction_sets (that it can use here)}: the compiled module
+    matmuls        {engine (null: the setting is wrong), engines: {name: why it cannot run here, or
                    null}}: on the CPU
     cpu            {model, processors, usable_processors, torch_threads, load, free_gb}
     gpu            {available, reason (why not), devices: [{name, capability, multiprocessors,
@@ -29,10 +29,10 @@ tests the other backends. --json prints one object instead of the report:
                    {dtype}, seconds, warnings, checks: [{case, level, dtype, vocab, errors,
                    failure}]}}; only the first two if it is not available; {} if doctor stopped
                    before. Against what: see grpo_kernels/diagnosis/self_test.py
-    step           [{level ("products", "logits", "hidden"), rows, hidden, vocab, dtype, timings:
+    step           [{level ("matmuls", "logits", "hidden"), rows, hidden, vocab, dtype, timings:
                    [{name, ms, runs, gain}]}], or null; gain: [lower quartile, median, upper
                    quartile] of the times as fast as the first, which is plain PyTorch or the engine
-                   of products in use, null for that one
+                   of matmuls in use, null for that one
     environment    the environment variables that are set and affect the kernels
     settings       {variable: meaning}
 
@@ -177,7 +177,7 @@ def timings(
     Writes into `report` and adds to `findings`.
     """
     report["step"] = []
-    for level in ("logits", "products", "hidden") if device.type == "cpu" else ("logits", "hidden"):
+    for level in ("logits", "matmuls", "hidden") if device.type == "cpu" else ("logits", "hidden"):
         try:
             timed = measure(level, report["auto"], device)
         except Exception as error:  # most likely there is too little memory; the other findings still have to be reported
@@ -189,8 +189,8 @@ def timings(
         report["step"].append(asdict(timed))
         say(_text_of_step(timed))
         findings += (
-            product_findings(timed)
-            if level == "products"
+            matmul_findings(timed)
+            if level == "matmuls"
             else step_findings(timed, report["auto"], findings)
         )
 
@@ -227,8 +227,8 @@ def step_findings(step: Step, auto: str, known: list[Finding]) -> Iterator[Findi
             yield Finding(f"{step.what}: {t.name} is {_times(t)}", again)
 
 
-def product_findings(step: Step) -> Iterator[Finding]:
-    """The fastest engine of matrix products, where it is not that in use."""
+def matmul_findings(step: Step) -> Iterator[Finding]:
+    """Advise the fastest engine of matmuls if another one is in use."""
     used, *others = step.timings
     faster = [t for t in others if t.verdict == "faster"]
     if faster:
@@ -237,9 +237,7 @@ def product_findings(step: Step) -> Iterator[Finding]:
             f"a step by {best.name} takes {best.ms:.0f} ms, by {used.name}, which is in use,"
             f" {used.ms:.0f} ms"
         )
-        yield Finding(
-            f"matrix products: {problem}", f"set {cpu_matmuls.SETTING}={best.name}", slows=True
-        )
+        yield Finding(f"matmuls: {problem}", f"set {cpu_matmuls.SETTING}={best.name}", slows=True)
 
 
 # ---- the report as text
@@ -249,7 +247,7 @@ def _text_of_facts(report: dict[str, Any]) -> str:
     """Print one line for each section and for each GPU."""
     lines = [f"{name}: {_listed(report[name])}" for name in ("versions", "package", "native")]
     lines += [
-        f"products: {_text_of_products(report['products'])}",
+        f"matmuls: {_text_of_matmuls(report['matmuls'])}",
         f"cpu: {_listed(report['cpu'])}",
     ]
     lines.append(f"environment: {_listed(report['environment']) or 'nothing set'}")
@@ -268,16 +266,27 @@ PURPOSES = {
 }
 
 
-def _text_of_products(products: dict[str, Any]) -> str:
+def _text_of_matmuls(matmuls: dict[str, Any]) -> str:
     """The engine in use, and the engines that cannot run, each with its purpose."""
-    engine = products["engine"]
+    engine = matmuls["engine"]
     words = [
         f"engine {engine} ({PURPOSES[engine]})" if engine else "no engine, the setting is wrong"
     ]
-    for name, reason in products["engines"].items():
+    for name, reason in matmuls["engines"].items():
         if reason:
             words.append(f"{name} ({PURPOSES[name]}) cannot run here: {reason}")
     return "; ".join(words)
+
+
+#: Names of facts in the text, if they differ from the keys of the report.
+LABELS = {
+    "instruction_set": "instruction set",
+    "instruction_sets": "supported instruction sets",
+    "usable_processors": "usable processors",
+    "torch_threads": "torch threads",
+    "free_gb": "free GB",
+    "memory_gb": "memory GB",
+}
 
 
 def _listed(known: dict[str, Any]) -> str:
@@ -285,7 +294,8 @@ def _listed(known: dict[str, Any]) -> str:
     words = []
     for name, value in known.items():
         if value:
-            words.append(f"{name} {' '.join(value) if isinstance(value, list) else value}")
+            text = " ".join(value) if isinstance(value, list) else value
+            words.append(f"{LABELS.get(name, name)} {text}")
     return ", ".join(words)
 
 

@@ -161,25 +161,26 @@ def module() -> dict[str, Any]:
         "path": None,
         "reason": None,
         "compiler": None,
-        "isa": None,
-        "isas": [],
+        "instruction_set": None,
+        "instruction_sets": [],
     }
     try:
         native = load()
     except ImportError as error:
         return facts | {"reason": str(error)}
     facts["path"] = native.__file__
-    # One that is out of date may lack some.
+    functions = {"compiler": "compiler", "instruction_set": "isa", "instruction_sets": "isas"}
+    # A module that is out of date may lack some.
     return facts | {
-        name: getattr(native, name)()
-        for name in ("compiler", "isa", "isas")
-        if hasattr(native, name)
+        name: getattr(native, function)()
+        for name, function in functions.items()
+        if hasattr(native, function)
     }
 
 
 def engine() -> str | None:
-    """What makes matrix products on the CPU; None if the setting names something that cannot, or
-    the module is out of date.
+    """What computes matmuls on the CPU; None if the setting names something that cannot, or the
+    module is out of date.
     """
     try:
         return cpu_matmuls.engine()
@@ -221,7 +222,7 @@ SETTINGS = {
         "auto, eager, cpu or triton: what runs where a call leaves backend at auto"
     ),
     cpu_matmuls.SETTING: (
-        f"auto, {', '.join(cpu_matmuls.ENGINES)}: what computes the matrix products of losses from"
+        f"auto, {', '.join(cpu_matmuls.ENGINES)}: what computes the matmuls of losses from"
         " hidden states on a CPU"
     ),
     ISA_SETTING: (
@@ -320,7 +321,7 @@ def facts(device: torch.device) -> dict[str, Any]:
         "versions": {"grpo_kernels": package_version(), **versions()},
         "package": package(),
         "native": module(),
-        "products": {"engine": engine(), "engines": cpu_matmuls.engines()},
+        "matmuls": {"engine": engine(), "engines": cpu_matmuls.engines()},
         "cpu": cpu(),
         "gpu": gpus(),
         "device": device.type,
@@ -338,7 +339,7 @@ def module_findings(report: Mapping[str, Any], environ: Mapping[str, str]) -> It
             f"the checkout at {PACKAGE.parent} hides the installed package at {shadows}",
             "start Python in another directory to use the installed package",
         )
-    unserved = unsupported_machine() or (NO_AVX2 if native["isa"] == "" else None)
+    unserved = unsupported_machine() or (NO_AVX2 if native["instruction_set"] == "" else None)
     if unserved:
         yield Finding(
             f"CPU tensors run in eager PyTorch: {unserved}",
@@ -367,17 +368,17 @@ def module_findings(report: Mapping[str, Any], environ: Mapping[str, str]) -> It
             blocks=needed,
         )
     best = best_isa(processor()[1])
-    if native["isa"] and best not in (None, native["isa"]):
+    if native["instruction_set"] and best not in (None, native["instruction_set"]):
         rebuild = f"{command} (with GCC 10 or Clang 9, or newer)"
         yield Finding(
-            f"the compiled module runs {native['isa']} code, but this processor has {best}",
+            f"the compiled module runs {native['instruction_set']} code, but this processor has {best}",
             f"unset {ISA_SETTING}" if environ.get(ISA_SETTING) else rebuild,
             slows=True,
         )
 
 
 def amx_findings() -> Iterator[Finding]:
-    """About AMX products that failed the comparison before their first use."""
+    """About AMX matmuls that failed the comparison before their first use."""
     mismatch = cpu_matmuls.amx_mismatch()
     if mismatch is not None:
         yield Finding(
@@ -426,7 +427,7 @@ def machine_findings(report: Mapping[str, Any], environ: Mapping[str, str]) -> I
         return
     if cpu_matmuls.less_than_fp32() or environ.get("NVIDIA_TF32_OVERRIDE") == "1":
         yield Finding(
-            "fp32 matrix products are rounded to TF32, and log-probs with them",
+            "fp32 matmuls are rounded to TF32, and log-probs with them",
             "unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE and NVIDIA_TF32_OVERRIDE (some container images"
             ' set them), and call torch.set_float32_matmul_precision("highest") before losses from'
             " fp32 hidden states",

@@ -1,5 +1,5 @@
 """Times of one training step's loss and gradient at a model's size, compared with plain PyTorch; on
-a CPU also by everything that can make its matrix products.
+a CPU also with each engine that can compute its matmuls.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Timing:
 class Step:
     """The contenders at one level:
 
-    first plain PyTorch, or at "products" what makes matrix products now.
+    first plain PyTorch, or at "matmuls" the engine of matmuls in use.
     """
 
     level: str
@@ -110,14 +110,14 @@ class Step:
     def what(self) -> str:
         return (
             "a step from hidden, by each engine"
-            if self.level == "products"
+            if self.level == "matmuls"
             else f"a step from {self.level}"
         )
 
 
 def measure(level: str, backend: str, device: torch.device) -> Step:
-    """Plain PyTorch and `backend` at level "logits" or "hidden"; at level "products" all engines
-    that can make products on this CPU.
+    """Plain PyTorch and `backend` at level "logits" or "hidden"; at level "matmuls" all engines
+    that can compute matmuls on this CPU.
     """
     found = largest(level, device)
     (first, times), *others = interleaved(contenders(found, backend, device), device).items()
@@ -156,7 +156,7 @@ def largest(level: str, device: torch.device) -> Step:
 
 
 def torch_has_bf16() -> bool:
-    """Whether torch has products of bf16 for this CPU:
+    """Whether torch has bf16 matmuls for this CPU:
 
     without AVX-512 they take many times as long as those of fp32.
     """
@@ -215,7 +215,7 @@ def inputs(step: Step, device: torch.device) -> tuple[list[Tensor], TokenBatch]:
 
 
 def contenders(step: Step, backend: str, device: torch.device) -> list[Contender]:
-    """Plain PyTorch first, or the engine of products in use. All compute the clipped loss of fresh
+    """Plain PyTorch first, or the engine of matmuls in use. All compute the clipped loss of fresh
     log-probs, and the gradients of logits or of hidden states and head.
     """
     leaves, batch = inputs(step, device)
@@ -232,7 +232,7 @@ def contenders(step: Step, backend: str, device: torch.device) -> list[Contender
                 loss_of(*front(own), batch, Objective.preset("dapo"), **how).loss, own
             )
 
-    if step.level == "products":
+    if step.level == "matmuls":
         able = (name for name, reason in cpu_matmuls.engines().items() if reason is None)
         in_use_first = sorted(able, key=lambda name: name != cpu_matmuls.engine())
         return [Contender(name, functools.partial(ours, by=name)) for name in in_use_first]

@@ -215,7 +215,7 @@ def jsd(log_p, log_q):
 
 
 def test_entropy_and_kl_over_the_vocabulary_beside_a_ratio_over_sets(backend):
-    """As docs/kept_sets.md puts them together, against float64."""
+    """As docs/token_sets.md puts them together, against float64."""
     logits, targets = torch.randn(2, 5, 30), torch.randint(30, (2, 5))
     sets = TokenSets.from_lists([[int(t), (int(t) + 3) % 30] for t in targets.flatten()])
     advantages, old, ref = (

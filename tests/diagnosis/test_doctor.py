@@ -102,14 +102,14 @@ def test_engines_that_cannot_run_are_named_with_their_purpose():
     """That the engine "fp32" cannot run does not mean that fp32 tensors cannot."""
     assert doctor.PURPOSES.keys() == {*cpu_matmuls.ENGINES}
     missing = dict.fromkeys(cpu_matmuls.ENGINES, "no AVX512_BF16") | {"torch": None}
-    said = doctor._text_of_products({"engine": "torch", "engines": missing})
+    said = doctor._text_of_matmuls({"engine": "torch", "engines": missing})
     assert said.startswith("engine torch (torch.mm, also for fp32 tensors); amx (bf16 matmuls")
     assert (
         "; fp32 (our own fp32 kernels for matmuls of bf16 and fp32 tensors) cannot run here: no"
         " AVX512_BF16" in said
     )
     assert said.count("cannot run here") == 3 and "cannot run here: None" not in said
-    assert "the setting is wrong" in doctor._text_of_products({"engine": None, "engines": {}})
+    assert "the setting is wrong" in doctor._text_of_matmuls({"engine": None, "engines": {}})
 
 
 def test_a_wrong_backend_is_named_and_not_timed(sound):
@@ -280,7 +280,7 @@ def timed_as(**gains):
 
     def measure(level, backend, device):
         gain = gains.get(level, (1.9, 2.0, 2.1))
-        names = ("avx512bf16", "fp32") if level == "products" else ("eager PyTorch", "ours")
+        names = ("avx512bf16", "fp32") if level == "matmuls" else ("eager PyTorch", "ours")
         timings = [step.Timing(names[0], 10.0, 9), step.Timing(names[1], 10.0 / gain[1], 9, gain)]
         return step.Step(level, 64, None, 1000, "float32", timings)
 
@@ -298,7 +298,7 @@ def test_slower_than_plain_pytorch_is_a_problem_with_reason_and_way_out(
     known, auto, why, sound, monkeypatch
 ):
     sound.know(*known)
-    sound.set("measure", timed_as(products=(1.0, 1.0, 1.0), logits=(0.69, 0.7, 0.71)))
+    sound.set("measure", timed_as(matmuls=(1.0, 1.0, 1.0), logits=(0.69, 0.7, 0.71)))
     monkeypatch.setattr(
         backends, "native_backend", lambda device: ("cpu", None if auto == "cpu" else "not built")
     )
@@ -328,7 +328,7 @@ BF16 = frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", 
 SOUND = {
     "device": "cpu",
     "package": {"kind": "install", "shadows": None, "source": None},
-    "native": {"path": "_cpu.so", "reason": None, "isa": "avx512bf16"},
+    "native": {"path": "_cpu.so", "reason": None, "instruction_set": "avx512bf16"},
     "cpu": {"torch_threads": 8, "usable_processors": 8, "processors": 8, "load": 1.0},
     "gpu": {"reason": "built without"},
 }
@@ -367,9 +367,9 @@ FINDINGS = [
     (advice, {}, None),
     (advice, MISSING, "grave: the compiled module is missing.*was not built.*force-reinstall grpo_kernels.*C\\+\\+17 compiler"),
     (advice, MISSING | {"device": "cuda"}, None),
-    (advice, {"native": {"isa": "avx2"}}, "slight: the compiled module runs avx2 code, but this processor has avx512bf16"),
-    (advice, {"native": {"isa": "avx2"}, "environ": {"GRPO_KERNELS_ISA": "avx2"}}, "slight: .*avx2 code, but.*-> unset GRPO_KERNELS_ISA$"),
-    (advice, {"native": {"isa": ""}}, "slight: CPU tensors run in eager PyTorch: the C\\+\\+ kernels need AVX2"),
+    (advice, {"native": {"instruction_set": "avx2"}}, "slight: the compiled module runs avx2 code, but this processor has avx512bf16"),
+    (advice, {"native": {"instruction_set": "avx2"}, "environ": {"GRPO_KERNELS_ISA": "avx2"}}, "slight: .*avx2 code, but.*-> unset GRPO_KERNELS_ISA$"),
+    (advice, {"native": {"instruction_set": ""}}, "slight: CPU tensors run in eager PyTorch: the C\\+\\+ kernels need AVX2"),
     (advice, {"built": "other"}, "grave: the compiled module is out of date: .*other C\\+\\+ sources.*pip install"),
     (advice, {"package": {"shadows": "/site"}}, "hides the installed package at /site.*another directory"),
     (advice, {"cpu": {"torch_threads": 64}}, "64 threads on 8 processors.*OMP_NUM_THREADS=8"),
@@ -377,7 +377,7 @@ FINDINGS = [
     (advice, {"cpu": {"load": 20.0}}, "busy \\(load 20\\).*OMP_WAIT_POLICY=PASSIVE"),
     (advice, {"cpu": {"load": 20.0}, "environ": {"OMP_WAIT_POLICY": "passive"}}, None),
     (advice, {"present": True}, "grave: there is a GPU, but.*built without"),
-    (advice, {"environ": {"NVIDIA_TF32_OVERRIDE": "1"}, "gpu": True}, "slight: fp32 matrix products are rounded to TF32"),
+    (advice, {"environ": {"NVIDIA_TF32_OVERRIDE": "1"}, "gpu": True}, "slight: fp32 matmuls are rounded to TF32"),
     (advice, {"environ": {"TRITON_INTERPRET": "1"}, "gpu": True}, "grave: TRITON_INTERPRET=1"),
     (about_amx, {"difference": None}, None),
     (about_amx, {"difference": "3 elements differ", "refusal": 95}, None),
@@ -416,8 +416,8 @@ def test_amx_is_in_the_report_with_the_reason_why_it_is_not_used():
     with amx.processor(amx.INTEL, difference="3 elements differ"):
         facts = machine.facts(CPU)
         assert (
-            facts["products"]["engine"] == "fp32"
-            and "3 elements differ" in facts["products"]["engines"]["amx"]
+            facts["matmuls"]["engine"] == "fp32"
+            and "3 elements differ" in facts["matmuls"]["engines"]["amx"]
         )
         text = doctor._text_of_facts(facts)
         assert (
@@ -426,7 +426,7 @@ def test_amx_is_in_the_report_with_the_reason_why_it_is_not_used():
             in text
         )
     with amx.processor(amx.INTEL, difference=None):
-        assert machine.facts(CPU)["products"] == {
+        assert machine.facts(CPU)["matmuls"] == {
             "engine": "amx",
             "engines": dict.fromkeys(cpu_matmuls.ENGINES),
         }
