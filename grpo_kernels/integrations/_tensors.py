@@ -201,7 +201,7 @@ def ratio_terms(
     logps = logps.flatten()
     x = objective.log_ratio(logps, rows, batch)
     clipped = torch.logical_or(*objective.surrogate.clipped(bounded_exp(x), rows.advantages))
-    return x, clipped, None if rows.ref_logps is None else objective.kl_terms(logps, rows, x)[0]
+    return x, clipped, None if rows.ref_logps is None else objective.kl_terms(logps, rows, x).value
 
 
 def excluded_share(out: LossOutput, objective: Objective) -> Tensor:

@@ -583,14 +583,13 @@ def _by_ratio_to_the_sampler(kl: Kl) -> Kl:
     weighted = replace(kl, weighting="ratio", clamp=math.inf)
 
     def estimator(logp: Any, old_logp: Any, ref_logp: Any) -> tuple[Any, Any]:
-        value, _, _, slope = kl_terms(
+        terms = kl_terms(
             logp, old_logp, ref_logp, logp - old_logp, weighted.clamps, **weighted.formula
         )
         fits = logp - old_logp < LARGEST_LOG
-        near = fits & (ops.abs(value) <= kl.clamp)
-        return ops.where(
-            fits, ops.minimum(ops.maximum(value, -kl.clamp), kl.clamp), 0.0
-        ), ops.where(near, slope, 0.0)
+        near = fits & (ops.abs(terms.value) <= kl.clamp)
+        value = ops.minimum(ops.maximum(terms.value, -kl.clamp), kl.clamp)
+        return ops.where(fits, value, 0.0), ops.where(near, terms.grad_both, 0.0)
 
     return Kl(estimator)
 

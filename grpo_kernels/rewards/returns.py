@@ -200,9 +200,8 @@ def kl_in_reward(
     )
     logp = tokens.values("logps", logps)
     ref_logp = tokens.values("ref_logps", ref_logps)
-    penalty = (
-        beta * kl_terms(logp, logp, ref_logp, torch.zeros_like(logp), how.clamps, **how.formula)[0]
-    )
+    terms = kl_terms(logp, logp, ref_logp, torch.zeros_like(logp), how.clamps, **how.formula)
+    penalty = beta * terms.value
     whole = rewards.shape == (tokens.sequences,) and rewards.shape != tokens.shape
     r = (
         finite("rewards", rewards.detach().double(), FINITE)
