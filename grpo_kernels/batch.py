@@ -37,7 +37,7 @@ from .checks import (
 )
 from .rewards.estimators import ADVANTAGES, Evidence, lookup
 from .rewards.groups import as_rewards
-from .token_sets import TokenSets, check_sets, narrowed, without_set
+from .token_sets import TokenSets, check_sets, narrow_mask, rows_without_set
 
 M = TypeVar("M")
 
@@ -283,7 +283,7 @@ class TokenBatch(Checked):
         if self.kept is not None:
             check_sets("kept", self.kept, self.targets)
             self._put("_given_mask", self.mask)
-            self._put("mask", narrowed(self.kept, self.targets, self.mask, self.missing))
+            self._put("mask", narrow_mask(self.kept, self.targets, self.mask, self.missing))
         for name, sets in (("logp_terms", self.logp_terms), ("prob_terms", self.prob_terms)):
             if sets is not None:
                 check_sets(name, sets, self.targets)
@@ -621,7 +621,7 @@ class TokenBatch(Checked):
     def without_set(self) -> Tensor:
         """bool [N]: tokens over the whole vocabulary, in a batch with candidate sets."""
         assert self.kept is not None
-        return without_set(self.kept, self.targets, self.missing)
+        return rows_without_set(self.kept, self.targets, self.missing)
 
     @property
     def outside_set(self) -> Tensor:

@@ -33,7 +33,7 @@ from .extra_ids import ExtraLogprobs, logprobs_with_extra_ids
 from .formulas.divergence import Exact
 from .segments import Segments, find_largest, replace_values, subtract_largest
 from .teachers import divergence_of_logprobs, first_ids
-from .token_sets import TokenSets, check_sets, narrowed, without_set
+from .token_sets import TokenSets, check_sets, narrow_mask, rows_without_set
 
 #: Statistics of a token over its candidate set, in addition to its log-prob.
 STATISTICS = ("entropy", "sum_squares", "top_prob", "top_id", "log_kept_mass")
@@ -218,7 +218,7 @@ def plan_candidates(
     """Decide which tokens use their candidates, and list the candidates of these tokens."""
     check_missing(missing)
     check_sets("candidates", candidates, targets, source.vocab_size)
-    mask = narrowed(candidates, targets, mask, missing)
+    mask = narrow_mask(candidates, targets, mask, missing)
     is_processed = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask
     if rows is None:
         row_of_token = torch.arange(len(targets), device=targets.device)
@@ -226,7 +226,7 @@ def plan_candidates(
         check_named(rows, mask, source.num_rows)
         row_of_token = torch.where(is_processed, rows, 0)
 
-    lacks_candidates = without_set(candidates, targets, missing)
+    lacks_candidates = rows_without_set(candidates, targets, missing)
     has_candidates = is_processed & ~lacks_candidates
     uses_vocabulary = is_processed & lacks_candidates
     may_use_vocabulary = candidates.empty_rows > 0 or missing == "full"

@@ -22,7 +22,7 @@ from .logprobs import TEACHER_WITH_SETS, composed_statistics
 from .objective import Objective
 from .options import Options
 from .teachers import check_teacher, logprobs_with_teacher, teacher_divergence
-from .token_sets import TokenSets, check_ids, narrowed
+from .token_sets import TokenSets, check_ids, narrow_mask
 
 
 def composed_feature(batch: TokenBatch, reference: Any) -> str:
@@ -43,7 +43,7 @@ def check_composed_batch(batch: TokenBatch, options: Options, source: RowSource)
     if batch.kept is not None:
         check_ids("kept", batch.kept, source.vocab_size)
         if batch.missing is None and is_strict(options.strict):
-            narrowed(batch.kept, batch.targets, batch.mask, "raise")
+            narrow_mask(batch.kept, batch.targets, batch.mask, "raise")
     if batch.rows is not None:
         check_named(batch.rows, batch.mask, source.num_rows)
 

@@ -14,7 +14,7 @@ from .core.sources import Reference, RowSource
 from .extra_ids import give_to_tokens, mark_rows
 from .formulas.divergence import Exact
 from .teachers import first_ids
-from .token_sets import TokenSets, without_set
+from .token_sets import TokenSets, rows_without_set
 
 
 def reference_divergence(
@@ -74,7 +74,7 @@ def reference_divergence_over_candidates(
     targets = first_ids(candidates) if targets is None else targets
     if candidates.empty_rows == 0 and missing != "full":
         return over_candidates
-    uses_vocabulary = without_set(candidates, targets, missing)
+    uses_vocabulary = rows_without_set(candidates, targets, missing)
     if mask is not None:
         uses_vocabulary = uses_vocabulary & mask
     if uses_vocabulary.device.type == "cpu" and not uses_vocabulary.any():

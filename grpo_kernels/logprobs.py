@@ -54,7 +54,7 @@ from .options import (
     run_outside_graph,
 )
 from .teachers import check_teacher, teacher_divergence
-from .token_sets import TokenSets, check_sets, narrowed
+from .token_sets import TokenSets, check_sets, narrow_mask
 from .transform import LogitTransform
 
 #: What `also=` may ask for.
@@ -271,7 +271,7 @@ def compute_logprobs(
         check_sets("kept", kept, targets)
         missing = missing or ("raise" if is_strict(options.strict) else "include")
         check_missing(missing)
-        mask = narrowed(kept, targets, mask, missing)
+        mask = narrow_mask(kept, targets, mask, missing)
     if rows is None:
         layout = RowLayout(shape, targets.device, mask)
     else:

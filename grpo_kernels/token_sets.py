@@ -1,18 +1,13 @@
-"""Ids that go with each row of a batch:
-
-the set that a token was sampled from, a teacher's top-k, several targets.
-"""
+"""Sets of token ids, one for each row: candidate sets, a teacher's top-k, further ids of a loss."""
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from itertools import accumulate, chain, zip_longest
-from operator import sub
-from typing import Any
+from functools import cached_property
+from itertools import accumulate, chain, pairwise, zip_longest
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,14 +25,19 @@ from .checks import (
     refuse_where,
     require,
     require_device,
-    require_number,
     require_shape,
     require_tensor,
     require_whole,
     values_are_checked,
 )
+from .sampler_filters import SamplerFilters
 
-Rule = partial[Tensor]
+#: Logits that `TokenSets.from_logits` filters at a time: 16 MB in fp32. Temporaries take a few
+#: times as much.
+LOGITS_OF_CHUNK = 1 << 22
+
+#: vLLM raises lower temperatures to this one.
+LOWEST_TEMPERATURE = 0.01
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -47,50 +47,67 @@ class TokenSets:
         sets = TokenSets.from_counts(ids, counts)  # from_padded, from_lists, from_logits, whole
         sets[:256], TokenSets.cat([a, b]), sets.to("cuda")
 
-    ids      int32 or int64 [nnz]: the ids of row 0, then of row 1, ...; in a row each id
-             once, in the order given.
-    offsets  int32 or int64 [rows + 1], kept as int64: row i holds ids[offsets[i] : offsets[i + 1]].
+    ids      int32 or int64 [nnz]: the ids of row 0, then of row 1, ... A row lists an id at most
+             once, in any order, which is kept.
+    offsets  int32 or int64 [rows + 1], kept as int64: row i has ids[offsets[i] : offsets[i + 1]].
     values   float [nnz], a number for each id (log-probs of a sampler or a teacher), or None.
 
     Rows are in the order of the flat rows of targets: row-major over [B, T], or packed [N]. A row
     without ids stands for the whole vocabulary: prompts, tools, tokens without a record.
 
-    Raises ValueError, with the argument and the row, on dtypes, shapes and devices that disagree,
-    offsets that do not rise from 0 to the number of ids, ids below 0 or twice in a row, and values
-    that are NaN. What the host has to know of the sets is read here: on a GPU the constructor waits
-    for the device once, and once more where ids do not ascend in their rows. Slices, `cat`, `to`
-    and the other methods do not, unless they say so. Sets that are made in inference mode can be
-    trained on outside of it.
+    The constructor copies the offsets and the largest id to the host, and checks the ids. On a GPU
+    it waits for the device once, and a second time if the ids of a row do not ascend. Slices,
+    `cat`, `to` and the other methods do not wait, unless they say so. Sets that were made in
+    inference mode can be used in training.
+
+    Raises ValueError, with the argument and the row, if dtypes, shapes or devices disagree, if
+    offsets do not rise from 0 to the number of ids, if an id is below 0 or twice in a row, and if a
+    value is NaN.
     """
 
     ids: Tensor
     offsets: Tensor
     values: Tensor | None = None
-    _starts: array = field(init=False, repr=False)
-    _largest: int = field(init=False, repr=False)
+    #: The offsets on the host.
+    _host_offsets: array = field(init=False, repr=False)
+    #: See `largest_id`.
+    _largest_id: int = field(init=False, repr=False)
     __repr__ = describe
 
     def __post_init__(self) -> None:
-        given = (self.ids, self.offsets, self.values)
-        self._set(*given, *_read_facts(*given))
+        facts = check_sets_and_read_facts(self.ids, self.offsets, self.values)
+        self._set_fields(self.ids, self.offsets, self.values, facts.offsets, facts.largest_id)
 
-    def _set(
-        self, ids: Tensor, offsets: Tensor, values: Tensor | None, starts: array, largest: int
+    def _set_fields(
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        values: Tensor | None,
+        host_offsets: array,
+        largest_id: int,
     ) -> None:
-        """The fields, and what the host knows: the offsets, (a bound of) the largest id."""
-        given = {
-            "ids": _saveable(ids),
-            "offsets": _saveable(offsets.long()),
-            "values": _saveable(values),
-        }
-        self.__dict__.update(given, _starts=starts, _largest=largest)
+        """Set the fields of this frozen dataclass."""
+        self.__dict__.update(
+            ids=usable_in_backward(ids),
+            offsets=usable_in_backward(offsets.long()),
+            values=None if values is None else usable_in_backward(values),
+            _host_offsets=host_offsets,
+            _largest_id=largest_id,
+        )
 
     @classmethod
-    def _of(cls, *parts: Any) -> TokenSets:
-        """Sets of parts that are known to be valid."""
-        made = object.__new__(cls)
-        made._set(*parts)
-        return made
+    def _from_checked(
+        cls,
+        ids: Tensor,
+        offsets: Tensor,
+        values: Tensor | None,
+        host_offsets: array,
+        largest_id: int,
+    ) -> TokenSets:
+        """Make sets of fields that are known to be valid, without a check or a wait."""
+        sets = object.__new__(cls)
+        sets._set_fields(ids, offsets, values, host_offsets, largest_id)
+        return sets
 
     # ---- constructors
 
@@ -100,33 +117,37 @@ class TokenSets:
 
         The first counts[0] ids belong to row 0, the next counts[1] to row 1, and so on.
 
-        counts   int32 or int64 [rows]; 0 = the whole vocabulary. ids and values as in the fields.
+        counts   int32 or int64 [rows]. 0 stands for the whole vocabulary. ids and values are as in
+                 the fields.
 
-        This is what prime-rl sends (`SamplingMask`): bytes of int32, `torch.frombuffer(data,
-        dtype=torch.int32)`, a count for each token of the prompt too, so shift them as the targets
-        are shifted (`shift_sets`).
+        prime-rl sends sets in this form (`SamplingMask`): bytes of int32, which
+        `torch.frombuffer(data, dtype=torch.int32)` reads. Its counts include the tokens of the
+        prompt, so shift the sets as the targets are shifted (`shift_sets`).
         """
-        given = (ids, _offsets_of(counts), values)
-        return cls._of(*given, *_read_facts(*given, "counts"))
+        offsets = offsets_from_counts(counts)
+        facts = check_sets_and_read_facts(ids, offsets, values, offsets_name="counts")
+        return cls._from_checked(ids, offsets, values, facts.offsets, facts.largest_id)
 
     @classmethod
     def from_padded(cls, ids: Tensor, fill: int = -1, values: Tensor | None = None) -> TokenSets:
         """Make sets from padded ids [rows, K] or [B, T, K], int32 or int64.
 
-        fill     the id of padding, at any place; a row of padding only stands for the whole
-                 vocabulary.
-        values   float, the shape of ids; values at padding are dropped.
+        fill     the id of padding, at any place. A row with nothing but padding stands for the
+                 whole vocabulary.
+        values   float, the shape of ids. Values of padding are dropped.
 
-        Waits for the device. SkyRL pads so, and prime-rl and TRL inside their trainers.
+        Waits for the device. SkyRL records sets in this form, and prime-rl and TRL use it inside
+        their trainers.
         """
         require_tensor("ids", ids, INTEGERS, "int32 or int64 [rows, K] or [B, T, K]")
         require(ids.dim() > 1, "ids", list(ids.shape), "pass padded sets, [rows, K] or [B, T, K].")
-        given = ids != fill
+        is_id = ids != fill
         if values is not None:
             require_tensor("values", values, FLOATING, "floats, the shape of ids, or None")
             require_shape("values", values, ids.shape, "ids")
-            values = values[given]
-        return cls.from_counts(ids[given], given.flatten(0, -2).sum(-1), values)
+            values = values[is_id]
+        counts = is_id.flatten(0, -2).sum(-1)
+        return cls.from_counts(ids[is_id], counts, values)
 
     @classmethod
     def from_lists(
@@ -138,47 +159,44 @@ class TokenSets:
         cu_seqlens: Tensor | None = None,
         device: torch.device | str | None = None,
     ) -> TokenSets:
-        """Sets of lists of ids, as engines return them: one list for each generated token. ids
-        become int32.
+        """Make sets from lists of ids, as inference engines return them. The ids become int32.
 
             TokenSets.from_lists([[5, 9], None, [3]])  # one list for each row
             targets, generated = shift_targets(ids, mask=completion_mask)
             TokenSets.from_lists([o.sampling_mask.token_ids for o in outputs], generated=generated)
 
-        lists       without `generated`: the ids of each row; None or an empty list = the whole
-                    vocabulary. With it: the records of each sequence, a list of such lists, or None
-                    for a sequence without a record.
+        lists       without `generated`: the ids of each row. None or an empty list stands for the
+                    whole vocabulary. With `generated`: for each sequence the list of its records,
+                    which are such lists of ids, or None for a sequence without records.
         values      the same with a float for each id, or None.
-        generated   bool [B, T] or packed [N], the shape of targets: True where the target of a row
+        generated   bool [B, T] or packed [N], the shape of targets: True if the target of a row
                     was generated, as `shift_targets` returns it. The records of sequence b go to
-                    its True rows in their order, and all other rows stand for the whole vocabulary.
-        cu_seqlens  int32 or int64 [B + 1] of packed rows. Packed without it, lists are the records
-                    of all rows, one after another.
-        device      the device of the sets; None: the device of `generated`, or the CPU.
+                    its True rows in order. All other rows stand for the whole vocabulary.
+        cu_seqlens  int32 or int64 [B + 1] of packed rows. For packed rows without it, `lists` holds
+                    the records of all rows, one after another.
+        device      the device of the sets. None: the device of `generated`, or the CPU.
 
-        vLLM: `CompletionOutput.sampling_mask.token_ids`; SGLang:
+        vLLM: `CompletionOutput.sampling_mask.token_ids`. SGLang:
         `meta_info["output_token_sampling_mask"]`, and with sampling_logprobs_mode="support"
-        `output_token_sampling_logprobs` as values. Raises ValueError where a sequence has not as
-        many records as generated tokens: cut both alike, and add None for a token that was
-        appended.
+        `output_token_sampling_logprobs` as values.
+
+        Raises ValueError if a sequence has not as many records as generated tokens. Cut both alike,
+        and add None for a token that was appended.
         """
-        (ids, counts), told = _listed("lists", lists, generated, cu_seqlens), None
+        ids, counts = flatten_lists("lists", lists, generated, cu_seqlens)
         if ids.numel():
             require_tensor("lists", ids, INTEGERS, "lists of integer ids", "holds")
             largest = max(int(ids.max()), -int(ids.min()))  # -2^63 is its own absolute value
             if largest > torch.iinfo(torch.int32).max:
                 raise ValueError(f"lists holds ids up to {largest}: from lists ids become int32.")
+        flat_values = None
         if values is not None:
-            told, value_counts = _listed("values", values, generated, cu_seqlens)
-            pairs = enumerate(zip_longest(value_counts.tolist(), counts.tolist()))
-            for row in [i for i, (x, y) in pairs if x != y][:1]:
-                raise ValueError(
-                    f"values has {len(value_counts)} rows, and lists {len(counts)}, of other lengths from"
-                    f" row {row} on: pass one number for each id."
-                )
-            told = told.float()
-        where = device if device is not None or generated is None else generated.device
-        return cls.from_counts(ids.to(torch.int32), counts, told).to(where or "cpu")
+            flat_values, value_counts = flatten_lists("values", values, generated, cu_seqlens)
+            require_equal_counts(value_counts.tolist(), counts.tolist())
+            flat_values = flat_values.float()
+        if device is None:
+            device = torch.device("cpu") if generated is None else generated.device
+        return cls.from_counts(ids.to(torch.int32), counts, flat_values).to(device)
 
     @classmethod
     def from_logits(
@@ -192,99 +210,113 @@ class TokenSets:
         order: str = "vllm",
         targets: Tensor | None = None,
     ) -> TokenSets:
-        """The ids that a sampler keeps of these logits, ascending, as int32: for a sampler of your
-        own, and for trainers that filter again (NeMo-RL). Recorded sets are better where there are
-        any: logits that differ in the last bit move ids at the edge.
+        """Return the ids that a sampler keeps of these logits, ascending, as int32.
+
+        For samplers of your own, and for trainers that filter again (NeMo-RL). Prefer recorded sets
+        if there are any: logits that differ in the last bit move ids at the edge of a set.
 
         logits       float [..., V], of any leading shape, after scale and softcap, before the
                      temperature.
-        top_k        keeps the k largest, and all that equal the last of them; None, 0, -1 or >= V =
-                     all.
-        top_p        keeps the shortest run of largest probabilities that add up to it, of equal
-                     ones those with small ids first; None or 1 = all.
-        min_p        keeps probabilities of at least min_p times the largest; None or 0 = all.
+        top_k        keeps the k largest, and all that equal the last of them. None, 0, -1 or >= V
+                     keeps all.
+        top_p        keeps the shortest run of largest probabilities that add up to it. Of equal
+                     ones, those with lower ids come first. None or 1 keeps all.
+        min_p        keeps probabilities of at least min_p times the largest. None or 0 keeps all.
         temperature  divides the logits first: a number > 0, or a tensor > 0 of the leading shape or
-                     one for each sequence. The order "vllm" takes at least 0.01, as vLLM does. A
-                     greedy sampler is top_k=1.
-        order        "vllm": min_p, then top_k, then top_p of what is left, renormalised. "sglang":
-                     top_k and top_p both of all probabilities; with a min_p top_k, top_p and min_p
-                     one after another, each of what is left, renormalised.
-        targets      integers of the leading shape that are put into their sets; ids outside of [0,
-                     V) are passed over.
+                     one for each sequence. The order "vllm" raises it to at least 0.01, as vLLM
+                     does. A greedy sampler is top_k=1.
+        order        "vllm": min_p, then top_k, then top_p, each applied to the renormalised ids
+                     that the filter before it kept. "sglang" without min_p: top_k and top_p are
+                     both applied to all probabilities. "sglang" with min_p: top_k, top_p and min_p
+                     one after another, renormalised in between.
+        targets      integers of the leading shape that are put into their sets. Ids outside of
+                     [0, V) are ignored.
 
-        No row is empty, unless nothing is asked for (top_k, top_p and min_p all keep everything):
-        then all are. Logits of -inf are never kept. Works in chunks of rows: no copy of the logits
-        is made. Waits for the device.
+        If top_k, top_p and min_p all keep everything, all rows are empty. Otherwise no row is
+        empty. Logits of -inf are never kept. Works in chunks of rows: no copy of all logits is
+        made. Waits for the device. Raises ValueError for a row whose largest logit is not finite.
         """
         require_tensor("logits", logits, FLOATING, "a float tensor [..., V]")
-        fine = logits.dim() > 0 and logits.shape[-1] > 0
-        require(
-            fine,
-            "logits.shape",
-            list(logits.shape),
-            "pass a float tensor [..., V] of at least one id.",
+        has_ids = logits.dim() > 0 and logits.shape[-1] > 0
+        remedy = "pass a float tensor [..., V] of at least one id."
+        require(has_ids, "logits.shape", list(logits.shape), remedy)
+        leading_shape = logits.shape[:-1]
+        vocab_size = logits.shape[-1]
+        filters = SamplerFilters.from_options(
+            vocab_size, top_k=top_k, top_p=top_p, min_p=min_p, order=order
         )
-        shape, vocab = logits.shape[:-1], logits.shape[-1]
-        rules, at_once = _rules(vocab, top_k, top_p, min_p, order)
         if targets is not None:
             require_tensor("targets", targets, INTEGRAL, "integers of the logits' leading shape")
-            require_shape("targets", targets, shape, "the leading part of the logits")
-        check_temperature(temperature)
-        inverse_temperatures(
-            temperature, shape, None, None, logits.device
-        )  # refuses what is none for these rows
-        t = per_token("temperature", torch.as_tensor(temperature, device=logits.device), shape)
-        t = t.clamp(min=COLDEST) if order == "vllm" else t
-        if not rules or not len(t):
-            return cls.whole(len(t), device=logits.device)
-        as_given = isinstance(temperature, int | float) and temperature == 1
-        found, row = [], 0
-        for chunk in _row_chunks(logits.detach(), max(1, CHUNK // vocab)):
-            rows = slice(row, row + len(chunk))
-            wide = chunk.to(torch.promote_types(chunk.dtype, torch.float32))
-            forced = None if targets is None else targets.flatten()[rows, None]
-            found.append(
-                _kept_of(wide if as_given else wide / t[rows, None], rules, at_once, forced, row)
-            )
-            row = rows.stop
-        return cls.from_counts(*map(torch.cat, zip(*found, strict=True)))
+            require_shape("targets", targets, leading_shape, "the leading part of the logits")
+            targets = targets.flatten()
+        temperatures = temperature_of_rows(temperature, leading_shape, logits.device)
+        if order == "vllm":
+            temperatures = temperatures.clamp(min=LOWEST_TEMPERATURE)
+        num_rows = len(temperatures)
+        if not filters.filters or num_rows == 0:
+            return cls.whole(num_rows, device=logits.device)
+
+        is_one = isinstance(temperature, int | float) and temperature == 1
+        all_ids: list[Tensor] = []
+        all_counts: list[Tensor] = []
+        start = 0
+        for chunk in chunks_of_rows(logits.detach(), max(1, LOGITS_OF_CHUNK // vocab_size)):
+            stop = start + len(chunk)
+            scaled = chunk.to(torch.promote_types(chunk.dtype, torch.float32))
+            if not is_one:
+                scaled = scaled / temperatures[start:stop, None]
+            targets_of_chunk = None if targets is None else targets[start:stop]
+            kept = filters.keep(scaled, targets_of_chunk, first_row=start)
+            all_ids.append(kept.ids)
+            all_counts.append(kept.counts)
+            start = stop
+        return cls.from_counts(torch.cat(all_ids), torch.cat(all_counts))
 
     @classmethod
     def whole(cls, rows: int, *, device: torch.device | str | None = None) -> TokenSets:
-        """Sets of `rows` rows that all stand for the whole vocabulary, on `device` (None = CPU)."""
-        require_whole("rows", rows, "the number of rows is a whole number of at least 0.", 0)
+        """Make `rows` rows without ids, which stand for the whole vocabulary.
+
+        device   None makes them on the CPU.
+        """
+        remedy = "the number of rows is a whole number of at least 0."
+        require_whole("rows", rows, remedy, low=0)
         ids = torch.empty(0, dtype=torch.int32, device=device)
         offsets = torch.zeros(rows + 1, dtype=torch.int64, device=device)
-        return cls._of(ids, offsets, None, array("q", bytes(8 * (rows + 1))), -1)
+        host_offsets = array("q", [0]) * (rows + 1)
+        return cls._from_checked(ids, offsets, None, host_offsets, largest_id=-1)
 
     @classmethod
     def cat(cls, parts: Sequence[TokenSets]) -> TokenSets:
-        """The rows of all parts, one part after another. All have values or none has."""
-        fine = len(parts) > 0 and all(isinstance(part, TokenSets) for part in parts)
-        require(fine, "parts", [type(part).__name__ for part in parts], "pass a list of TokenSets.")
+        """Return the rows of all parts, one part after another.
+
+        Raises ValueError if there is no part, if parts are on different devices, and if some have
+        values and others do not.
+        """
+        are_sets = len(parts) > 0 and all(isinstance(part, TokenSets) for part in parts)
+        types = [type(part).__name__ for part in parts]
+        require(are_sets, "parts", types, "pass a list of TokenSets.")
         devices = [str(part.ids.device) for part in parts]
-        require(
-            len(set(devices)) == 1,
-            "parts",
-            devices,
-            "they are on different devices: move them to one.",
-        )
-        without = [i for i, part in enumerate(parts) if part.values is None]
-        if 0 < len(without) < len(parts):
+        remedy = "they are on different devices: move them to one."
+        require(len(set(devices)) == 1, "parts", devices, remedy)
+        all_values = [part.values for part in parts if part.values is not None]
+        if 0 < len(all_values) < len(parts):
+            first = next(i for i, part in enumerate(parts) if part.values is None)
             remedy = (
                 "all parts have values or none: give it some (with_values), or drop the others'"
                 " with with_values(None)."
             )
-            raise ValueError(f"parts[{without[0]}] has no values, but others have: {remedy}")
-        offsets = _offsets_of(torch.cat([part.counts for part in parts]))
-        starts = array(
-            "q", accumulate(chain.from_iterable(part._counts for part in parts), initial=0)
-        )
-        values = None if without else torch.cat([part.values for part in parts])  # type: ignore[misc]
-        ids = torch.cat([part.ids for part in parts])
-        return cls._of(ids, offsets, values, starts, max(part._largest for part in parts))
+            raise ValueError(f"parts[{first}] has no values, but others have: {remedy}")
 
-    # ---- what the host knows
+        host_counts = chain.from_iterable(part._host_counts for part in parts)
+        return cls._from_checked(
+            ids=torch.cat([part.ids for part in parts]),
+            offsets=offsets_from_counts(torch.cat([part.counts for part in parts])),
+            values=torch.cat(all_values) if all_values else None,
+            host_offsets=array("q", accumulate(host_counts, initial=0)),
+            largest_id=max(part._largest_id for part in parts),
+        )
+
+    # ---- facts that the host knows
 
     @property
     def rows(self) -> int:
@@ -295,90 +327,103 @@ class TokenSets:
         return self.rows
 
     @cached_property
-    def _counts(self) -> list[int]:
-        return [
-            *map(sub, self._starts[1:], self._starts[:-1])
-        ]  # Python numbers alone: under fake tensors they stay such
+    def _host_counts(self) -> list[int]:
+        """Number of ids of each row. Plain Python, so that fake tensors are not involved."""
+        return [stop - start for start, stop in pairwise(self._host_offsets)]
 
     @property
     def longest(self) -> int:
-        """Number of ids of the longest row, 0 where there is none.
-
-        A Python number, known without asking the device.
-        """
-        return max(self._counts, default=0)
+        """Number of ids of the longest row, 0 if there is no row. Does not wait for the device."""
+        return max(self._host_counts, default=0)
 
     @property
     def empty_rows(self) -> int:
-        """Number of rows without ids, which stand for the whole vocabulary.
-
-        A Python number, known without asking the device.
-        """
-        return self._counts.count(0)
+        """Number of rows without ids (the whole vocabulary). Does not wait for the device."""
+        return self._host_counts.count(0)
 
     @property
     def largest_id(self) -> int:
-        """The largest id, -1 where there is none; of slices and selections that of the whole, an
-        upper bound. A Python number, known without asking the device.
-        """
-        return self._largest
+        """The largest id, -1 if there is none. Does not wait for the device.
 
-    # ---- rows cut out
+        Slices and selections return the largest id of the sets that they were taken from, which is
+        an upper bound.
+        """
+        return self._largest_id
+
+    # ---- some of the rows
 
     def __getitem__(self, rows: Any) -> TokenSets:
-        """Sets of some rows: `sets[a:b]`, `sets[index]` with integers in any order, `sets[mask]`
-        with a bool of the shape of targets. A slice waits for no device; of an index or a mask the
-        host reads the values, which waits if they are on one.
+        """Return the sets of some rows.
+
+        rows   a slice `sets[a:b]`, integers in any order, negative ones too, or a bool mask of the
+               shape of targets.
+
+        A slice of step 1 does not wait for the device. For any other index the host reads `rows`,
+        which waits if it is on a device. Raises ValueError if a row does not exist.
         """
         if isinstance(rows, slice):
             start, stop, step = rows.indices(self.rows)
             if step == 1:
-                stop = max(start, stop)
-                first, last = self._starts[start], self._starts[stop]
-                starts = array("q", [at - first for at in self._starts[start : stop + 1]])
-                return self._changed(
-                    lambda x: x[first:last], self.offsets[start : stop + 1] - first, starts
-                )
+                return self._rows_between(start, max(start, stop))
             rows = range(start, stop, step)
-        numbers = torch.as_tensor(
-            rows, dtype=None if isinstance(rows, Tensor | int) or len(rows) else torch.int64
-        )
+        # An empty list would become a tensor of floats.
+        is_empty = not isinstance(rows, Tensor | int) and len(rows) == 0
+        index = torch.as_tensor(rows, dtype=torch.int64 if is_empty else None)
         remedy = (
             "pass a slice, integers, or a bool of the shape of targets. For one row, sets[i : i"
             " + 1]."
         )
-        if numbers.is_floating_point() or numbers.is_complex() or numbers.dim() == 0:
-            raise ValueError(f"rows is {numbers.dtype} {list(numbers.shape)}: {remedy}")
+        if index.is_floating_point() or index.is_complex() or index.dim() == 0:
+            raise ValueError(f"rows is {index.dtype} {list(index.shape)}: {remedy}")
+        row_ids = torch.arange(self.rows)
         try:
-            return self.take(torch.arange(self.rows)[numbers.flatten().cpu()])
+            # torch resolves negative numbers and masks.
+            selected = row_ids[index.flatten().cpu()]
         except IndexError as error:
             raise ValueError(f"there are {self.rows} rows, but {error}: {remedy}") from None
+        return self.take(selected)
 
-    def _changed(
-        self, change: Callable[[Tensor], Tensor], offsets: Tensor, starts: array
-    ) -> TokenSets:
-        """Sets of ids and values that `change` makes of these, cut into rows at `offsets`."""
-        values = None if self.values is None else change(self.values)
-        return self._of(change(self.ids), offsets, values, starts, self._largest)
+    def _rows_between(self, start: int, stop: int) -> TokenSets:
+        """Return rows start to stop. ids and values are views."""
+        first_id = self._host_offsets[start]
+        last_id = self._host_offsets[stop]
+        host_offsets = self._host_offsets[start : stop + 1]
+        return self._from_checked(
+            ids=self.ids[first_id:last_id],
+            offsets=self.offsets[start : stop + 1] - first_id,
+            values=None if self.values is None else self.values[first_id:last_id],
+            host_offsets=array("q", [offset - first_id for offset in host_offsets]),
+            largest_id=self._largest_id,
+        )
 
     def take(self, index: Tensor) -> TokenSets:
-        """Row index[i] as row i; -1 is a row without ids.
+        """Return sets whose row i is row index[i] of these, or empty if index[i] is -1.
 
-        `index`: int64 [n] in [-1, rows), which the host reads.
+        index   int64 [n] in [-1, rows). The host reads it, which waits if it is on a device.
         """
         index = index.cpu()
-        starts = torch.frombuffer(self._starts, dtype=torch.int64)
-        first, last = starts[index.clamp(min=0)], starts[index + 1]  # of -1: both 0
-        counts = last - first
-        offsets = _offsets_of(counts)
-        device, nnz = self.ids.device, int(offsets[-1])
-        shifts = (
-            (first - offsets[:-1]).to(device).repeat_interleave(counts.to(device), output_size=nnz)
-        )
-        at = shifts + torch.arange(nnz, device=device)
-        return self._changed(lambda x: x[at], offsets.to(device), array("q", offsets.tolist()))
+        all_offsets = torch.frombuffer(self._host_offsets, dtype=torch.int64)
+        # For index -1, both are offset 0, so that the row is empty.
+        starts = all_offsets[index.clamp(min=0)]
+        stops = all_offsets[index + 1]
+        counts = stops - starts
+        offsets = offsets_from_counts(counts)
 
-    # ---- as tensors: nothing here waits for the device
+        device = self.ids.device
+        num_ids = int(offsets[-1])
+        # By how much the ids of a row move, for each id.
+        shifts = (starts - offsets[:-1]).to(device)
+        shifts = shifts.repeat_interleave(counts.to(device), output_size=num_ids)
+        places = shifts + torch.arange(num_ids, device=device)
+        return self._from_checked(
+            ids=self.ids[places],
+            offsets=offsets.to(device),
+            values=None if self.values is None else self.values[places],
+            host_offsets=array("q", offsets.tolist()),
+            largest_id=self._largest_id,
+        )
+
+    # ---- tensors. None of these waits for the device
 
     @property
     def counts(self) -> Tensor:
@@ -387,101 +432,132 @@ class TokenSets:
 
     @property
     def row_of(self) -> Tensor:
-        """int64 [nnz]: the row of each id. Made anew at each call."""
+        """int64 [nnz]: the row of each id. It is computed at each access."""
         return torch.repeat_interleave(self.counts, output_size=self.ids.shape[0])
 
     def padded(self, fill: int = -1) -> Tensor:
-        """[rows, longest] of the dtype of ids:
+        """Return the ids of each row in their order, then `fill`: [rows, longest], dtype of ids.
 
-        the ids of each row in their order, then `fill`. Undone by `from_padded`.
+        `from_padded` is the inverse.
         """
-        filled = torch.arange(self.longest, device=self.ids.device) < self.counts[:, None]
-        return torch.full_like(filled, fill, dtype=self.ids.dtype).masked_scatter_(filled, self.ids)
+        is_id = torch.arange(self.longest, device=self.ids.device) < self.counts[:, None]
+        padding = torch.full_like(is_id, fill, dtype=self.ids.dtype)
+        return padding.masked_scatter_(is_id, self.ids)
 
     def mask(self, vocab: int) -> Tensor:
-        """bool [rows, vocab]: True for the ids of a row, and all over a row without ids. For tests
-        and small vocabularies: at 150,000 ids a row takes 150 kB.
+        """Return bool [rows, vocab]: True for the ids of a row, and everywhere in an empty row.
+
+        For tests and small vocabularies: with 150,000 ids a row takes 150 kB.
         """
         require_whole("vocab", vocab, "the size of the vocabulary is a whole number.")
         check_ids("ids", self, vocab)
-        held = (self.counts == 0)[:, None].repeat(1, vocab)
-        held[self.row_of, self.ids.long()] = True
-        return held
+        is_empty = self.counts == 0
+        is_in_set = is_empty[:, None].repeat(1, vocab)
+        is_in_set[self.row_of, self.ids.long()] = True
+        return is_in_set
 
     def contains(self, targets: Tensor) -> Tensor:
-        """bool [rows]: whether each of `targets`, integers with one element for each row, is in the
-        set of its row. A row without ids holds everything.
+        """Return bool [rows]: whether each target is in the set of its row, or the row is empty.
+
+        targets   integers, one element for each row
         """
         _check_tokens(targets, self)
-        row = self.row_of
-        # The number of hits before each row; an id occurs once in a row.
-        hits = _offsets_of((self.ids == targets.flatten()[row]).long())[self.offsets]
-        return (hits.diff() > 0) | (self.counts == 0)
+        is_target = self.ids == targets.flatten()[self.row_of]
+        # A row lists an id at most once, so that its number of hits is 0 or 1.
+        hits_before_id = offsets_from_counts(is_target.long())
+        hits_before_row = hits_before_id[self.offsets]
+        has_hit = hits_before_row.diff() > 0
+        return has_hit | (self.counts == 0)
 
     def holds(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Return whether each of `ids`, integers [k], is in the set of its row, int64 [k]: bool
-        [k]. A row without ids holds nothing here.
-        """
-        keys = torch.stack([self.row_of, self.ids.long()])
-        wanted = torch.stack([rows, ids.long()])
-        width = torch.cat([keys[1], wanted[1], keys.new_zeros(1)]).amax() + 1
-        return torch.isin(wanted[0] * width + wanted[1], keys[0] * width + keys[1])
+        """Return bool [k]: whether ids[i] is in the set of row rows[i]. An empty row holds no id.
 
-    # ---- other places, other values
+        rows   int64 [k]
+        ids    integers [k]
+        """
+        queried_ids = ids.long()
+        ids_of_sets = self.ids.long()
+        largest_id = torch.cat([ids_of_sets, queried_ids, ids_of_sets.new_zeros(1)]).amax()
+        num_ids = largest_id + 1
+        # One number for each (row, id) pair.
+        queries = rows * num_ids + queried_ids
+        keys = self.row_of * num_ids + ids_of_sets
+        return torch.isin(queries, keys)
+
+    # ---- other devices, other values
 
     def _apply(self, change: Callable[[Tensor], Tensor]) -> TokenSets:
-        """The sets with each tensor changed in a way that keeps its numbers."""
-        return self._changed(change, change(self.offsets), self._starts)
+        """Return the sets with `change` applied to each tensor, which must keep its numbers."""
+        return self._from_checked(
+            ids=change(self.ids),
+            offsets=change(self.offsets),
+            values=None if self.values is None else change(self.values),
+            host_offsets=self._host_offsets,
+            largest_id=self._largest_id,
+        )
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> TokenSets:
-        """The sets on another device.
+        """Return the sets on another device.
 
-        `non_blocking` as in Tensor.to: from pinned memory the host goes on at once.
+        non_blocking   as in Tensor.to. From pinned memory, the host does not wait for the copy.
         """
         return self._apply(lambda x: x.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> TokenSets:
-        """The sets in page-locked memory, for `to(device, non_blocking=True)`."""
+        """Return the sets in page-locked memory, for `to(device, non_blocking=True)`."""
         return self._apply(lambda x: x.pin_memory())
 
     def with_values(self, values: Tensor | None) -> TokenSets:
-        """These ids with other values: float [nnz] on the same device, a gradient may flow through
-        them; None = without. NaN is refused; on a GPU, where that waits for the device, only with
-        GRPO_KERNELS_CHECK=1.
+        """Return the same ids with other values.
+
+        values   float [nnz] on the same device, which may require grad. None: no values.
+
+        Raises ValueError for values of another form, and for NaN. On a GPU NaN is looked for only
+        with GRPO_KERNELS_CHECK=1, because the host waits for the result.
         """
-        checked = values is not None and values_are_checked(values)
-        (_read_facts if checked else _check_form)(self.ids, self.offsets, values)
-        return self._of(self.ids, self.offsets, values, self._starts, self._largest)
+        if values is not None and values_are_checked(values):
+            check_sets_and_read_facts(self.ids, self.offsets, values)
+        else:
+            check_form(self.ids, self.offsets, values)
+        return self._from_checked(
+            self.ids, self.offsets, values, self._host_offsets, self._largest_id
+        )
 
     def same_ids(self, other: TokenSets) -> bool:
-        """Whether the sets of the other are the same, in the same order; waits for a device, unless
-        their ids are one tensor.
+        """Return whether the other sets have the same ids in the same order.
+
+        Waits for the device, unless the ids of both are one tensor.
         """
-        same = self.ids is other.ids or (
-            self.ids.shape == other.ids.shape and torch.equal(self.ids, other.ids)
-        )
-        return self._starts == other._starts and same
+        if self._host_offsets != other._host_offsets:
+            return False
+        if self.ids is other.ids:
+            return True
+        return self.ids.shape == other.ids.shape and torch.equal(self.ids, other.ids)
 
     def __copy__(self) -> TokenSets:
         return self._apply(lambda x: x)
 
     def __reduce__(self) -> Any:
-        """For pickle and deepcopy:
+        """Support pickle and deepcopy.
 
-        of a slice only the ids that are in it, and values without their history.
+        Slices store only their own ids. Values are stored without their autograd history.
         """
-        own = self._apply(lambda x: _alone(x.detach()))
-        return TokenSets._of, (own.ids, own.offsets, own.values, own._starts, own._largest)
+        sets = self._apply(lambda x: in_own_storage(x.detach()))
+        fields = (sets.ids, sets.offsets, sets.values, sets._host_offsets, sets._largest_id)
+        return TokenSets._from_checked, fields
 
 
 # ---- sets of a batch
 
 
 def check_sets(name: str, sets: Any, targets: Tensor, vocab: int | None = None) -> None:
-    """Raise ValueError unless `sets`, the argument `name`, are TokenSets on the device of targets,
-    a row for each of them, all ids inside the vocabulary (if its size is given). The host knows
-    what it takes: the device is only read to name what is wrong, and of a part of larger sets which
-    has a large id elsewhere.
+    """Raise ValueError unless `sets` are TokenSets with one row for each target, on their device.
+
+    name    the name of the argument, for messages
+    vocab   the size of the vocabulary, in which all ids must be, or None
+
+    The host already knows what is compared. It reads the device only for the message of an error,
+    and if these sets were taken from larger ones that have an id outside of the vocabulary.
     """
     if not isinstance(sets, TokenSets):
         raise ValueError(
@@ -494,6 +570,7 @@ def check_sets(name: str, sets: Any, targets: Tensor, vocab: int | None = None) 
 
 
 def _check_tokens(targets: Tensor, sets: TokenSets, name: str = "these sets") -> None:
+    """Raise ValueError unless there is one row for each target, on the same device."""
     require_tensor("targets", targets, INTEGRAL, "a tensor of integers")
     if targets.numel() != sets.rows:
         raise ValueError(
@@ -512,49 +589,59 @@ def check_ids(name: str, sets: TokenSets, vocab: int) -> None:
     """Raise ValueError if an id is outside of [0, vocab)."""
     if sets.largest_id < vocab:
         return
-    for at in (sets.ids >= vocab).nonzero()[:1, 0].tolist():
-        row = int(sets.row_of[at])
+    places = (sets.ids >= vocab).nonzero()[:, 0]
+    if len(places) > 0:  # largest_id is only an upper bound
+        row = int(sets.row_of[places[0]])
         raise ValueError(
-            f"{name} holds id {int(sets.ids[at])} in row {row}: it is outside of the vocabulary [0,"
-            f" {vocab})."
+            f"{name} holds id {int(sets.ids[places[0]])} in row {row}: it is outside of the"
+            f" vocabulary [0, {vocab})."
         )
 
 
 # ---- a target that is not in its set
 
 
-def without_set(sets: TokenSets, targets: Tensor, missing: str | None) -> Tensor:
-    """bool [rows]: rows that run over the whole vocabulary."""
-    empty = sets.counts == 0
-    return empty | ~sets.contains(targets) if missing == "full" else empty
+def rows_without_set(sets: TokenSets, targets: Tensor, missing: str | None) -> Tensor:
+    """Return bool [rows]: rows that use the whole vocabulary.
+
+    These are the empty rows and, with missing="full", rows whose target is not in their set.
+    """
+    is_empty = sets.counts == 0
+    if missing != "full":
+        return is_empty
+    return is_empty | ~sets.contains(targets)
 
 
-def narrowed(
+def narrow_mask(
     sets: TokenSets, targets: Tensor, mask: Tensor | None, missing: str | None
 ) -> Tensor | None:
-    """The mask without the rows that `missing` removes. Raises ValueError for missing="raise", for
-    which the host waits on a GPU.
+    """Return the mask without the rows that `missing` removes.
+
+    With missing="mask", these are the rows whose target is not in their set. With missing="raise",
+    raise ValueError if there is such a row, for which the host waits for a GPU. Any other value of
+    `missing` removes no row.
     """
     if missing not in ("mask", "raise"):
         return mask
-    held = sets.contains(targets).view(targets.shape)
+    is_in_set = sets.contains(targets).view(targets.shape)
     if missing == "mask":
-        return held if mask is None else mask & held
+        return is_in_set if mask is None else mask & is_in_set
     if not torch.compiler.is_compiling():
         remedy = (
             " is not in its kept set, and missing='raise' (as in strict mode): keep what the"
             " sampler recorded, or pass missing='include' (the target joins its set), 'full' (the"
             " row runs over the whole vocabulary) or 'mask'."
         )
-        refuse_where(~held if mask is None else mask & ~held, "targets", targets, remedy)
+        is_missing = ~is_in_set if mask is None else mask & ~is_in_set
+        refuse_where(is_missing, "targets", targets, remedy)
     return mask
 
 
-# ---- what sets are made of
+# ---- other forms of sets
 
 
-def _offsets_of(counts: Tensor) -> Tensor:
-    """int64 [rows + 1]."""
+def offsets_from_counts(counts: Tensor) -> Tensor:
+    """Return where each row starts, and the end: int64 [rows + 1], from counts [rows]."""
     require_tensor(
         "counts", counts, INTEGERS, "int32 or int64 [rows], the number of ids of each row"
     )
@@ -566,16 +653,39 @@ def _offsets_of(counts: Tensor) -> Tensor:
     return torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0, dtype=torch.int64)])
 
 
-def _listed(
+class FlatLists(NamedTuple):
+    """Lists of numbers as tensors.
+
+    numbers   [num_numbers]: the numbers of all rows, one row after another
+    counts    int64 [rows]: how many numbers each row has
+    """
+
+    numbers: Tensor
+    counts: Tensor
+
+
+def flatten_lists(
     name: str, lists: Sequence[Any], generated: Tensor | None, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """(the numbers of all rows, one after another; int64 [rows]: how many each has)."""
-    records = [
-        () if record is None else record for record in _records(name, lists, generated, cu_seqlens)
-    ]
+) -> FlatLists:
+    """Return lists of numbers as tensors. The arguments are as in `TokenSets.from_lists`.
+
+    name   the name of the argument `lists`, for messages
+    """
+    if isinstance(lists, str | bytes | Tensor) or not isinstance(lists, Sequence):
+        raise ValueError(f"{name} is a {type(lists).__name__}: pass a list of lists.")
+    if generated is not None:
+        records = join_records(name, lists, generated, cu_seqlens)
+    elif cu_seqlens is None:
+        records = [*lists]
+    else:
+        raise ValueError(
+            "cu_seqlens is given without generated: pass the mask of the rows whose target was"
+            " generated, [N]."
+        )
+    records = [() if record is None else record for record in records]
     try:
-        flat = torch.tensor(list(chain.from_iterable(records)))
-        reason = None if flat.dim() == 1 else "lists within lists within a list"
+        numbers = torch.tensor(list(chain.from_iterable(records)))
+        reason = None if numbers.dim() == 1 else "lists within lists within a list"
     except (TypeError, ValueError, RuntimeError) as error:
         reason = str(error)
     if reason is not None:
@@ -583,280 +693,233 @@ def _listed(
             f"{name} is not one list of numbers for each row ({reason}): records of sequences want"
             " generated=, the mask of the rows that they go to."
         )
-    counts = torch.tensor([*map(len, records)], dtype=torch.int64)
+    counts = torch.tensor([len(record) for record in records], dtype=torch.int64)
     if generated is not None:
-        counts = counts.new_zeros(generated.numel()).masked_scatter_(
-            generated.flatten().cpu() != 0, counts
-        )
-    return flat, counts
+        is_generated = generated.flatten().cpu() != 0
+        counts = counts.new_zeros(len(is_generated)).masked_scatter_(is_generated, counts)
+    return FlatLists(numbers=numbers, counts=counts)
 
 
-def _records(
-    name: str, lists: Any, generated: Tensor | None, cu_seqlens: Tensor | None
+def join_records(
+    name: str, records: Sequence[Any], generated: Tensor, cu_seqlens: Tensor | None
 ) -> list[Any]:
-    """The records of all rows in their order, of those that were generated if these are known."""
-    if isinstance(lists, str | bytes | Tensor) or not isinstance(lists, Sequence):
-        raise ValueError(f"{name} is a {type(lists).__name__}: pass a list of lists.")
-    if generated is None:
-        if cu_seqlens is not None:
-            raise ValueError(
-                "cu_seqlens is given without generated: pass the mask of the rows whose target was"
-                " generated, [N]."
-            )
-        return [*lists]
+    """Return the records of all generated tokens in order, None for a token without a record.
+
+    Raises ValueError unless each sequence has as many records as generated tokens, or None.
+    """
     if not isinstance(generated, Tensor) or generated.dim() not in (1, 2):
-        got = (
-            f"shape {list(generated.shape)}"
-            if isinstance(generated, Tensor)
-            else type(generated).__name__
-        )
+        is_tensor = isinstance(generated, Tensor)
+        what = f"shape {list(generated.shape)}" if is_tensor else type(generated).__name__
         raise ValueError(
-            f"generated is {got}: pass a bool tensor of the shape of targets, [B, T] or packed [N]."
+            f"generated is {what}: pass a bool tensor of the shape of targets, [B, T] or packed"
+            " [N]."
         )
     mask = as_mask("generated", generated, generated.shape)
-    parts: Sequence[Tensor] = [*mask]
+    masks: Sequence[Tensor] = [*mask]  # of each sequence
     if cu_seqlens is not None:
         check_offsets("generated", generated, cu_seqlens)
-        parts = mask.split(cu_seqlens.diff().tolist())
+        masks = mask.split(cu_seqlens.diff().tolist())
     elif mask.dim() == 1:
-        parts, lists = [mask], [lists]
-    if len(lists) != len(parts):
+        masks = [mask]
+        records = [records]
+    if len(records) != len(masks):
         raise ValueError(
-            f"{name} has {len(lists)} sequences, but generated has {len(parts)}: pass the records"
+            f"{name} has {len(records)} sequences, but generated has {len(masks)}: pass the records"
             " of each sequence."
         )
-    found: list[Any] = []
-    for b, (records, part) in enumerate(zip(lists, parts, strict=True)):
-        tokens = int(part.sum())
-        records = [None] * tokens if records is None else records
+    joined: list[Any] = []
+    for b, (records_of_sequence, mask_of_sequence) in enumerate(zip(records, masks, strict=True)):
+        num_generated = int(mask_of_sequence.sum())
+        if records_of_sequence is None:
+            joined += [None] * num_generated
+            continue
         remedy = "pass for each sequence a list that has a list of ids for each generated token."
-        require(hasattr(records, "__len__"), f"{name}[{b}]", records, remedy)
-        if len(records) != tokens:
+        has_length = hasattr(records_of_sequence, "__len__")
+        require(has_length, f"{name}[{b}]", records_of_sequence, remedy)
+        if len(records_of_sequence) != num_generated:
             raise ValueError(
-                f"{name}[{b}] has {len(records)} records, but generated marks {tokens} tokens of"
-                f" sequence {b}: cut both alike, and add None for a token that was appended."
+                f"{name}[{b}] has {len(records_of_sequence)} records, but generated marks"
+                f" {num_generated} tokens of sequence {b}: cut both alike, and add None for a token"
+                " that was appended."
             )
-        found += records
-    return found
+        joined += records_of_sequence
+    return joined
 
 
-def _saveable(x: Tensor | None) -> Tensor | None:
-    """`x`, contiguous, in a form that can be saved for a backward pass, which a tensor of inference
-    mode cannot.
-    """
-    if x is None or not x.is_inference():
-        return x if x is None else x.contiguous()
+def require_equal_counts(value_counts: list[int], id_counts: list[int]) -> None:
+    """Raise ValueError unless each row has as many values as ids."""
+    if value_counts == id_counts:
+        return
+    pairs = zip_longest(value_counts, id_counts)
+    row = next(i for i, (num_values, num_ids) in enumerate(pairs) if num_values != num_ids)
+    raise ValueError(
+        f"values has {len(value_counts)} rows, and lists {len(id_counts)}, of other lengths from"
+        f" row {row} on: pass one number for each id."
+    )
+
+
+def usable_in_backward(x: Tensor) -> Tensor:
+    """Return x, contiguous. A tensor of inference mode, which autograd cannot save, is copied."""
+    if not x.is_inference():
+        return x.contiguous()
     with torch.inference_mode(False):
         return x.clone(memory_format=torch.contiguous_format)
 
 
-def _alone(x: Tensor) -> Tensor:
-    """`x` in a storage that holds nothing else."""
-    return x if x.untyped_storage().nbytes() == x.numel() * x.element_size() else x.clone()
+def in_own_storage(x: Tensor) -> Tensor:
+    """Return x, copied if its storage holds anything else."""
+    return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
 
 
-# ---- what may be wrong with them
+# ---- checks of new sets
 
 
-def _check_form(
-    ids: Tensor, offsets: Tensor, values: Tensor | None, given: str = "offsets"
+class HostFacts(NamedTuple):
+    """Facts about sets, on the host.
+
+    offsets      the offsets of the rows, rows + 1 numbers
+    largest_id   the largest id, -1 if there is none
+    """
+
+    offsets: array[int]
+    largest_id: int
+
+
+def check_form(
+    ids: Tensor, offsets: Tensor, values: Tensor | None, offsets_name: str = "offsets"
 ) -> None:
-    """Raise ValueError on types, dtypes, shapes and devices.
+    """Raise ValueError on types, dtypes, shapes and devices. No value is read.
 
-    No value is looked at. `given` is what the offsets came as.
+    offsets_name   the name of the argument that the offsets come from, for messages
     """
     require_tensor(
         "ids", ids, INTEGERS, "int32 or int64 [nnz], the ids of all rows one after another"
     )
-    require_tensor(
-        "offsets",
-        offsets,
-        INTEGERS,
-        "int32 or int64 [rows + 1], where each row starts, and the end",
-    )
+    remedy = "int32 or int64 [rows + 1], where each row starts, and the end"
+    require_tensor("offsets", offsets, INTEGERS, remedy)
     if ids.dim() != 1:
-        padded = " Padded sets [rows, K] go through TokenSets.from_padded." if ids.dim() > 1 else ""
+        hint = " Padded sets [rows, K] go through TokenSets.from_padded." if ids.dim() > 1 else ""
         raise ValueError(
             f"ids has shape {list(ids.shape)}: pass the ids of all rows one after another,"
-            f" [nnz].{padded}"
+            f" [nnz].{hint}"
         )
     if offsets.dim() != 1 or offsets.numel() < 1:
         raise ValueError(
             f"offsets has shape {list(offsets.shape)}: pass [rows + 1], a single 0 for no row."
         )
-    require_device(given, offsets, ids.device, "ids")
+    require_device(offsets_name, offsets, ids.device, "ids")
     if values is not None:
         require_tensor("values", values, FLOATING, "floats, one number for each id, or None")
         require_shape("values", values, ids.shape, "ids")
         require_device("values", values, ids.device, "ids")
 
 
-def _read_facts(
-    ids: Tensor, offsets: Tensor, values: Tensor | None, given: str = "offsets"
-) -> tuple[array[int], int]:
-    """(offsets as numbers, largest id or -1). Raises ValueError on forms and values that cannot be;
-    `given`: the offsets came as "offsets" or "counts". The host reads one tensor, and a second if
-    ids do not ascend in their rows.
+def check_sets_and_read_facts(
+    ids: Tensor, offsets: Tensor, values: Tensor | None, offsets_name: str = "offsets"
+) -> HostFacts:
+    """Check the fields of new sets, and return the facts that the host needs to know.
+
+    offsets_name   the name of the argument that the offsets come from, "offsets" or "counts"
+
+    On a GPU the host waits once, for the facts and for whether ids need a closer look. It looks
+    again if an id is below 0, a value is NaN, or the ids of a row do not ascend, in which case one
+    may be there twice. Raises the errors of `TokenSets`.
     """
-    _check_form(ids, offsets, values, given)
-    nnz, offsets = ids.numel(), offsets.long()
-    bad = ids < 0 if values is None else (ids < 0) | values.isnan()
-    starts_row = torch.zeros(nnz + 1, dtype=torch.bool, device=ids.device).index_fill_(
-        0, offsets.clamp(0, nnz), True
-    )
+    check_form(ids, offsets, values, offsets_name)
+    num_ids = ids.numel()
+    offsets = offsets.long()
+    is_bad = ids < 0
+    if values is not None:
+        is_bad = is_bad | values.isnan()
+    starts_row = torch.zeros(num_ids + 1, dtype=torch.bool, device=ids.device)
+    starts_row = starts_row.index_fill_(0, offsets.clamp(0, num_ids), True)
     descends = (ids[1:] <= ids[:-1]) & ~starts_row[1:-1]
-    most = ids.max() if nnz else ids.new_full((), -1)
-    read = torch.cat([offsets, most[None], (bad.any() | descends.any())[None]]).cpu()
-    host, (largest, suspect) = read[:-2], read[-2:].tolist()
-    counts, end = host.diff(), int(host[-1])
-    if host[0] != 0:
+    needs_look = is_bad.any() | descends.any()
+    largest_id = ids.max() if num_ids > 0 else ids.new_full((), -1)
+
+    numbers = torch.cat([offsets, largest_id[None], needs_look[None]]).cpu()
+    host_offsets = numbers[:-2]
+    host_largest_id, host_needs_look = numbers[-2:].tolist()
+    _check_offsets(host_offsets, num_ids, offsets_name)
+    if host_needs_look:
+        _check_ids_and_values(ids, offsets, values, is_bad)
+    return HostFacts(offsets=array("q", host_offsets.tolist()), largest_id=host_largest_id)
+
+
+def _check_offsets(offsets: Tensor, num_ids: int, offsets_name: str) -> None:
+    """Raise ValueError unless offsets, int64 [rows + 1] on the host, rise from 0 to num_ids."""
+    if offsets[0] != 0:
         raise ValueError(
-            f"offsets[0]={int(host[0])}: the ids of row 0 start at 0. (Of a part, subtract its"
+            f"offsets[0]={int(offsets[0])}: the ids of row 0 start at 0. (Of a part, subtract its"
             " first offset.)"
         )
-    for row in (counts < 0).nonzero()[:1, 0].tolist():
-        raise ValueError(f"{given} give row {row} {int(counts[row])} ids: a row has at least 0.")
-    if end != nnz:
+    counts = offsets.diff()
+    negative_rows = (counts < 0).nonzero()[:, 0]
+    if len(negative_rows) > 0:
+        row = int(negative_rows[0])
         raise ValueError(
-            f"{given} give the rows {end} ids in all, but there are {nnz}: each id belongs to a"
-            " row."
+            f"{offsets_name} give row {row} {int(counts[row])} ids: a row has at least 0."
         )
-    if suspect:  # a stable sort by id leaves rows ascending, so that two of one row are neighbours
-        rows, order = (
-            torch.repeat_interleave(offsets.diff(), output_size=nnz),
-            ids.argsort(stable=True),
-        )
-        twice = (ids[order[1:]] == ids[order[:-1]]) & (rows[order[1:]] == rows[order[:-1]])
-        for at in bad.index_fill_(0, order[1:][twice], True).nonzero()[:1, 0].tolist():
-            name, x, remedy = "ids", ids, "an id may occur only once in a set."
-            if ids[at] < 0:
-                remedy = "ids are at least 0. Padded sets go through TokenSets.from_padded."
-            elif values is not None and values[at].isnan():
-                name, x, remedy = "values", values, "leave out ids without a number."
-            raise ValueError(f"{name}[{at}]={x[at].item()}, in row {int(rows[at])}: {remedy}")
-    return array("q", host.tolist()), largest
-
-
-# ---- which ids a sampler keeps of logits. A rule is a function from z [n, V], logits over the
-# temperature in which -inf is what went before, to the bool [n, V] of what it keeps of that (-inf
-# stays away whatever it says). Each knows only differences of z: what is left is renormalised by
-# itself
-
-#: Logits of a chunk: 16 MB in fp32; temporaries take a few times as much.
-CHUNK = 1 << 22
-#: vLLM's smallest temperature.
-COLDEST = 0.01
-
-
-def _rules(
-    vocab: int, top_k: int | None, top_p: float | None, min_p: float | None, order: str
-) -> tuple[list[Rule], bool]:
-    """(rules, without those that keep everything; whether all see the same probabilities, or each
-    what the ones before left).
-    """
-    top_k, top_p, min_p = (
-        0 if top_k is None else top_k,
-        1.0 if top_p is None else top_p,
-        min_p or 0.0,
-    )
-    require_whole("top_k", top_k, "it is a number of ids; None, 0 or -1 keeps all.", -1)
-    require_number(
-        "top_p",
-        top_p,
-        "it is a probability above 0, at most 1; None keeps all. A greedy sampler is top_k=1.",
-        1e-30,
-        1,
-    )
-    require_number(
-        "min_p", min_p, "it is a share of the largest probability in [0, 1]; None keeps all.", 0, 1
-    )
-    require(
-        order in ("vllm", "sglang"),
-        "order",
-        order,
-        'samplers truncate differently: pass "vllm" or "sglang".',
-    )
-    k: list[Rule] = [partial(_by_top_k, k=int(top_k))] * (0 < top_k < vocab)
-    p: list[Rule] = [partial(_by_top_p, p=float(top_p))] * (top_p < 1)
-    m: list[Rule] = [partial(_by_min_p, p=float(min_p))] * (min_p > 0)
-    return m + k + p if order == "vllm" else k + p + m, order == "sglang" and not m
-
-
-def _by_top_k(z: Tensor, k: int) -> Tensor:
-    return z >= z.topk(k).values[:, -1:]
-
-
-def _by_min_p(z: Tensor, p: float) -> Tensor:
-    return z >= z.amax(-1, keepdim=True) + math.log(p)
-
-
-def _by_top_p(z: Tensor, p: float) -> Tensor:
-    """The largest, as long as the mass before one is below p.
-
-    Sums are fp64; only as many are sorted as are needed.
-    """
-    top, vocab = z.amax(-1, keepdim=True), z.shape[-1]
-    needed = p * (z - top).exp_().sum(-1, keepdim=True, dtype=torch.float64)
-    width = min(64, vocab)
-    while True:
-        largest = z.topk(width).values
-        mass = (largest - top).exp().double()
-        count = (mass.cumsum(-1) - mass < needed).sum(-1, keepdim=True)
-        if width == vocab or bool((count < width).all()):
-            break
-        width = min(8 * width, vocab)
-    last = largest.gather(-1, count - 1)
-    equal, above = z == last, z > last
-    room = count - above.sum(-1, keepdim=True)
-    if bool((equal.sum(-1, keepdim=True) > room).any()):
-        equal &= equal.cumsum(-1) <= room
-    return above | equal
-
-
-def _kept_of(
-    z: Tensor, rules: list[Rule], at_once: bool, targets: Tensor | None, row: int
-) -> tuple[Tensor, Tensor]:
-    """(ids of all rows, int32; how many each has) of a chunk z [n, V] that starts at `row`, with
-    targets [n, 1] among them.
-    """
-    first, *more = rules
-    if first.func is _by_top_k and not more and targets is None:
-        k = first.keywords["k"]
-        values, ids = z.topk(k + 1)  # one look at each id
-        _refuse_endless(values[:, 0], row)  # a NaN is the largest of its row
-        if not bool(
-            (values[:, k - 1] == values[:, k]).any()
-        ):  # else a set is of another size, as where both are -inf
-            return ids[:, :k].sort(-1).values.to(torch.int32).flatten(), torch.full(
-                (len(z),), k, device=z.device
-            )
-    _refuse_endless(z.amax(-1), row)
-    kept = z > -math.inf
-    for rule in rules:
-        kept &= rule(z if at_once or rule is first else z.masked_fill(~kept, -math.inf))
-    if targets is not None:
-        at = targets.long().clamp(0, z.shape[-1] - 1)
-        kept.scatter_(-1, at, kept.gather(-1, at) | (at == targets))
-    return kept.nonzero()[:, 1].to(torch.int32), kept.sum(-1)
-
-
-def _refuse_endless(largest: Tensor, row: int) -> None:
-    """Raise ValueError where the largest logit of a row is no finite number.
-
-    `row`: where the chunk starts, for messages.
-    """
-    for at in (~largest.isfinite()).nonzero()[:1, 0].tolist():
+    end = int(offsets[-1])
+    if end != num_ids:
         raise ValueError(
-            f"logits are NaN, +inf or all -inf in row {row + at}: there is nothing to sample from."
+            f"{offsets_name} give the rows {end} ids in all, but there are {num_ids}: each id"
+            " belongs to a row."
         )
 
 
-def _row_chunks(logits: Tensor, size: int) -> Iterator[Tensor]:
-    """Views [n, V] of at most `size` rows, in order, whatever the strides."""
+def _check_ids_and_values(
+    ids: Tensor, offsets: Tensor, values: Tensor | None, is_bad: Tensor
+) -> None:
+    """Raise ValueError for the first id that is below 0 or twice in its row, or whose value is NaN.
+
+    is_bad   bool [nnz]: ids below 0, or whose value is NaN
+    """
+    row_of_id = torch.repeat_interleave(offsets.diff(), output_size=ids.numel())
+    # A stable sort by id keeps the order of rows, so that repetitions in a row become neighbours.
+    order = ids.argsort(stable=True)
+    sorted_ids = ids[order]
+    sorted_rows = row_of_id[order]
+    repeats = (sorted_ids[1:] == sorted_ids[:-1]) & (sorted_rows[1:] == sorted_rows[:-1])
+    is_bad = is_bad.index_fill(0, order[1:][repeats], True)
+    bad_places = is_bad.nonzero()[:, 0].tolist()
+    if not bad_places:
+        return
+    place = bad_places[0]
+    row = int(row_of_id[place])
+    if ids[place] >= 0 and values is not None and values[place].isnan():
+        raise ValueError(
+            f"values[{place}]={values[place].item()}, in row {row}: leave out ids without a number."
+        )
+    if ids[place] < 0:
+        remedy = "ids are at least 0. Padded sets go through TokenSets.from_padded."
+    else:
+        remedy = "an id may occur only once in a set."
+    raise ValueError(f"ids[{place}]={ids[place].item()}, in row {row}: {remedy}")
+
+
+# ---- rows of logits
+
+
+def temperature_of_rows(
+    temperature: float | Tensor, shape: torch.Size, device: torch.device
+) -> Tensor:
+    """Return the temperature of each flat row of logits [*shape, V], fp32 [rows].
+
+    Raises ValueError for a temperature that is not above 0 and finite, or does not fit the shape.
+    """
+    check_temperature(temperature)
+    # The values of a tensor are checked here.
+    inverse_temperatures(temperature, shape, mask=None, cu_seqlens=None, device=device)
+    return per_token("temperature", torch.as_tensor(temperature, device=device), shape)
+
+
+def chunks_of_rows(logits: Tensor, max_rows: int) -> Iterator[Tensor]:
+    """Yield the rows of logits [..., V] in order, as views [n, V] of at most max_rows rows."""
     if logits.dim() == 1:
         yield logits[None]
     elif logits.dim() == 2 or logits.is_contiguous():
-        yield from logits.flatten(0, -2).split(size)
-    else:
+        yield from logits.flatten(0, -2).split(max_rows)
+    else:  # flatten would copy
         for part in logits:
-            yield from _row_chunks(part, size)
+            yield from chunks_of_rows(part, max_rows)

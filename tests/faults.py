@@ -400,7 +400,7 @@ FAULTS: list[Fault] = [
         
     ),
     *of("grpo_kernels/logprobs.py", COMBINATIONS,
-        ("missing is not applied to the mask", "mask = narrowed(kept, targets, mask, missing)", "pass"),
+        ("missing is not applied to the mask", "mask = narrow_mask(kept, targets, mask, missing)", "pass"),
         ("a detached entropy has a gradient", '("entropy",) if entropy == "detached" else ()', "()", COMPOSED),
         ("the mass of no sets", 'shaped["log_kept_mass"] = torch.zeros_like', 'shaped["log_kept_mass"] = torch.ones_like'),
         (
@@ -437,23 +437,25 @@ FAULTS: list[Fault] = [
         ),
     ),
     *of("grpo_kernels/token_sets.py", "tests/core/test_batch.py",
-        ("offsets of joined sets are in another order", "_offsets_of(torch.cat([part.counts for part in parts]))", "_offsets_of(torch.cat([part.counts for part in parts[::-1]]))"),
+        ("offsets of joined sets are in another order", "offsets=offsets_from_counts(torch.cat([part.counts for part in parts]))", "offsets=offsets_from_counts(torch.cat([part.counts for part in parts[::-1]]))"),
         (
             "an id of the vocabulary's size passes", "if sets.largest_id < vocab:", "if sets.largest_id <= vocab:",
             "tests/core/test_refusals.py",
         ),
         (
-            "a missing target stays in its set", 'return empty | ~sets.contains(targets) if missing == "full" else empty',
-            "return empty", COMBINATIONS,
+            "a missing target stays in its set", "return is_empty | ~sets.contains(targets)",
+            "return is_empty", COMBINATIONS,
         ),
         (
-            "records go one row late", 'masked_scatter_(\n            generated.flatten().cpu() != 0, counts\n        )',
-            "masked_scatter_(generated.flatten().cpu().roll(1) != 0, counts)",
+            "records go one row late", "is_generated = generated.flatten().cpu() != 0",
+            "is_generated = generated.flatten().cpu().roll(1) != 0",
         ),
-        ("a negative row is counted from the front", "[numbers.flatten().cpu()]", "[numbers.abs().flatten().cpu()]"),
-        ("top-p drops the id that crosses it", "(mass.cumsum(-1) - mass < needed)", "(mass.cumsum(-1) < needed)"),
-        ("of equal ids one too few", "equal.cumsum(-1) <= room", "equal.cumsum(-1) < room"),
-        ("the order of SGLang's rules", "else k + p + m", "else m + p + k"),
+        ("a negative row is counted from the front", "[index.flatten().cpu()]", "[index.abs().flatten().cpu()]"),
+    ),
+    *of("grpo_kernels/sampler_filters.py", "tests/core/test_batch.py",
+        ("top-p drops the id that crosses it", "mass_of_larger = mass.cumsum(-1) - mass", "mass_of_larger = mass.cumsum(-1)"),
+        ("of equal ids one too few", "is_equal.cumsum(-1) <= num_equal_kept", "is_equal.cumsum(-1) < num_equal_kept"),
+        ("the order of SGLang's rules", "(*by_top_k, *by_top_p, *by_min_p)", "(*by_min_p, *by_top_p, *by_top_k)"),
     ),
     *of("grpo_kernels/objective.py", OBJECTIVES,
         (

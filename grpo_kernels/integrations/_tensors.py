@@ -27,7 +27,7 @@ from ..logprobs import TokenLogprobs, linear_logprobs, token_logprobs
 from ..losses import LossOutput
 from ..objective import Objective
 from ..options import Head, Options
-from ..token_sets import TokenSets, narrowed
+from ..token_sets import TokenSets, narrow_mask
 from ..transform import LogitTransform
 from ._swap import NotCovered, with_trainer_names
 
@@ -283,7 +283,7 @@ def _with_entropy_over_vocabulary(
 ) -> TokenLogprobs:  # fmt: skip
     """Return log-probs over candidate sets, and entropies over the whole vocabulary."""
     found = log_probs_of(source, targets, kept=kept, missing=missing, mask=mask, at=at, **others)
-    mask = narrowed(kept, targets, mask, "mask") if missing == "mask" else mask
+    mask = narrow_mask(kept, targets, mask, "mask") if missing == "mask" else mask
     with torch.set_grad_enabled(torch.is_grad_enabled() and entropy is True):
         over_vocabulary = log_probs_of(
             source, targets, entropy=entropy, mask=mask, **others
