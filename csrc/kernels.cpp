@@ -31,14 +31,21 @@ void softmax_gradient(const SoftmaxGradientJob& job, int64_t i) {
     softmax_gradient_row(job, i, coefficients);
 }
 
-// A masked row has log-prob, entropy, divergence and gradient 0. Its loss is that of the program.
+// Writes log-prob, entropy, loss, divergence and gradient 0. Nothing of the row is read, which may
+// hold NaN.
+void fused_loss_of_masked_row(const FusedLossJob& job, int64_t i) {
+    job.outputs[LOGPS][i] = 0;
+    job.outputs[ENTROPIES][i] = 0;
+    job.outputs[LOSSES][i] = 0;
+    if (job.reference) job.outputs[DIVERGENCES][i] = 0;
+    if (job.grad_logits.base) GradientRow(job.grad_logits, i).fill_zero();
+}
+
 void fused_loss(const FusedLossJob& job, int64_t i, const SavedTermsBuffer& buffer) {
     const bool is_masked = job.mask && !job.mask[i];
-    if (!is_masked && job.reference) return fused_loss_of_pair(job, i, buffer);
-    if (!is_masked) return fused_loss_of_row(job, i, buffer);
-    if (job.reference) job.outputs[DIVERGENCES][i] = 0;
-    run_loss_program(job, i, 0, 0);
-    if (job.grad_logits.base) GradientRow(job.grad_logits, i).fill_zero();
+    if (is_masked) return fused_loss_of_masked_row(job, i);
+    if (job.reference) return fused_loss_of_pair(job, i, buffer);
+    fused_loss_of_row(job, i, buffer);
 }
 
 }  // namespace

@@ -1189,6 +1189,13 @@ FAULTS: list[Fault] = [
             "if (rows.direction == FORWARD) constant = 0.0;", "if (rows.direction % 2) constant = 0.0;",
         ),
     ),
+    *of("csrc/kernels.cpp", LINEAR_PASS,
+        (
+            "a skipped token has the loss that its numbers give",
+            "job.outputs[LOSSES][i] = 0;",
+            "run_loss_program(job, i, 0, 0);",
+        ),
+    ),
     *of("csrc/pairs.h", COMBINATIONS,
         ("a partial sum is left out", "add(sum[r][2], sum[r][3])", "sum[r][2]"),
         (
@@ -1361,6 +1368,12 @@ FAULTS: list[Fault] = [
             "a bias of its own is not looked at",
             "same_weight and same_bias and self",
             "same_weight and self",
+        ),
+        (
+            "the backward on a GPU takes rows without a gradient",
+            "row_ids = self.row_ids[: self.num_with_gradient]\n        return",
+            "row_ids = self.row_ids\n        return",
+            LINEAR_PASS,
         ),
         (
             "rows in another order are taken as they lie",

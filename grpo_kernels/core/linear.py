@@ -174,6 +174,16 @@ class RowOrder:
         row_ids = torch.argsort(rank, stable=True, descending=True)
         return cls(row_ids[:num_processed], num_with_gradient, len(has_gradient))
 
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the host can read tensors of the rows without waiting for a device."""
+        return self.row_ids.device.type == "cpu"
+
+    def with_gradient(self) -> RowOrder:
+        """Return the order of those rows only that may have a gradient."""
+        row_ids = self.row_ids[: self.num_with_gradient]
+        return RowOrder(row_ids, self.num_with_gradient, self.num_rows)
+
     @functools.cached_property
     def is_identity(self) -> bool:
         """Whether the rows are processed as they are in memory, so that slices need no gather."""
@@ -423,14 +433,12 @@ def loss_and_gradients(
     wanted              which gradients to compute
     blocks              slices of `order` that cover its rows with a gradient, each at most as long
                         as `LinearMemory.plan` allows. None: as few as memory allows.
-    grad_hidden_dtype   None: the dtype of the hidden states, but fp32 for fp16, where a loss scale
-                        is applied later and the gradient would underflow before
+    grad_hidden_dtype   dtype of the gradient of hidden states; None: `accumulation_dtype` of theirs
     weight_total        fp32 [V, H]: memory that the gradient of the weight is added to
     rounds_weight       whether the gradient of the weight may be rounded to the weight's dtype
     """
-    hidden_dtype = inputs.policy.hidden.dtype
     if grad_hidden_dtype is None:
-        grad_hidden_dtype = torch.float32 if hidden_dtype == torch.float16 else hidden_dtype
+        grad_hidden_dtype = accumulation_dtype(inputs.policy.hidden.dtype)
     memory = linear_memory(
         inputs,
         wanted,
@@ -458,6 +466,15 @@ def loss_and_gradients(
             accumulator.add_block(block, grad_logits, formula.row_scale(block), is_last)
             del grad_logits  # before the next block allocates its own
     return accumulator.result()
+
+
+def accumulation_dtype(hidden_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which the gradient of hidden states of `hidden_dtype` is computed.
+
+    It is fp32 for fp16, because the loss scale is applied later and the gradient would underflow
+    before. Otherwise it is the dtype of the hidden states.
+    """
+    return torch.float32 if hidden_dtype == torch.float16 else hidden_dtype
 
 
 def gradient_of_block(

@@ -35,6 +35,7 @@ from .linear import (
     ReferenceProjection,
     RowOrder,
     SumsRecorder,
+    accumulation_dtype,
     gathers_rows,
     linear_memory,
     linear_softmax_sums,
@@ -626,7 +627,7 @@ class ProjectedLogits:
         memory = linear_memory(
             inputs,
             wanted,
-            grad_hidden_dtype=self.projection.hidden.dtype,
+            grad_hidden_dtype=accumulation_dtype(self.projection.hidden.dtype),
             rounds_weight=self.weight_memory is None,
         )
         if memory.has_grad_buffer and memory.scales_rows:
@@ -752,7 +753,10 @@ class LinearPass(SoftmaxPass):
         weight = tensors[1]
         assert weight is not None
         check_weight_is_present(weight, self.source.shard)
-        order = self.order_of_nonzero(coefficients)
+        if self.order.is_on_host:
+            order = self.order_of_nonzero(coefficients)
+        else:  # the host would have to wait for the values of the coefficients
+            order = self.order.with_gradient()
         formula = KnownGradients(self.source.kernels, self.as_sums(values), coefficients, order)
         memory = self.source.weight_memory if wanted[1] else None
         gradients = loss_and_gradients(
@@ -786,12 +790,7 @@ class LinearPass(SoftmaxPass):
         return nothing.index_fill_(0, row_ids, True)
 
     def order_of_nonzero(self, coefficients: GradientCoefficients) -> RowOrder:
-        """Return the order of the rows that have a coefficient other than 0.
-
-        On a GPU it is the order of the forward, because the host does not wait for the values.
-        """
-        if self.order.row_ids.device.type != "cpu":
-            return self.order
+        """Return the order of the rows that have a coefficient other than 0."""
         row_ids = self.order.row_ids
         row_ids = row_ids[coefficients.nonzero[row_ids]]
         return RowOrder(row_ids, len(row_ids), self.order.num_rows)

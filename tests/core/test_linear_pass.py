@@ -26,6 +26,7 @@ from grpo_kernels import (
 )
 from grpo_kernels.core.autograd import check_weight_is_present
 from grpo_kernels.core.backends import cpu_matmuls
+from grpo_kernels.core.linear import RowOrder
 from grpo_kernels.core.sources import RowSource
 from grpo_kernels.formulas.filters import Filter
 from grpo_kernels.formulas.surrogates import Cispo
@@ -133,6 +134,42 @@ def test_tokens_that_cannot_contribute_are_skipped_if_that_is_asked_for(of_logit
         assert is_skipped.tolist() == ([False, True] * 2 if skips else [False] * 4)
         results.append((out.loss.detach(), hidden.grad, weight.grad))
     for x, y in zip(*results, strict=True):
+        assert_close(x, y)
+
+
+@pytest.mark.parametrize("of_logits", [False, True])
+def test_a_skipped_token_may_hold_nan(of_logits, backend):
+    """Nothing of a token that cannot contribute is read."""
+    objective = Objective.preset("dapo")
+    options = Options(backend, skip_inactive=True)
+    hidden, weight = make_head()
+    losses = []
+    for unread in (-2.0, torch.nan):
+        old_logps = torch.where(ADVANTAGES == 0, unread, -2.0)[:, None].expand(B, T)
+        batch = TokenBatch(make_targets(), ADVANTAGES, old_logps=old_logps)
+        if of_logits:
+            out = grpo_loss(hidden @ weight.t(), batch, objective, options=options)
+        else:
+            out = linear_grpo_loss(hidden, weight, batch, objective, options=options)
+        losses.append(out.loss)
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("name", ["reinforce", "gspo"])
+def test_the_backward_on_a_gpu_leaves_out_rows_without_a_gradient(name, backend, monkeypatch):
+    """There the host does not read which upstream gradients are 0, but knows the tokens of
+    advantage 0 from the forward."""
+    batch = TokenBatch(make_targets(), ADVANTAGES)
+    assert (ADVANTAGES == 0).any()
+    objective = Objective.preset(name)
+    gradients = []
+    for is_on_host in (True, False):
+        hidden, weight = make_head()
+        monkeypatch.setattr(RowOrder, "is_on_host", is_on_host)
+        options = Options(backend, grad_in_backward=True)
+        linear_grpo_loss(hidden, weight, batch, objective, options=options).loss.backward()
+        gradients.append((hidden.grad, weight.grad))
+    for x, y in zip(*gradients, strict=True):
         assert_close(x, y)
 
 
