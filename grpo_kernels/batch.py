@@ -19,12 +19,12 @@ from .checks import (
     INTEGRAL,
     Checked,
     as_mask,
-    as_wide,
     check_missing,
     check_offsets,
     check_rows,
-    check_width,
+    check_token_shape,
     describe,
+    expand_to_tokens,
     flat,
     is_capturing,
     refuse_unknown,
@@ -267,13 +267,13 @@ class TokenBatch(Checked):
             if name.endswith("logps"):
                 require_shape(name, value, shape, "targets")
             elif name in WIDE:
-                check_width(name, value.shape, shape, self.cu_seqlens)
+                check_token_shape(name, value.shape, shape, self.cu_seqlens)
 
     def _check_on_policy(self, on_policy: Tensor) -> None:
         """Check the marks of on-policy tokens, which become bool."""
         require_tensor("on_policy", on_policy, DTYPES, "a bool tensor")
         require_device("on_policy", on_policy, self.targets.device, "targets")
-        check_width("on_policy", on_policy.shape, self.targets.shape, self.cu_seqlens)
+        check_token_shape("on_policy", on_policy.shape, self.targets.shape, self.cu_seqlens)
         self._put("on_policy", as_mask("on_policy", on_policy, on_policy.shape))
 
     def _check_token_sets(self) -> None:
@@ -480,7 +480,7 @@ class TokenBatch(Checked):
     def on_policy_tokens(self) -> Tensor:
         """bool [N]: where `on_policy`, which must be given, is True."""
         assert self.on_policy is not None
-        return flat(as_wide(self.on_policy, self.targets.shape, self.cu_seqlens) != 0)
+        return flat(expand_to_tokens(self.on_policy, self.targets.shape, self.cu_seqlens) != 0)
 
     def flat(self, name: str) -> Tensor | None:
         """Return the float field `name` as `table` has it, None if the batch has none."""
@@ -495,7 +495,7 @@ class TokenBatch(Checked):
         for name in names:
             value = getattr(self, name)
             if value is not None:
-                tensors[name] = as_wide(value, self.targets.shape, self.cu_seqlens)
+                tensors[name] = expand_to_tokens(value, self.targets.shape, self.cu_seqlens)
         if self.mask is None or not tensors:
             return {name: x.flatten() for name, x in tensors.items()}
         # Mask all fields in one operation, which is one kernel launch on a GPU.
@@ -529,16 +529,16 @@ class TokenBatch(Checked):
         if self.advantages is None:
             contributing = torch.zeros(shape, dtype=torch.bool, device=self.targets.device)
         else:
-            contributing = as_wide(self.advantages, shape, self.cu_seqlens)
+            contributing = expand_to_tokens(self.advantages, shape, self.cu_seqlens)
         # logical_and and logical_or compare with 0, which takes no launch of its own on a GPU.
         if self.extra_ids is not None:
             has_ids = (self.extra_ids.counts > 0).view(shape)
             contributing = torch.logical_or(contributing, has_ids)
         if self.weights is not None:
-            weights = as_wide(self.weights, shape, self.cu_seqlens)
+            weights = expand_to_tokens(self.weights, shape, self.cu_seqlens)
             contributing = torch.logical_and(contributing, weights)
         if self.nll_weights is not None:
-            nll_weights = as_wide(self.nll_weights, shape, self.cu_seqlens)
+            nll_weights = expand_to_tokens(self.nll_weights, shape, self.cu_seqlens)
             contributing = torch.logical_or(contributing, nll_weights)
         if self.mask is not None:
             contributing = torch.logical_and(contributing, self.mask)

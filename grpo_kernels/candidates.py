@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import check_missing, check_named, require
+from .checks import check_missing, check_row_numbers, require
 from .core.sources import RowSource
 from .extra_ids import ExtraLogprobs, logprobs_with_extra_ids
 from .formulas.divergence import Exact
@@ -223,7 +223,7 @@ def plan_candidates(
     if rows is None:
         row_of_token = torch.arange(len(targets), device=targets.device)
     else:
-        check_named(rows, mask, source.num_rows)
+        check_row_numbers(rows, mask, source.num_rows)
         row_of_token = torch.where(is_processed, rows, 0)
 
     lacks_candidates = rows_without_set(candidates, targets, missing)

@@ -1,6 +1,6 @@
 """Checks of arguments, and the tensors of a batch as flat rows.
 
-Every message names the argument, its value and the remedy.
+Every message names the argument, its value, and what to pass instead.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import os
 import re
 import sys
 import warnings
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import fields
 from itertools import pairwise
+from types import FrameType
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -27,7 +27,10 @@ C = TypeVar("C", bound="Checked")
 #: Bounds for "above 0" and "finite".
 SMALLEST, LARGEST = sys.float_info.min, sys.float_info.max
 
+#: Keys of the warnings that were issued, see `warn_once`.
 _warned: set[str] = set()
+
+_PACKAGE = __name__.partition(".")[0]
 
 
 def require(ok: bool, name: str, value: object, remedy: str) -> None:
@@ -91,47 +94,55 @@ def refuse_unknown(
 class Checked:
     """The base of dataclasses that check their fields.
 
-    The constructor suggests a field for a misspelt keyword. It checks fields that are numbers in a
-    range (`ranges`), unless they have their default, and turns numbers of NumPy into Python's.
+    The constructor suggests a field for a misspelt keyword. It checks the fields in `ranges`,
+    unless they have their default, and turns numbers of NumPy into Python's.
     """
 
-    #: For numbers: (names of fields, what to pass, lowest, highest).
+    #: Fields that are numbers: (their names with spaces between, what to pass, lowest, highest).
     ranges: ClassVar[tuple[tuple[Any, ...], ...]] = ()
 
     def __new__(cls: type[C], *values: Any, **named: Any) -> C:
-        # The constructor of a user's subclass may take other names than the fields.
+        # A user's subclass may have a constructor whose arguments are not the fields.
         code: Any = getattr(cls.__init__, "__code__", None)
         if named and code is not None and not code.co_flags & inspect.CO_VARKEYWORDS:
-            refuse_unknown(
-                cls.__name__,
-                named,
-                list(code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]),
-            )
+            num_arguments = code.co_argcount + code.co_kwonlyargcount
+            names_without_self = list(code.co_varnames[1:num_arguments])
+            refuse_unknown(cls.__name__, named, names_without_self)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for names, remedy, *bounds in self.ranges:
             for name in names.split():
                 value = getattr(self, name)
-                if value is not getattr(type(self), name, self):
+                # The class has the default as an attribute. `self` stands for no default.
+                default = getattr(type(self), name, self)
+                if value is not default:
                     require_number(name, value, remedy, *bounds)
                     object.__setattr__(self, name, as_number(value))
 
 
-def warn_once(message: str, key: str = "") -> None:
-    """Issue a RuntimeWarning once per process and message, at the line that called this package.
-    `key` stands for the message where that contains numbers that differ from call to call.
+def warn_once(message: str, key: str | None = None) -> None:
+    """Issue a RuntimeWarning, once per process and key, at the line that called this package.
+
+    key   identifies the warning. None: the message. Pass it if the message contains numbers that
+          differ from call to call.
     """
-    key = key or message
-    if key not in _warned:
-        _warned.add(key)
-        inside, frame, level = (__name__.partition(".")[0], "torch"), sys._getframe(1), 2
-        while (
-            frame.f_back is not None
-            and str(frame.f_globals.get("__name__", "")).partition(".")[0] in inside
-        ):
-            frame, level = frame.f_back, level + 1
-        warnings.warn(message, RuntimeWarning, stacklevel=level)
+    key = message if key is None else key
+    if key in _warned:
+        return
+    _warned.add(key)
+    # Go up to the first frame outside of this package and torch, for the line that is shown.
+    frame = sys._getframe(1)
+    stacklevel = 2
+    while frame.f_back is not None and _top_package(frame) in (_PACKAGE, "torch"):
+        frame = frame.f_back
+        stacklevel += 1
+    warnings.warn(message, RuntimeWarning, stacklevel=stacklevel)
+
+
+def _top_package(frame: FrameType) -> str:
+    """Return the name of the top-level package whose code runs in a frame."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def as_number(value: Any) -> Any:
@@ -146,18 +157,10 @@ def require_whole(name: str, value: object, remedy: str, low: int = 1) -> None:
 
 
 def check_temperature(t: Any) -> None:
-    """Raise ValueError unless t can be a temperature:
-
-    a finite number above 0, or a tensor of floats without gradient.
-    """
+    """Raise ValueError unless t is a finite number above 0, or a float tensor without gradient."""
     if not isinstance(t, torch.Tensor):
-        require_number(
-            "temperature",
-            t,
-            "it divides the logits and must be a finite number above 0.",
-            SMALLEST,
-            LARGEST,
-        )
+        remedy = "it divides the logits and must be a finite number above 0."
+        require_number("temperature", t, remedy, low=SMALLEST, high=LARGEST)
         return
     if not t.is_floating_point():
         raise ValueError(f"temperature has dtype {t.dtype}: pass a floating-point tensor.")
@@ -168,48 +171,47 @@ def check_temperature(t: Any) -> None:
 
 
 def describe(spec: Any) -> str:
-    """The repr of a dataclass or named tuple that holds tensors: their dtypes and shapes, not their
-    values; fields of None are left out.
+    """Return the repr of a dataclass or named tuple that holds tensors.
+
+    Tensors are shown as dtype and shape. Fields that are None are left out.
     """
     names = getattr(spec, "_fields", None) or [f.name for f in fields(spec) if f.repr]
-    given = {name: getattr(spec, name) for name in names if getattr(spec, name) is not None}
-
-    def text(x: Any) -> str:
-        if isinstance(x, dict):
-            return f"{{{', '.join(f'{name}: {text(value)}' for name, value in x.items())}}}"
-        return (
-            f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
-            if isinstance(x, torch.Tensor)
-            else repr(x)
-        )
-
-    return f"{type(spec).__name__}({', '.join(f'{name}={text(x)}' for name, x in given.items())})"
+    shown = []
+    for name in names:
+        value = getattr(spec, name)
+        if value is not None:
+            shown.append(f"{name}={_describe_value(value)}")
+    return f"{type(spec).__name__}({', '.join(shown)})"
 
 
-#: What to do with a target outside of its set: put it in, take the whole vocabulary, mask the row,
-#: or refuse.
+def _describe_value(value: Any) -> str:
+    """Return the text of a field for `describe`."""
+    if isinstance(value, dict):
+        items = [f"{name}: {_describe_value(item)}" for name, item in value.items()]
+        return f"{{{', '.join(items)}}}"
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return repr(value)
+
+
+#: What to do with a target that is not in its candidate set: add it to the set, use the whole
+#: vocabulary, mask the token, or raise ValueError.
 MISSING = ("include", "full", "mask", "raise")
 
 
-def check_missing(missing: object, more: str = "") -> None:
-    require(
-        missing in MISSING,
-        "missing",
-        missing,
-        f"it must be one of {', '.join(map(repr, MISSING))}.{more}",
-    )
+def check_missing(missing: object, hint: str = "") -> None:
+    """Raise ValueError unless `missing` is one of MISSING. `hint` ends the message."""
+    remedy = f"it must be one of {', '.join(map(repr, MISSING))}.{hint}"
+    require(missing in MISSING, "missing", missing, remedy)
 
 
 # ---- tensors of a batch
 
-#: Places of rows that `overlap` looks at before it takes two tensors for overlapping.
-MOST_PLACES = 4000
-
-
-#: Dtypes of ids and numbers of rows, of what goes into a product, all, those of floats, and those
-#: of whole numbers and bools.
+#: Dtypes of token ids and of row numbers.
 INTEGERS = (torch.int32, torch.int64)
-OF_PRODUCTS = (torch.float32, torch.bfloat16, torch.float16)
+#: Dtypes of logits, hidden states and weights.
+MATMUL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: All dtypes, all floating-point ones, and all dtypes of whole numbers and bools.
 DTYPES = frozenset(x for x in vars(torch).values() if isinstance(x, torch.dtype))
 FLOATING = frozenset(x for x in DTYPES if x.is_floating_point)
 INTEGRAL = frozenset(x for x in DTYPES if not (x.is_floating_point or x.is_complex))
@@ -218,34 +220,40 @@ INTEGRAL = frozenset(x for x in DTYPES if not (x.is_floating_point or x.is_compl
 def require_tensor(
     name: str, x: Any, dtypes: Collection[torch.dtype], remedy: str, verb: str = "is"
 ) -> None:
-    """Raise ValueError unless x is a tensor of one of these dtypes."""
-    if not isinstance(x, Tensor) or x.dtype not in dtypes:
-        given, logps = (
-            x.dtype if isinstance(x, Tensor) else f"a {type(x).__name__}",
-            ", .logps of it" * hasattr(x, "logps"),
-        )
-        raise ValueError(f"{name} {verb} {given}: pass {remedy}{logps}.")
+    """Raise ValueError unless x is a tensor of one of these dtypes.
+
+    name, verb, remedy   the message is "{name} {verb} {dtype or type of x}: pass {remedy}."
+    """
+    if isinstance(x, Tensor) and x.dtype in dtypes:
+        return
+    what = x.dtype if isinstance(x, Tensor) else f"a {type(x).__name__}"
+    # The outputs of the public functions are often passed in place of their log-probs.
+    hint = ", .logps of it" if hasattr(x, "logps") else ""
+    raise ValueError(f"{name} {verb} {what}: pass {remedy}{hint}.")
 
 
-def require_shape(name: str, x: Tensor, shape: torch.Size, of: str) -> None:
-    """Raise ValueError unless x has the shape of `of`."""
+def require_shape(name: str, x: Tensor, shape: torch.Size, other_name: str) -> None:
+    """Raise ValueError unless x has the shape of the argument `other_name`."""
     if x.shape != shape:
         raise ValueError(
-            f"{name} has shape {list(x.shape)}, but {of} has {list(shape)}: they must be the same."
+            f"{name} has shape {list(x.shape)}, but {other_name} has {list(shape)}: they must be"
+            " the same."
         )
 
 
-def require_device(name: str, x: Tensor, device: torch.device, of: str) -> None:
-    """Raise ValueError unless x is on the device of `of`."""
+def require_device(name: str, x: Tensor, device: torch.device, other_name: str) -> None:
+    """Raise ValueError unless x is on the device of the argument `other_name`."""
     if x.device != device:
-        raise ValueError(f"{name} is on {x.device}, but {of} is on {device}: move it there.")
+        raise ValueError(
+            f"{name} is on {x.device}, but {other_name} is on {device}: move it there."
+        )
 
 
-def refuse_where(bad: Tensor, name: str, x: Tensor, remedy: str) -> None:
-    """Raise ValueError for the first element of x that `bad` marks."""
-    if bad.any():
-        at = bad.nonzero()[0].tolist()
-        raise ValueError(f"{name}{at}={x[tuple(at)].item()}{remedy}")
+def refuse_where(is_bad: Tensor, name: str, x: Tensor, remedy: str) -> None:
+    """Raise ValueError for the first element of x that `is_bad` marks. The host waits for it."""
+    if is_bad.any():
+        index = is_bad.nonzero()[0].tolist()
+        raise ValueError(f"{name}{index}={x[tuple(index)].item()}{remedy}")
 
 
 def values_are_checked(tensor: Tensor) -> bool:
@@ -263,38 +271,44 @@ def values_are_checked(tensor: Tensor) -> bool:
 
 def is_capturing(device: torch.device) -> bool:
     """Return whether the current stream of a device is being captured into a graph."""
-    if device.type == "meta":  # which has no module
+    if device.type == "meta":  # torch has no module for it
         return False
-    asked = getattr(
-        torch.get_device_module(device), "is_current_stream_capturing", None
-    )  # xpu: not in every torch
-    return asked is not None and bool(asked())
+    module = torch.get_device_module(device)
+    # Not every torch has this function for xpu.
+    query = getattr(module, "is_current_stream_capturing", None)
+    return query is not None and bool(query())
 
 
-def check_targets(targets: Tensor, mask: Tensor | None, vocab: int, logits: bool = False) -> None:
-    """Raise ValueError naming the first target outside [0, vocab) that is not masked.
+def check_targets(
+    targets: Tensor, mask: Tensor | None, vocab: int, has_logits: bool = False
+) -> None:
+    """Raise ValueError naming the first target outside of [0, vocab) that is not masked.
 
-    logits   whether `vocab` is the width of given logits, which may be hidden states by mistake
+    mask         bool, the shape of targets: targets that count. None: all.
+    has_logits   whether the caller passed logits, whose last dimension is `vocab`. The message then
+                 says where hidden states belong.
     """
     if not values_are_checked(targets) or targets.numel() == 0:
         return
     low, high = targets.aminmax()
-    if int(low) < 0 or int(high) >= vocab:
-        wrong = (targets < 0) | (targets >= vocab)
-        remedy = (
-            f" is outside the vocabulary [0, {vocab}). Mask the position (mask=False) if it is"
-            " padding; its id may then be anything."
-            + (
-                " If the logits are hidden states: those go to linear_grpo_loss or linear_logprobs."
-                if logits
-                else ""
-            )
+    if int(low) >= 0 and int(high) < vocab:
+        return
+    is_outside = (targets < 0) | (targets >= vocab)
+    if mask is not None:
+        is_outside = is_outside & mask
+    remedy = (
+        f" is outside the vocabulary [0, {vocab}). Mask the position (mask=False) if it is"
+        " padding; its id may then be anything."
+    )
+    if has_logits:
+        remedy += (
+            " If the logits are hidden states: those go to linear_grpo_loss or linear_logprobs."
         )
-        refuse_where(wrong if mask is None else wrong & mask, "targets", targets, remedy)
+    refuse_where(is_outside, "targets", targets, remedy)
 
 
 def check_rows(rows: Any, targets: Tensor) -> None:
-    """Raise ValueError unless `rows` can name the row of logits that predicts each target."""
+    """Raise ValueError unless `rows` are integers on the device and in the shape of targets."""
     remedy = (
         "int64 numbers of rows of the logits or hidden states, one for each target, in their shape"
     )
@@ -303,21 +317,28 @@ def check_rows(rows: Any, targets: Tensor) -> None:
     require_device("rows", rows, targets.device, "targets")
 
 
-def check_named(rows: Tensor, mask: Tensor | None, n: int) -> None:
-    """Raise ValueError naming the first token that is not masked and whose row is none of n."""
-    if values_are_checked(rows):
-        wrong = (rows < 0) | (rows >= n)
-        remedy = (
-            f" is none of the {n} rows of the logits or hidden states, which count from 0 in the"
-            " order in which they lie: pass the row that predicts the"
-            f" token{', or mask the token' if n else ''}."
-        )
-        refuse_where(wrong if mask is None or n == 0 else wrong & mask, "rows", rows, remedy)
+def check_row_numbers(rows: Tensor, mask: Tensor | None, num_rows: int) -> None:
+    """Raise ValueError naming the first token whose row is not in [0, num_rows).
+
+    Masked tokens may have any row, unless there is no row at all.
+    """
+    if not values_are_checked(rows):
+        return
+    is_outside = (rows < 0) | (rows >= num_rows)
+    if mask is not None and num_rows > 0:
+        is_outside = is_outside & mask
+    hint = ", or mask the token" if num_rows > 0 else ""
+    remedy = (
+        f" is none of the {num_rows} rows of the logits or hidden states, which count from 0 in"
+        f" the order in which they lie: pass the row that predicts the token{hint}."
+    )
+    refuse_where(is_outside, "rows", rows, remedy)
 
 
 def leading_shape(x: Any, targets: Tensor) -> torch.Size:
-    """The shape in front of logits or hidden states x of which tokens name rows; that of targets
-    where x is no such thing.
+    """Return the shape in front of the last dimension of logits or hidden states x.
+
+    If x is neither, which a later check refuses, return the shape of targets.
     """
     return x.shape[:-1] if isinstance(x, Tensor) and x.dim() > 1 else targets.shape
 
@@ -330,103 +351,116 @@ def flat(x: Tensor) -> Tensor:
 def as_mask(name: str, mask: Tensor, shape: torch.Size) -> Tensor:
     """Return a mask as bool of `shape`. Integers 0 and 1, as tokenizers return them, are accepted.
 
-    Raises ValueError for other numbers.
+    Raises ValueError for other numbers, dtypes and shapes.
     """
     require_tensor(name, mask, DTYPES, "a bool tensor, the shape of targets")
     require_shape(name, mask, shape, "targets")
-    require_tensor(
-        name, mask, INTEGRAL, f"a bool (or 0/1 integer) tensor, for example {name}.bool()"
-    )
+    remedy = f"a bool (or 0/1 integer) tensor, for example {name}.bool()"
+    require_tensor(name, mask, INTEGRAL, remedy)
     if mask.dtype == torch.bool:
         return mask
-    marked = mask != 0
+    is_set = mask != 0
     if values_are_checked(mask):
         remedy = (
             ": pass a bool (or 0/1 integer) tensor, for example labels != -100 or segments > 0."
         )
-        refuse_where(marked & (mask != 1), name, mask, remedy)
-    return marked
+        refuse_where(is_set & (mask != 1), name, mask, remedy)
+    return is_set
 
 
-def mask_of_rows(mask: Tensor | None, shape: torch.Size, device: torch.device) -> Tensor | None:
-    """Return the mask of rows on `device` as bool of `shape`, None if there is none."""
-    if mask is not None:
-        mask = as_mask("mask", mask, shape)
-        require_device("mask", mask, device, "the rows")
+def check_mask(mask: Tensor | None, shape: torch.Size, device: torch.device) -> Tensor | None:
+    """Return the argument `mask` as bool of `shape`, None if it is None.
+
+    Raises ValueError if it has another shape or is on another device.
+    """
+    if mask is None:
+        return None
+    mask = as_mask("mask", mask, shape)
+    require_device("mask", mask, device, "the rows")
     return mask
 
 
 def check_offsets(name: str, packed: Tensor, cu_seqlens: Tensor) -> None:
     """Raise ValueError unless cu_seqlens cuts the tokens of `packed` [N] into sequences."""
     if packed.dim() != 1:
-        one = (
-            f" Pass {name}[0], and the same of what goes with it."
-            if packed.dim() == 2 and packed.shape[0] == 1
-            else ""
-        )
+        is_row = packed.dim() == 2 and packed.shape[0] == 1
+        hint = f" Pass {name}[0], and the same of what goes with it." if is_row else ""
         raise ValueError(
             f"cu_seqlens goes with packed tokens [N], but {name} has shape"
-            f" {list(packed.shape)}.{one}"
+            f" {list(packed.shape)}.{hint}"
         )
     remedy = "int32 [B + 1], starting at 0"
     require_tensor("cu_seqlens", cu_seqlens, INTEGERS, remedy)
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
         raise ValueError(f"cu_seqlens has shape {list(cu_seqlens.shape)}: pass {remedy}.")
-    if values_are_checked(cu_seqlens):
-        offsets, n = cu_seqlens.tolist(), packed.numel()
-        if offsets[0] != 0 or offsets[-1] != n or any(a > b for a, b in pairwise(offsets)):
-            raise ValueError(
-                f"cu_seqlens={offsets}: it must rise from 0 to the number of rows, {n}."
-            )
+    if not values_are_checked(cu_seqlens):
+        return
+    offsets = cu_seqlens.tolist()
+    num_rows = packed.numel()
+    is_rising = all(start <= stop for start, stop in pairwise(offsets))
+    if offsets[0] != 0 or offsets[-1] != num_rows or not is_rising:
+        raise ValueError(
+            f"cu_seqlens={offsets}: it must rise from 0 to the number of rows, {num_rows}."
+        )
 
 
-def sequence_ids(cu_seqlens: Tensor, n: int) -> Tensor:
-    """[n] int64:
-
-    the sequence that each packed row belongs to. Computed on the device, without a host sync.
-    """
-    rows = torch.arange(n, device=cu_seqlens.device)
+def sequence_ids(cu_seqlens: Tensor, num_rows: int) -> Tensor:
+    """Return the sequence of each packed row, int64 [num_rows], without a wait for the device."""
+    rows = torch.arange(num_rows, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens[1:].long().contiguous(), rows, right=True)
 
 
 def per_token(
     name: str, value: Tensor, shape: torch.Size, cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """Flat fp32 [N]:
+    """Return one fp32 number for each flat row, [N], without gradient.
 
-    `value` given per token (the shape of targets), per sequence ([B] or [B, 1]) or as a 0-d tensor.
+    value   per token (the shape of targets), per sequence ([B] or [B, 1]), or a 0-d tensor
+    shape   the shape of targets
+
+    Raises ValueError, with `name`, for a value of another shape.
     """
-    check_width(name, value.shape, shape, cu_seqlens)
-    return as_wide(value, shape, cu_seqlens).flatten()
+    check_token_shape(name, value.shape, shape, cu_seqlens)
+    return expand_to_tokens(value, shape, cu_seqlens).flatten()
 
 
-def check_width(
-    name: str, given: torch.Size, shape: torch.Size, cu_seqlens: Tensor | None = None
+def check_token_shape(
+    name: str, value_shape: torch.Size, shape: torch.Size, cu_seqlens: Tensor | None = None
 ) -> None:
-    """Raise ValueError unless a tensor of the shape `given` has one value per token of targets of
-    `shape`, one per sequence, or one for all.
+    """Raise ValueError unless a value is one number per token, per sequence, or for all tokens.
+
+    shape        the shape of targets
+    cu_seqlens   boundaries of packed targets. Packed targets without them have no known sequences.
     """
-    sequences = shape[:1] if cu_seqlens is None else (cu_seqlens.numel() - 1,)
-    column = (*sequences, *(1,) * max(1, len(shape) - 1))
-    known = cu_seqlens is not None or len(shape) > 1
-    if given == shape or len(given) == 0 or (known and given in (sequences, column)):
+    is_packed = len(shape) == 1
+    num_sequences = shape[:1] if cu_seqlens is None else (cu_seqlens.numel() - 1,)  # [B]
+    column = (*num_sequences, *(1,) * max(1, len(shape) - 1))  # [B, 1]
+    has_sequences = cu_seqlens is not None or not is_packed
+    if value_shape == shape or len(value_shape) == 0:
         return
-    more = f", {list(sequences)} or {list(column)}: one per token, or per sequence."
-    more = (
-        more
-        if known
-        else ". (Packed sequences take one per sequence in a TokenBatch with cu_seqlens.)"
-    )
+    if has_sequences and value_shape in (num_sequences, column):
+        return
+    if has_sequences:
+        allowed = f", {list(num_sequences)} or {list(column)}: one per token, or per sequence."
+    else:
+        allowed = ". (Packed sequences take one per sequence in a TokenBatch with cu_seqlens.)"
     raise ValueError(
-        f"{name} has shape {list(given)}, but targets of shape {list(shape)} want"
-        f" {list(shape)}{more}"
+        f"{name} has shape {list(value_shape)}, but targets of shape {list(shape)} want"
+        f" {list(shape)}{allowed}"
     )
 
 
-def as_wide(value: Tensor, shape: torch.Size, cu_seqlens: Tensor | None) -> Tensor:
-    """Values that `check_width` has let pass, fp32 one for each token, a view where possible."""
-    value = value.detach() if value.requires_grad else value
-    value = value if value.dtype == torch.float32 else value.float()
+def expand_to_tokens(value: Tensor, shape: torch.Size, cu_seqlens: Tensor | None) -> Tensor:
+    """Return one fp32 number per token, in the shape of targets or flat, without gradient.
+
+    value   of a shape that `check_token_shape` accepts
+
+    Packed values per sequence are copied to [N]. Any other result is a view if value is fp32.
+    """
+    if value.requires_grad:
+        value = value.detach()
+    if value.dtype != torch.float32:
+        value = value.float()
     if value.shape == shape:
         return value
     if cu_seqlens is not None and value.dim() > 0:
@@ -441,195 +475,49 @@ def inverse_temperatures(
     cu_seqlens: Tensor | None,
     device: torch.device,
 ) -> float | Tensor:
-    """1 / t of flat rows of targets of `shape` on `device`:
+    """Return 1 / t for flat rows of targets: a float, or fp32 [N] if t is a tensor.
 
-    a number, or of a tensor fp32 [n], checked where mask is set.
+    t        a number, or a tensor of a shape that `per_token` accepts
+    shape    the shape of targets
+    mask     bool of that shape: where the values of t count. None: everywhere.
+
+    Raises ValueError if t has another shape or device, or a value that is not finite and above 0.
     """
     if not isinstance(t, Tensor):
         return 1.0 / float(t)
     require_device("temperature", t, device, "the tensor of logits")
     t = per_token("temperature", t, shape, cu_seqlens)
     if values_are_checked(t):
-        bad = ~((t > 0) & torch.isfinite(t))
-        bad = bad if mask is None else bad & mask.flatten()
-        refuse_where(bad, "temperature", t, ": it must be finite and above 0.")
+        is_bad = ~((t > 0) & torch.isfinite(t))
+        if mask is not None:
+            is_bad = is_bad & mask.flatten()
+        refuse_where(is_bad, "temperature", t, ": it must be finite and above 0.")
     return t.reciprocal().contiguous()
 
 
-def of_a_leaf(logits: Tensor) -> bool:
-    """Whether logits are a leaf that requires grad, or a view of one. Written in place, its values
-    and its .grad would share memory; torch refuses in-place operations on a leaf, too.
+def is_leaf_or_view_of_leaf(logits: Tensor) -> bool:
+    """Return whether logits are a leaf that requires grad, or a view of one.
+
+    A gradient must not be written over these: the values and .grad of the leaf would share memory.
+    torch, too, refuses in-place operations on a leaf.
     """
-    owner = logits if logits._base is None else logits._base
-    return torch.is_grad_enabled() and owner.is_leaf and owner.requires_grad
+    base = logits if logits._base is None else logits._base
+    return torch.is_grad_enabled() and base.is_leaf and base.requires_grad
 
 
-def whole_rows(x: Tensor) -> Tensor:
-    """x with unit stride in its last dimension, as kernels take it:
-
-    itself where it has that, else a copy.
-    """
-    if x.stride(-1) == 1 or x.shape[-1] == 1:
-        return x
-    return x.clone(
-        memory_format=torch.contiguous_format
-    )  # contiguous() does not change the strides of an empty tensor
-
-
-def logit_rows(
-    logits: Tensor, shape: torch.Size, device: torch.device, inplace: bool, whole: bool = True
-) -> Tensor:
-    """Logits as [A, T, V] with unit stride in V, in the order of targets of `shape`; a view where
-    possible. One rank's part of a cut vocabulary (`whole` False) may have no column.
-    """
-    require_tensor("logits", logits, OF_PRODUCTS, "a float32, bfloat16 or float16 tensor")
-    if logits.shape[:-1] != shape:
-        raise ValueError(
-            f"logits has shape {list(logits.shape)}, but targets has {list(shape)}: logits must be"
-            " targets' shape plus the vocabulary, row i predicting targets[i] (for a model's"
-            " output usually logits[:, :-1] against ids[:, 1:])."
-        )
-    if logits.shape[-1] == 0 and whole:
-        raise ValueError(f"logits has shape {list(logits.shape)}: the vocabulary is empty.")
-    require_device("logits", logits, device, "targets")
-    if inplace and of_a_leaf(logits):
-        raise ValueError(
-            f"inplace=True, but logits of shape {list(logits.shape)} is a leaf that requires grad,"
-            " or a view of one: its values would be overwritten. Pass the output of a computation"
-            " (a model's logits), or inplace=False."
-        )
-    if inplace and (logits.stride(-1) != 1 or overlaps_itself(logits)):
-        raise ValueError(
-            f"inplace=True, but logits of shape {list(logits.shape)} has strides"
-            f" {list(logits.stride())}: it must have unit stride in the vocabulary and no rows that"
-            " share memory, as in an expanded dimension. Pass logits.contiguous() or"
-            " inplace=False."
-        )
-    logits = whole_rows(logits)
-    if logits.dim() <= 3:
-        return logits if logits.dim() == 3 else logits.reshape(1, shape.numel(), logits.shape[-1])
-    rows = logits.flatten(0, -3)
-    if inplace and rows.data_ptr() != logits.data_ptr():
-        raise ValueError(
-            f"inplace=True, but logits of shape {list(logits.shape)} has strides that no [.., T, V]"
-            " view has."
-        )
-    return rows
-
-
-# ---- memory that a call writes: logits in place, and `weight_grad`
+# ---- tensors that autograd and torch.func watch
 
 
 def plain(x: Tensor) -> Tensor:
-    """x without the wrappers of torch.func: for numbers that have no gradient."""
+    """Return x without the wrappers of torch.func, for numbers that have no gradient."""
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         x = torch._C._functorch.get_unwrapped(x)
     return x
 
 
 def versions_of(tensors: Iterable[Tensor | None]) -> list[int]:
-    """The version counters of the tensors; a tensor made in inference mode has none."""
+    """Return torch's version counters of the tensors, which count writes.
+
+    None and tensors made in inference mode, which have no counter, are left out.
+    """
     return [x._version for x in tensors if x is not None and not x.is_inference()]
-
-
-def refuse_overlap(
-    name: str, written: Tensor, remedy: str, read: dict[str, Any], row_by_row: dict[str, Any]
-) -> None:
-    """Raise ValueError where `written` shares memory with a tensor that the same call reads, before
-    or after it writes.
-
-    read        the other arguments by name: tensors, and specs, tuples and lists of tensors.
-    row_by_row  likewise, of which an element is read only for the element of `written` at the same
-                index, and before that is written: these may be all of the same memory, of the same
-                dtype, shape and strides. A shifted view may not.
-
-    What counts are the bytes of the elements, not the storage: other columns, rows or halves of one
-    block are other memory. That is exact, but for views of different row strides that lie between
-    each other in more than MOST_PLACES ways, which are refused.
-    """
-    ((_, written),) = _tensors(name, written)
-    for arguments, same_place in ((read, False), (row_by_row, True)):
-        for argument, given in arguments.items():
-            for other, x in _tensors(argument, given):
-                if overlap(written, x) and not (same_place and _same_place(written, x)):
-                    raise ValueError(f"{name} shares memory with {other}: {remedy}")
-
-
-def overlap(x: Tensor, y: Tensor) -> bool:
-    """Whether an element of x and one of y have a byte in common."""
-    first, of_other = x.data_ptr(), y.data_ptr()
-    if of_other >= first + _extent(x) or first >= of_other + _extent(y):
-        return False
-    if x.numel() == 0 or y.numel() == 0 or x.device != y.device or x.is_meta:
-        return False
-    # The addresses of the bytes of both are first + sum(step * i), 0 <= i <= last. Two are equal
-    # where the sum over the steps of both is `apart`, with the indices of y counted from the end.
-    steps: Counter[int] = Counter()
-    apart, tried = of_other + _extent(y) - 1 - first, 0
-    for tensor in (x, y):
-        size = tensor.element_size()
-        steps[1] += size - 1
-        for step, n in zip(tensor.stride(), tensor.shape, strict=True):
-            steps[size * step] += n - 1
-    del steps[0]
-
-    def is_reached(apart: int, steps: list[tuple[int, int]]) -> bool:
-        nonlocal tried
-        if not steps:
-            return apart == 0
-        (step, last), *rest = steps
-        reach = sum(step * last for step, last in rest)
-        ways = range(max(0, -((reach - apart) // step)), min(last, apart // step) + 1)
-        tried += len(ways)
-        return tried > MOST_PLACES or any(is_reached(apart - step * i, rest) for i in ways)
-
-    return is_reached(apart, sorted(steps.items(), reverse=True))
-
-
-def _extent(x: Tensor) -> int:
-    """Bytes from the first of x to behind the last."""
-    if x.is_contiguous():
-        return x.nbytes
-    return x.element_size() * (
-        1 + sum(step * (n - 1) for step, n in zip(x.stride(), x.shape, strict=True))
-    )
-
-
-def overlaps_itself(x: Tensor) -> bool:
-    """Whether elements of x may share memory:
-
-    some dimension steps by less than the smaller ones extend.
-    """
-    extent = 1
-    for step, size in sorted(
-        (step, size) for step, size in zip(x.stride(), x.shape, strict=True) if size > 1
-    ):
-        if step < extent:
-            return True
-        extent += step * (size - 1)
-    return False
-
-
-def _same_place(x: Tensor, y: Tensor) -> bool:
-    if (x.data_ptr(), x.dtype, x.shape) != (y.data_ptr(), y.dtype, y.shape):
-        return False
-    return all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), y.stride(), strict=True))
-
-
-def _tensors(name: str, x: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in what a caller gave, as they lie in memory, each with its name."""
-    if isinstance(x, Tensor):
-        x = plain(x)
-        if type(x) is Tensor or not hasattr(x, "__tensor_flatten__"):
-            yield name, x
-            return
-        for inner in x.__tensor_flatten__()[0]:  # of a DTensor the local tensor
-            yield from _tensors(name, getattr(x, inner))
-    elif isinstance(x, (tuple, list)):
-        for i, part in enumerate(x):
-            yield from _tensors(f"{name}[{i}]", part)
-    else:
-        for field in getattr(x, "__dataclass_fields__", ()):
-            part = getattr(x, field)
-            if part is not None:
-                yield from _tensors(f"{name}.{field}", part)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from .batch import TokenBatch
-from .checks import check_named, flat, require
+from .checks import check_row_numbers, flat, require
 from .core.backends import is_strict
 from .core.sources import Reference, RowSource
 from .divergences import reference_divergence_over_candidates
@@ -45,7 +45,7 @@ def check_composed_batch(batch: TokenBatch, options: Options, source: RowSource)
         if batch.missing is None and is_strict(options.strict):
             narrow_mask(batch.kept, batch.targets, batch.mask, "raise")
     if batch.rows is not None:
-        check_named(batch.rows, batch.mask, source.num_rows)
+        check_row_numbers(batch.rows, batch.mask, source.num_rows)
 
 
 def composed_loss_statistics(

@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import check_named
+from .checks import check_row_numbers
 from .core.autograd import apply_function
 from .core.sources import Reference, RowSource
 from .formulas.extra_id_terms import ExtraIdTerms
@@ -337,7 +337,7 @@ def token_logprobs_in_float64(
         row_ids = torch.arange(num_tokens, device=targets.device)
         row_mask = mask
     else:
-        check_named(rows, mask, num_rows)
+        check_row_numbers(rows, mask, num_rows)
         row_ids = torch.where(is_processed, rows, 0)
         row_mask = mark_rows(row_ids, is_processed, num_rows)
 

@@ -12,16 +12,13 @@ import torch
 from torch import Tensor
 
 from .checks import (
-    OF_PRODUCTS,
+    MATMUL_DTYPES,
+    is_leaf_or_view_of_leaf,
     leading_shape,
-    logit_rows,
-    overlaps_itself,
-    refuse_overlap,
     require,
     require_device,
     require_shape,
     require_tensor,
-    whole_rows,
 )
 from .core import backends
 from .core.autograd import SumGradientOverRanks, WeightGradMemory
@@ -32,6 +29,7 @@ from .core.sources import GivenLogits, ProjectedLogits, Reference, RowSource
 from .core.vocab_parallel import VocabShard, is_managed, on_shard, refuse_managed
 from .formulas.divergence import Exact
 from .options import Head, Options
+from .overlap import overlaps_itself, refuse_overlap
 from .transform import LogitTransform, as_transform
 
 REFERENCE_FORMS = "(hidden, weight), (hidden, weight, bias), (hidden, Head(...))"
@@ -121,7 +119,13 @@ class LogitsInput(NamedTuple):
         shard = options.shard
         if shard is not None:
             logits = shard.local("logits", logits, -1)
-        rows = logit_rows(logits, layout.shape, layout.device, inplace, shard is None)
+        rows = as_3d_logits(
+            logits,
+            layout.shape,
+            layout.device,
+            inplace=inplace,
+            may_be_empty=shard is not None,
+        )
         row_transform = layout.row_transform(transform)
         if torch.compiler.is_compiling():
             from .core.compiled import CompiledLogits
@@ -230,12 +234,12 @@ class LinearInput(NamedTuple):
             read |= {**(other_arguments or {}), **(reference_arguments or {})}
             memory = check_weight_grad(options.weight_grad, weight, read)
         dtype = matmul_dtype(hidden)
-        hidden = whole_rows(hidden.reshape(-1, hidden.shape[-1]))
+        hidden = with_unit_stride(hidden.reshape(-1, hidden.shape[-1]))
         if shard is not None and shard.reduce_hidden and hidden.requires_grad:
             hidden = SumGradientOverRanks.apply(hidden, shard)
         projection = Projection(
             hidden,
-            whole_rows(weight),
+            with_unit_stride(weight),
             None if bias is None else bias.contiguous(),
             layout.row_transform(transform),
             dtype,
@@ -298,6 +302,74 @@ def matmul_dtype(hidden: Tensor) -> torch.dtype:
 # ---- hidden states and head
 
 
+def with_unit_stride(x: Tensor) -> Tensor:
+    """Return x with unit stride in its last dimension, which kernels need. Copy only if needed."""
+    if x.stride(-1) == 1 or x.shape[-1] == 1:
+        return x
+    # contiguous() would not change the strides of an empty tensor.
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def as_3d_logits(
+    logits: Tensor,
+    shape: torch.Size,
+    device: torch.device,
+    *,
+    inplace: bool = False,
+    may_be_empty: bool = False,
+) -> Tensor:
+    """Return logits [*shape, V] as [A, T, V] with unit stride in V. A view if possible.
+
+    shape          the shape of targets, or the leading shape of shared rows
+    inplace        whether the gradient will be written over the logits, which must be writable then
+    may_be_empty   accept V = 0, which a rank's shard of the vocabulary may have
+
+    Raises ValueError on a dtype, shape or device that does not fit, and on logits that inplace=True
+    cannot write.
+    """
+    require_tensor("logits", logits, MATMUL_DTYPES, "a float32, bfloat16 or float16 tensor")
+    if logits.shape[:-1] != shape:
+        raise ValueError(
+            f"logits has shape {list(logits.shape)}, but targets has {list(shape)}: logits must be"
+            " targets' shape plus the vocabulary, row i predicting targets[i] (for a model's"
+            " output usually logits[:, :-1] against ids[:, 1:])."
+        )
+    if logits.shape[-1] == 0 and not may_be_empty:
+        raise ValueError(f"logits has shape {list(logits.shape)}: the vocabulary is empty.")
+    require_device("logits", logits, device, "targets")
+    if inplace:
+        _check_writable(logits)
+    logits = with_unit_stride(logits)
+    if logits.dim() == 3:
+        return logits
+    if logits.dim() < 3:
+        return logits.reshape(1, shape.numel(), logits.shape[-1])
+    rows = logits.flatten(0, -3)
+    if inplace and rows.data_ptr() != logits.data_ptr():  # flatten made a copy
+        raise ValueError(
+            f"inplace=True, but logits of shape {list(logits.shape)} has strides that no [.., T, V]"
+            " view has."
+        )
+    return rows
+
+
+def _check_writable(logits: Tensor) -> None:
+    """Raise ValueError if inplace=True cannot write the gradient over these logits."""
+    if is_leaf_or_view_of_leaf(logits):
+        raise ValueError(
+            f"inplace=True, but logits of shape {list(logits.shape)} is a leaf that requires grad,"
+            " or a view of one: its values would be overwritten. Pass the output of a computation"
+            " (a model's logits), or inplace=False."
+        )
+    if logits.stride(-1) != 1 or overlaps_itself(logits):
+        raise ValueError(
+            f"inplace=True, but logits of shape {list(logits.shape)} has strides"
+            f" {list(logits.stride())}: it must have unit stride in the vocabulary and no rows that"
+            " share memory, as in an expanded dimension. Pass logits.contiguous() or"
+            " inplace=False."
+        )
+
+
 def check_linear_tensors(
     inputs: LinearInput, layout: RowLayout, shard: VocabShard | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -356,7 +428,7 @@ def check_operand(name: str, x: Any, layout: RowLayout, shard: VocabShard | None
             tensor = "Head(lm_head.weight, lm_head.bias)" if has_bias else "lm_head.weight"
             remedy = f"its tensor, {tensor}"
         raise ValueError(f"{name} is the module {type(x).__name__}: pass {remedy}.")
-    if not isinstance(x, Tensor) or x.dtype not in OF_PRODUCTS:
+    if not isinstance(x, Tensor) or x.dtype not in MATMUL_DTYPES:
         actual = x.dtype if isinstance(x, Tensor) else type(x).__name__
         field = f", its {name}.last_hidden_state" if hasattr(x, "last_hidden_state") else ""
         raise ValueError(f"{name} is {actual}: pass a float32, bfloat16 or float16 tensor{field}.")

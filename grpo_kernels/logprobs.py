@@ -21,13 +21,13 @@ from .candidates import candidate_logprobs_with_extra_ids
 from .checks import (
     DTYPES,
     INTEGERS,
+    check_mask,
     check_missing,
-    check_named,
+    check_row_numbers,
     check_rows,
     check_targets,
     describe,
     flat,
-    mask_of_rows,
     require,
     require_tensor,
 )
@@ -266,7 +266,7 @@ def compute_logprobs(
     is_composed = kept is not None or at is not None or rows is not None
     refuse_inplace(inplace and is_composed, "kept=, at= or rows=")
     shape = targets.shape
-    mask = mask_of_rows(mask, shape, targets.device)
+    mask = check_mask(mask, shape, targets.device)
     if kept is not None:
         check_sets("kept", kept, targets)
         missing = missing or ("raise" if is_strict(options.strict) else "include")
@@ -286,7 +286,7 @@ def compute_logprobs(
     )
     check_targets(targets, mask, source.vocab_size, isinstance(inputs, LogitsInput))
     if rows is not None:
-        check_named(rows, mask, source.num_rows)
+        check_row_numbers(rows, mask, source.num_rows)
     for name, sets in (("kept", kept), ("at", at)):
         if sets is not None:
             check_sets(name, sets, targets, source.vocab_size)
@@ -530,7 +530,7 @@ def compute_divergence(
         "kept= or a teacher known at some ids",
     )
     shape = x.shape[:-1]
-    layout = RowLayout(shape, x.device, mask_of_rows(mask, shape, x.device))
+    layout = RowLayout(shape, x.device, check_mask(mask, shape, x.device))
     source = inputs.make_source(
         layout,
         transform,

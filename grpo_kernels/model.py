@@ -16,7 +16,7 @@ from .architectures import language_model
 from .batch import TokenBatch, shift_targets
 from .checks import (
     INTEGRAL,
-    OF_PRODUCTS,
+    MATMUL_DTYPES,
     describe,
     refuse_where,
     require_tensor,
@@ -648,7 +648,7 @@ def plain_head(model: Any, known: Callable[[Any], Any] = lambda head: None) -> A
     require_tensor(
         "the weight of the head",
         weight,
-        OF_PRODUCTS,
+        MATMUL_DTYPES,
         "a model whose head is float32, bfloat16 or float16",
     )
     return head

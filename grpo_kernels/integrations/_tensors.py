@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..batch import TokenBatch
-from ..checks import OF_PRODUCTS, of_a_leaf, require, require_one_of
+from ..checks import MATMUL_DTYPES, is_leaf_or_view_of_leaf, require, require_one_of
 from ..distributed import VocabShard
 from ..formulas.centering import ScoreCentering
 from ..formulas.divergence import Exact, divergence_at
@@ -43,7 +43,7 @@ BY_ITEMS = ("dapo", "cispo", "vespo")
 def require_supported(*tensors: Tensor | None) -> None:
     """Raise NotCovered for a tensor whose dtype the kernels lack, or a sharded DTensor."""
     for x in tensors:
-        if x is not None and x.dtype not in OF_PRODUCTS:
+        if x is not None and x.dtype not in MATMUL_DTYPES:
             raise NotCovered(f"dtype {x.dtype}")
         if not all(placement.is_replicate() for placement in getattr(x, "placements", ())):
             raise NotCovered("a sharded DTensor")
@@ -293,7 +293,7 @@ def _with_entropy_over_vocabulary(
 
 def can_be_overwritten(logits: Tensor) -> bool:
     """Return whether backward may write the gradient of logits into their memory."""
-    return logits.requires_grad and not of_a_leaf(logits) and logits.is_contiguous()
+    return logits.requires_grad and not is_leaf_or_view_of_leaf(logits) and logits.is_contiguous()
 
 
 @with_trainer_names(targets="labels")

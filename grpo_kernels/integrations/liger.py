@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from ..batch import TokenBatch
-from ..checks import of_a_leaf, refuse_unknown, require, values_are_checked
+from ..checks import is_leaf_or_view_of_leaf, refuse_unknown, require, values_are_checked
 from ..core.loss_formulas import sum_losses as total
 from ..distributed import global_normalizer
 from ..formulas.kl import Kl
@@ -501,7 +501,7 @@ def triton_grpo_loss(
     )  # fmt: skip
     transform = LogitTransform(temperature)
     normalizer = denominator(objective, loss_type, batch, num_items_in_batch) if reduce else 1.0
-    how = False if of_a_leaf(logits) else inplace
+    how = False if is_leaf_or_view_of_leaf(logits) else inplace
     if reduce and how is not True:
         out = grpo_loss(
             logits,

@@ -72,7 +72,7 @@ from ..checks import (
     LARGEST,
     SMALLEST,
     as_mask,
-    as_wide,
+    expand_to_tokens,
     refuse_unknown,
     require,
     require_number,
@@ -297,7 +297,7 @@ def without_truncated(
         "finished", finished, torch.Size([sequences]), "a tensor of one number a sequence"
     )
     return as_mask("mask", mask, mask.shape) & (
-        as_wide(finished[:, None], mask.shape, cu_seqlens) != 0
+        expand_to_tokens(finished[:, None], mask.shape, cu_seqlens) != 0
     )
 
 

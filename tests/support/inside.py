@@ -21,7 +21,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from grpo_kernels.checks import logit_rows, overlap, whole_rows
 from grpo_kernels.core import backends, linear, linear_memory, matmuls
 from grpo_kernels.core.backends import FusedLossValues, cpu_matmuls, eager
 from grpo_kernels.core.backends import native as native
@@ -30,6 +29,8 @@ from grpo_kernels.core.compiled import CompiledLogits, CompiledProjection
 from grpo_kernels.core.linear import Projection
 from grpo_kernels.core.linear_memory import ChunkPlan, LinearMemory
 from grpo_kernels.core.softmax import LogitRows, RowTransform, SoftmaxSums
+from grpo_kernels.inputs import as_3d_logits, with_unit_stride
+from grpo_kernels.overlap import overlap
 
 #: Sizes of chunks and blocks.
 blocks = linear_memory
@@ -164,14 +165,14 @@ def traced_stages(backend: str, dtype: torch.dtype) -> list[tuple[Callable[..., 
 
 def rows_of_logits(logits: torch.Tensor) -> torch.Tensor:
     """Logits [B, T, V] as the stages take them."""
-    return logit_rows(logits, logits.shape[:2], logits.device, False)
+    return as_3d_logits(logits, logits.shape[:2], logits.device)
 
 
 def rows_of_head(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 ) -> list[torch.Tensor]:
     """A head's tensors as the stages take them."""
-    return [whole_rows(hidden), whole_rows(weight), bias]
+    return [with_unit_stride(hidden), with_unit_stride(weight), bias]
 
 
 class Allocations(TorchDispatchMode):

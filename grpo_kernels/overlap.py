@@ -1,0 +1,161 @@
+"""Whether tensors share memory: checks before a call writes over memory of its caller.
+
+Two callers need them: inplace=True, which writes the gradient over the logits, and `weight_grad`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .checks import plain
+
+#: How many positions `overlap` tries before it treats two tensors as overlapping.
+MAX_POSITIONS = 4000
+
+
+def refuse_overlap(
+    name: str,
+    written: Tensor,
+    remedy: str,
+    read: dict[str, Any],
+    read_before_write: dict[str, Any],
+) -> None:
+    """Raise ValueError if `written` shares memory with a tensor that the same call reads.
+
+    name                the argument that is written, for messages
+    read                the other arguments by name: tensors, and dataclasses, tuples and lists of
+                        tensors
+    read_before_write   likewise, for arguments of which each element is read only before the
+                        element of `written` at the same index is written. These may be the same
+                        memory, with the same dtype, shape and strides. A shifted view may not.
+
+    Bytes of elements are compared, not storages: other columns, rows or halves of one allocation
+    are accepted. The answer is exact, except for interleaved views with different row strides that
+    take more than MAX_POSITIONS steps to compare. These are refused.
+    """
+    ((_, written),) = _memory_of(name, written)
+    for argument, value in read.items():
+        for part_name, part in _memory_of(argument, value):
+            if overlap(written, part):
+                raise ValueError(f"{name} shares memory with {part_name}: {remedy}")
+    for argument, value in read_before_write.items():
+        for part_name, part in _memory_of(argument, value):
+            if overlap(written, part) and not _same_elements(written, part):
+                raise ValueError(f"{name} shares memory with {part_name}: {remedy}")
+
+
+class Step(NamedTuple):
+    """Bytes that an index adds to an address: step * index, with 0 <= index <= last_index."""
+
+    step: int
+    last_index: int
+
+
+def overlap(x: Tensor, y: Tensor) -> bool:
+    """Return whether an element of x and an element of y have a byte in common.
+
+    A byte of x has the address start_x + sum of step * index over its steps: one for each dimension
+    and one for the bytes of an element. Count the indices of y from the end. Then a byte of x and
+    one of y have the same address if
+
+        sum of step * index over the steps of both = last byte of y - start_x
+    """
+    start_x = x.data_ptr()
+    start_y = y.data_ptr()
+    if start_y >= start_x + _num_bytes_spanned(x) or start_x >= start_y + _num_bytes_spanned(y):
+        return False
+    if x.numel() == 0 or y.numel() == 0 or x.device != y.device or x.is_meta:
+        return False
+    last_index_of_step: Counter[int] = Counter()
+    for tensor in (x, y):
+        element_size = tensor.element_size()
+        last_index_of_step[1] += element_size - 1
+        for stride, size in zip(tensor.stride(), tensor.shape, strict=True):
+            last_index_of_step[element_size * stride] += size - 1
+    del last_index_of_step[0]  # expanded dimensions
+    steps = [Step(step, last) for step, last in sorted(last_index_of_step.items(), reverse=True)]
+    distance = start_y + _num_bytes_spanned(y) - 1 - start_x
+    return _SumSearch(MAX_POSITIONS).can_reach(distance, steps)
+
+
+class _SumSearch:
+    """Search whether a distance is a sum of step * index, with the largest steps first."""
+
+    def __init__(self, max_positions: int) -> None:
+        self.positions_left = max_positions
+
+    def can_reach(self, distance: int, steps: list[Step]) -> bool:
+        """Return whether the distance can be reached. True if the search takes too long."""
+        if not steps:
+            return distance == 0
+        first, *others = steps
+        longest_of_others = sum(other.step * other.last_index for other in others)
+        # The rest of the distance must be within 0 and longest_of_others.
+        lowest_index = max(0, -((longest_of_others - distance) // first.step))
+        highest_index = min(first.last_index, distance // first.step)
+        indices = range(lowest_index, highest_index + 1)
+        self.positions_left -= len(indices)
+        if self.positions_left < 0:
+            return True
+        return any(self.can_reach(distance - first.step * index, others) for index in indices)
+
+
+def _num_bytes_spanned(x: Tensor) -> int:
+    """Return the number of bytes from the start of x to its end, gaps included."""
+    if x.is_contiguous():
+        return x.nbytes
+    last_element = sum(
+        stride * (size - 1) for stride, size in zip(x.stride(), x.shape, strict=True)
+    )
+    return x.element_size() * (1 + last_element)
+
+
+def overlaps_itself(x: Tensor) -> bool:
+    """Return whether elements of x may share memory.
+
+    They may if the stride of a dimension is less than what the dimensions of smaller strides span.
+    """
+    dimensions = [
+        (stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1
+    ]
+    extent = 1
+    for step, size in sorted(dimensions):
+        if step < extent:
+            return True
+        extent += step * (size - 1)
+    return False
+
+
+def _same_elements(x: Tensor, y: Tensor) -> bool:
+    """Return whether x and y have each element at the same index in the same memory."""
+    if (x.data_ptr(), x.dtype, x.shape) != (y.data_ptr(), y.dtype, y.shape):
+        return False
+    strides = zip(x.shape, x.stride(), y.stride(), strict=True)
+    return all(size == 1 or stride_x == stride_y for size, stride_x, stride_y in strides)
+
+
+def _memory_of(name: str, x: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors inside an argument, each with its name, for example "reference.weight".
+
+    Tensor subclasses such as DTensor are replaced by the local tensors that they wrap.
+    """
+    if isinstance(x, Tensor):
+        x = plain(x)
+        if type(x) is Tensor or not hasattr(x, "__tensor_flatten__"):
+            yield name, x
+            return
+        attributes, _ = x.__tensor_flatten__()
+        for attribute in attributes:
+            yield from _memory_of(name, getattr(x, attribute))
+    elif isinstance(x, (tuple, list)):
+        for i, part in enumerate(x):
+            yield from _memory_of(f"{name}[{i}]", part)
+    else:
+        for field in getattr(x, "__dataclass_fields__", ()):
+            part = getattr(x, field)
+            if part is not None:
+                yield from _memory_of(f"{name}.{field}", part)
