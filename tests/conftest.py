@@ -75,7 +75,7 @@ def backend(request):
     if request.param == "cpu":
         from grpo_kernels.core.backends import cpu
 
-        reason = cpu.available()
+        reason = cpu.unavailable_reason()
         if reason is not None:
             pytest.skip(reason)
     return request.param

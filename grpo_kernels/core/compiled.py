@@ -1,15 +1,15 @@
-"""Softmax sums and their gradients as operators of torch.library, which is how torch.compile sees
-them.
+"""Softmax sums and their gradients as operators of torch.library, for torch.compile.
 
     torch.ops.grpo_kernels.softmax_sums, softmax_gradient       from logits
     torch.ops.grpo_kernels.linear_sums, linear_gradients        from hidden states and a head
 
-The namespace is the name that the package is imported by: copies under two names have operators of
-their own.
+The namespace is the name that the package is imported by, so that two copies of the package under
+different names do not register the same operator.
 
-Operators take tensors, numbers and names. Each has a schema and a fake implementation, so that a
-graph goes through without a break and with symbolic row counts. They have no gradient:
-`autograd.RowStatistics` gives it.
+An operator takes tensors, numbers and strings. It has a schema and a fake implementation, which
+returns empty results, so torch.compile traces it without a graph break and with symbolic row
+counts. Operators have no gradient formula: `autograd.RowStatistics` calls the second operator in
+its backward.
 """
 
 from __future__ import annotations
@@ -37,13 +37,17 @@ from .sources import (
 
 NAMESPACE = __name__.partition(".")[0]
 
-#: The rows: tensors of the source, the dtype of matmuls (None: the tensors are logits), ...
+# The arguments of the operators, in three groups, see `make_pass` and `compute_gradients`.
+
+#: The rows of logits, and the names of the softmax sums.
 ROWS_SCHEMA = "Tensor?[] tensors, ScalarType? dtype, Tensor targets, Tensor? mask, str[] names"
-#: ... and how they are processed.
+#: The transform of the logits (inv_temperatures [num_rows] replaces inv_temperature), and the
+#: backend.
 SETTINGS_SCHEMA = (
     "float scale, float softcap, float inv_temperature, Tensor? inv_temperatures, str backend, bool"
     " strict"
 )
+#: The further arguments of the operators for gradients.
 GRADIENT_SCHEMA = "bool[] wanted, Tensor sums, Tensor coefficients, str[] coefficient_names"
 
 
@@ -55,11 +59,13 @@ def make_pass(
     names: Sequence[str],
     settings: tuple[Any, ...],
 ) -> LogitsPass | LinearPass:
-    """Return the pass over rows that an operator runs, from the arguments of its schema.
+    """Return the object that computes an operator's results, from the arguments of the operator.
 
-    tensors    (logits,), or (hidden, weight, bias) if `dtype` is not None
-    dtype      the dtype of matmuls; None: the tensors are logits
-    names      the softmax sums
+    tensors    (logits,) if dtype is None, else (hidden, weight, bias)
+    dtype      dtype of the matmuls that compute logits, or None
+    targets    int64 [num_rows]
+    mask       bool [num_rows]: rows to process, or None for all rows
+    names      names of the softmax sums to compute, some of `softmax.SUMS`
     settings   the arguments of SETTINGS_SCHEMA, in their order
     """
     scale, softcap, inv_temperature, inv_temperatures, backend, strict = settings
@@ -97,9 +103,10 @@ def compute_sums(
     names: list[str],
     *settings: Any,
 ) -> list[Tensor]:
-    """Compute softmax sums of rows: the operators softmax_sums and linear_sums.
+    """Implement the operators softmax_sums and linear_sums: compute softmax sums of each row.
 
     `make_pass` describes the arguments. Returns a list of one tensor, fp32 [num_sums, num_rows].
+    Raises ValueError if a target is outside of the vocabulary.
     """
     vocabulary = tensors[0].shape[-1] if dtype is None else len(tensors[1])  # type: ignore[union-attr, arg-type]
     check_targets(targets, mask, vocabulary)
@@ -109,7 +116,7 @@ def compute_sums(
 def fake_sums(
     tensors: Any, dtype: Any, targets: Tensor, mask: Any, names: list[str], *settings: Any
 ) -> list[Tensor]:
-    """Return empty results of the shapes and dtypes of `compute_sums`."""
+    """Return an uninitialized result of the shape and dtype of `compute_sums`, for tracing."""
     shape = (len(names), *targets.shape)
     return [torch.empty(shape, dtype=torch.float32, device=targets.device)]
 
@@ -126,15 +133,17 @@ def compute_gradients(
     coefficient_names: list[str],
     *settings: Any,
 ) -> list[Tensor]:
-    """Compute gradients of `tensors`: the operators softmax_gradient and linear_gradients.
+    """Implement the operators softmax_gradient and linear_gradients: compute d loss / d tensor.
 
     `make_pass` describes the other arguments.
 
-    wanted                            which of the tensors need a gradient
-    sums                              what `compute_sums` returned, fp32 [num_sums, num_rows]
-    coefficients, coefficient_names   see `GradientCoefficients`
+    wanted              for each of `tensors`, whether it needs a gradient
+    sums                fp32 [num_sums, num_rows]: the softmax sums, from `compute_sums`
+    coefficients        fp32 [num_coefficients, num_rows]: factors of the gradient of the loss with
+                        respect to logits, see `GradientCoefficients`
+    coefficient_names   names of the coefficients
 
-    Returns the gradients of the tensors that need one, in their order.
+    Returns the gradients of the tensors that need one, in the order of `tensors`.
     """
     row_pass = make_pass(tensors, dtype, targets, mask, names, settings)
     named_coefficients = GradientCoefficients(coefficients, tuple(coefficient_names))
@@ -151,7 +160,7 @@ def fake_gradients(
     wanted: list[bool],
     *others: Any,
 ) -> list[Tensor]:
-    """Return empty results of the shapes and dtypes of `compute_gradients`."""
+    """Return uninitialized results of the shapes and dtypes of `compute_gradients`, for tracing."""
     return [x.new_empty(x.shape) for x, needed in zip(tensors, wanted, strict=True) if needed]
 
 
@@ -160,18 +169,20 @@ def register(
     schema: str,
     function: Callable[..., list[Tensor]],
     fake: Callable[..., list[Tensor]],
-    waits: bool,
+    *,
+    synchronizes: bool,
 ) -> Any:
-    """Register an operator of torch.library and return it. Its results are contiguous.
+    """Register an operator of torch.library that returns a list of tensors, and return it.
 
-    name       of the operator, in NAMESPACE
-    schema     its arguments; it returns a list of tensors
-    function   computes the results
-    fake       returns empty results of the right shapes and dtypes, for tracing
-    waits      whether the host waits for row counts, which a CUDA graph cannot capture
+    name           name of the operator in NAMESPACE
+    schema         its arguments
+    function       computes the results, which must be contiguous
+    fake           returns uninitialized results of the same shapes and dtypes, for tracing
+    synchronizes   whether the host waits for the GPU (to learn the number of unmasked rows), which
+                   a CUDA graph cannot capture
     """
-    tag = getattr(torch.Tag, "cudagraph_unsafe", None)
-    tags: Any = (tag,) if waits and tag is not None else ()
+    tag = getattr(torch.Tag, "cudagraph_unsafe", None)  # older versions of torch have no such tag
+    tags: Any = (tag,) if synchronizes and tag is not None else ()
     operator = torch.library.custom_op(
         f"{NAMESPACE}::{name}",
         function,
@@ -185,26 +196,29 @@ def register(
 
 SUMS_SCHEMA = f"{ROWS_SCHEMA}, {SETTINGS_SCHEMA}"
 GRADIENTS_SCHEMA = f"{ROWS_SCHEMA}, {GRADIENT_SCHEMA}, {SETTINGS_SCHEMA}"
-LOGITS_SUMS = register("softmax_sums", SUMS_SCHEMA, compute_sums, fake_sums, waits=False)
-LINEAR_SUMS = register("linear_sums", SUMS_SCHEMA, compute_sums, fake_sums, waits=True)
+LOGITS_SUMS = register("softmax_sums", SUMS_SCHEMA, compute_sums, fake_sums, synchronizes=False)
+LINEAR_SUMS = register("linear_sums", SUMS_SCHEMA, compute_sums, fake_sums, synchronizes=True)
 LOGITS_GRADIENTS = register(
-    "softmax_gradient", GRADIENTS_SCHEMA, compute_gradients, fake_gradients, waits=False
+    "softmax_gradient", GRADIENTS_SCHEMA, compute_gradients, fake_gradients, synchronizes=False
 )
 LINEAR_GRADIENTS = register(
-    "linear_gradients", GRADIENTS_SCHEMA, compute_gradients, fake_gradients, waits=True
+    "linear_gradients", GRADIENTS_SCHEMA, compute_gradients, fake_gradients, synchronizes=True
 )
 
 
-# ---- sources that put these operators into a graph
+# ---- row sources that call these operators
 
 
 @dataclass(frozen=True, eq=False)
 class CompiledPass(StatisticsPass):
-    """A pass in a graph. The backend is picked when the graph runs.
+    """Softmax sums of rows and their gradients, computed by the operators of this file.
 
-    dtype     the dtype of matmuls, None from logits
-    names     the softmax sums
-    backend   its name, see `Options`
+    dtype             dtype of the matmuls that compute logits; None: logits are given
+    transform         scale, softcap and temperature of the logits
+    targets           int64 [num_rows]
+    mask              bool [num_rows]: rows to process, or None for all rows
+    names             names of the softmax sums to compute
+    backend, strict   see `Options`. The backend is picked when the compiled graph runs.
     """
 
     dtype: torch.dtype | None
@@ -216,13 +230,16 @@ class CompiledPass(StatisticsPass):
     strict: bool
 
     def compute(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        """Return (softmax sums [num_sums, num_rows],), by an operator of the graph."""
+        """Return a tuple of one tensor, the softmax sums fp32 [num_sums, num_rows].
+
+        tensors   (logits,) or (hidden, weight, bias)
+        """
         operator = LOGITS_SUMS if self.dtype is None else LINEAR_SUMS
         (values,) = operator(*self.row_arguments(tensors), *self.settings)
         return (values,)
 
     def as_sums(self, values: Tensor) -> SoftmaxSums:
-        """Return the values of the softmax sums with their names."""
+        """Return the result of `compute`, fp32 [num_sums, num_rows], as `SoftmaxSums`."""
         return SoftmaxSums(values, self.names)
 
     def gradients(
@@ -232,10 +249,12 @@ class CompiledPass(StatisticsPass):
         grads: dict[str, Tensor],
         wanted: Sequence[bool],
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the tensors from d loss / d statistic, fp32 [num_rows] by name.
+        """Return the gradient of each tensor, None for tensors that need none.
 
-        computed   the softmax sums, as `compute` returned them
-        wanted     which tensors need a gradient; the others get None
+        tensors    (logits,) or (hidden, weight, bias)
+        computed   the result of `compute`
+        grads      d loss / d statistic by name, fp32 [num_rows] each
+        wanted     for each tensor, whether it needs a gradient
         """
         (values,) = computed
         coefficients = GradientCoefficients.from_gradients(self.as_sums(values), grads, self.mask)
@@ -253,27 +272,28 @@ class CompiledPass(StatisticsPass):
         return tuple(next(results) if needed else None for needed in wanted)
 
     def tensors_read_again(self) -> list[Tensor | None]:
-        """Return nothing: a graph knows what is written in it."""
+        """Return []: torch.compile itself orders the writes and reads of its tensors."""
         return []
 
     def row_arguments(self, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-        """Return the arguments of ROWS_SCHEMA."""
+        """Return the arguments of ROWS_SCHEMA, in their order."""
         return list(tensors), self.dtype, self.targets, self.mask, list(self.names)
 
     @property
     def settings(self) -> tuple[Any, ...]:
-        """The arguments of SETTINGS_SCHEMA."""
+        """The arguments of SETTINGS_SCHEMA, in their order."""
         transform = self.transform
         inverse = transform.inverse_temperature
+        # (inv_temperature, inv_temperatures): one number for all rows, or a vector.
         temperature = (1.0, inverse) if isinstance(inverse, Tensor) else (inverse, None)
         return transform.scale, transform.softcap, *temperature, self.backend, self.strict
 
 
 @dataclass(frozen=True, eq=False)
 class CompiledLogits(GivenLogits):
-    """Given logits in a graph.
+    """Given logits under torch.compile, whose statistics are computed by operators.
 
-    backend, strict   as in `Options`; `kernels` is not used
+    backend, strict   see `Options`. They replace the field `kernels`, which is not used.
     """
 
     backend: str = "auto"
@@ -308,9 +328,9 @@ class CompiledLogits(GivenLogits):
 
 @dataclass(frozen=True, eq=False)
 class CompiledProjection(ProjectedLogits):
-    """Logits from hidden states in a graph.
+    """Logits of hidden states under torch.compile, whose statistics are computed by operators.
 
-    backend, strict   as in `Options`; `kernels` is not used
+    backend, strict   see `Options`. They replace the field `kernels`, which is not used.
     """
 
     backend: str = "auto"

@@ -4,12 +4,16 @@
     grad_hidden  = grad_logits @ weight        fp32 [rows, H]
     grad_weight += grad_logits.T @ hidden      [V, H], summed in fp32 over all blocks
 
-`make_matmuls` chooses among
+H is the hidden size, V the vocabulary size, and the rows are tokens. `make_matmuls` chooses among
 
     HeadMatmuls         fp32 arithmetic on any device; 16-bit operands are converted, which is exact
     CpuMatmuls          our C++ kernels: bf16 or fp32 operands, fp32 results
     TensorCoreMatmuls   GPUs with bf16 operands and fp32 accumulators
-    HalfMatmuls         GPUs with fp16 operands, whose rows are scaled into the range of fp16
+    HalfMatmuls         GPUs with fp16 operands; rows of gradients are scaled into the fp16 range
+
+The loop of linear.py computes logits in *chunks* of rows. A *block* is one or several chunks. The
+gradients of the logits of a block are in memory together, as a `GradBuffer`, for the other two
+matmuls.
 """
 
 from __future__ import annotations
@@ -27,7 +31,8 @@ from .backends import cpu_matmuls
 #: others.
 ROW_ALIGNMENT = 128
 
-#: A matmul that cannot take the whole weight takes this many bytes of it at a time, in fp32.
+#: A matmul that needs temporary memory for the weight processes slices of its rows. The fp32 copy
+#: of a slice has this many bytes.
 WEIGHT_SLICE_BYTES = 64 << 20
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
@@ -35,7 +40,8 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 #: The largest element of each row of an fp16 gradient is scaled below 2^FP16_EXPONENT.
 FP16_EXPONENT = 15
 
-#: Rows whose largest element is below 2^MIN_EXPONENT are scaled as if it had that size.
+#: The scale of a row whose largest element is below 2^MIN_EXPONENT is that of 2^MIN_EXPONENT, so
+#: that scales are finite.
 MIN_EXPONENT = -100
 
 #: The exponent bias and the number of mantissa bits of fp32.
@@ -44,13 +50,13 @@ FP32_MANTISSA_BITS = 23
 
 
 def make_matmuls(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> HeadMatmuls:
-    """Return the matmuls of a head for its device.
+    """Return the matmuls of an output head (weight and bias) for its device.
 
     weight   [V, H], without gradient
     bias     [V] or None
-    dtype    the dtype that operands may have
+    dtype    the dtype to which operands may be rounded: fp32, bf16 or fp16
     """
-    if len(weight) == 0:  # a rank without a part of the vocabulary
+    if len(weight) == 0:  # with a vocabulary shard for each rank, a rank may have no ids
         return HeadMatmuls(weight, bias)
     if dtype in HALF_DTYPES and has_fp32_accumulators(weight.device):
         if dtype == torch.bfloat16:
@@ -64,22 +70,31 @@ def make_matmuls(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Hea
 
 
 def has_grad_buffer(dtype: torch.dtype, device: torch.device, sums_bias: bool) -> bool:
-    """Return whether gradients of logits are 16-bit rows in a buffer that holds several chunks.
+    """Return whether the gradients of the logits of a block are stored in 16 bits.
 
-    sums_bias   whether the gradient of a bias is summed over the rows. On a CPU this takes the
-                gradients of logits in fp32.
+    If so, they are in a separate buffer, and a block has several chunks. If not, they overwrite the
+    fp32 logits of a chunk, and a block is a chunk.
+
+    dtype       dtype of the operands of the matmuls
+    sums_bias   whether the gradient of a bias is needed. On a CPU it is the sum over rows of fp32
+                gradients, so they are not stored in bf16.
     """
     if dtype not in HALF_DTYPES:
         return False
     if has_fp32_accumulators(device):
         return True
-    has_cpu_matmuls = device.type == "cpu" and cpu_matmuls.available() is None
+    has_cpu_matmuls = device.type == "cpu" and cpu_matmuls.unavailable_reason() is None
     return has_cpu_matmuls and dtype == torch.bfloat16 and not sums_bias
 
 
 def cpu_operand_dtype(weight: Tensor, dtype: torch.dtype) -> torch.dtype | None:
-    """Return the dtype of the operands of our C++ matmuls, None if they cannot run here."""
-    if weight.device.type != "cpu" or cpu_matmuls.available() is not None:
+    """Return the dtype of the operands of our C++ matmuls, or None if torch.mm has to be used.
+
+    They take bf16 operands if `dtype` is bf16, or fp32 operands if the weight is fp32.
+
+    dtype   the dtype to which operands may be rounded
+    """
+    if weight.device.type != "cpu" or cpu_matmuls.unavailable_reason() is not None:
         return None
     if dtype == torch.bfloat16:
         return dtype
@@ -87,9 +102,9 @@ def cpu_operand_dtype(weight: Tensor, dtype: torch.dtype) -> torch.dtype | None:
 
 
 def grad_hidden_partial_sums(weight: Tensor, vocab_size: int, dtype: torch.dtype) -> int:
-    """Return how many fp32 partial sums the matmul for grad_hidden makes, each of its size.
+    """Return how many fp32 temporaries of the size of grad_hidden its matmul allocates.
 
-    vocab_size   V of all ranks of a shard
+    vocab_size   the number of ids on all ranks, if the weight is a vocabulary shard
     """
     cpu_dtype = cpu_operand_dtype(weight, dtype)
     if cpu_dtype is None:
@@ -99,9 +114,9 @@ def grad_hidden_partial_sums(weight: Tensor, vocab_size: int, dtype: torch.dtype
 
 @functools.cache
 def has_fp32_accumulators(device: torch.device) -> bool:
-    """Return whether torch.mm gives fp32 results of 16-bit operands on this device.
+    """Return whether torch.mm supports 16-bit operands with an fp32 result on this device.
 
-    Runs a small matmul.
+    This runs a small matmul.
     """
     if device.type in ("cpu", "meta"):
         return False
@@ -116,9 +131,9 @@ def has_fp32_accumulators(device: torch.device) -> bool:
 
 @functools.cache
 def can_add_to_fp32(device: torch.device) -> bool:
-    """Return whether torch.addmm adds a product of 16-bit operands to an fp32 sum.
+    """Return whether torch.addmm can add a product of 16-bit operands to an fp32 tensor.
 
-    torch 2.9 refuses a sum whose dtype is not that of the operands.
+    torch 2.9 raises RuntimeError if the dtypes differ. This runs a small matmul.
     """
     operand = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
     total = torch.zeros(16, 16, dtype=torch.float32, device=device)
@@ -130,23 +145,30 @@ def can_add_to_fp32(device: torch.device) -> bool:
 
 
 class HeadMatmuls:
-    """The matmuls in fp32, on any device.
+    """The three matmuls of an output head in fp32 arithmetic, on any device.
 
-    On a GPU they use TF32 only if torch.backends.cuda.matmul allows it for the whole process.
+    Subclasses use other arithmetic. On a GPU TF32 is used only if torch.backends.cuda.matmul allows
+    TF32 for the whole process.
 
-    weight   [V, H]
+    weight   [V, H]; a 16-bit weight is converted to fp32, slice by slice
     bias     [V] or None
     """
 
-    #: The dtype of the hidden states that the matmuls take.
+    #: The dtype of the hidden states that the methods take.
     dtype = torch.float32
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Keep the weight and bias, which are not copied."""
         self.weight = weight
         self.bias = bias
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return hidden @ weight.T + bias, fp32 [rows, V]. The next call may reuse its memory."""
+        """Return hidden @ weight.T + bias, fp32 [num_rows, V].
+
+        A subclass may return the same memory in each call, so use the result before the next call.
+
+        hidden   [num_rows, H] in self.dtype
+        """
         if self.weight.dtype == torch.float32:
             out = matmul_transposed(hidden, self.weight)
         else:
@@ -159,12 +181,15 @@ class HeadMatmuls:
     def make_grad_buffer(self, num_rows: int, sums_bias: bool) -> GradBuffer:
         """Return memory for d loss / d logits of a block of at most `num_rows` rows.
 
-        sums_bias   whether the gradient of a bias is summed over the rows, see `has_grad_buffer`
+        sums_bias   whether the gradient of a bias is needed, see `has_grad_buffer`
         """
         return GradBuffer()
 
     def grad_hidden(self, grad_logits: Tensor) -> Tensor:
-        """Return grad_logits @ weight, fp32 [rows, H]."""
+        """Return grad_logits @ weight, fp32 [num_rows, H].
+
+        grad_logits   [num_rows, V], from `GradBuffer.all_rows`
+        """
         if self.weight.dtype == torch.float32:
             return matmul_transposed(grad_logits, self.weight.t())
         shape = (len(grad_logits), self.weight.shape[1])
@@ -176,12 +201,15 @@ class HeadMatmuls:
     def add_grad_weight(
         self, total: Tensor | None, grad_logits: Tensor, hidden: Tensor, may_round: bool
     ) -> Tensor:
-        """Return total + grad_logits.T @ hidden, [V, H]: the gradient of the weight up to a block.
+        """Return total + grad_logits.T @ hidden, [V, H]: the gradient of the weight so far.
 
-        total         the fp32 sum over earlier blocks, which may be overwritten; None is 0
+        The sum is in fp32. It is returned in `total` if that has the dtype of the result.
+
+        total         the result of earlier blocks, fp32; None for the first block
         grad_logits   [num_rows, V] of this block
         hidden        [num_rows, H] of this block
-        may_round     whether the result may have the dtype of the weight
+        may_round     True for the last block: the result may be rounded to the weight's dtype.
+                      Else it is fp32.
         """
         if total is not None:
             return total.addmm_(grad_logits.t(), hidden)
@@ -189,7 +217,7 @@ class HeadMatmuls:
         return torch.mm(grad_logits.t(), hidden, out=out)
 
     def weight_slices(self) -> Iterator[slice]:
-        """Yield consecutive slices of the ids, WEIGHT_SLICE_BYTES of fp32 weight each."""
+        """Yield consecutive slices of the ids, whose fp32 weights take WEIGHT_SLICE_BYTES."""
         vocab_size, width = self.weight.shape
         ids_per_slice = max(1, WEIGHT_SLICE_BYTES // (4 * width))
         for start in range(0, vocab_size, ids_per_slice):
@@ -197,15 +225,16 @@ class HeadMatmuls:
 
 
 class CpuMatmuls(HeadMatmuls):
-    """Our C++ kernels for CPUs with AVX512_BF16 or AMX.
+    """The matmuls by our C++ kernels, for CPUs with AVX512_BF16 or AMX.
 
-    torch.mm rounds results of bf16 operands to bf16, and is slow at the transposed product for the
-    gradient of the weight. With bf16 operands the gradient of logits is bf16 as well.
+    torch.mm would round the results of bf16 operands to bf16, and is slow for grad_weight, whose
+    left operand is transposed. With bf16 operands the gradients of logits are bf16 as well.
 
     dtype   bf16 or fp32, the dtype of the operands
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+        """Convert the weight to `dtype`. See `make_matmuls` for weight and bias."""
         super().__init__(weight.to(dtype), None if bias is None else bias.float())
         self.dtype = dtype
         self.grad_weight_dtype = torch.float32
@@ -214,7 +243,10 @@ class CpuMatmuls(HeadMatmuls):
         self.logits_memory = torch.empty(0, len(weight), dtype=torch.float32)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return fp32 logits, in memory that the next call overwrites."""
+        """Return hidden @ weight.T + bias, fp32 [num_rows, V].
+
+        The next call overwrites the result.
+        """
         if len(self.logits_memory) < len(hidden):
             shape = (len(hidden), len(self.weight))
             self.logits_memory = memory.empty(shape, torch.float32, hidden.device)
@@ -223,16 +255,19 @@ class CpuMatmuls(HeadMatmuls):
         return out
 
     def make_grad_buffer(self, num_rows: int, sums_bias: bool) -> GradBuffer:
-        """Return a bf16 buffer [num_rows, V], or one that overwrites fp32 logits."""
+        """Return a bf16 buffer [num_rows, V], or a buffer that overwrites fp32 logits.
+
+        `has_grad_buffer` is the condition for bf16.
+        """
         if not has_grad_buffer(self.dtype, self.weight.device, sums_bias):
             return GradBuffer()
         rows = memory.empty((num_rows, len(self.weight)), self.dtype, self.weight.device)
         return SeparateGradBuffer(rows)
 
     def grad_hidden(self, grad_logits: Tensor) -> Tensor:
-        """Return grad_logits @ weight, fp32 [rows, H]."""
+        """Return grad_logits @ weight, fp32 [num_rows, H]. Frees the memory of the logits."""
         if grad_logits.dtype == torch.bfloat16:
-            # The gradients of the block have their own memory, so the logits can be freed.
+            # The gradients have a separate buffer (else they are in the memory of the logits).
             self.logits_memory = self.logits_memory[:0].clone()
         out = torch.empty(len(grad_logits), self.weight.shape[1], dtype=torch.float32)
         cpu_matmuls.grad_hidden(grad_logits, self.weight, out)
@@ -241,9 +276,10 @@ class CpuMatmuls(HeadMatmuls):
     def add_grad_weight(
         self, total: Tensor | None, grad_logits: Tensor, hidden: Tensor, may_round: bool
     ) -> Tensor:
-        """Return total + grad_logits.T @ hidden, [V, H]; fp32, or the weight's dtype if may_round.
+        """Return total + grad_logits.T @ hidden, [V, H].
 
-        The sum is in fp32 and is rounded once.
+        The sum is in fp32. With `may_round` it is rounded once, to the weight's dtype. It is
+        returned in `total` if that has the dtype of the result.
         """
         dtype = self.grad_weight_dtype if may_round else torch.float32
         out = total
@@ -254,13 +290,13 @@ class CpuMatmuls(HeadMatmuls):
 
 
 class TensorCoreMatmuls(HeadMatmuls):
-    """GPUs with bf16: fp32 results from the accumulators of the tensor cores.
+    """The matmuls of bf16 operands on a GPU, with the fp32 results that tensor cores accumulate.
 
     grad_hidden is fp32 because its sum runs over the whole vocabulary, and a library may round
     partial sums of a bf16 result.
 
     weight              bf16 [V, H]
-    grad_weight_dtype   the dtype of the weight as the caller has it
+    grad_weight_dtype   the dtype of the weight before its conversion to bf16
     """
 
     dtype = torch.bfloat16
@@ -268,22 +304,23 @@ class TensorCoreMatmuls(HeadMatmuls):
     def __init__(
         self, weight: Tensor, bias: Tensor | None, grad_weight_dtype: torch.dtype = torch.bfloat16
     ) -> None:
+        """Keep a bf16 weight, and the dtype that its gradient may be rounded to."""
         super().__init__(weight, bias)
         self.grad_weight_dtype = grad_weight_dtype
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return fp32 logits, never rounded to bf16."""
+        """Return hidden @ weight.T + bias, fp32 [num_rows, V], never rounded to bf16."""
         out = empty_aligned_rows(len(hidden), len(self.weight), torch.float32, hidden.device)
         torch.mm(hidden, self.weight.t(), out_dtype=torch.float32, out=out)
         return out if self.bias is None else out.add_(self.bias)
 
     def make_grad_buffer(self, num_rows: int, sums_bias: bool) -> GradBuffer:
-        """Return a 16-bit buffer [num_rows, V]."""
+        """Return a bf16 buffer [num_rows, V] for several chunks."""
         rows = empty_aligned_rows(num_rows, len(self.weight), self.dtype, self.weight.device)
         return SeparateGradBuffer(rows)
 
     def grad_hidden(self, grad_logits: Tensor) -> Tensor:
-        """Return grad_logits @ weight, fp32 [rows, H]."""
+        """Return grad_logits @ weight, fp32 [num_rows, H]."""
         return torch.mm(grad_logits, self.weight, out_dtype=torch.float32)
 
     def add_grad_weight(
@@ -291,8 +328,9 @@ class TensorCoreMatmuls(HeadMatmuls):
     ) -> Tensor:
         """Return total + grad_logits.T @ hidden, [V, H].
 
-        The result is fp32. The matmul itself rounds it to bf16 if `total` is None, `may_round` is
-        True and the caller's weight is bf16.
+        The result is fp32, in the memory of `total` if that is given. Only if this block is the
+        first and the last (total=None, may_round=True) the result is bf16, if the caller's weight
+        is: then no fp32 sum is needed, because the matmul rounds its own result.
         """
         if total is None:
             rounds = may_round and self.grad_weight_dtype == self.dtype
@@ -306,30 +344,30 @@ class TensorCoreMatmuls(HeadMatmuls):
 
 
 class HalfMatmuls(TensorCoreMatmuls):
-    """GPUs with fp16: rows of gradients are scaled by powers of two into the range of fp16.
+    """The matmuls of fp16 operands on a GPU, with rows of gradients scaled by powers of two.
 
-    Gradients may leave that range: they come before the loss scale and after any ratio. The row
-    kernel writes them in fp32, and each row is scaled so that its largest element is in range. The
-    fp32 results of the matmuls are scaled back, which is exact. What remains is the rounding of
-    fp16, eight times finer than that of bf16.
+    Gradients of logits may be too large or too small for fp16. So the row kernel writes them in
+    fp32, and `ScaledGradBuffer` stores row i times 2^(FP16_EXPONENT - exponents[i]), whose largest
+    element is below 2^FP16_EXPONENT. The fp32 results of the matmuls are scaled back, which is
+    exact.
 
-    grad_weight sums over rows, so there the hidden states carry the differences in scale: rows with
-    the largest gradient are taken unchanged, the others times a power of two below 1.
+    exponents   int32 [num_rows] of the buffer that `make_grad_buffer` returned last
     """
 
     dtype = torch.float16
 
     def make_grad_buffer(self, num_rows: int, sums_bias: bool) -> GradBuffer:
-        """Return an fp16 buffer [num_rows, V] whose rows are scaled by powers of two."""
+        """Return an fp16 buffer [num_rows, V] that scales its rows, and keep their exponents."""
         rows = empty_aligned_rows(num_rows, len(self.weight), self.dtype, self.weight.device)
         buffer = ScaledGradBuffer(rows)
         self.exponents = buffer.exponents
         return buffer
 
     def grad_hidden(self, grad_logits: Tensor) -> Tensor:
-        """Return (true grad_logits) @ weight, fp32 [rows, H].
+        """Return (unscaled grad_logits) @ weight, fp32 [num_rows, H].
 
-        Row i of `grad_logits` in the buffer is the true one times 2^(FP16_EXPONENT - exponents[i]).
+        Row i of `grad_logits` is the unscaled row times 2^(FP16_EXPONENT - exponents[i]), and so is
+        row i of the product. It is multiplied by the inverse.
         """
         scale = power_of_two(self.exponents - FP16_EXPONENT)
         return super().grad_hidden(grad_logits).mul_(scale[:, None])
@@ -337,11 +375,12 @@ class HalfMatmuls(TensorCoreMatmuls):
     def add_grad_weight(
         self, total: Tensor | None, grad_logits: Tensor, hidden: Tensor, may_round: bool
     ) -> Tensor:
-        """Return total + (true grad_logits).T @ hidden, fp32 [V, H].
+        """Return total + (unscaled grad_logits).T @ hidden, fp32 [V, H].
 
-        Row i of `grad_logits` is the true one times 2^(FP16_EXPONENT - exponents[i]). The sum runs
-        over rows, so row i of `hidden` is multiplied by 2^(exponents[i] - largest), and the sum by
-        2^(largest - FP16_EXPONENT).
+        Row i of `grad_logits` is the unscaled row times 2^(FP16_EXPONENT - exponents[i]). The
+        product is a sum over rows with different scales. So row i of `hidden` is multiplied by
+        2^(exponents[i] - largest), which is at most 1, and the sum by 2^(largest - FP16_EXPONENT),
+        where `largest` is the largest exponent. The product of all factors is 1.
         """
         largest = self.exponents.amax()
         row_scale = power_of_two(self.exponents - largest)
@@ -363,21 +402,26 @@ class HalfMatmuls(TensorCoreMatmuls):
 
 
 class GradBuffer:
-    """Memory for d loss / d logits of a block: here the fp32 logits of its only chunk.
+    """Memory for d loss / d logits of a block of rows.
 
-    Each chunk writes its gradient to `memory_for` and calls `store`. `all_rows` returns the
-    gradient of the block.
+    For each chunk of the block, write the gradient to the result of `memory_for` and pass it to
+    `store`. Then `all_rows` returns the gradient of the block. In this class a block is one chunk,
+    whose gradient overwrites its fp32 logits.
     """
 
     def __init__(self) -> None:
+        """Start a block without any gradient."""
         self.rows: Tensor | None = None
 
     def memory_for(self, logits: Tensor) -> Tensor:
-        """Return where to write the gradient of the next chunk of logits, [chunk_rows, V]."""
+        """Return the memory to write the gradient of the next chunk to, [num_chunk_rows, V].
+
+        logits   the logits of the chunk, fp32 [num_chunk_rows, V]
+        """
         return logits
 
     def store(self, grad_logits: Tensor) -> None:
-        """Keep the gradient of a chunk that was written to `memory_for`."""
+        """Add the gradient of a chunk to the block, after it was written to `memory_for`."""
         self.rows = grad_logits
 
     def all_rows(self) -> Tensor:
@@ -387,50 +431,57 @@ class GradBuffer:
 
 
 class SeparateGradBuffer(GradBuffer):
-    """16-bit memory [num_rows, V] that the chunks of a block fill one after another."""
+    """A 16-bit buffer, whose rows the chunks of a block fill one after another.
+
+    rows         [num_rows, V], num_rows of the whole block
+    num_filled   number of rows that the chunks so far have filled
+    """
 
     def __init__(self, rows: Tensor) -> None:
+        """Use the memory `rows` for the gradients of a block."""
         super().__init__()
         self.rows = rows
         self.num_filled = 0
 
     def memory_for(self, logits: Tensor) -> Tensor:
-        """Return the rows of the buffer behind those of earlier chunks."""
+        """Return the next rows of the buffer that are not filled, [num_chunk_rows, V]."""
         assert self.rows is not None
         return self.rows[self.num_filled : self.num_filled + len(logits)]
 
     def store(self, grad_logits: Tensor) -> None:
-        """Count the rows of a chunk, which are in the buffer already."""
+        """Count the rows of a chunk as filled. `memory_for` has returned them."""
         self.num_filled += len(grad_logits)
 
 
 class ScaledGradBuffer(SeparateGradBuffer):
-    """fp16 memory [num_rows, V] whose rows are scaled by powers of two.
+    """An fp16 buffer [num_rows, V] whose rows are scaled by powers of two to fit fp16.
 
-    exponents   int32 [num_rows]: the largest element of a row was below 2^exponent
+    exponents   int32 [num_rows]: the largest absolute value of a row, before it is scaled, is below
+                2^exponent
     """
 
     def __init__(self, rows: Tensor) -> None:
+        """Use the memory `rows`, fp16 [num_rows, V], for the gradients of a block."""
         super().__init__(rows)
         self.exponents = torch.zeros(len(rows), dtype=torch.int32, device=rows.device)
 
     def memory_for(self, logits: Tensor) -> Tensor:
-        """Return the fp32 logits. `store` moves the gradient to the buffer."""
+        """Return `logits`, which the fp32 gradient overwrites before `store` copies it."""
         return logits
 
     def store(self, grad_logits: Tensor) -> None:
         """Copy the fp32 gradient of a chunk to the next rows of the buffer, scaled to fit fp16.
 
-        Row i is multiplied by 2^(FP16_EXPONENT - exponents[i]), so that its largest element is
-        below 2^FP16_EXPONENT.
+        Row i is multiplied by 2^(FP16_EXPONENT - exponents[i]), so that its largest absolute value
+        is below 2^FP16_EXPONENT.
 
-        grad_logits   fp32 [chunk_rows, V]
+        grad_logits   fp32 [num_chunk_rows, V]
         """
         assert self.rows is not None
         chunk = slice(self.num_filled, self.num_filled + len(grad_logits))
         self.num_filled = chunk.stop
         largest = torch.linalg.vector_norm(grad_logits, torch.inf, dim=1)
-        # frexp's exponent: the largest element is below 2^exponent.
+        # The bits of an fp32 number above the mantissa are floor(log2(x)) + FP32_BIAS.
         biased_exponents = largest.view(torch.int32) >> FP32_MANTISSA_BITS
         exponents = (biased_exponents - (FP32_BIAS - 1)).clamp_(min=MIN_EXPONENT)
         self.exponents[chunk] = exponents
@@ -442,7 +493,9 @@ class ScaledGradBuffer(SeparateGradBuffer):
 
 
 def power_of_two(exponents: Tensor) -> Tensor:
-    """Return 2^exponents as fp32, exact; 0 for exponents below -126.
+    """Return 2^exponents as exact fp32 numbers, or 0 for exponents below -126.
+
+    The exponent is written into the bits of the fp32 number.
 
     exponents   int32, at most 127
     """
@@ -453,7 +506,7 @@ def power_of_two(exponents: Tensor) -> Tensor:
 def empty_aligned_rows(
     num_rows: int, length: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return empty [num_rows, length] whose rows begin at multiples of ROW_ALIGNMENT bytes."""
+    """Return uninitialized memory [num_rows, length], each row aligned to ROW_ALIGNMENT bytes."""
     elements = ROW_ALIGNMENT // dtype.itemsize
     stride = -(-length // elements) * elements
     return torch.empty(num_rows, stride, dtype=dtype, device=device)[:, :length]
@@ -462,11 +515,13 @@ def empty_aligned_rows(
 def matmul_transposed(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b.T of fp32 matrices a [m, k] and b [n, k].
 
-    On a CPU it uses oneDNN, which is twice as fast as MKL on AMD.
+    On a CPU this calls oneDNN, which is twice as fast as MKL on AMD. Empty matrices go to torch.
     """
-    uses_onednn = a.device.type == "cpu" and a.numel() > 0 and b.numel() > 0
-    if uses_onednn and torch.backends.mkldnn.is_available():
-        # oneDNN has another kernel for a single row, which rounds differently.
+    is_on_cpu = a.device.type == "cpu"
+    is_empty = a.numel() == 0 or b.numel() == 0
+    if is_on_cpu and not is_empty and torch.backends.mkldnn.is_available():
+        # oneDNN has a different kernel for a single row, which rounds differently. So a single row
+        # is expanded to two equal rows.
         rows = a if len(a) > 1 else a.expand(2, -1)
         return torch.ops.mkldnn._linear_pointwise(rows, b, None, "none", [], "")[: len(a)]
     return a @ b.t()

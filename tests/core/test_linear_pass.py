@@ -209,7 +209,7 @@ def test_a_frozen_head_gives_the_gradient_of_a_trained_one(backend):
 
 def test_the_gradient_of_a_frozen_head_is_rounded_once(backend, monkeypatch):
     """Not before it is multiplied by what arrives at the log-probs."""
-    monkeypatch.setattr(cpu_matmuls, "available", lambda: "switched off")  # bf16 operands
+    monkeypatch.setattr(cpu_matmuls, "unavailable_reason", lambda: "switched off")  # bf16 operands
     upstream = torch.randn(B, T, generator=torch.Generator().manual_seed(8))
     hidden, weight = (x.detach().bfloat16() for x in make_head())
     exact = hidden.double().requires_grad_()
@@ -227,7 +227,7 @@ def test_the_gradient_of_a_frozen_head_is_rounded_once(backend, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_rounds_nothing_where_no_matmul_is_faster_in_16_bits(dtype, monkeypatch):
     """The matmuls of torch are those of another operator under autocast."""
-    monkeypatch.setattr(cpu_matmuls, "available", lambda: "switched off")
+    monkeypatch.setattr(cpu_matmuls, "unavailable_reason", lambda: "switched off")
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     hidden, weight = (x.detach() for x in make_head())
     expected, _ = linear_logprobs(hidden, weight, make_targets())

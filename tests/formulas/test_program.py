@@ -22,8 +22,8 @@ from grpo_kernels.formulas.ops import bounded_exp, finite, ops
 from grpo_kernels.formulas.program import FormulaRefused, Tracer
 from grpo_kernels.formulas.surrogates import Clip, Custom, Surrogate
 
-if cpu.available() is not None:
-    pytest.skip(cpu.available() or "", allow_module_level=True)
+if cpu.unavailable_reason() is not None:
+    pytest.skip(cpu.unavailable_reason() or "", allow_module_level=True)
 
 
 # ---- the program is the function

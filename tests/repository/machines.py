@@ -78,7 +78,7 @@ CONFIGURATIONS = {
 IN_USE = """
 import torch
 from grpo_kernels.core.backends import cpu, cpu_matmuls
-module = cpu._cpu.isa() if cpu.available() is None else "none"
+module = cpu._cpu.isa() if cpu.unavailable_reason() is None else "none"
 print(f"torch {torch.backends.cpu.get_cpu_capability()}, C++ module {module}, products {cpu_matmuls.engine()}, "
       f"threads {torch.get_num_threads()}")
 """

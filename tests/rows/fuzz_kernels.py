@@ -103,7 +103,7 @@ class Memory:
         copied to here, and of the rest it may write only `written`. `unread`: rows on pages of
         their own.
         """
-        vector, table = cpu.vector, cpu.table
+        vector, table = cpu.vector_argument, cpu.table_argument
 
         def here(x):
             inside = x is None or 0 <= x.data_ptr() - self.bytes.data_ptr() < len(self.bytes)
@@ -117,8 +117,12 @@ class Memory:
             protect(row.data_ptr() // PAGE * PAGE, -(-row.nbytes // PAGE) * PAGE, 0)
         with (
             mock.patch.object(torch, "empty", self.empty),
-            mock.patch.object(cpu, "vector", lambda name, x, *more: vector(name, here(x), *more)),
-            mock.patch.object(cpu, "table", lambda name, x, *more: table(name, here(x), *more)),
+            mock.patch.object(
+                cpu, "vector_argument", lambda name, x, *more: vector(name, here(x), *more)
+            ),
+            mock.patch.object(
+                cpu, "table_argument", lambda name, x, *more: table(name, here(x), *more)
+            ),
         ):
             yield
         for i, (pages, first, x) in enumerate(self.taken):

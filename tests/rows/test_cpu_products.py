@@ -23,8 +23,8 @@ from grpo_kernels.core.backends import cpu_matmuls
 from support import amx
 from support.processes import finish, start
 
-if cpu_matmuls.available() is not None:
-    pytest.skip(cpu_matmuls.available() or "", allow_module_level=True)
+if cpu_matmuls.unavailable_reason() is not None:
+    pytest.skip(cpu_matmuls.unavailable_reason() or "", allow_module_level=True)
 
 
 TOLERANCE = 5e-7
@@ -162,13 +162,13 @@ AMD, INTEL = "AuthenticAMD", "GenuineIntel"
 @pytest.mark.filterwarnings("ignore:the AMX products are wrong")
 def test_the_engine_of_a_processor(found, refusal, difference, engine, reason):
     with amx.processor(found, refusal, difference):
-        assert cpu_matmuls.engine() == cpu_matmuls.automatic() == engine
+        assert cpu_matmuls.engine() == cpu_matmuls.fastest_engine() == engine
         why_not = cpu_matmuls.engines()
         assert (why_not["amx"] is None) == (reason is None) and (reason or "") in (
             why_not["amx"] or ""
         )
         assert (
-            cpu_matmuls.available() is None
+            cpu_matmuls.unavailable_reason() is None
             and why_not["avx512bf16"] is why_not["fp32"] is why_not["torch"] is None
         )
         assert cpu_matmuls.amx_mismatch() == (why_not["amx"] if difference else None)
@@ -179,7 +179,7 @@ def test_the_setting_names_the_engine(setting, monkeypatch):
     monkeypatch.setenv(cpu_matmuls.SETTING, setting)
     with amx.processor(amx.INTEL, difference=None):
         assert cpu_matmuls.engine() == (setting if setting in cpu_matmuls.ENGINES else "amx")
-        assert cpu_matmuls.available() == (
+        assert cpu_matmuls.unavailable_reason() == (
             "GRPO_KERNELS_PRODUCTS=torch" if setting == "torch" else None
         )
 
@@ -262,7 +262,7 @@ def test_a_broken_amx_unit_is_not_used(fault, monkeypatch, recwarn):
         finally:
             emulator.amx_break(0)
         assert (
-            cpu_matmuls.engine() == cpu_matmuls.automatic() == "fp32"
+            cpu_matmuls.engine() == cpu_matmuls.fastest_engine() == "fp32"
             and "are wrong" in cpu_matmuls.engines()["amx"]
         )
         hidden, weight, _ = operands(5, 70, 33)
@@ -460,7 +460,7 @@ def test_threads_that_come_first_compare_and_warn_once(difference, monkeypatch, 
         assert {a for i, a in enumerate(answers) if i % 4 != 3} == {expected}
         assert {a for i, a in enumerate(answers) if i % 4 == 3} == {cpu_matmuls.engines()["amx"]}
         for _ in range(3):
-            assert cpu_matmuls.engine() == cpu_matmuls.automatic() == expected
+            assert cpu_matmuls.engine() == cpu_matmuls.fastest_engine() == expected
         assert compare.calls == [("amx", "fp32")]
         assert len(recwarn) == (0 if difference is None else 1)
 

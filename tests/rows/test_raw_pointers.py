@@ -33,7 +33,9 @@ Call = Callable[[Any, dict[str, Tensor]], Any]
 N, V, H = 6, 40, 8
 ENTROPY, JSD = sums_for(("entropy",)), sums_for(("entropy", "divergence"), "jsd")
 
-no_module = pytest.mark.skipif(cpu.available() is not None, reason="the compiled module is missing")
+no_module = pytest.mark.skipif(
+    cpu.unavailable_reason() is not None, reason="the compiled module is missing"
+)
 
 
 # ---- kernels
@@ -189,7 +191,7 @@ def not_refused(backend, functions):
 def everything_not_refused():
     found = not_refused(cpu.Kernels(), OF_ROWS | OF_PAIRS)
     return found + (
-        not_refused(cpu_matmuls, OF_PRODUCTS) if cpu_matmuls.available() is None else []
+        not_refused(cpu_matmuls, OF_PRODUCTS) if cpu_matmuls.unavailable_reason() is None else []
     )
 
 

@@ -18,8 +18,8 @@ from support import amx
 from support.pairs import MANY
 from support.processes import for_its_own_pytest, said
 
-if cpu.available() is not None:
-    pytest.skip(cpu.available() or "", allow_module_level=True)
+if cpu.unavailable_reason() is not None:
+    pytest.skip(cpu.unavailable_reason() or "", allow_module_level=True)
 
 from grpo_kernels import _cpu
 

@@ -41,7 +41,7 @@ def gpu(monkeypatch):
         "pick",
         lambda name, device, strict=False: pick(name, torch.device("cuda"), strict),
     )
-    monkeypatch.setattr(triton, "available", lambda: None)
+    monkeypatch.setattr(triton, "unavailable_reason", lambda: None)
     monkeypatch.setattr(triton.launch, "_remembered", {})
     monkeypatch.setattr("grpo_kernels.checks._warned", set())
     monkeypatch.delenv("GRPO_KERNELS_STRICT", raising=False)

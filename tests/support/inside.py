@@ -43,7 +43,7 @@ def executors() -> list[str]:
     """
     chosen = os.environ.get("GRPO_KERNELS_TEST_BACKENDS", "eager cpu").split()
     of_cpu = [f"cpu {isa}" for isa in (_cpu.isas() if _cpu else ())]
-    of_cpu += [] if cpu_matmuls.available() else [f"cpu {LIBRARY}"]
+    of_cpu += [] if cpu_matmuls.unavailable_reason() else [f"cpu {LIBRARY}"]
     return [name for backend in chosen for name in (of_cpu if backend == "cpu" else [backend])]
 
 
@@ -53,7 +53,7 @@ def executor(name: str) -> Iterator[str]:
     backend, _, isa = name.partition(" ")
     with pytest.MonkeyPatch.context() as patch:
         if isa == LIBRARY:
-            patch.setattr(cpu_matmuls, "available", lambda: "switched off")
+            patch.setattr(cpu_matmuls, "unavailable_reason", lambda: "switched off")
         elif isa:
             _cpu.use_isa(isa)
         try:
@@ -67,7 +67,7 @@ def our_products(dtype: torch.dtype) -> bool:
     """Whether products from hidden states of this dtype are our own, whose sums do not depend on
     what else is there.
     """
-    return cpu_matmuls.available() is None and dtype in cpu_matmuls.OPERANDS
+    return cpu_matmuls.unavailable_reason() is None and dtype in cpu_matmuls.OPERANDS
 
 
 def in_chunks(monkeypatch: pytest.MonkeyPatch, rows: int, block: int | None = None) -> None:

@@ -1,7 +1,10 @@
-"""What a backend is, and the choice of the one that runs.
+"""The interface of a backend, and the choice of the backend that runs.
 
 A backend has kernels over rows of logits and over (row, id) pairs of hidden states and weight. It
-contains no formula of reinforcement learning: what it gets of a loss is a `TokenLossFormula`.
+contains no formula of reinforcement learning: it receives them as a `TokenLossFormula`.
+
+Logits and their gradients are tensors [A, T, V]: A * T rows (tokens) of V logits (vocabulary ids).
+Row number a * T + t is tensor[a, t].
 """
 
 from __future__ import annotations
@@ -40,10 +43,10 @@ SUMS_OF_ENTROPY = sums_for(("entropy",))
 
 
 class FusedLossValues(NamedTuple):
-    """The statistics and losses that `Backend.fused_loss` computes.
+    """The values of each row of logits that `Backend.fused_loss` returns; masked rows have 0.
 
-    table   fp32 [3, num_rows], or [4, num_rows] with a reference: a row for each property, in
-            their order. Masked rows of logits have 0.
+    table   fp32 [3, num_rows]: log-probs, entropies and losses; fp32 [4, num_rows] with a
+            reference: the divergences come last
     """
 
     table: Tensor
@@ -66,11 +69,12 @@ class FusedLossValues(NamedTuple):
     @property
     def divergence(self) -> Tensor | None:
         """Divergence of each row from the reference, [num_rows]; None without a reference."""
-        return self.table[3] if len(self.table) == 4 else None
+        has_reference = len(self.table) == self.num_values(has_reference=True)
+        return self.table[3] if has_reference else None
 
     @staticmethod
     def num_values(has_reference: bool) -> int:
-        """Return the number of rows of the table."""
+        """Return len(table): how many values each row of logits has."""
         return 4 if has_reference else 3
 
 
@@ -81,9 +85,9 @@ class Backend(ABC):
     `scale_` and those over pairs. A subclass implements the kernels that `softmax_sums` and
     `softmax_gradient` call (`run_sums_kernel`, `run_mixture_kernel`, `run_gradient_kernel`).
 
-    computes_all_sums   whether the kernels compute all SUMS and take all COEFFICIENTS. Otherwise
-                        they know SUMS_OF_KERNELS and COEFFICIENTS_OF_KERNELS, and eager PyTorch
-                        does the rest.
+    computes_all_sums   whether the kernels compute all `softmax.SUMS` and take all
+                        `softmax.COEFFICIENTS`. If not, they support SUMS_OF_KERNELS and
+                        COEFFICIENTS_OF_KERNELS, and eager PyTorch computes the others.
     """
 
     computes_all_sums = False
@@ -91,49 +95,64 @@ class Backend(ABC):
     # ---- rows of logits
 
     def softmax_sums(self, rows: LogitRows, names: tuple[str, ...]) -> SoftmaxSums:
-        """Return the named sums of rows, some of SUMS in their order.
+        """Return softmax sums of each row, such as max_logit and sum_exp.
 
-        The sums of "jsd" and "tv" take a second pass over the rows.
+        MIXTURE_SUMS, from which the divergences "jsd" and "tv" follow, depend on the other sums, so
+        they take a second pass over the rows.
+
+        names   some of `softmax.SUMS`, in their order; both of MIXTURE_SUMS or neither
         """
         sums = self.first_pass_sums(rows, names)
-        if MIXTURE_SUMS[0] in names:
+        needs_second_pass = MIXTURE_SUMS[0] in names
+        if needs_second_pass:
             sums.set_sums(MIXTURE_SUMS, self.run_mixture_kernel(rows, sums))
         return sums
 
     def first_pass_sums(self, rows: LogitRows, names: tuple[str, ...]) -> SoftmaxSums:
-        """Return the named sums of rows that one pass over them gives.
+        """Return softmax sums of each row, with all values set that need one pass over the rows.
 
-        The kernels compute SUMS_OF_KERNELS, and eager PyTorch the others. The result has memory for
-        MIXTURE_SUMS if they are named. Their values are not set.
+        The result has uninitialized memory for MIXTURE_SUMS if they are named. `softmax_sums` sets
+        them in a second pass.
+
+        names   some of `softmax.SUMS`, in their order. Eager PyTorch computes those that the
+                kernels do not support.
         """
         sums = self.run_sums_kernel(rows, names)
-        unknown = names_unknown_to_kernels(SUMS_OF_KERNELS, names)
-        if unknown and not self.computes_all_sums:
-            eager_sums = load("eager").Kernels().run_sums_kernel(rows, (*BASIC_SUMS, *unknown))
-            sums.set_sums(unknown, eager_sums.values[len(BASIC_SUMS) :])
+        unsupported = unsupported_names(names, SUMS_OF_KERNELS)
+        if unsupported and not self.computes_all_sums:
+            # The eager kernel always computes BASIC_SUMS, which come first.
+            eager_names = (*BASIC_SUMS, *unsupported)
+            eager_sums = load("eager").Kernels().run_sums_kernel(rows, eager_names)
+            sums.set_sums(unsupported, eager_sums.values[len(BASIC_SUMS) :])
         return sums
 
     def softmax_gradient(
         self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor
     ) -> None:
-        """Write d loss / d logits of rows into the same rows of `out`.
+        """Write d loss / d logits of each row of logits into the same row of `out`.
 
-        sums           the sums of the rows, from `softmax_sums`
-        coefficients   of the gradient. A row whose coefficients are 0 becomes 0. The reference is
-                       read only if "divergence" is among them.
-        out            [A, T, V]: the logits themselves, or other memory
+        The formula is in `GradientCoefficients`. Eager PyTorch computes it if the kernels do not
+        support one of the coefficients.
+
+        sums           softmax sums of the rows, from `softmax_sums`
+        coefficients   factors of each row in the formula. A row whose coefficients are all 0
+                       becomes 0. The reference is read only if "divergence" is among them.
+        out            [A, T, V] like `rows.logits`; may be the memory of the logits
         """
         kernels = self
-        unknown = names_unknown_to_kernels(COEFFICIENTS_OF_KERNELS, coefficients.names)
-        if unknown and not self.computes_all_sums:
+        unsupported = unsupported_names(coefficients.names, COEFFICIENTS_OF_KERNELS)
+        if unsupported and not self.computes_all_sums:
             kernels = load("eager").Kernels()
         kernels.run_gradient_kernel(rows, sums, coefficients, out)
 
     @abstractmethod
     def run_sums_kernel(self, rows: LogitRows, names: tuple[str, ...]) -> SoftmaxSums:
-        """Compute the named sums that one pass over the rows gives and the kernels know.
+        """Return softmax sums of each row, such as max_logit and sum_exp, from one pass over it.
 
-        The result has memory for all named sums. The values of the others are not set.
+        The result has memory for all names. The values of MIXTURE_SUMS, and of sums that these
+        kernels do not support (see `computes_all_sums`), are not set.
+
+        names   some of `softmax.SUMS`, in their order
         """
 
     @abstractmethod
@@ -155,35 +174,44 @@ class Backend(ABC):
     ) -> None:
         """Write d loss / d logits of each row into the same row of `out`, [A, T, V].
 
-        The formula is in `GradientCoefficients`. The kernels know all the coefficients of a call.
+        The formula is in `GradientCoefficients`. `softmax_gradient` describes the arguments, and
+        calls this only with coefficients that these kernels support.
         """
 
     def fused_loss(
         self, rows: LogitRows, loss_formula: TokenLossFormula, out: Tensor | None
     ) -> FusedLossValues:
-        """Compute a token-level loss, its statistics and its gradient in one call.
+        """Return log-prob, entropy and loss of each row, and write d loss / d logits to `out`.
 
-        out   [A, T, V]: memory for d loss / d logits, possibly the logits themselves. None: no
-              gradient is computed.
+        With a reference the divergence of each row is returned as well. This default takes two
+        passes over the logits.
+
+        loss_formula   computes the loss of a row from its log-prob and entropy
+        out            [A, T, V], possibly the logits themselves. None: no gradient is computed.
         """
-        return self.loss_in_two_passes(rows, loss_formula, out, max(1, rows.num_rows))
+        return self.loss_in_two_passes(
+            rows, loss_formula, out, rows_per_block=max(1, rows.num_rows)
+        )
 
     def loss_in_two_passes(
-        self, rows: LogitRows, loss_formula: TokenLossFormula, out: Tensor | None, block_rows: int
+        self,
+        rows: LogitRows,
+        loss_formula: TokenLossFormula,
+        out: Tensor | None,
+        rows_per_block: int,
     ) -> FusedLossValues:
-        """Compute `fused_loss` in two passes over each block of `block_rows` rows.
+        """Return the result of `fused_loss`, from two passes over each block of rows.
 
-        The first pass computes softmax sums, the second the gradient, with the formula between
-        them. If a block fits the cache, its second pass costs nearly nothing.
+        The first pass computes softmax sums, the second writes the gradient. The formula is
+        evaluated between them. If a block fits the cache, its second pass costs nearly nothing.
         """
         num_rows = rows.num_rows
         tables = []
-        for start in range(0, num_rows, block_rows):
-            stop = min(start + block_rows, num_rows)
+        for start in range(0, num_rows, rows_per_block):
+            stop = min(start + rows_per_block, num_rows)
             block = rows.slice_rows(start, stop)
-            tables.append(
-                self._loss_of_block(block, loss_formula.select(slice(start, stop)), out).table
-            )
+            block_formula = loss_formula.select(slice(start, stop))
+            tables.append(self._loss_of_block(block, block_formula, out).table)
         if not tables:
             num_values = FusedLossValues.num_values(rows.reference is not None)
             tables.append(
@@ -194,9 +222,14 @@ class Backend(ABC):
     def _loss_of_block(
         self, rows: LogitRows, loss_formula: TokenLossFormula, out: Tensor | None
     ) -> FusedLossValues:
-        """Compute `fused_loss` of one block: softmax sums, then the formula, then the gradient.
+        """Return the result of `fused_loss` for one block of rows.
 
-        out   memory for the gradient of all blocks, or None
+        The loss of a row is the formula of its log-prob and entropy, plus divergence_weight *
+        divergence if there is a reference.
+
+        rows   the rows of the block, see `LogitRows.row_range`
+        out    [A, T, V], the gradient of all blocks, of which the rows of this block are written;
+               None: no gradient is computed
         """
         names = SUMS_OF_ENTROPY
         if rows.reference is not None:
@@ -245,39 +278,48 @@ class Backend(ABC):
 
     # ---- pairs of a row of hidden states and a row of the weight
     #
-    # hidden is [num_rows, H], weight [V, H]; fp32, bf16 or fp16 each, with unit stride in H and any
-    # stride in front. Sums are fp32, in the order of pairs, and are rounded once, when they are
-    # written to `out`. A result depends on its own pairs only. Pairs that are not used, or whose
-    # value is 0, read nothing. Rows of `out` without any other pair are not written. Ids and rows
-    # are not checked.
+    # hidden is [num_rows, H], weight [V, H], with H the hidden size; fp32, bf16 or fp16 each, with
+    # unit stride in H. A pair is unused if its id is -1, or in the two gradients if its value is 0.
+    # Nothing is read for unused pairs, and rows of `out` without a used pair are not written. Sums
+    # are fp32, in the order of the pairs, and are rounded once, when they are written to `out`. A
+    # sum does not depend on the pairs of other rows or ids. Ids and rows are not checked.
 
     @abstractmethod
     def pair_logits(self, hidden: Tensor, weight: Tensor, pairs: Pairs) -> Tensor:
-        """Return hidden[row] . weight[id] of each pair, fp32 [num_pairs]; -inf if it is unused."""
+        """Return hidden[row] . weight[id] of each (row, id) pair, fp32 [num_pairs].
+
+        The logit is -inf for the id -1.
+        """
 
     @abstractmethod
     def write_grad_hidden_of_pairs(
         self, values: Tensor, pairs: Pairs, weight: Tensor, out: Tensor
     ) -> None:
-        """Write out[row] = sum of values * weight[id] over the pairs of each row.
+        """Write out[row] = sum of values[i] * weight[id] over the pairs i = (row, id) of each row.
 
-        values   fp32 [num_pairs]
-        out      [num_rows, H]
+        This is the gradient of hidden states from the gradients of `pair_logits`.
+
+        values        fp32 [num_pairs]: the gradient of each pair's logit
+        weight, out   [V, H] and [num_rows, H]
         """
 
     @abstractmethod
     def add_grad_weight_of_pairs(
         self, values: Tensor, pairs: Pairs, hidden: Tensor, out: Tensor
     ) -> None:
-        """Add the sum of values * hidden[row] over the pairs of each id to out[id].
+        """Add sum of values[i] * hidden[row] over the pairs i = (row, id) of each id to out[id].
 
-        values   fp32 [num_pairs]
-        out      [V, H]
+        This is the gradient of the weight from the gradients of `pair_logits`.
+
+        values        fp32 [num_pairs]: the gradient of each pair's logit
+        hidden, out   [num_rows, H] and [V, H]
         """
 
 
 class BackendWrapper(Backend):
-    """A backend that calls the kernels of another one. Subclasses change those over rows of logits.
+    """A backend that forwards its methods to another backend.
+
+    A subclass overrides some of the methods, for example to merge the sums of vocabulary shards.
 
     kernels   the other backend
     """
@@ -285,6 +327,7 @@ class BackendWrapper(Backend):
     computes_all_sums = True
 
     def __init__(self, kernels: Backend) -> None:
+        """Forward the methods to the backend `kernels`."""
         self.kernels = kernels
 
     def run_mixture_kernel(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
@@ -318,7 +361,7 @@ class BackendWrapper(Backend):
     def pair_logits(self, hidden: Tensor, weight: Tensor, pairs: Pairs) -> Tensor:
         """Return hidden[row] . weight[id] of each (row, id) pair, fp32 [num_pairs].
 
-        It is -inf for an id of -1.
+        The logit is -inf for the id -1.
         """
         return self.kernels.pair_logits(hidden, weight, pairs)
 
@@ -349,9 +392,14 @@ class BackendWrapper(Backend):
 
 
 @functools.lru_cache(maxsize=256)
-def names_unknown_to_kernels(known: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names that are not known to the kernels, and that no second pass computes."""
-    return tuple(name for name in names if name not in known and name not in MIXTURE_SUMS)
+def unsupported_names(names: tuple[str, ...], supported: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of sums or coefficients that eager PyTorch has to compute.
+
+    MIXTURE_SUMS are not among them, because `run_mixture_kernel` of every backend computes them.
+
+    supported   the names that the kernels support
+    """
+    return tuple(name for name in names if name not in supported and name not in MIXTURE_SUMS)
 
 
 # ---- the backend that runs
@@ -360,9 +408,9 @@ BACKENDS = ("eager", "cpu", "triton")
 
 
 def native_backend(device: torch.device) -> tuple[str, str | None]:
-    """Return the backend with kernels for a device, and why it cannot run there, or None.
+    """Return (name of the backend for a device, the reason why it cannot run there, or None).
 
-    It is "cpu" on a CPU, and "triton" on any device that Triton's own driver serves.
+    The backend is "cpu" on a CPU, and "triton" on any other device.
     """
     if device.type == "cpu":
         return "cpu", unavailable("cpu")
@@ -374,28 +422,29 @@ def native_backend(device: torch.device) -> tuple[str, str | None]:
 
 @functools.cache
 def load(name: str) -> Any:
-    """Return the module of a backend. It has `available` and the class `Kernels(strict)`.
+    """Import and return the module of a backend, one of BACKENDS.
 
-    It is imported on first use: `import grpo_kernels` needs neither Triton nor a compiler.
+    The module has the function `unavailable_reason` and the class `Kernels(strict)`. It is imported
+    on first use, so `import grpo_kernels` needs neither Triton nor a compiler.
     """
     return importlib.import_module(f".{name}", __name__)
 
 
 def unavailable(name: str) -> str | None:
-    """Return why a backend cannot run here, or None if it can."""
+    """Return the reason why a backend cannot run on this machine, or None if it can."""
     try:
-        return load(name).available()
+        return load(name).unavailable_reason()
     except ImportError as error:
         return f"it cannot be imported ({error})"
 
 
-#: (backend, strict) of the innermost block of `use`, if there is one.
+#: (backend, strict) of the innermost `use` block, or None outside of any block.
 _in_use: ContextVar[tuple[str, bool] | None] = ContextVar("grpo_kernels.use", default=None)
 
 
 @contextlib.contextmanager
 def use(*, backend: str | None = None, strict: bool | None = None) -> Iterator[None]:
-    """Set the backend and strict mode of the calls in a block.
+    """Set the backend and strict mode of the calls in a `with` block.
 
         with grpo_kernels.use(backend="eager"):
             out = linear_grpo_loss(hidden, weight, batch, objective)
@@ -405,22 +454,18 @@ def use(*, backend: str | None = None, strict: bool | None = None) -> Iterator[N
     strict    True: a fallback to eager PyTorch raises RuntimeError. False: it warns, unless the
               call says `Options(strict=True)`. None keeps the setting outside of the block.
 
-    Blocks nest, and hold in their own thread or task. In the environment of a process
-    GRPO_KERNELS_BACKEND and GRPO_KERNELS_STRICT=1 say the same. A block takes precedence over them.
-    The backward of a loss runs on the backend of its forward. Raises ValueError for an unknown
-    name.
+    Blocks can be nested, and affect only their own thread or task. The environment variables
+    GRPO_KERNELS_BACKEND and GRPO_KERNELS_STRICT=1 have the same effect outside of blocks. The
+    backward of a loss runs on the backend of its forward. Raises ValueError for an unknown name.
     """
     if backend is not None:
         check_name(backend)
     remedy = "pass True, False or None."
     require(strict is None or isinstance(strict, bool), "strict", strict, remedy)
     outer_backend, outer_strict = _settings()
-    token = _in_use.set(
-        (
-            outer_backend if backend is None else backend,
-            outer_strict if strict is None else strict,
-        )
-    )
+    new_backend = outer_backend if backend is None else backend
+    new_strict = outer_strict if strict is None else strict
+    token = _in_use.set((new_backend, new_strict))
     try:
         yield
     finally:
@@ -428,7 +473,7 @@ def use(*, backend: str | None = None, strict: bool | None = None) -> Iterator[N
 
 
 def _settings() -> tuple[str, bool]:
-    """Return (backend, strict) of the innermost block of `use`, or else of the environment."""
+    """Return (backend, strict) of the innermost `use` block, or of the environment outside."""
     in_use = _in_use.get()
     if in_use is not None:
         return in_use
@@ -438,7 +483,8 @@ def _settings() -> tuple[str, bool]:
 
 def is_strict(strict: bool) -> bool:
     """Return whether a call is strict: by its own `strict`, by `use` or by the environment."""
-    return strict or _settings()[1]
+    _, strict_in_use = _settings()
+    return strict or strict_in_use
 
 
 def check_name(backend: object) -> None:
@@ -449,14 +495,15 @@ def check_name(backend: object) -> None:
 def pick(backend: str, device: torch.device, strict: bool = False) -> Backend:
     """Return the backend for data on a device.
 
-    backend   "auto" takes the setting of `use` or of GRPO_KERNELS_BACKEND. If that is "auto", too,
-              it takes the native backend, and falls back to eager PyTorch with one warning for each
-              reason. It also falls back for a single call whose Triton kernel cannot run.
-    strict    a fallback raises RuntimeError. `use` and GRPO_KERNELS_STRICT can say the same.
+    backend   a name in BACKENDS, or "auto": the setting of `use` or of GRPO_KERNELS_BACKEND. If
+              that is "auto" as well, the result is the `native_backend` of the device, or eager
+              PyTorch with a warning if it cannot run. Eager PyTorch then also computes a single
+              call whose Triton kernel cannot run.
+    strict    raise RuntimeError instead of such a fallback, as with `use(strict=True)`
 
-    A backend that is named never falls back: RuntimeError says why it cannot run. Raises ValueError
+    A backend that is named never falls back. Raises RuntimeError if it cannot run, and ValueError
     for an unknown name. A Triton kernel whose tile does not fit into this GPU runs with a smaller
-    one and warns, in strict mode too.
+    tile and warns, in strict mode as well.
     """
     backend_in_use, strict_in_use = _settings()
     strict = strict or strict_in_use
@@ -500,6 +547,10 @@ def _pick_automatically(device: torch.device, strict: bool) -> Backend:
 
 @functools.cache
 def _make_backend(name: str, strict: bool) -> Backend:
+    """Return the backend object of a name in BACKENDS, or of "triton_or_eager".
+
+    "triton_or_eager" is Triton with eager PyTorch for each call whose kernel cannot run.
+    """
     backend: Backend
     if name == "triton_or_eager":
         backend = load("triton").OrEager()
@@ -509,7 +560,7 @@ def _make_backend(name: str, strict: bool) -> Backend:
 
 
 def fall_back(instead: str, reason: str) -> None:
-    """Warn once that a fallback runs in place of a kernel."""
+    """Warn once that `instead` runs in place of a kernel, for this reason."""
     warn_once(
         f"grpo_kernels falls back to {instead}: {reason}. `python -m grpo_kernels doctor` says"
         " more."

@@ -1,12 +1,11 @@
 """The CPU backend: C++ kernels (csrc/), with AVX-512 or AVX2, picked at run time.
 
-The second part of the file turns tensors into arguments of the compiled module. Only there are
-addresses taken, after a check of what C++ will read or write at them.
+The formulas of token_loss.py are traced into a `Program`, a list of vector operations. C++ runs the
+program on vectors (`evaluate_formula`) or between its two passes over a row (`fused_loss`). A
+formula that cannot be traced runs in PyTorch. `fused_loss` then reads the logits a second time.
 
-There are no formulas of reinforcement learning here. Those of token_loss.py are traced into a
-program, which C++ runs on vectors (`evaluate_formula`) or between its two passes over a row
-(`fused_loss`). A formula that cannot be traced runs in torch, which costs `fused_loss` a second
-read of the logits. `strict` refuses it.
+The second part of the file turns tensors into arguments of the compiled module. It checks dtype,
+shape, strides and device before it passes an address.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ else:
         _import_error = str(error)
 
 
-#: The dtypes of C++, by number.
+#: The number of each dtype in C++.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 NO_AVX2 = "the C++ kernels need AVX2, which this processor does not have"
@@ -61,22 +60,27 @@ BLOCK_BYTES_PER_THREAD = 4 << 20
 DEFAULT_CACHE_BYTES = 32 << 20
 
 
-def available() -> str | None:
-    """Return None if this backend can run, or else the reason."""
-    if _cpu is None and native.unsupported_machine() is not None:
-        return native.unsupported_machine()
-    if _cpu is None:
-        command = native.build_command(native.package())
-        return (
-            f"the compiled module is missing: {_import_error}. `{command}` builds it, with a C++17"
-            " compiler"
-        )
-    return None if _cpu.isa() else NO_AVX2
+def unavailable_reason() -> str | None:
+    """Return the reason why this backend cannot run on this machine, or None if it can."""
+    if _cpu is not None:
+        has_avx2 = _cpu.isa() != ""
+        return None if has_avx2 else NO_AVX2
+    unsupported_reason = native.unsupported_machine()
+    if unsupported_reason is not None:
+        return unsupported_reason
+    command = native.build_command(native.package())
+    return (
+        f"the compiled module is missing: {_import_error}. `{command}` builds it, with a C++17"
+        " compiler"
+    )
 
 
 @functools.cache
 def last_level_cache() -> int:
-    """Return the bytes of one last-level cache."""
+    """Return the size of the last-level cache of the first core, in bytes.
+
+    Return DEFAULT_CACHE_BYTES if the system does not say.
+    """
     try:
         size = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip()
         return int(size.removesuffix("K")) << 10
@@ -87,11 +91,12 @@ def last_level_cache() -> int:
 class Kernels(Backend):
     """The C++ kernels.
 
-    strict   refuse a formula that cannot be traced, and compare a program with torch before its
-             first use
+    strict   raise FormulaRefused for a loss formula that cannot be traced, and compare the program
+             of a traced formula with PyTorch before its first use
     """
 
     def __init__(self, strict: bool = False) -> None:
+        """Choose whether formulas may fall back to PyTorch (strict=False)."""
         self.strict = strict
 
     # ---- rows of logits
@@ -108,8 +113,8 @@ class Kernels(Backend):
         _cpu.softmax_sums(
             policy,
             reference,
-            vector("targets", rows.targets, torch.int64, num_rows),
-            vector("mask", rows.mask, torch.bool, num_rows),
+            vector_argument("targets", rows.targets, torch.int64, num_rows),
+            vector_argument("mask", rows.mask, torch.bool, num_rows),
             sums_argument(sums),
             torch.get_num_threads(),
         )
@@ -129,16 +134,16 @@ class Kernels(Backend):
         num_rows = count_rows(rows)
         num_sums = len(MIXTURE_SUMS)
         mixture_sums = torch.empty(num_sums, rows.num_rows, dtype=torch.float32)
-        sums_table = sums_argument(sums)  # checks the sums before anything follows from them
+        sums_table = sums_argument(sums)  # checks the sums before log_sum_ratio is computed
         log_sum_ratio = sums.log_sum_ratio
         policy, reference = policy_and_reference(rows, log_sum_ratio=log_sum_ratio)
         assert reference is not None
         _cpu.mixture_sums(
             policy,
             reference,
-            vector("mask", rows.mask, torch.bool, num_rows),
+            vector_argument("mask", rows.mask, torch.bool, num_rows),
             sums_table,
-            table("mixture_sums", mixture_sums, all_bits(num_sums)),
+            table_argument("mixture_sums", mixture_sums, all_bits(num_sums)),
             torch.get_num_threads(),
         )
         return mixture_sums
@@ -148,10 +153,14 @@ class Kernels(Backend):
     ) -> None:
         """Write d loss / d logits of each row into the same row of `out`, [A, T, V].
 
-        The formula is in `GradientCoefficients`. Rows whose coefficients are all 0 become 0.
+        The formula is in `GradientCoefficients`. Rows whose coefficients are all 0 become 0. The
+        reference is read only if "divergence" is among the coefficients.
+
+        sums   softmax sums of the rows, from `softmax_sums`
+        out    [A, T, V] like `rows.logits`; may be the memory of the logits
         """
         num_rows = count_rows(rows)
-        sums_table = sums_argument(sums)  # checks the sums before anything follows from them
+        sums_table = sums_argument(sums)  # checks the sums before others are computed from them
         log_sum_ratio = None
         center = None
         if "divergence" in coefficients.names:
@@ -164,9 +173,9 @@ class Kernels(Backend):
         _cpu.softmax_gradient(
             policy,
             reference,
-            vector("targets", rows.targets, torch.int64, num_rows),
+            vector_argument("targets", rows.targets, torch.int64, num_rows),
             sums_table,
-            table("coefficients", coefficients.values, name_bits),
+            table_argument("coefficients", coefficients.values, name_bits),
             rows_argument("out", out, rows),
             torch.get_num_threads(),
         )
@@ -178,16 +187,18 @@ class Kernels(Backend):
 
         With a reference the divergence of each row is returned as well. One thread computes the
         softmax sums of a row, then the formula, then the gradient. A formula that cannot be traced
-        runs in torch, which takes a second read of the logits.
+        runs in PyTorch, between two passes over blocks of rows.
 
         loss_formula   computes the loss of a row from its log-prob and entropy
         out            [A, T, V], possibly the logits themselves. None: no gradient is computed.
         """
         traced = self.trace(loss_formula)
         if traced is None:
-            return self.loss_in_two_passes(rows, loss_formula, out, rows_of_cached_block(rows))
+            return self.loss_in_two_passes(
+                rows, loss_formula, out, rows_per_block=rows_that_fit_cache(rows)
+            )
         num_rows = count_rows(rows)
-        num_values = FusedLossValues.num_values(rows.reference is not None)
+        num_values = FusedLossValues.num_values(has_reference=rows.reference is not None)
         values = FusedLossValues(torch.empty(num_values, num_rows, dtype=torch.float32))
         inputs = loss_formula.program_inputs(traced.program)
         weight = None
@@ -197,14 +208,14 @@ class Kernels(Backend):
         _cpu.fused_loss(
             traced.compiled,
             traced.numbers,
-            [vector(name, x, torch.float32, num_rows) for name, x in inputs.items()],
+            [vector_argument(name, x, torch.float32, num_rows) for name, x in inputs.items()],
             loss_formula.inputs.entropy_weight is not None,
             policy,
             reference,
-            vector("targets", rows.targets, torch.int64, num_rows),
-            vector("mask", rows.mask, torch.bool, num_rows),
+            vector_argument("targets", rows.targets, torch.int64, num_rows),
+            vector_argument("mask", rows.mask, torch.bool, num_rows),
             None if out is None else rows_argument("out", out, rows),
-            table("values", values.table, all_bits(num_values)),
+            table_argument("values", values.table, all_bits(num_values)),
             torch.get_num_threads(),
         )
         return values
@@ -231,10 +242,13 @@ class Kernels(Backend):
         )
 
     def trace(self, loss_formula: TokenLossFormula) -> TracedFormula | None:
-        """Return a loss formula as C++ runs it: its operations on vectors, traced and compiled.
+        """Trace a loss formula into a program of vector operations, and compile it for C++.
 
-        If the formula cannot be traced, `strict` raises FormulaRefused. Otherwise it warns once and
-        returns None.
+        A formula that cannot be traced raises FormulaRefused if `strict`. Otherwise there is one
+        warning and the result is None: the caller then evaluates the formula in PyTorch.
+
+        If `strict`, the first use of a formula also compares its program in C++ with PyTorch on
+        random inputs, and raises FormulaRefused if they differ.
         """
         if self.strict:
             loss_formula.compare_once(run_program)
@@ -253,7 +267,7 @@ class Kernels(Backend):
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
         """Multiply a gradient [A, T, V] by a 0-d factor in place, in C++ if it is contiguous.
 
-        A factor of 1 costs nothing.
+        Return at once if the factor is 1.
         """
         number = float(factor)
         if number == 1.0:
@@ -274,15 +288,15 @@ class Kernels(Backend):
     def pair_logits(self, hidden: Tensor, weight: Tensor, pairs: Pairs) -> Tensor:
         """Return hidden[row] . weight[id] of each (row, id) pair, fp32 [num_pairs].
 
-        It is -inf for an id of -1.
+        The logit is -inf for the id -1.
         """
         num_pairs = pairs.ids.numel()
         logits = torch.empty(num_pairs, dtype=torch.float32)
         _cpu.pair_logits(
-            matrix("hidden", hidden),
-            matrix("weight", weight),
+            matrix_argument("hidden", hidden),
+            matrix_argument("weight", weight),
             pairs_argument(pairs),
-            vector("logits", logits, torch.float32, num_pairs),
+            vector_argument("logits", logits, torch.float32, num_pairs),
             torch.get_num_threads(),
         )
         return logits
@@ -299,10 +313,10 @@ class Kernels(Backend):
         weight, out   [V, H] and [num_rows, H]
         """
         _cpu.add_grad_hidden_of_pairs(
-            vector("values", values, torch.float32, pairs.ids.numel()),
+            vector_argument("values", values, torch.float32, pairs.ids.numel()),
             pairs_argument(pairs),
-            matrix("weight", weight),
-            matrix("out", out),
+            matrix_argument("weight", weight),
+            matrix_argument("out", out),
             torch.get_num_threads(),
         )
 
@@ -317,18 +331,18 @@ class Kernels(Backend):
         hidden, out   [num_rows, H] and [V, H]
         """
         _cpu.add_grad_weight_of_pairs(
-            vector("values", values, torch.float32, pairs.ids.numel()),
+            vector_argument("values", values, torch.float32, pairs.ids.numel()),
             pairs_argument(pairs),
-            matrix("hidden", hidden),
-            matrix("out", out),
+            matrix_argument("hidden", hidden),
+            matrix_argument("out", out),
             torch.get_num_threads(),
         )
 
 
-def rows_of_cached_block(rows: LogitRows) -> int:
+def rows_that_fit_cache(rows: LogitRows) -> int:
     """Return how many rows of logits (and of the reference) fit the last-level cache.
 
-    A second read of so many rows costs nearly nothing.
+    At least one row for each thread. See BLOCK_BYTES_PER_THREAD.
     """
     threads = torch.get_num_threads()
     row_bytes = rows.logits.shape[-1] * rows.logits.element_size()
@@ -342,11 +356,11 @@ def rows_of_cached_block(rows: LogitRows) -> int:
 
 
 class TracedFormula(NamedTuple):
-    """A loss formula as C++ runs it.
+    """A loss formula that C++ can evaluate.
 
-    program    the traced operations of the formula
-    compiled   the same in C++
-    numbers    values of the formula's parameters, such as clip bounds, which may change per call
+    program    the formula, traced into a list of vector operations
+    compiled   the C++ object that runs the program
+    numbers    scalars that the program receives at each call, such as clip bounds
     """
 
     program: Program
@@ -356,7 +370,10 @@ class TracedFormula(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def compile_program(program: Program) -> _cpu.Program:
-    """Return the C++ object that runs a traced formula. Raises FormulaRefused if it is too long."""
+    """Return the C++ object that runs a program, the traced operations of a loss formula.
+
+    Raises FormulaRefused if the program is too long for C++.
+    """
     num_numbers = len(program.numbers_used)
     try:
         return _cpu.Program(
@@ -371,42 +388,47 @@ def compile_program(program: Program) -> _cpu.Program:
 
 
 def run_program(program: Program, numbers: list[float], inputs: list[Tensor]) -> list[Tensor]:
-    """Run a traced formula in C++ on vectors, and return its outputs, fp32 [n] each.
+    """Run a program, the traced operations of a loss formula, in C++ on vectors.
 
-    numbers   values of the formula's parameters
+    numbers   scalars of the formula, such as clip bounds
     inputs    fp32 [n] each, in the order of program.inputs
+
+    Returns a tensor fp32 [n] for each of program.outputs.
     """
     n = inputs[0].numel()
     outputs = [torch.empty(n, dtype=torch.float32) for _ in program.outputs]
     named_inputs = zip(program.inputs, inputs, strict=True)
     compile_program(program).run(
         numbers,
-        [vector(name, x, torch.float32, n) for name, x in named_inputs],
-        [vector("outputs", x, torch.float32, n) for x in outputs],
+        [vector_argument(name, x, torch.float32, n) for name, x in named_inputs],
+        [vector_argument("outputs", x, torch.float32, n) for x in outputs],
         n,
     )
     return outputs
 
 
-# ---- tensors as arguments
+# ---- tensors as arguments of C++
 #
-# `name` is what an error calls the tensor. The caller keeps the tensor until the kernel is done.
+# An argument of C++ holds the address of a tensor, which the caller must keep alive until the
+# kernel is done. `name` is the name of the tensor in error messages.
 
 
 def unsupported(name: str, x: Tensor, expected: str, reason: object = "") -> ValueError:
-    """Return the error about a tensor that C++ would read or write as something else."""
+    """Return the ValueError for a tensor that C++ cannot take.
+
+    expected   dtype, shape and strides that C++ takes, in words
+    reason     what is wrong, if a check of C++ says it
+    """
     dtype = str(x.dtype).removeprefix("torch.")
     actual = f"{dtype} {list(x.shape)} with strides {list(x.stride())} on {x.device}"
     suffix = f" ({reason})" if reason else ""
     return ValueError(f"{name} is {actual}: the C++ kernels take {expected} on a CPU.{suffix}")
 
 
-def vector(name: str, x: Tensor | None, dtype: torch.dtype, n: int) -> int:
-    """Return the address of a contiguous vector [n], 0 for None.
+def vector_argument(name: str, x: Tensor | None, dtype: torch.dtype, n: int) -> int:
+    """Return a contiguous vector [n] as an argument of C++: its address, or 0 for None.
 
-    Raises ValueError if x has another dtype, shape or device.
-
-    name   what the error calls x
+    Raises ValueError if x has another dtype or shape, is not contiguous or is not on a CPU.
     """
     if x is None:
         return 0
@@ -415,12 +437,10 @@ def vector(name: str, x: Tensor | None, dtype: torch.dtype, n: int) -> int:
     return x.data_ptr()
 
 
-def matrix(name: str, x: Tensor) -> _cpu.Matrix:
-    """Return a matrix with unit stride in its last dimension as an argument of C++.
+def matrix_argument(name: str, x: Tensor) -> _cpu.Matrix:
+    """Return a matrix fp32, bf16 or fp16 [m, n] with unit stride in n as an argument of C++.
 
     Raises ValueError if x is anything else.
-
-    name   what the error calls x
     """
     reason: object = ""
     try:
@@ -432,13 +452,12 @@ def matrix(name: str, x: Tensor) -> _cpu.Matrix:
     raise unsupported(name, x, expected, reason)
 
 
-def table(name: str, x: Tensor, name_bits: int) -> _cpu.NamedRows:
-    """Return a table fp32 [num_names, n] as an argument of C++: address, strides and names.
+def table_argument(name: str, x: Tensor, name_bits: int) -> _cpu.NamedRows:
+    """Return a table fp32 [num_names, n], with a row for each name, as an argument of C++.
 
     Raises ValueError if x is anything else.
 
-    name        what the error calls x
-    name_bits   a bit for each name that the table has a row for, see `bits`
+    name_bits   the names that the table has rows for, as `bits`
     """
     reason: object = ""
     try:
@@ -452,35 +471,49 @@ def table(name: str, x: Tensor, name_bits: int) -> _cpu.NamedRows:
 
 @functools.lru_cache(maxsize=256)
 def bits(names: tuple[str, ...], known: tuple[str, ...]) -> int:
-    """Return a number whose bit k is 1 if known[k] is among the names."""
+    """Encode names as an integer: bit k is 1 if known[k] is one of the names.
+
+    C++ finds the rows of a table by these bits. Names that are not known are ignored.
+    """
     return sum(1 << known.index(name) for name in names if name in known)
 
 
 def all_bits(num_names: int) -> int:
-    """Return the `bits` of a table that has all of num_names names."""
+    """Return the `bits` of a table that has a row for each of num_names known names."""
     return (1 << num_names) - 1
 
 
 def sums_argument(sums: SoftmaxSums) -> _cpu.NamedRows:
-    """Return the rows of the table of sums that C++ computes, its first ones, as an argument."""
+    """Return a table of softmax sums as an argument of C++.
+
+    The argument has the rows of SUMS_OF_KERNELS only. They come first in the table, because these
+    sums come first in SUMS.
+    """
     name_bits = bits(sums.names, SUMS_OF_KERNELS)
-    num_known = name_bits.bit_count()
-    values = sums.values if num_known == len(sums.names) else sums.values[:num_known]
-    return table("sums", values, name_bits)
+    num_supported = name_bits.bit_count()
+    return table_argument("sums", sums.values[:num_supported], name_bits)
 
 
 def count_rows(rows: LogitRows) -> int:
-    """Return the number of rows of a call, the length that vectors must have."""
+    """Return the number of rows of a kernel call, computed from the shape of the logits.
+
+    Vectors are checked against it. `LogitRows.num_rows` is the length of the targets, which may be
+    wrong.
+    """
     if rows.row_range is not None:
-        return rows.row_range[1] - rows.row_range[0]
-    shape = rows.logits.shape
-    return shape[0] * shape[1]
+        start, stop = rows.row_range
+        return stop - start
+    num_groups, rows_per_group, _ = rows.logits.shape
+    return num_groups * rows_per_group
 
 
 def rows_argument(name: str, x: Tensor, rows: LogitRows) -> _cpu.Rows:
-    """Return the rows of x [A, T, V] in the range of `rows` as an argument of C++.
+    """Return the rows of x [A, T, V] that a kernel call processes as an argument of C++.
 
-    name   what an error calls x
+    Raises ValueError if C++ cannot take x.
+
+    x      a tensor of the shape of `rows.logits`, such as the gradient
+    rows   the rows of the call: `rows.row_range`, or all A * T rows
     """
     reason: object = ""
     try:
@@ -501,15 +534,20 @@ def rows_argument(name: str, x: Tensor, rows: LogitRows) -> _cpu.Rows:
 def logits_argument(
     name: str, x: Tensor, transform: RowTransform, rows: LogitRows
 ) -> _cpu.LogitRows:
-    """Return the rows of logits x [A, T, V] in the range of `rows`, with their transform, for C++.
+    """Return the rows of logits that a kernel call reads, with their transform, for C++.
 
-    name   what an error calls x
+    Raises ValueError if C++ cannot take x.
+
+    x           logits [A, T, V] of the policy or the reference
+    transform   scale, softcap and inverse temperature of these logits
+    rows        the rows of the call: `rows.row_range`, or all A * T rows
     """
     num_rows = count_rows(rows)
     inverse = transform.inverse_temperature
+    # C++ takes one number for all rows, unless a vector with a number per row is given.
     number = 1.0 if isinstance(inverse, Tensor) else inverse
     per_row = inverse if isinstance(inverse, Tensor) else None
-    address = vector("inverse_temperature", per_row, torch.float32, num_rows)
+    address = vector_argument("inverse_temperature", per_row, torch.float32, num_rows)
     reason: object = ""
     try:
         if x.is_cpu:
@@ -531,7 +569,7 @@ def logits_argument(
 
 
 def unsupported_rows(name: str, x: Tensor, rows: LogitRows, reason: object) -> ValueError:
-    """Return the error about rows that C++ would read or write as something else."""
+    """Return the ValueError for a tensor x that C++ cannot take as rows [A, T, V]."""
     expected = f"rows {list(rows.logits.shape)} in fp32, bf16 or fp16 with unit stride in V"
     return unsupported(name, x, expected, reason)
 
@@ -545,9 +583,11 @@ def policy_and_reference(
 ) -> tuple[_cpu.LogitRows, _cpu.ReferenceRows | None]:
     """Return (policy's rows, reference's rows or None) as arguments of C++.
 
-    weight          weight of the divergence in the loss, fp32 [num_rows]; None is 0
-    log_sum_ratio   `SoftmaxSums.log_sum_ratio`, for kernels that follow the sums
-    center          `SoftmaxSums.gradient_center`, for the gradient
+    The vectors are fp32 [num_rows]. A kernel that does not need one of them gets None.
+
+    weight          weight of the divergence in the loss; None: all weights are 0
+    log_sum_ratio   `SoftmaxSums.log_sum_ratio`, for kernels that read softmax sums
+    center          `SoftmaxSums.gradient_center`, for kernels that write a gradient
     """
     num_rows = count_rows(rows)
     policy = logits_argument("logits", rows.logits, rows.transform, rows)
@@ -557,18 +597,24 @@ def policy_and_reference(
     reference_logits = logits_argument(
         "reference.logits", reference.logits, reference.transform, rows
     )
-    return policy, _cpu.ReferenceRows(
+    reference_rows = _cpu.ReferenceRows(
         reference_logits,
         DIRECTIONS.index(reference.direction),
         reference.mixture,
-        vector("divergence_weight", weight, torch.float32, num_rows),
-        vector("log_sum_ratio", log_sum_ratio, torch.float32, num_rows),
-        vector("center", center, torch.float32, num_rows),
+        vector_argument("divergence_weight", weight, torch.float32, num_rows),
+        vector_argument("log_sum_ratio", log_sum_ratio, torch.float32, num_rows),
+        vector_argument("center", center, torch.float32, num_rows),
     )
+    return policy, reference_rows
 
 
 def pairs_argument(pairs: Pairs) -> _cpu.RowIdPairs:
-    """Return ids and rows of pairs. Their values are not checked."""
+    """Return (row, id) pairs as an argument of C++.
+
+    Raises ValueError if their tensors are not int64 [num_pairs] on a CPU. The values are not
+    checked.
+    """
     num_pairs = pairs.ids.numel()
-    ids = vector("pairs.ids", pairs.ids, torch.int64, num_pairs)
-    return _cpu.RowIdPairs(ids, vector("pairs.rows", pairs.rows, torch.int64, num_pairs), num_pairs)
+    ids = vector_argument("pairs.ids", pairs.ids, torch.int64, num_pairs)
+    rows = vector_argument("pairs.rows", pairs.rows, torch.int64, num_pairs)
+    return _cpu.RowIdPairs(ids, rows, num_pairs)

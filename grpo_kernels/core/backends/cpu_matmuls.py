@@ -1,6 +1,7 @@
 """Matmuls of bf16 or fp32 operands with fp32 results on a CPU with AVX512_BF16.
 
-The C++ is in csrc/matmuls*.cpp. This file chooses the engine that computes the matmuls.
+The C++ is in csrc/matmuls*.cpp. This file chooses the engine, the set of instructions that computes
+the matmuls. AMX (Advanced Matrix Extensions) are the tile instructions of Intel processors.
 
 torch.mm rounds the results of bf16 operands to bf16. Converting the operands to fp32 first takes 2
 to 4 times as long. For fp32 operands torch.mm takes twice as long on AMD (MKL), or allocates each
@@ -22,9 +23,9 @@ from torch import Tensor
 
 from ...checks import warn_once
 from . import cpu
-from .cpu import _cpu, matrix, vector
+from .cpu import _cpu, matrix_argument, vector_argument
 
-#: The dtypes of operands.
+#: The dtypes that operands may have.
 OPERANDS = (torch.bfloat16, torch.float32)
 
 #: How bf16 operands are multiplied:
@@ -32,9 +33,9 @@ OPERANDS = (torch.bfloat16, torch.float32)
 #:     amx          AMX tiles
 #:     avx512bf16   vdpbf16ps
 #:     fp32         fp32 FMA; the operands are converted while they are packed
-#:     torch        torch.mm, in fp32
+#:     torch        torch.mm, in fp32; the functions of this file are not used
 ENGINES = ("amx", "avx512bf16", "fp32", "torch")
-#: The environment variable that names an engine. "auto" or an empty value: see `automatic`.
+#: The environment variable that names an engine. "auto" or empty: `fastest_engine` is used.
 SETTING = "GRPO_KERNELS_PRODUCTS"
 
 #: The engine in use. None until the first call chooses one.
@@ -44,7 +45,7 @@ _lock = threading.RLock()
 
 
 def _replace_lock() -> None:
-    """Make a new lock in a forked process: a thread of its parent may have held the old one."""
+    """Replace the lock in a forked process, where a thread of the parent may hold it forever."""
     global _lock
     _lock = threading.RLock()
 
@@ -53,8 +54,11 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_replace_lock)
 
 
-def available() -> str | None:
-    """Return None if the matmuls of this file can run, or else the reason."""
+def unavailable_reason() -> str | None:
+    """Return the reason why the matmuls of this file cannot be used, or None if they can.
+
+    They need AVX512_BF16, and an engine other than "torch".
+    """
     if engine() != "torch":
         return None
     return _reason_without_avx512bf16() or f"{SETTING}=torch"
@@ -64,26 +68,27 @@ def available() -> str | None:
 
 
 def engine() -> str:
-    """Return the engine in use.
+    """Return the engine in use, one of ENGINES.
 
-    The first call chooses it: the engine that the environment names, or `automatic`. Raises
-    ValueError if the environment names no engine, or one that cannot run here.
+    The first call chooses it: the engine that the environment variable SETTING names, or
+    `fastest_engine`. If AMX computes wrong results on this machine, the first call warns. Raises
+    ValueError if the variable names an unknown engine, or one that cannot run here.
     """
     global _chosen
     if _chosen is not None:
         return _chosen
     mismatch = None
     with _lock:
-        chosen = _chosen
+        chosen = _chosen  # another thread may have chosen meanwhile
         if chosen is None:
             setting = os.environ.get(SETTING) or "auto"
             if setting == "auto":
-                chosen = automatic()
+                chosen = fastest_engine()
                 mismatch = amx_mismatch()
             else:
                 chosen = _check_engine(setting)
             _chosen = chosen
-    # Outside of the lock: a warning filter may raise the warning, or call this package.
+    # Warn after the lock is released: a warning filter may raise, or call this package.
     if mismatch is not None:
         warn_once(
             f"{mismatch}. Losses from hidden states use {SETTING}={chosen} instead, which may be"
@@ -95,7 +100,10 @@ def engine() -> str:
 
 @contextmanager
 def using(name: str) -> Iterator[None]:
-    """Use another engine in this block, in all threads. For tests and for comparing engines."""
+    """Use the engine `name` in a `with` block, in all threads. For tests and comparisons.
+
+    Raises ValueError if the engine is unknown or cannot run here.
+    """
     global _chosen
     before = _chosen
     _chosen = _check_engine(name)
@@ -105,28 +113,32 @@ def using(name: str) -> Iterator[None]:
         _chosen = before
 
 
-def automatic() -> str:
-    """Return the fastest engine that this process can use."""
+def fastest_engine() -> str:
+    """Return the fastest engine that this process can use, one of ENGINES."""
     if _reason_without_avx512bf16() is not None:
         return "torch"
     return "amx" if _reason_unavailable("amx") is None else _best_without_amx()
 
 
 def _best_without_amx() -> str:
-    """Return the fastest engine without AMX.
+    """Return the fastest engine without AMX: "fp32" on Intel, "avx512bf16" on AMD.
 
     vdpbf16ps has half the rate of fp32 FMA on Intel, and twice its rate on AMD.
     """
-    return "fp32" if _cpu.processor()[0] == "GenuineIntel" else "avx512bf16"
+    vendor, _, _ = _cpu.processor()
+    return "fp32" if vendor == "GenuineIntel" else "avx512bf16"
 
 
 def engines() -> dict[str, str | None]:
-    """Return each engine with the reason why it cannot run here, None if it can."""
+    """Return, for each of ENGINES, the reason why it cannot run here, or None if it can."""
     return {name: _reason_unavailable(name) for name in ENGINES}
 
 
 def amx_mismatch() -> str | None:
-    """Return how the AMX matmuls failed the comparison, None if they were not wrong."""
+    """Return how results of AMX differ from those of another engine, in words.
+
+    The result is None if they are equal, or if AMX cannot run here and nothing was compared.
+    """
     if _reason_without_avx512bf16() is not None:
         return None
     amx = _amx()
@@ -134,7 +146,7 @@ def amx_mismatch() -> str | None:
 
 
 def _reason_unavailable(name: str) -> str | None:
-    """Return why an engine cannot run here, None if it can."""
+    """Return the reason why one of ENGINES cannot run here, or None if it can."""
     if name == "torch":
         return None
     reason = _reason_without_avx512bf16()
@@ -144,15 +156,15 @@ def _reason_unavailable(name: str) -> str | None:
 
 
 def _reason_without_avx512bf16() -> str | None:
-    """Return why none of the engines in C++ can run here, None if they can."""
-    reason = cpu.available()
+    """Return the reason why no engine but "torch" can run here, or None if one can."""
+    reason = cpu.unavailable_reason()
     if reason is None and not _cpu.has_matmuls():
         return "this processor has no AVX512_BF16 instructions"
     return reason
 
 
 def _check_engine(name: str) -> str:
-    """Return the name of an engine. Raises ValueError if it cannot run here."""
+    """Return `name`. Raises ValueError if it is no engine, or an engine that cannot run here."""
     if name not in ENGINES:
         raise ValueError(f"{SETTING}={name}: it is auto or one of {', '.join(ENGINES)}.")
     reason = _reason_unavailable(name)
@@ -164,12 +176,13 @@ def _check_engine(name: str) -> str:
 
 # ---- whether this process can use AMX
 
-#: Bits of EDX of CPUID leaf 7: bf16 matmuls of AMX, and its tile registers.
+#: Bits of the register EDX of CPUID leaf 7: bf16 matmuls of AMX, and its tile registers.
 AMX_BF16 = 1 << 22
 AMX_TILE = 1 << 24
-#: Bits of XCR0: the operating system saves the configuration and the contents of tile registers.
+#: Bits of the register XCR0: the operating system saves the configuration and the contents of tile
+#: registers.
 TILE_STATE = 1 << 17 | 1 << 18
-#: Why Linux refuses permission, by errno.
+#: Why Linux refuses a process permission to use AMX, by errno.
 REFUSALS = {
     errno.EINVAL: "Linux has it from version 5.16 on",
     errno.ENOSYS: "the sandbox has no arch_prctl",
@@ -182,8 +195,8 @@ REFUSALS = {
 class Amx(NamedTuple):
     """Whether this process can use AMX.
 
-    reason     why not, None if it can
-    mismatch   whether the reason is that its results are wrong
+    reason     why it cannot, in words; None if it can
+    mismatch   True if the reason is that AMX computed wrong results
     """
 
     reason: str | None
@@ -191,17 +204,22 @@ class Amx(NamedTuple):
 
 
 def _amx() -> Amx:
-    """Return whether this process can use AMX. The first thread finds out, the others wait."""
+    """Return whether this process can use AMX.
+
+    The first call examines the machine, under the lock, so that other threads wait for its result.
+    """
     with _lock:
         return _examine_amx()
 
 
 @functools.cache
 def _examine_amx() -> Amx:
-    """Find out whether this process can use AMX.
+    """Find out whether this process can use AMX, and return the first obstacle.
 
-    Each step follows only if those before it succeeded. So without AMX the process does not ask for
-    permission, and compares nothing.
+    AMX needs a processor that has it, a C++ module that was compiled with it, a system that saves
+    its registers, and permission for the process. Then its matmuls are compared with those of
+    another engine. Each step is taken only if the steps before it succeeded, because permission
+    cannot be given back.
     """
     _, features, saved_state = _cpu.processor()
     needed = AMX_BF16 | AMX_TILE
@@ -224,11 +242,11 @@ def _examine_amx() -> Amx:
 # ---- the comparison of two engines
 #
 # The elements of all operands are integers, so small that every partial sum of a result is below
-# 2^24 in absolute value. fp32 holds the product of two bf16 numbers exactly, and so these sums, in
-# any order. Engines differ in the order only, so their results must be equal, without a tolerance.
-# No element is 0, so a term that is missing, repeated or misplaced changes the result.
+# 2^24 in absolute value. fp32 represents such sums exactly, in any order of the terms. Engines
+# differ only in this order, so their results must be equal, without a tolerance. No element is 0,
+# so a term that is missing, repeated or misplaced changes the result.
 
-#: (N, H, V) of the matmuls that are compared.
+#: (N, H, V) of the matmuls that are compared: numbers of rows, hidden size and vocabulary size.
 SHAPES = (
     (1, 1, 1),
     # Several blocks of H, of N (and of the rows of grad_hidden) and of V, with odd ends.
@@ -243,30 +261,30 @@ SHAPES = (
     (33, 96, 240),
 )
 #: torch divides work on this many elements among threads. Starting threads takes longer than the
-#: comparison, so no tensor that torch computes is larger.
+#: comparison, so torch computes only smaller tensors here.
 DIVIDED = 32768
-#: The bits of the elements of operands, which are -2^bits to 2^bits without 0. WIDE elements have
+#: Bits of the elements of operands, which are integers from -2^bits to 2^bits. WIDE elements have
 #: more than the 8 bits of bf16: an fp32 gradient is rounded to bf16, and AMX splits an fp32 operand
 #: into two bf16 numbers. LARGE elements are added to a sum, which must then be held in fp32.
 NARROW = 1
 WIDE = 10
 LARGE = 21
-#: What results are filled with before: no sum of integers is this number, so an element shows that
-#: is not written, or that lies past the end and is.
+#: The value that results are filled with before a matmul. No sum of integers is 0.5, so the
+#: comparison detects elements that are not written, and writes past the end.
 UNWRITTEN = 0.5
 
-#: Writes a matmul to a result [rows, columns], by the named engine.
+#: (out, engine_name): writes a matmul to out [rows, columns], computed by the engine.
 ComputeMatmul = Callable[[Tensor, str], None]
 
 
 class Comparison(NamedTuple):
-    """A matmul that two engines compute.
+    """One matmul whose results of two engines are compared.
 
-    operands        their dtype, in words
-    matmul          its name, in words
-    rows, columns   the shape of the result
-    dtype           of the result
-    compute         writes the result
+    operands        dtype of the operands, for messages
+    matmul          name of the matmul, for messages
+    rows, columns   shape of the result
+    dtype           dtype of the result
+    compute         (out, engine_name): writes the result to `out`
     """
 
     operands: str
@@ -277,9 +295,9 @@ class Comparison(NamedTuple):
     compute: ComputeMatmul
 
     def difference(self, engine_name: str, reference: str) -> str | None:
-        """Return how the results of two engines differ, in words, None if they are equal.
+        """Return how the results of two engines differ, in words, or None if they are equal.
 
-        The memory around the results is compared, too.
+        The memory around the results is compared as well, to detect writes past the end.
         """
         ours = Result(self.rows, self.columns, self.dtype)
         theirs = Result(self.rows, self.columns, self.dtype)
@@ -296,9 +314,10 @@ class Comparison(NamedTuple):
 
 @torch.no_grad()
 def first_difference(engine_name: str, reference: str) -> str | None:
-    """Compare all matmuls of two engines, of bf16 and of fp32 operands.
+    """Compare the three matmuls of two engines, for bf16 and fp32 operands and several SHAPES.
 
-    Returns the first difference in words, None if there is none.
+    Returns the first difference in words, or None if all results are equal. An engine that runs out
+    of memory or raises RuntimeError counts as a difference.
     """
     try:
         for n, h, v in SHAPES:
@@ -312,7 +331,11 @@ def first_difference(engine_name: str, reference: str) -> str | None:
 
 
 def _comparisons(n: int, h: int, v: int) -> Iterator[Comparison]:
-    """Yield the comparisons for hidden states [n, h] and a weight [v, h]."""
+    """Yield the matmuls to compare, for hidden states [n, h] and a weight [v, h].
+
+    They are logits, grad_hidden and grad_weight, the last one also added to a sum and rounded to
+    bf16. All engines run on one thread.
+    """
     bf16 = torch.bfloat16
     fp32 = torch.float32
     hidden16 = integers(n, h, NARROW, bf16)
@@ -364,8 +387,8 @@ def _comparisons(n: int, h: int, v: int) -> Iterator[Comparison]:
     yield compare_logits("bf16", hidden16, weight16, bias)
     yield compare_grad_hidden("bf16", grad16, weight16)
     yield compare_grad_hidden("bf16", wide_grad, weight16)
-    # Each fp32 operand is wide once. Never two of them, because AMX leaves out the product of their
-    # low parts.
+    # Each fp32 operand is wide once. Two wide operands in one matmul would differ, because AMX
+    # leaves out the product of their low parts.
     yield compare_logits("fp32", wide_hidden, weight, bias)
     yield compare_logits("fp32", hidden, wide_weight, None)
     yield compare_grad_hidden("fp32", wide_grad, weight)
@@ -383,9 +406,10 @@ def _comparisons(n: int, h: int, v: int) -> Iterator[Comparison]:
 
 
 def integers(rows: int, columns: int, bits: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return integers [rows, columns] from -2^bits to 2^bits without 0 that look random.
+    """Return pseudo-random integers [rows, columns] from -2^bits to 2^bits, without 0.
 
-    They are the same at every call. The rows of a large matrix overlap in memory.
+    They are the same at every call. The rows of a large matrix overlap in memory, so that torch
+    computes fewer than DIVIDED elements.
     """
     stride = min(columns, (DIVIDED - 1 - columns) // rows)
     count = (rows - 1) * stride + columns
@@ -398,12 +422,17 @@ def integers(rows: int, columns: int, bits: int, dtype: torch.dtype = torch.floa
 
 
 class Result:
-    """Memory for a result [rows, columns] with memory behind its end, filled with UNWRITTEN.
+    """Memory for a result of a matmul, with a margin that no engine may write.
 
-    Behind each row is memory, too, unless rows begin at cache lines.
+    All memory is filled with UNWRITTEN. There is a margin behind the last row. If a row does not
+    fill whole cache lines, there is also a margin of 3 elements behind each row.
+
+    memory   1-d, with the margins
+    matrix   [rows, columns], the view of `memory` for the result
     """
 
     def __init__(self, rows: int, columns: int, dtype: torch.dtype) -> None:
+        """Allocate a result [rows, columns] and its margins."""
         stride = columns if columns == 1 or columns % 16 == 0 else columns + 3
         self.memory = torch.full((rows * stride + 16,), UNWRITTEN, dtype=dtype, device="cpu")
         self.matrix = self.memory[: rows * stride].view(rows, stride)[:, :columns]
@@ -411,7 +440,9 @@ class Result:
 
 # ---- the matmuls
 #
-#     engine_name   None: the engine in use for the dtype of the operands
+# N is the number of rows, H the hidden size, V the vocabulary size. Two arguments are for tests:
+#
+#     engine_name   None: the engine in use for the dtype of the operands, see `_engine_for`
 #     threads       0: as many as torch uses
 
 
@@ -423,20 +454,21 @@ def logits(
     engine_name: str | None = None,
     threads: int = 0,
 ) -> None:
-    """Write hidden @ weight.T + bias to out.
+    """Write logits = hidden @ weight.T + bias to `out`, never rounded to bf16.
 
-    hidden [N, H], weight [V, H]   both bf16 or both fp32
-    bias                           fp32 [V] or None
-    out                            fp32 [N, V]
+    hidden   [N, H], N rows of hidden size H; bf16 or fp32
+    weight   [V, H], V ids; the dtype of `hidden`
+    bias     fp32 [V] or None
+    out      fp32 [N, V]
     """
-    hidden_matrix = matrix("hidden", hidden)
-    weight_matrix = matrix("weight", weight)
+    hidden_matrix = matrix_argument("hidden", hidden)
+    weight_matrix = matrix_argument("weight", weight)
     _cpu.logits(
         engine_name or _engine_for(weight.dtype),
         hidden_matrix,
         weight_matrix,
-        vector("bias", bias, torch.float32, weight.shape[0]),
-        matrix("out", out),
+        vector_argument("bias", bias, torch.float32, weight.shape[0]),
+        matrix_argument("out", out),
         threads or torch.get_num_threads(),
     )
 
@@ -448,20 +480,20 @@ def grad_hidden(
     engine_name: str | None = None,
     threads: int = 0,
 ) -> None:
-    """Write grad_logits @ weight to out.
+    """Write grad_hidden = grad_logits @ weight to `out`, summed in fp32.
 
     grad_logits   [N, V]; bf16 or fp32 with a bf16 weight (it is rounded to bf16 while it is
                   packed), fp32 with an fp32 weight
     weight        [V, H]
     out           fp32 [N, H]
     """
-    grad_matrix = matrix("grad_logits", grad_logits)
-    weight_matrix = matrix("weight", weight)
+    grad_matrix = matrix_argument("grad_logits", grad_logits)
+    weight_matrix = matrix_argument("weight", weight)
     _cpu.grad_hidden(
         engine_name or _engine_for(weight.dtype),
         grad_matrix,
         weight_matrix,
-        matrix("out", out),
+        matrix_argument("out", out),
         threads or torch.get_num_threads(),
     )
 
@@ -474,39 +506,45 @@ def grad_weight(
     engine_name: str | None = None,
     threads: int = 0,
 ) -> None:
-    """Write start + grad_logits.T @ hidden to out, summed in fp32.
+    """Write grad_weight = start + grad_logits.T @ hidden to `out`, summed in fp32.
 
-    grad_logits   [N, V], as in `grad_hidden`
+    grad_logits   [N, V]; bf16 or fp32 with bf16 hidden states (it is rounded to bf16 while it is
+                  packed), fp32 with fp32 hidden states
     hidden        [N, H], bf16 or fp32
     start         fp32 [V, H], possibly `out` itself; None is 0
     out           [V, H]; fp32, or bf16, to which the sum is rounded once
     """
-    grad_matrix = matrix("grad_logits", grad_logits)
-    hidden_matrix = matrix("hidden", hidden)
+    grad_matrix = matrix_argument("grad_logits", grad_logits)
+    hidden_matrix = matrix_argument("hidden", hidden)
     _cpu.grad_weight(
         engine_name or _engine_for(hidden.dtype),
         grad_matrix,
         hidden_matrix,
-        None if start is None else matrix("start", start),
-        matrix("out", out),
+        None if start is None else matrix_argument("start", start),
+        matrix_argument("out", out),
         threads or torch.get_num_threads(),
     )
 
 
 def num_vocab_splits(dtype: torch.dtype, width: int, vocab_size: int) -> int:
-    """Return how many partial sums [N, H] `grad_hidden` computes in memory of its own, 0 if none.
+    """Return how many temporaries fp32 [N, H] `grad_hidden` allocates.
 
-    dtype   of the operands
+    The AMX engine splits a large vocabulary into parts, sums each part in a temporary, and adds the
+    temporaries. Without a split the result is 0.
+
+    dtype   dtype of the operands
+    width   hidden size H
     """
-    splits = _cpu.num_vocab_splits(_engine_for(dtype), width, vocab_size)
-    return splits if splits > 1 else 0
+    num_splits = _cpu.num_vocab_splits(_engine_for(dtype), width, vocab_size)
+    return num_splits if num_splits > 1 else 0
 
 
 def _engine_for(dtype: torch.dtype) -> str:
-    """Return the engine in use for operands of a dtype.
+    """Return the engine that multiplies operands of a dtype.
 
-    AMX splits fp32 operands into two bf16 numbers, which keep 16 of their 24 bits. So it takes fp32
-    operands only if torch may use less than fp32 for them, too.
+    AMX splits an fp32 operand into two bf16 numbers, which keep 16 of its 24 bits. So AMX takes
+    fp32 operands only if the user allows torch reduced precision. If not, "avx512bf16" takes them,
+    which multiplies fp32 operands in full precision.
     """
     name = engine()
     if name == "amx" and dtype == torch.float32 and not less_than_fp32():
@@ -515,8 +553,12 @@ def _engine_for(dtype: torch.dtype) -> str:
 
 
 def less_than_fp32() -> bool:
-    """Return whether the user allows less than fp32 for matmuls of fp32 operands."""
+    """Return whether the user allows reduced precision for matmuls of fp32 operands.
+
+    This is torch.set_float32_matmul_precision("high") or "medium".
+    """
     try:
         return torch.get_float32_matmul_precision() != "highest"
-    except RuntimeError:  # newer settings of torch are for its own libraries, one by one
+    except RuntimeError:
+        # The user has set a precision for each library of torch instead.
         return False

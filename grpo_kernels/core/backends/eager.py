@@ -1,8 +1,11 @@
 """Eager PyTorch: the readable version of every kernel, and the fallback if no kernel runs.
 
 Rows and pairs are processed in blocks, so that temporaries stay within `block_bytes` (or one row)
-for any batch. The host does not wait for a GPU: unused rows and pairs are computed with placeholder
-values and discarded.
+for any batch. No function copies a value to the host, so the host never waits for a GPU: unused
+rows and pairs are computed with placeholder values and discarded.
+
+In this file r is the number of rows of a block and V the vocabulary size. z and w are the logits of
+policy and reference after scale, softcap and temperature.
 """
 
 from __future__ import annotations
@@ -23,7 +26,6 @@ from ..divergence import (
 )
 from ..softmax import (
     MIN_LOGP,
-    REFERENCE_SUMS,
     GradientCoefficients,
     LogitRows,
     ReferenceRows,
@@ -43,16 +45,16 @@ COPIES_WITH_REFERENCE = 10
 ROWS_PER_PAIR = 4
 
 
-def available() -> str | None:
-    """Return None: eager PyTorch always runs."""
+def unavailable_reason() -> str | None:
+    """Return None: eager PyTorch runs on every machine."""
     return None
 
 
 def block_bytes(device: torch.device) -> int:
-    """Return the bytes of the temporaries of a block.
+    """Return how many bytes the temporaries of a block of rows may take.
 
-    On a CPU they fit its cache, and the allocator keeps memory of that size for reuse. On a GPU
-    they are enough to fill it.
+    On a CPU so many bytes fit the cache, and the allocator keeps memory of that size for reuse. On
+    a GPU the block must be large enough to occupy all multiprocessors.
     """
     return 16 << 20 if device.type == "cpu" else 256 << 20
 
@@ -60,14 +62,16 @@ def block_bytes(device: torch.device) -> int:
 class Kernels(Backend):
     """All kernels in eager PyTorch.
 
-    workspace   None: each call allocates its memory. `fused_loss` passes a workspace for calls of
-                one block each: `run_sums_kernel` leaves exponentials there, and
-                `run_gradient_kernel` of the same block reads them.
+    strict      ignored: every backend takes it, and eager PyTorch never falls back
+    workspace   None: each call allocates its memory. `fused_loss` creates kernels with a workspace
+                and calls them for one block at a time: `run_sums_kernel` leaves exponentials in the
+                workspace, and `run_gradient_kernel` of the same block reads them.
     """
 
     computes_all_sums = True
 
     def __init__(self, strict: bool = False, workspace: Workspace | None = None) -> None:
+        """Use the memory of a workspace, or allocate memory in each call."""
         self.workspace = workspace
 
     # ---- rows of logits
@@ -91,8 +95,8 @@ class Kernels(Backend):
                     sums.select(block)[name].copy_(values[name])
         if rows.mask is None:
             return sums
-        masked = SoftmaxSums.masked(names, 1, rows.logits.device)
-        return replace(sums, values=torch.where(rows.mask, sums.values, masked.values))
+        values_if_masked = SoftmaxSums.masked(names, 1, rows.logits.device).values
+        return replace(sums, values=torch.where(rows.mask, sums.values, values_if_masked))
 
     def run_mixture_kernel(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
         """Return MIXTURE_SUMS of each row: two sums over the vocabulary, fp32 [2, num_rows].
@@ -130,6 +134,9 @@ class Kernels(Backend):
         """Write d loss / d logits of each row into the same row of `out`, [A, T, V].
 
         The formula is in `GradientCoefficients`. Rows whose coefficients are all 0 become 0.
+
+        sums   softmax sums of the rows, from `softmax_sums`
+        out    [A, T, V] like `rows.logits`; may be the memory of the logits
         """
         transform = rows.transform
         factors = GradientFactors.from_coefficients(sums, coefficients, transform)
@@ -141,24 +148,29 @@ class Kernels(Backend):
         for (block, logits), (_, grad_logits) in zip(input_blocks, output_blocks, strict=True):
             differences = workspace.differences[: len(logits)]
             exps = workspace.exps[: len(logits)]
-            if self.workspace is None:
+            if self.workspace is None:  # else run_sums_kernel has left both there
                 z = workspace.transformed(logits, transform.select(block))
                 torch.sub(z, sums.max_logit[block, None], out=differences)
                 torch.exp(differences, out=exps)
             grad = workspace.terms[: len(logits)]
             is_fp32 = grad_logits.dtype == torch.float32
             if divergence_weight is None and is_fp32 and not transform.softcap:
-                grad = grad_logits  # may be the memory of `logits`, which is not read again
+                # Here the logits are not read again, so the gradient may overwrite them.
+                grad = grad_logits
             factors.write_gradient(block, rows.targets, exps, differences, grad)
             if divergence_weight is not None:
                 assert rows.reference is not None
-                z = workspace.transformed(logits, transform.select(block))
-                w = reference_block(rows, rows.reference, block)
-                factor = (divergence_weight * factors.dz_dx)[block, None]
                 add_divergence_gradient(
-                    grad, factor, z, w, exps, sums.select(block), rows.reference
+                    grad,
+                    factor=(divergence_weight * factors.dz_dx)[block, None],
+                    z=workspace.transformed(logits, transform.select(block)),
+                    w=reference_block(rows, rows.reference, block),
+                    exps=exps,
+                    sums=sums.select(block),
+                    reference=rows.reference,
                 )
             if transform.softcap:
+                # d/dx of softcap * tanh(x * scale / softcap) has the factor 1 - tanh^2.
                 scaled = logits.float() * (transform.scale / transform.softcap)
                 grad.mul_(1.0 - scaled.tanh_().square_())
             zero_rows(grad, is_zero[block])
@@ -185,7 +197,7 @@ class Kernels(Backend):
         for block, _logits in blocks_of(rows, rows.logits):
             block_rows = rows.slice_rows(block.start, block.stop)
             values = kernels.loss_in_two_passes(
-                block_rows, loss_formula.select(block), out, block_rows=block_rows.num_rows
+                block_rows, loss_formula.select(block), out, rows_per_block=block_rows.num_rows
             )
             table[:, block] = values.table
         return FusedLossValues(table)
@@ -211,7 +223,7 @@ class Kernels(Backend):
     def pair_logits(self, hidden: Tensor, weight: Tensor, pairs: Pairs) -> Tensor:
         """Return hidden[row] . weight[id] of each (row, id) pair, fp32 [num_pairs].
 
-        It is -inf for an id of -1.
+        The logit is -inf for the id -1.
         """
         logits = torch.empty(pairs.ids.shape, dtype=torch.float32, device=hidden.device)
         for block in pair_blocks(pairs.ids.numel(), hidden):
@@ -268,9 +280,10 @@ class Kernels(Backend):
 
 
 class Workspace(NamedTuple):
-    """Memory that the blocks of a call share: new memory for each takes longer than the arithmetic.
+    """Temporary memory of a block of rows, which all blocks of a call share.
 
-    Each tensor is fp32 [block_rows, V].
+    Allocating it for each block would take longer than the arithmetic. Each tensor is fp32
+    [rows_per_block, V].
 
     logits        z, the logits after scale, softcap and temperature
     differences   z - max_logit
@@ -285,37 +298,42 @@ class Workspace(NamedTuple):
 
     @classmethod
     def for_rows(cls, rows: LogitRows) -> Workspace:
-        """Return memory for the blocks of a call."""
-        block_rows = min(rows_per_block(rows), rows.num_rows)
-        shape = (4, block_rows, rows.logits.shape[-1])
-        return cls(*torch.empty(shape, dtype=torch.float32, device=rows.logits.device))
+        """Return uninitialized memory for the largest block of a call."""
+        shape = (min(rows_per_block(rows), rows.num_rows), rows.logits.shape[-1])
+        num_tensors = len(cls._fields)
+        memory = torch.empty(num_tensors, *shape, dtype=torch.float32, device=rows.logits.device)
+        return cls(*memory)
 
     def transformed(self, logits: Tensor, transform: RowTransform) -> Tensor:
-        """Return z = transform(logits) of a block, fp32 [r, V], in the memory `self.logits`.
+        """Return z, the logits of a block after `transform`, fp32 [r, V].
 
-        If the transform changes nothing and `logits` are fp32, they are returned themselves.
+        z is written to the memory `self.logits`. If the transform is the identity and `logits` are
+        fp32 already, `logits` are returned without a copy.
+
+        logits   [r, V], any dtype
         """
         return transform.transform_rows(logits, self.logits[: len(logits)])
 
 
 def rows_per_block(rows: LogitRows) -> int:
-    """Return how many rows a block has: its temporaries fit `block_bytes`, but at least one."""
+    """Return how many rows a block has: as many as fit `block_bytes`, at least one."""
     copies = COPIES if rows.reference is None else COPIES_WITH_REFERENCE
     row_bytes = 4 * rows.logits.shape[-1] * copies
     return max(1, block_bytes(rows.logits.device) // row_bytes)
 
 
 def blocks_of(rows: LogitRows, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the blocks of a call: a slice of its vectors, and these rows of `logits`, [r, V].
+    """Yield (block, logits of the block) for consecutive blocks of rows of a call.
 
-    logits   [A, T, V]: the logits of the call, or its gradient
+    block    slice of the rows of the call, which selects from vectors [num_rows]
+    logits   [A, T, V]: the logits of the call, or their gradient; of a block [r, V]
     """
     num_groups, rows_per_group, _ = logits.shape
     first, last = rows.row_range or (0, num_groups * rows_per_group)
     size = rows_per_block(rows)
     start = first
     while start < last:
-        # A block stays within one outer index, where rows have one stride.
+        # A block does not cross a group (an index of A), so that logits[group] can be sliced.
         group, row = divmod(start, rows_per_group)
         stop = min(last, start + size, (group + 1) * rows_per_group)
         yield slice(start - first, stop - first), logits[group, row : row + stop - start]
@@ -323,7 +341,7 @@ def blocks_of(rows: LogitRows, logits: Tensor) -> Iterator[tuple[slice, Tensor]]
 
 
 def transform_block(logits: Tensor, transform: RowTransform) -> Tensor:
-    """Return the transformed logits of a block in new memory, fp32 [r, V]."""
+    """Return logits [r, V] after `transform`, fp32 [r, V], in new memory."""
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     return transform.transform_rows(logits, out)
 
@@ -339,9 +357,10 @@ def reference_block(rows: LogitRows, reference: ReferenceRows, block: slice) -> 
 
 
 def finite(max_logit: Tensor) -> Tensor:
-    """Return max_logit with 0 in place of -inf.
+    """Return max_logit [r] with 0 in place of -inf.
 
-    In a row of only -inf z - max_logit would be NaN. With 0 its exponentials are 0.
+    If all logits z of a row are -inf, z - max_logit would be NaN. With 0 in place of max_logit
+    exp(z - max_logit) is 0.
     """
     return max_logit.masked_fill(max_logit == -torch.inf, 0.0)
 
@@ -349,8 +368,8 @@ def finite(max_logit: Tensor) -> Tensor:
 def sum_rows(x: Tensor) -> Tensor:
     """Return the sum of each row of x [r, V].
 
-    On a CPU torch splits the sum of a single row among threads, which rounds differently from the
-    sums of several rows. So a single row is expanded to two rows.
+    A single row is expanded to two equal rows: on a CPU torch splits the sum of a single row among
+    threads, which rounds differently from the sums of several rows.
     """
     return x.sum(1) if x.shape[0] > 1 else x.expand(2, -1).sum(1)[:1]
 
@@ -358,7 +377,8 @@ def sum_rows(x: Tensor) -> Tensor:
 def zero_rows(grad: Tensor, is_zero: Tensor) -> None:
     """Write 0 into the rows of grad [r, V] where is_zero, bool [r], is True.
 
-    On a CPU only these rows are written. On a GPU the host would have to wait to know them.
+    On a CPU only these rows are written. On a GPU masked_fill_ passes over all rows, because
+    nonzero() would make the host wait.
     """
     if grad.device.type == "cpu":
         grad.index_fill_(0, is_zero.nonzero()[:, 0], 0.0)
@@ -367,10 +387,10 @@ def zero_rows(grad: Tensor, is_zero: Tensor) -> None:
 
 
 def find_targets(targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Return (ids, is_in_range) of targets [r].
+    """Return (ids, is_in_range) of targets [r], for gather and scatter.
 
-    ids           int64 [r, 1]: the targets, 0 in place of those outside of [0, vocab_size)
-    is_in_range   bool [r]
+    ids           int64 [r, 1]: the targets, with 0 in place of targets outside of the vocabulary
+    is_in_range   bool [r]: whether 0 <= target < vocab_size
     """
     is_in_range = (targets >= 0) & (targets < vocab_size)
     return torch.where(is_in_range, targets, 0)[:, None], is_in_range
@@ -382,9 +402,10 @@ def find_targets(targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
 def policy_sums(
     z: Tensor, targets: Tensor, names: tuple[str, ...], workspace: Workspace
 ) -> dict[str, Tensor]:
-    """Return softmax sums of a block by name, [r] each: BASIC_SUMS and those that are named.
+    """Return softmax sums of a block by name, [r] each; `softmax.SUMS` has the formulas.
 
-    z - max_logit and exp(z - max_logit) stay in the workspace. `softmax.SUMS` has the formulas.
+    max_logit, sum_exp and target_logit are always computed. z - max_logit and exp(z - max_logit)
+    are left in the workspace.
 
     z         transformed logits, fp32 [r, V]
     targets   int64 [r]
@@ -431,8 +452,12 @@ def reference_sums(
     reference_exps = (w - reference_base).exp()
     d = logit_differences(z, w, base, reference_base)
     log_ratio, excess = log_ratio_terms(rows.reference.direction, exps, reference_exps, d)
-    values = (reference_max_logit, sum_rows(reference_exps), sum_rows(log_ratio), sum_rows(excess))
-    return dict(zip(REFERENCE_SUMS, values, strict=True))
+    return {
+        "reference_max_logit": reference_max_logit,
+        "reference_sum_exp": sum_rows(reference_exps),
+        "sum_log_ratio": sum_rows(log_ratio),
+        "sum_log_ratio_excess": sum_rows(excess),
+    }
 
 
 def compare_with_reference(z: Tensor, w: Tensor, sums: SoftmaxSums) -> tuple[Tensor, Tensor]:
@@ -452,19 +477,20 @@ def compare_with_reference(z: Tensor, w: Tensor, sums: SoftmaxSums) -> tuple[Ten
 
 
 class GradientFactors(NamedTuple):
-    """d loss / d logits of rows without a divergence, as factors of exponentials.
+    """Factors of d loss / d logits of each row, for losses without a divergence.
 
     With d_j = z_j - max_logit and e_j = exp(d_j), the gradient at column j is
 
         e_j * (per_exp + per_difference * d_j + per_square * e_j)
 
-    except for the column of the target. There it is at_target, which expm1 gives accurately even if
-    the target's probability is close to 1.
+    At the column of the target the gradient is at_target, which is computed with expm1 to be
+    accurate even if the target's probability is close to 1.
 
-    per_exp, per_difference, per_square   [num_rows], the last two None if they are 0
+    per_exp, per_difference, per_square   [num_rows]; None for the last two means 0
     at_target                             [num_rows]
-    dz_dx                                 scale * inverse_temperature. The other fields contain it.
-                                          The caller multiplies by the derivative of a softcap.
+    dz_dx                                 scale * inverse_temperature, a number or [num_rows]. The
+                                          other fields are multiplied by it already. The derivative
+                                          of a softcap is not included.
     """
 
     per_exp: Tensor
@@ -477,12 +503,16 @@ class GradientFactors(NamedTuple):
     def from_coefficients(
         cls, sums: SoftmaxSums, coefficients: GradientCoefficients, transform: RowTransform
     ) -> GradientFactors:
-        """Return the factors of the gradient, without its divergence.
+        """Return the factors of the gradient, without the divergence.
 
-        With log p_j = d_j - log(sum_exp) and p_j = e_j / sum_exp the formula of
-        `GradientCoefficients` is, but for the term of the target,
+        The coefficients are target, constant, logp and prob. With p_j = e_j / sum_exp and log p_j =
+        d_j - log(sum_exp), the gradient with respect to z is, except at the target,
 
-            e_j / sum_exp * (constant - target + logp * (d_j - log(sum_exp)) + prob * p_j)
+            p_j * (constant - target + logp * (d_j - log(sum_exp)) + prob * p_j)
+
+        and at the target, whose probability is p,
+
+            target * (1 - p) + p * (constant + logp * log p + prob * p)
 
         sums   softmax sums of the rows
         """
@@ -514,9 +544,10 @@ class GradientFactors(NamedTuple):
     ) -> None:
         """Write the gradient of a block of rows into out, fp32 [r, V].
 
-        block               slice of the rows of the call
-        targets             int64 [num_rows], of all rows of the call
-        exps, differences   e and d of the block, [r, V]; differences are overwritten
+        block         slice of the rows of the call
+        targets       int64 [num_rows], of all rows of the call
+        exps          exp(z - max_logit) of the block, [r, V]
+        differences   z - max_logit of the block, [r, V]; overwritten
         """
         per_exp = self.per_exp[block, None]
         if self.per_square is not None:
@@ -540,12 +571,13 @@ def add_divergence_gradient(
     sums: SoftmaxSums,
     reference: ReferenceRows,
 ) -> None:
-    """Add factor * d divergence / d z to grad, both fp32 [r, V].
+    """Add factor * d divergence / d z to grad, fp32 [r, V], in place.
 
-    factor   [r, 1]
-    z, w     transformed logits of policy and reference, [r, V]
-    exps     exp(z - max_logit), [r, V]
-    sums     softmax sums of these rows
+    factor      [r, 1]
+    z, w        transformed logits of policy and reference, [r, V]
+    exps        exp(z - max_logit), [r, V]
+    sums        softmax sums of these rows
+    reference   which divergence from the reference: its direction and mixture
     """
     q, log_ratio = compare_with_reference(z, w, sums)
     gradient = divergence_gradient(
@@ -563,9 +595,11 @@ def add_divergence_gradient(
 
 
 def pair_blocks(num_pairs: int, rows: Tensor) -> Iterator[slice]:
-    """Return slices of the pairs, whose ROWS_PER_PAIR fp32 rows of length H fit `block_bytes`.
+    """Return consecutive slices of the pairs, each small enough to process at once.
 
-    rows   [any number, H], on the device of the computation
+    A pair takes ROWS_PER_PAIR temporaries fp32 [H]. Those of a slice fit `block_bytes`.
+
+    rows   a matrix with H columns, on the device of the computation
     """
     size = max(1, block_bytes(rows.device) // (4 * ROWS_PER_PAIR * rows.shape[1]))
     return (slice(start, min(start + size, num_pairs)) for start in range(0, num_pairs, size))
@@ -583,22 +617,24 @@ def sum_by_key(
 ) -> None:
     """Write out[k] = sum of values[i] * source[index[i]] over the used pairs i with keys[i] = k.
 
-    Sums are fp32, in the order of the pairs, and are rounded once.
+    Sums are fp32, in the order of the pairs, and are rounded once. The pairs are sorted by key and
+    summed in blocks of pairs.
 
-    keys, index   int64 [num_pairs]
-    is_used       bool [num_pairs]
+    keys, index   int64 [num_pairs]: for each pair a row of `out` and a row of `source`
+    is_used       bool [num_pairs]: the others add nothing; their keys and index may be -1
     values        fp32 [num_pairs]
     source        [num_source_rows, H], any dtype
     out           [num_keys, H], any dtype; rows without a used pair are not written
-    adds_to_out   whether the sum is added to the value in `out`, or replaces it
+    adds_to_out   True: the sum is added to the value in `out`; False: it replaces the value
     """
     num_pairs = keys.numel()
     no_key = out.shape[0]
     if num_pairs == 0:
         return
-    keys, order = torch.where(is_used, keys, no_key).sort(stable=True)  # unused pairs come last
-    # A group is the pairs of one key. The first group of a block continues from the partial sum of
-    # the previous block, and the last group is carried over to the next block.
+    # Unused pairs get the largest key, so they come last.
+    keys, order = torch.where(is_used, keys, no_key).sort(stable=True)
+    # A group is the pairs of one key in a block. A key may continue in the next block, so the
+    # partial sum of the last group is carried over: it is the first term of the next block.
     carried_sum = torch.zeros(1, out.shape[1], dtype=torch.float32, device=out.device)
     carried_key = keys[:1]
     for block in pair_blocks(num_pairs, out):
@@ -613,19 +649,20 @@ def sum_by_key(
         carried_sum = sums.index_select(0, groups[-1:])
         carried_key = block_keys[-1:]
         is_complete = group_keys < no_key
-        if block.stop < num_pairs:
+        has_next_block = block.stop < num_pairs
+        if has_next_block:
             group_ids = torch.arange(len(group_keys), device=out.device)
-            is_complete &= group_ids != groups[-1]
+            is_complete &= group_ids != groups[-1]  # the next block may continue the last group
         write_complete_sums(sums, group_keys, is_complete, out, adds_to_out)
 
 
 def sum_groups(terms: Tensor, groups: Tensor) -> Tensor:
-    """Return sums[g] = sum of terms[i] over all i with groups[i] = g, in their order.
+    """Return sums[g] = sum of terms[i] over all i with groups[i] = g, in the order of i.
 
     terms    fp32 [n, H]
-    groups   int64 [n], numbered 0, 1, ... without gaps
+    groups   int64 [n], ascending: 0, 1, 2, ... without gaps
 
-    The result is fp32 [n, H], 0 behind the last group.
+    The result is fp32 [n, H]. There are at most n groups, and the rows after the last one are 0.
     """
     sums = torch.zeros_like(terms)
     if terms.device.type == "cpu":
@@ -639,13 +676,14 @@ def write_complete_sums(
 ) -> None:
     """Write sums[g] to out[keys[g]] for each complete group g, or add it there.
 
-    The host does not wait to know which groups are complete. Every other group writes the value of
-    the first complete group into that group's row, or if there is none, the value already there.
+    All n groups are written by one index_copy_, because selecting the complete groups would make
+    the host wait for a GPU. An incomplete group repeats the write of the first complete group. If
+    no group is complete, each writes the value that `out` has already.
 
     sums          fp32 [n, H]
-    keys          int64 [n]
+    keys          int64 [n]: a row of `out` for each complete group
     is_complete   bool [n]
-    adds_to_out   whether sums are added to the values in `out`, or replace them
+    adds_to_out   True: sums are added to the values in `out`; False: they replace the values
     """
     group_ids = torch.arange(len(keys), device=out.device)
     first_complete = is_complete.to(torch.uint8).argmax()

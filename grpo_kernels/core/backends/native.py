@@ -21,49 +21,52 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-#: The name that this package is imported by. It is another one in a build for the Hugging Face Hub,
-#: which has no compiled module.
-HOME = __name__.partition(".")[0]
-#: The name of the compiled module, and of its file before the suffix.
-NAME = f"{HOME}._cpu"
-STEM = "_cpu"
+#: The top-level name that this package is imported by.
+TOP_LEVEL_NAME = __name__.partition(".")[0]
+#: Whether this is a build for the Hugging Face Hub. Such a build is imported by another name than
+#: grpo_kernels, and contains no compiled module.
+IS_HUB_BUILD = TOP_LEVEL_NAME != "grpo_kernels"
+#: The compiled module's name in an import, and its file name before the suffix.
+MODULE_NAME = f"{TOP_LEVEL_NAME}._cpu"
+MODULE_STEM = "_cpu"
 #: The folder of this package.
 PACKAGE = Path(__file__).parents[2]
 
-#: What CMakeLists.txt writes into the compiled module.
+#: The digest of the sources that CMakeLists.txt writes into the compiled module.
 BUILD_MARK = re.compile(rb"grpo_kernels built from sha256:([0-9a-f]{64})")
 
 
 def package_version() -> str:
     """Return the version of this package."""
-    return str(sys.modules[HOME].__version__)
+    return str(sys.modules[TOP_LEVEL_NAME].__version__)
 
 
 def load() -> ModuleType:
-    """Return the compiled module of this package, or of the installed copy.
+    """Import and return the compiled module of this package, or else of the installed copy.
 
-    Raises ImportError with the reason if there is none.
+    Raises ImportError with the reason if neither can be loaded.
     """
     try:
-        return importlib.import_module(NAME)
+        return importlib.import_module(MODULE_NAME)
     except ImportError as error:
         reason = reason_missing(str(error))
     path, reason_not_installed = installed_module()
     if path is None:
         if reason_not_installed:
             reason = f"{reason}; {reason_not_installed}"
-        raise ImportError(reason, name=NAME)
-    spec = importlib.util.spec_from_file_location(NAME, path)
+        raise ImportError(reason, name=MODULE_NAME)
+    spec = importlib.util.spec_from_file_location(MODULE_NAME, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    sys.modules[NAME] = module
-    sys.modules[HOME]._cpu = module  # type: ignore[attr-defined]  # as an ordinary import does
+    # As an ordinary import does.
+    sys.modules[MODULE_NAME] = module
+    sys.modules[TOP_LEVEL_NAME]._cpu = module  # type: ignore[attr-defined]
     return module
 
 
 def unsupported_machine() -> str | None:
-    """Return why no build of the module runs on this machine, or None if one may."""
+    """Return the reason why no compiled module can run on this machine, or None if one can."""
     machine = platform.machine()
     if machine in ("x86_64", "AMD64"):
         return None
@@ -71,25 +74,27 @@ def unsupported_machine() -> str | None:
 
 
 def reason_missing(import_error: str) -> str:
-    """Return why the package has no compiled module that loads.
+    """Return the reason why the import of this package's compiled module failed.
 
-    import_error   the message of the import
+    It is a Hub build, was not built, does not load, or was built for another Python or system.
+
+    import_error   the message of the ImportError
     """
-    if HOME != "grpo_kernels":
+    if IS_HUB_BUILD:
         return "a build for the Hub has none"
     names = module_files()
     if not names:
         return f"it was not built in {PACKAGE} ({import_error})"
-    loadable = {STEM + suffix for suffix in importlib.machinery.EXTENSION_SUFFIXES}
+    loadable = {MODULE_STEM + suffix for suffix in importlib.machinery.EXTENSION_SUFFIXES}
     if loadable & set(names):
         return f"its file is there but does not load ({import_error})"
-    expected = STEM + str(sysconfig.get_config_var("EXT_SUFFIX"))
+    expected = MODULE_STEM + str(sysconfig.get_config_var("EXT_SUFFIX"))
     return f"{', '.join(names)} was built for another Python or system, this one loads {expected}"
 
 
 def module_files() -> list[str]:
-    """Return the names of compiled modules in the package, of any version of Python."""
-    files = PACKAGE.glob(f"{STEM}.*")
+    """Return the file names of compiled modules in this package, for any Python and system."""
+    files = PACKAGE.glob(f"{MODULE_STEM}.*")
     return sorted(file.name for file in files if file.suffix in (".so", ".pyd", ".dylib"))
 
 
@@ -97,9 +102,9 @@ def module_files() -> list[str]:
 
 
 def source_digest(root: Path = PACKAGE.parent) -> str | None:
-    """Return the digest of the sources of the module, computed as in CMakeLists.txt.
+    """Return the SHA-256 digest of the module's C++ sources, computed as in CMakeLists.txt.
 
-    root   a checkout. The result is None if it is none.
+    root   the folder of a checkout; the result is None for a folder without the sources
     """
     if not (root / "csrc").is_dir() or not (root / "CMakeLists.txt").is_file():
         return None
@@ -117,7 +122,7 @@ def source_digest(root: Path = PACKAGE.parent) -> str | None:
 def built_from(module: Path) -> str | None:
     """Return the `source_digest` that a compiled module was built from, without loading it.
 
-    The result is None for a module of an older version, which does not say.
+    The result is None for a module of an older version, which does not contain the digest.
     """
     match = BUILD_MARK.search(module.read_bytes())
     return match[1].decode() if match else None
@@ -135,12 +140,12 @@ def find_distribution() -> importlib.metadata.Distribution | None:
 
 
 def package() -> dict[str, Any]:
-    """Return what this package is.
+    """Return how this package was installed, as a dict:
 
-    path      its folder
+    path      folder of the package that is imported
     kind      "checkout", "editable install" or "install"
-    shadows   the folder of an installed copy that is not the one imported, or None
-    source    what the installed copy was installed from, or None
+    shadows   folder of an installed copy that is not the one imported, or None
+    source    path or URL that the installed copy was installed from, or None
     """
     facts: dict[str, Any] = {
         "path": str(PACKAGE),
@@ -166,11 +171,11 @@ def package() -> dict[str, Any]:
 
 
 def build_command(facts: dict[str, Any]) -> str:
-    """Return the command that builds the module anew.
+    """Return the shell command that builds the compiled module again.
 
     facts   the result of `package`
     """
-    if HOME != "grpo_kernels":
+    if IS_HUB_BUILD:
         return "pip install grpo_kernels"
     if facts["kind"] != "install":
         return f"pip install -v --no-deps -e {PACKAGE.parent}"
@@ -179,19 +184,21 @@ def build_command(facts: dict[str, Any]) -> str:
 
 
 def installed_module() -> tuple[Path | None, str | None]:
-    """Return the module of the installed copy if this checkout may load it, and else why not.
+    """Return (path, reason): the compiled module of another, installed copy of this package.
 
-    Both are None if there is no other copy.
+    path     of the module; None if there is no such copy or this package must not load its module
+    reason   why it must not: the copy has no module, or one of another version or other sources
     """
-    distribution = find_distribution() if HOME == "grpo_kernels" else None
+    distribution = None if IS_HUB_BUILD else find_distribution()
     if distribution is None:
         return None, None
     folder = Path(str(distribution.locate_file("grpo_kernels")))
     if folder.resolve() == PACKAGE.resolve():
         return None, None
     copy = f"the installed copy in {folder}"
-    files = [folder / f"{STEM}{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
-    files = [file for file in files if file.is_file()]
+    suffixes = importlib.machinery.EXTENSION_SUFFIXES
+    candidates = [folder / f"{MODULE_STEM}{suffix}" for suffix in suffixes]
+    files = [file for file in candidates if file.is_file()]
     if not files:
         return None, f"{copy} has none"
     version = package_version()

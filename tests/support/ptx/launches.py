@@ -79,7 +79,7 @@ def executing(target: str, order: int = 0) -> Iterator[list[Executed]]:
         mock.patch.object(CUDABackend, "make_cubin", lambda *_: b""),
         mock.patch.object(JITFunction, "run", execute),
         mock.patch.object(backend, "serves", lambda device: True),
-        mock.patch.object(backend, "available", lambda: None),
+        mock.patch.object(backend, "unavailable_reason", lambda: None),
     ):
         triton.knobs.cache.dir = str(CACHE)
         yield launches

@@ -41,12 +41,12 @@ from .kernels import (
 from .launch import (
     KernelFailure,
     RowCall,
-    available,
     check_layout,
     check_vectors,
     formula_function,
     run_over_columns,
     serves,
+    unavailable_reason,
 )
 from .pair_kernels import (
     add_partial_sums_kernel,
@@ -58,7 +58,7 @@ from .pair_kernels import (
 if TYPE_CHECKING:
     from ...pairs import Pairs
 
-__all__ = ["Kernels", "OrEager", "available", "serves"]
+__all__ = ["Kernels", "OrEager", "serves", "unavailable_reason"]
 
 SUMS_OF_TOP_ID = sums_for(("top_id",))
 

@@ -51,7 +51,7 @@ MAX_REGISTERS = 255
 # ---- devices
 
 
-def available() -> str | None:
+def unavailable_reason() -> str | None:
     """Return None if the kernels can run here, or else the reason."""
     if INTERPRETED:
         return None
