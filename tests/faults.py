@@ -308,7 +308,7 @@ FAULTS: list[Fault] = [
         ("a function that rebinds a global has a key", "if step.opcode in REBINDING:\n            return None", "pass"),
     ),
     *of("grpo_kernels/formulas/program.py", "tests/formulas/test_program.py",
-        ("numbers are taken for conditions", "if not all(x.is_condition for x in conditions):", "if False:"),
+        ("numbers are taken for conditions", "if not all(x.is_boolean for x in conditions):", "if False:"),
         ("a program is not compared with torch", "if self.is_compared:", "if True:"),
         ("1 and True are one constant", "repr(x) for x in operands", "x for x in operands"),
     ),

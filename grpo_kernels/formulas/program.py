@@ -1,14 +1,19 @@
 """Formulas as straight-line programs for the kernels.
 
-`Tracer` runs a formula once with symbols in place of tensors and records each operation. C++
-interprets the program for one row after the other (csrc/kernels.h). For Triton it is printed as a
-function of the fused kernel (core/backends/triton/launch.py).
+A `Tracer` runs a formula once with symbols in place of tensors and records each operation as an
+instruction of a `Program`. C++ interprets the program (csrc/program.cpp). For Triton the program is
+printed as a function that the kernels call (core/backends/triton/launch.py).
 
-A symbol is either a number of a row, fp32 (an input, or what is computed from one), or a number of
-the whole call (a parameter, or what is computed from parameters alone). The latter is computed in
-Python, in float64, as it is if the formula runs on tensors. So a program gives the results of the
-formula in torch: each operation rounds alike, and only exp, log and tanh, which no two libraries
-round alike, differ in their last bit.
+A symbol stands for a number of one of two kinds:
+
+per row   fp32: an input of the formula, such as the log-prob of a token, or a result that depends
+          on an input. The kernel computes it.
+scalar    float64: a constant, a parameter such as a clip width, or a result that depends on these
+          alone. Python computes it once per call of the loss.
+
+PyTorch treats tensors and Python numbers in the same way, so a program gives the results of the
+formula in torch. Each operation rounds alike, except that the last bit of exp, log and tanh differs
+between libraries.
 """
 
 from __future__ import annotations
@@ -30,8 +35,8 @@ REMEDY = (
     " place of `if`), with numbers as parameters"
 )
 
-#: Operations on numbers of a call, in Python.
-NUMBER_OPERATIONS: dict[str, Callable[..., Any]] = {
+#: Operations on scalars, in Python.
+SCALAR_OPERATIONS: dict[str, Callable[..., Any]] = {
     "neg": operator.neg,
     "abs": abs,
     "add": operator.add,
@@ -45,9 +50,10 @@ NUMBER_OPERATIONS: dict[str, Callable[..., Any]] = {
     "eq": operator.eq,
     "ne": operator.ne,
 }
-#: Operations on numbers of rows, in torch. csrc/program.cpp has the same names.
+#: Operations with at least one operand per row, in torch. csrc/program.cpp has the same names.
+#: Booleans are kept as numbers, of which any but 0 is true.
 ROW_OPERATIONS: dict[str, Callable[..., Any]] = {
-    **NUMBER_OPERATIONS,
+    **SCALAR_OPERATIONS,
     "min": ops.minimum,
     "max": ops.maximum,
     "exp": torch.exp,
@@ -61,10 +67,10 @@ ROW_OPERATIONS: dict[str, Callable[..., Any]] = {
     "where": lambda condition, a, b: torch.where(condition != 0, a, b),
 }
 UNARY_OPERATIONS = {"neg", "abs", "exp", "log", "sqrt", "tanh", "reciprocal", "not"}
-#: Operations whose result is a condition (for "where": if both values are conditions).
-CONDITIONS = {"lt", "le", "eq", "ne", "and", "or", "not"}
-#: Operations that may have conditions as operands. The others want a number among theirs.
-TAKES_CONDITIONS = {"and", "or", "not", "where", "eq", "ne"}
+#: Operations whose result is boolean. That of "where" is boolean if both of its values are.
+BOOLEAN_RESULTS = {"lt", "le", "eq", "ne", "and", "or", "not"}
+#: Operations whose operands may all be boolean. The others need at least one number.
+ACCEPTS_BOOLEANS = {"and", "or", "not", "where", "eq", "ne"}
 #: The functions of torch that a formula may call, by way of `ops`.
 TORCH_FUNCTIONS: dict[Callable[..., Any], str] = {
     torch.exp: "exp",
@@ -94,17 +100,20 @@ class FormulaRefused(ValueError):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Program:
-    """A straight-line program, which computes its outputs for each row from its inputs.
+    """A traced formula as a list of instructions, which compute its outputs for each row.
 
-    Registers are counted over the numbers of a call, then the inputs, then the instructions.
+    Every value that an instruction reads or writes has a register. The first registers hold
+    scalars, the next ones the inputs, and each instruction writes the register after these.
 
-    name           the formulas in it, for messages
+    name           the formulas in the program, for error messages
     inputs         names of the inputs, in the order of their registers
-    steps          (operation, registers a, b, c) of each instruction; unused operands are 0
+    steps          the instructions: (operation, a, b, c) applies the operation to the registers a,
+                   b and c; operands that it does not have are 0
     outputs        registers of the outputs
-    sources        how each number of a call is computed: ("constant", (value,)), ("parameter",
-                   (index,)), or an operation with the indices of earlier numbers
-    numbers_used   which of the numbers are in registers, as indices of `sources`
+    sources        how Python computes each scalar, in this order: ("constant", (value,)),
+                   ("parameter", (index,)), or (operation, indices of earlier scalars)
+    numbers_used   indices in `sources` of the scalars that have a register, in register order. The
+                   other scalars are only needed to compute these.
     """
 
     name: str
@@ -115,7 +124,10 @@ class Program:
     numbers_used: tuple[int, ...]
 
     def numbers(self, parameters: Sequence[float]) -> list[float]:
-        """Return the values of the number registers in a call with these parameters."""
+        """Return the values of the scalars that have a register.
+
+        parameters   the values of the formula's parameters in this call of the loss
+        """
         values: list[Any] = []
         for source, operands in self.sources:
             if source == "constant":
@@ -123,20 +135,20 @@ class Program:
             elif source == "parameter":
                 values.append(parameters[operands[0]])
             else:
-                values.append(NUMBER_OPERATIONS[source](*(values[i] for i in operands)))
+                values.append(SCALAR_OPERATIONS[source](*(values[i] for i in operands)))
         return [float(values[i]) for i in self.numbers_used]
 
     def __call__(self, numbers: Sequence[float], inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Run the program in torch.
+        """Run the program in torch, and return its outputs, fp32 [num_rows] each.
 
-        numbers   values of the number registers
-        inputs    fp32 [num_rows] each
-        returns   the outputs, fp32 [num_rows] each
+        numbers   values of the scalars, from `Program.numbers`
+        inputs    fp32 [num_rows] each, in the order of `Program.inputs`
         """
         registers: list[Any] = [*numbers, *inputs]
         for operation, *operands in self.steps:
-            used = operands[: num_operands(operation)]
-            registers.append(ROW_OPERATIONS[operation](*(registers[i] for i in used)))
+            operand_registers = operands[: num_operands(operation)]
+            values = [registers[i] for i in operand_registers]
+            registers.append(ROW_OPERATIONS[operation](*values))
         return [
             torch.as_tensor(registers[i], dtype=torch.float32).expand_as(inputs[0])
             for i in self.outputs
@@ -146,76 +158,85 @@ class Program:
 # ---- tracing
 
 
-def _recorded(operation: str) -> Callable[..., Any]:
-    """Return a method of symbols that records an operation: self, then the other operands."""
+def _recording_method(operation: str) -> Callable[..., Any]:
+    """Return a method of `Symbol` that records an operation on (self, *others)."""
 
     def method(self: Symbol, *others: Any) -> Symbol:
-        return self.tracer.apply(operation, self, *others)
+        """Record the operation and return the symbol of its result."""
+        return self.tracer.record(operation, self, *others)
 
     return method
 
 
-def _recorded_swapped(operation: str) -> Callable[..., Any]:
-    """Return a method of symbols that records a binary operation with self as second operand."""
+def _swapped_recording_method(operation: str) -> Callable[..., Any]:
+    """Return a method of `Symbol` that records an operation on (other, self), as in 1.0 - self."""
 
     def method(self: Symbol, other: Any) -> Symbol:
-        return self.tracer.apply(operation, other, self)
+        """Record the operation and return the symbol of its result."""
+        return self.tracer.record(operation, other, self)
 
     return method
 
 
 class Symbol:
-    """A placeholder for a number while a formula is traced.
+    """A placeholder for a number while a formula is traced. Operations on it are recorded.
 
-    operation      what computes it, or "input", "parameter", "constant"
-    operands       symbols; of the last three a name, an index, a value
-    is_of_row      whether it is a number of a row, not of the whole call
-    is_condition   whether it is True or False
+    tracer       records the operations
+    operation    the operation whose result the symbol stands for, or "input", "parameter" or
+                 "constant"
+    operands     the symbols that the operation is applied to; for an input its name, for a
+                 parameter its index, for a constant its value
+    is_per_row   True: each row has its own number, fp32. False: the number is a scalar.
+    is_boolean   whether the number is True or False
     """
 
-    __slots__ = ("is_condition", "is_of_row", "operands", "operation", "tracer")
+    __slots__ = ("is_boolean", "is_per_row", "operands", "operation", "tracer")
 
     def __init__(
-        self, tracer: Tracer, operation: str, operands: tuple[Any, ...], is_of_row: bool
+        self, tracer: Tracer, operation: str, operands: tuple[Any, ...], is_per_row: bool
     ) -> None:
+        """Make the symbol of a result. `Tracer` calls this, once for each operation."""
         self.tracer = tracer
         self.operation = operation
         self.operands = operands
-        self.is_of_row = is_of_row
-        self.is_condition = operation in CONDITIONS
+        self.is_per_row = is_per_row
+        self.is_boolean = operation in BOOLEAN_RESULTS
 
     __hash__ = object.__hash__
 
-    __neg__ = _recorded("neg")
-    __abs__ = _recorded("abs")
-    __invert__ = _recorded("not")
-    __add__ = __radd__ = _recorded("add")
-    __mul__ = __rmul__ = _recorded("mul")
-    __and__ = __rand__ = _recorded("and")
-    __or__ = __ror__ = _recorded("or")
-    __sub__ = _recorded("sub")
-    __rsub__ = _recorded_swapped("sub")
-    __truediv__ = _recorded("div")
-    __rtruediv__ = _recorded_swapped("div")
-    __lt__ = _recorded("lt")
-    __gt__ = _recorded_swapped("lt")
-    __le__ = _recorded("le")
-    __ge__ = _recorded_swapped("le")
-    __eq__ = _recorded("eq")
-    __ne__ = _recorded("ne")
+    __neg__ = _recording_method("neg")
+    __abs__ = _recording_method("abs")
+    __invert__ = _recording_method("not")
+    __add__ = __radd__ = _recording_method("add")
+    __mul__ = __rmul__ = _recording_method("mul")
+    __and__ = __rand__ = _recording_method("and")
+    __or__ = __ror__ = _recording_method("or")
+    __sub__ = _recording_method("sub")
+    __rsub__ = _swapped_recording_method("sub")
+    __truediv__ = _recording_method("div")
+    __rtruediv__ = _swapped_recording_method("div")
+    __lt__ = _recording_method("lt")
+    __gt__ = _swapped_recording_method("lt")
+    __le__ = _recording_method("le")
+    __ge__ = _swapped_recording_method("le")
+    __eq__ = _recording_method("eq")
+    __ne__ = _recording_method("ne")
     # Methods of tensors with the names of functions of `ops`.
-    abs = _recorded("abs")
-    exp = _recorded("exp")
-    log = _recorded("log")
-    sqrt = _recorded("sqrt")
-    tanh = _recorded("tanh")
+    abs = _recording_method("abs")
+    exp = _recording_method("exp")
+    log = _recording_method("log")
+    sqrt = _recording_method("sqrt")
+    tanh = _recording_method("tanh")
 
     def clamp(self, min: Any = None, max: Any = None) -> Symbol:
-        """Record a clamp to [min, max], as tensors have it."""
+        """Record a clamp to [min, max], as `Tensor.clamp` does. None: no bound on that side."""
         return self.tracer.clamp(self, min, max)
 
     def __pow__(self, exponent: Any) -> Symbol:
-        """Record a square or a cube as products. Raises FormulaRefused for other exponents."""
+        """Record a square or a cube as products.
+
+        Raises FormulaRefused for an exponent other than 2 and 3, which the kernels do not have.
+        """
         if exponent == 2:
             return self * self
         if exponent == 3:
@@ -228,9 +249,7 @@ class Symbol:
 
     def __float__(self) -> float:
         """Raise FormulaRefused, because a symbol has no value."""
-        raise FormulaRefused(
-            "a value as a float of Python: pass what is made of it as a parameter."
-        )
+        raise FormulaRefused("float() of a value: pass the number as a parameter instead.")
 
     @classmethod
     def __torch_function__(
@@ -242,8 +261,8 @@ class Symbol:
     ) -> Symbol:
         """Record a call of a torch function with symbols among its arguments.
 
-        torch calls this method instead of its function. Raises FormulaRefused for a function that
-        the kernels do not have (TORCH_FUNCTIONS and torch.clamp).
+        torch calls this method instead of `function`, for example for torch.exp(symbol). Raises
+        FormulaRefused unless the function is torch.clamp or one of TORCH_FUNCTIONS.
         """
         kwargs = kwargs or {}
         tracer = next(x.tracer for x in (*args, *kwargs.values()) if isinstance(x, Symbol))
@@ -252,40 +271,48 @@ class Symbol:
         operation = TORCH_FUNCTIONS.get(function)
         if operation is None or kwargs:
             name = getattr(function, "__name__", function)
-            raise FormulaRefused(f"torch.{name} is no operation of the kernels.")
-        return tracer.apply(operation, *args)
+            raise FormulaRefused(f"torch.{name} does not exist in the kernels.")
+        return tracer.record(operation, *args)
 
 
 class Tracer:
-    """Make symbols, and programs that compute some of them.
+    """Record the operations of a formula on symbols, and make a `Program` of them.
 
-    An operation on the same operands is recorded once.
+        tracer = Tracer()
+        logp, old_logp = tracer.input("logps"), tracer.input("old_logps")
+        program = tracer.program("ratio", [torch.exp(logp - old_logp)])
+
+    An operation that is applied to the same operands twice is recorded once.
     """
 
     def __init__(self) -> None:
+        """Make a tracer that has recorded nothing."""
         self._symbols: dict[Hashable, Symbol] = {}  # in the order in which they were made
         self._inputs: dict[str, Symbol] = {}
         self._num_parameters = 0
 
     def input(self, name: str) -> Symbol:
-        """Return the symbol of an input, a number of each row."""
-        self._inputs[name] = self._symbol("input", (name,), is_of_row=True)
+        """Return the symbol of an input, of which each row has its own number."""
+        self._inputs[name] = self._symbol("input", (name,), is_per_row=True)
         return self._inputs[name]
 
     def parameter(self) -> Symbol:
-        """Return the symbol of the next parameter, a number of the call."""
+        """Return the symbol of the next parameter, a scalar."""
         index = self._num_parameters
         self._num_parameters += 1
-        return self._symbol("parameter", (index,), is_of_row=False)
+        return self._symbol("parameter", (index,), is_per_row=False)
 
-    def _symbol(self, operation: str, operands: tuple[Any, ...], is_of_row: bool) -> Symbol:
-        """Return the symbol of an operation on these operands, the same one for each call."""
+    def _symbol(self, operation: str, operands: tuple[Any, ...], is_per_row: bool) -> Symbol:
+        """Return the symbol of an operation on these operands, the same one for each call.
+
+        Arguments as in `Symbol`.
+        """
         # repr distinguishes 1 from 1.0 and from True, and 0.0 from -0.0.
         key = (operation, *(id(x) if isinstance(x, Symbol) else repr(x) for x in operands))
-        return self._symbols.setdefault(key, Symbol(self, operation, operands, is_of_row))
+        return self._symbols.setdefault(key, Symbol(self, operation, operands, is_per_row))
 
-    def number(self, x: Any) -> Symbol:
-        """Return x if it is a symbol, or a constant symbol for a number of Python.
+    def as_symbol(self, x: Any) -> Symbol:
+        """Return x if it is a symbol, or the symbol of a constant if it is a number of Python.
 
         Raises FormulaRefused for a symbol of another tracer, a tensor, or any other object.
         """
@@ -296,52 +323,59 @@ class Tracer:
         if isinstance(x, Tensor) and x.dim() == 0:
             raise FormulaRefused("a tensor that the formula holds: pass it as a parameter.")
         if not isinstance(x, (bool, int, float)):
-            raise FormulaRefused(f"a {type(x).__name__} among its numbers.")
-        symbol = self._symbol("constant", (x,), is_of_row=False)
-        symbol.is_condition = isinstance(x, bool)
+            raise FormulaRefused(f"a {type(x).__name__} in place of a number.")
+        symbol = self._symbol("constant", (x,), is_per_row=False)
+        symbol.is_boolean = isinstance(x, bool)
         return symbol
 
-    def apply(self, operation: str, *symbols_or_numbers: Any) -> Symbol:
+    def record(self, operation: str, *symbols_or_numbers: Any) -> Symbol:
         """Record an operation on symbols or numbers of Python, and return the symbol of its result.
 
-        operation   a name in ROW_OPERATIONS. If no operand is a number of a row, it must be in
-                    NUMBER_OPERATIONS, and Python computes it once per call.
+        If an operand is per row, so is the result, and the operation must be one of ROW_OPERATIONS.
+        If all operands are scalars, it must be one of SCALAR_OPERATIONS, which Python computes once
+        per call of the loss.
 
-        Raises FormulaRefused if torch or a kernel cannot apply it to these operands.
+        Raises FormulaRefused if the operation cannot be applied to these operands in torch or in a
+        kernel.
         """
-        operands = tuple(self.number(x) for x in symbols_or_numbers)
-        if not any(x.is_of_row for x in operands):
-            if operation not in NUMBER_OPERATIONS:
-                raise FormulaRefused(f"{operation} of numbers alone, which torch refuses too.")
-            return self._symbol(operation, operands, is_of_row=False)
-        refuse_conditions(operation, operands)
-        if operation == "div" and not operands[0].is_of_row:
-            # torch divides a number by a tensor in these two steps.
-            reciprocal = self._symbol("reciprocal", operands[1:], is_of_row=True)
-            return self.apply("mul", reciprocal, operands[0])
-        symbol = self._symbol(operation, operands, is_of_row=True)
+        operands = tuple(self.as_symbol(x) for x in symbols_or_numbers)
+        if not any(x.is_per_row for x in operands):
+            if operation not in SCALAR_OPERATIONS:
+                raise FormulaRefused(f"{operation} of Python numbers, which torch refuses too.")
+            return self._symbol(operation, operands, is_per_row=False)
+        check_operand_types(operation, operands)
+        if operation == "div" and not operands[0].is_per_row:
+            # torch divides a Python number by a tensor in these two steps, which round twice.
+            reciprocal = self._symbol("reciprocal", operands[1:], is_per_row=True)
+            return self.record("mul", reciprocal, operands[0])
+        symbol = self._symbol(operation, operands, is_per_row=True)
         if operation == "where":
-            symbol.is_condition = operands[1].is_condition and operands[2].is_condition
+            symbol.is_boolean = operands[1].is_boolean and operands[2].is_boolean
         return symbol
 
     def clamp(self, x: Any, min: Any = None, max: Any = None) -> Symbol:
-        """Record x.clamp(min, max)."""
+        """Record x.clamp(min, max) as a maximum and a minimum. None: no bound on that side."""
         if min is not None:
-            x = self.apply("max", x, min)
-        return x if max is None else self.apply("min", x, max)
+            x = self.record("max", x, min)
+        return x if max is None else self.record("min", x, max)
 
     def program(self, name: str, outputs: Sequence[Any]) -> Program:
-        """Return a program that computes these symbols or numbers."""
-        results = [self.number(x) for x in outputs]
-        needed = self._needed_symbols(results)
-        numbers = [x for x in needed if not x.is_of_row]
-        computed = [x for x in needed if x.is_of_row and x.operation != "input"]
+        """Return the program that computes these outputs, without operations that they do not need.
 
-        number_index = {id(x): i for i, x in enumerate(numbers)}
-        read_ids = {id(x) for x in results} | {id(y) for x in computed for y in x.operands}
-        in_registers = [x for x in numbers if id(x) in read_ids]
-        in_order = [*in_registers, *self._inputs.values(), *computed]
-        register = {id(x): i for i, x in enumerate(in_order)}
+        name      the formulas in the program, for error messages
+        outputs   symbols of this tracer, or numbers of Python
+        """
+        output_symbols = [self.as_symbol(x) for x in outputs]
+        needed = self._needed_symbols(output_symbols)
+        scalars = [x for x in needed if not x.is_per_row]
+        computed = [x for x in needed if x.is_per_row and x.operation != "input"]
+
+        # Only a scalar that an instruction or an output reads needs a register.
+        read_ids = {id(x) for x in output_symbols} | {id(y) for x in computed for y in x.operands}
+        scalars_in_registers = [x for x in scalars if id(x) in read_ids]
+        in_registers = [*scalars_in_registers, *self._inputs.values(), *computed]
+        register = {id(x): i for i, x in enumerate(in_registers)}
+        scalar_index = {id(x): i for i, x in enumerate(scalars)}
 
         steps = []
         for x in computed:
@@ -349,60 +383,61 @@ class Tracer:
             a, b, c = operands + [0] * (3 - len(operands))
             steps.append((x.operation, a, b, c))
         sources = []
-        for x in numbers:
-            indices = [number_index[id(y)] if isinstance(y, Symbol) else y for y in x.operands]
+        for x in scalars:
+            indices = [scalar_index[id(y)] if isinstance(y, Symbol) else y for y in x.operands]
             sources.append((x.operation, tuple(indices)))
         return Program(
             name=name,
             inputs=tuple(self._inputs),
             steps=tuple(steps),
-            outputs=tuple(register[id(x)] for x in results),
+            outputs=tuple(register[id(x)] for x in output_symbols),
             sources=tuple(sources),
-            numbers_used=tuple(number_index[id(x)] for x in in_registers),
+            numbers_used=tuple(scalar_index[id(x)] for x in scalars_in_registers),
         )
 
-    def _needed_symbols(self, results: list[Symbol]) -> list[Symbol]:
-        """Return the symbols that the results depend on, in the order in which they were made."""
-        needed_ids = {id(x) for x in results}
-        # A symbol is made after its operands.
+    def _needed_symbols(self, outputs: list[Symbol]) -> list[Symbol]:
+        """Return the symbols that the outputs depend on, in the order in which they were made."""
+        needed_ids = {id(x) for x in outputs}
+        # A symbol is made after its operands, so one pass from the last to the first finds all.
         for x in reversed(self._symbols.values()):
             if id(x) in needed_ids:
                 needed_ids |= {id(y) for y in x.operands}
         return [x for x in self._symbols.values() if id(x) in needed_ids]
 
 
-def refuse_conditions(operation: str, operands: tuple[Symbol, ...]) -> None:
-    """Raise FormulaRefused if an operand is a number where a condition is needed, or the reverse.
+def check_operand_types(operation: str, operands: tuple[Symbol, ...]) -> None:
+    """Raise FormulaRefused if an operand is a number where a boolean is needed, or the reverse.
 
-    and, or, not, and the first operand of where need conditions. Other operations than those in
-    TAKES_CONDITIONS need at least one number.
+    The operands of "and", "or" and "not" and the first operand of "where" must be boolean. An
+    operation that is not in ACCEPTS_BOOLEANS needs at least one number.
     """
+    conditions: tuple[Symbol, ...] = ()
     if operation in ("and", "or", "not"):
         conditions = operands
-    else:
-        conditions = operands[:1] if operation == "where" else ()
-    if not all(x.is_condition for x in conditions):
-        raise FormulaRefused(f"{operation} of what is no condition.")
-    if operation not in TAKES_CONDITIONS and all(x.is_condition for x in operands):
-        raise FormulaRefused(f"{operation} of conditions alone.")
+    elif operation == "where":
+        conditions = operands[:1]
+    if not all(x.is_boolean for x in conditions):
+        raise FormulaRefused(f"{operation} of a number: it needs a condition, such as x > 0.0.")
+    if operation not in ACCEPTS_BOOLEANS and all(x.is_boolean for x in operands):
+        raise FormulaRefused(f"{operation} of conditions: it needs a number.")
 
 
-# ---- programs that are made once
+# ---- programs are traced once for functions with the same keys
 
 
-#: Runs a program: (program, values of its number registers, inputs) -> outputs.
+#: A function that runs a program: (program, values of its scalars, inputs) -> outputs.
 Run = Callable[[Program, list[float], list[Tensor]], list[Tensor]]
 
 
 @dataclass(eq=False)
 class TracedProgram:
-    """The program of a formula, or the reason why there is none.
+    """The program of a formula, or the reason why the formula cannot be traced.
 
-    It holds no function of the user, whose globals may be large.
+    It is kept in a cache, so it holds no function of the user, whose globals may be large.
 
-    program       None if the formula cannot be traced
-    refusal       the message of the error then
-    is_compared   whether `compare_once` has found the program right
+    program       the program; None if the formula cannot be traced
+    refusal       the error message if the formula cannot be traced, otherwise ""
+    is_compared   whether `compare_once` has found the program equal to the formula in torch
     """
 
     program: Program | None = None
@@ -423,16 +458,17 @@ class TracedProgram:
         compute_in_torch: Callable[[list[Tensor]], list[Any]],
         output_names: Sequence[str],
     ) -> None:
-        """Compare the outputs of the program in a kernel with those of the formula in torch.
+        """Compare the outputs of the program with those of the formula on tensors.
 
-        Do nothing if an earlier comparison succeeded. Raises FormulaRefused if an output differs:
-        then the formula does something with tensors that it does not do with symbols.
+        They differ if the formula does something else with symbols than with tensors, for example
+        if it tests isinstance(x, Tensor). Raises FormulaRefused for an output that differs. Does
+        nothing if an earlier comparison succeeded.
 
-        run                runs the program in a kernel, see `Run`
-        numbers            values of the program's number registers
+        run                runs the program: (program, values of its scalars, inputs) -> outputs
+        numbers            values of the program's scalars, from `Program.numbers`
         make_inputs        returns the inputs to compare on, fp32 [num_rows] each
-        compute_in_torch   returns the outputs of the formula for these inputs
-        output_names       names of the outputs, for the message
+        compute_in_torch   runs the formula on these inputs and returns its outputs
+        output_names       names of the outputs, for the error message
         """
         if self.is_compared:
             return
@@ -458,33 +494,40 @@ class TracedProgram:
 def traced_program(
     keys: tuple[Hashable, ...], name: str, trace: Callable[[Tracer], Sequence[Any]]
 ) -> TracedProgram:
-    """Return the program of formulas, which is traced once for the same keys.
+    """Trace formulas into a program, or return the program that was traced for the same keys.
 
-    keys    what the formulas depend on (`key_of`). If one is None, they are traced again.
-    name    of the program, for messages
-    trace   (tracer) -> the outputs of the program
+    keys    keys of everything that the formulas depend on, from `formula_keys.key_of`. If one of
+            them is None, nothing is known about its function, so the formulas are traced again.
+    name    the formulas in the program, for error messages
+    trace   runs the formulas on symbols: (tracer) -> the outputs of the program
     """
-    traced = TracedProgram() if None in keys else _traced_before(keys)
-    if traced.program is None and not traced.refusal:
+    traced = TracedProgram() if None in keys else _cached_program(keys)
+    was_traced = traced.program is not None or traced.refusal != ""
+    if not was_traced:
         tracer = Tracer()
         try:
             traced.program = tracer.program(name, trace(tracer))
         except Exception as error:  # a formula may do anything with a symbol
-            traced.refusal = refusal(name, error)
+            traced.refusal = refusal_message(name, error)
     return traced
 
 
 @functools.lru_cache(maxsize=512)
-def _traced_before(keys: tuple[Hashable, ...]) -> TracedProgram:
-    """Return the `TracedProgram` of these keys from the cache, empty at the first call.
+def _cached_program(keys: tuple[Hashable, ...]) -> TracedProgram:
+    """Return the cached `TracedProgram` of these keys: at the first call a new one without program.
 
-    `traced_program` fills it.
+    `traced_program` then sets its program or its refusal.
     """
     return TracedProgram()
 
 
-def refusal(name: str, error: Exception) -> str:
-    """Return why a formula could not be traced, with the line that caused it."""
+def refusal_message(name: str, error: Exception) -> str:
+    """Return a message that says why a formula could not be traced, and at which line.
+
+    name    the formula
+    error   the exception that tracing raised. The line is that of the innermost frame outside of
+            this file, so it is in the formula.
+    """
     place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_filename != __file__:
@@ -497,13 +540,16 @@ def refusal(name: str, error: Exception) -> str:
 
 
 def is_same_number(x: Tensor, expected: Tensor, tolerance: float) -> Tensor:
-    """Return bool [num_rows]: where x is expected, NaN and infinities included.
+    """Return where x equals `expected` up to a tolerance, bool [num_rows].
 
-    The allowed distance is `tolerance` times the sum of two sizes: that of the expected number, and
-    the median of those that are not 0. So a wrong output is found even if all its numbers are tiny.
+    The condition is |x - expected| <= tolerance * (|expected| + median), where the median is that
+    of all finite |expected| above 0. So a wrong output is found even if all its numbers are tiny.
+    A NaN equals a NaN, and an infinity equals the same infinity.
+
+    x, expected   fp32 [num_rows]
     """
     sizes = expected.abs()
     nonzero_sizes = sizes[sizes.isfinite() & (sizes > 0)]
-    typical = nonzero_sizes.median() if nonzero_sizes.numel() else torch.zeros(())
-    is_near = sizes.isfinite() & ((x - expected).abs() <= tolerance * (typical + sizes))
+    median = nonzero_sizes.median() if nonzero_sizes.numel() else torch.zeros(())
+    is_near = sizes.isfinite() & ((x - expected).abs() <= tolerance * (sizes + median))
     return is_near | (x == expected) | (x.isnan() & expected.isnan())

@@ -289,11 +289,11 @@ def test_a_tracer_refuses_numbers_as_conditions_and_tells_constants_apart():
     tracer = Tracer()
     x = tracer.input("x")
     for refused in (lambda: x & x, lambda: ~x, lambda: ops.where(x, x, 0.0)):
-        with pytest.raises(FormulaRefused, match="what is no condition"):
+        with pytest.raises(FormulaRefused, match="it needs a condition"):
             refused()
-    constants = [tracer.number(value) for value in (1, 1.0, True, 0.0, -0.0)]
+    constants = [tracer.as_symbol(value) for value in (1, 1.0, True, 0.0, -0.0)]
     assert len({id(symbol) for symbol in constants}) == len(constants)
-    assert tracer.number(1) is constants[0]
+    assert tracer.as_symbol(1) is constants[0]
 
 
 def test_a_function_that_changes_what_a_name_means_has_no_key():
