@@ -305,7 +305,7 @@ FAULTS: list[Fault] = [
     *of("grpo_kernels/formulas/formula_keys.py", "tests/formulas/test_program.py",
         ("globals of a function are no part of its key", "key.append(_key(_value_of_name(function, name), function_numbers))", "pass"),
         ("what a function closes over is no part of its key", "key.append(_key(cell.cell_contents, function_numbers))", "pass"),
-        ("a function that rebinds a global has a key", "if step.opcode in REBINDING:\n            return None", "pass"),
+        ("a function that rebinds a global has a key", "if instruction.opcode in REBINDING:\n            return None", "pass"),
     ),
     *of("grpo_kernels/formulas/program.py", "tests/formulas/test_program.py",
         ("numbers are taken for conditions", "if not all(x.is_boolean for x in conditions):", "if False:"),

@@ -1,10 +1,11 @@
 """Keys of functions, by which traced programs are cached.
 
-A program or a kernel is traced from the functions of an objective, and used again while their keys
-are equal. A user may define the same function again at each step, or change a global that it reads.
-So the key of a user's function contains its code, its defaults, the values of its closure and the
-values of the global names in it, including those of its helper functions. A key does not keep the
-function itself alive, because its globals may be large.
+Tracing the functions of an objective into a program takes time, so the program is cached under a
+key of these functions. A user may define the same function again at each step, which gives the same
+key, or change a global that the function reads, which gives another key. So the key of a user's
+function contains its code, its defaults, the values of its closure and the values of the global
+names in it, and the same of its helper functions. A key does not keep the function itself alive,
+because the globals of the function may be large.
 """
 
 from __future__ import annotations
@@ -70,15 +71,18 @@ REBINDING = {dis.opmap[name] for name in ("IMPORT_NAME", "STORE_GLOBAL", "DELETE
 
 
 class _NoKey(Exception):
-    """A function may depend on something that is known only by running it, so it has no key."""
+    """A function has no key, because what it depends on is known only by running it."""
 
 
 class _Undefined:
-    """Stands for the value of a global name that has none."""
+    """Stands for the value of a global name that is not defined."""
 
 
 def is_own(x: object) -> bool:
-    """Return whether x is a function or class of this package, which is never defined again."""
+    """Return whether x is a function (without a closure) or a class of this package.
+
+    Such an object never changes, and it is not defined again while a process runs.
+    """
     return (
         isinstance(x, (types.FunctionType, type))
         and str(x.__module__).startswith(PACKAGE)
@@ -87,7 +91,7 @@ def is_own(x: object) -> bool:
 
 
 def users_functions(values: Iterable[Any]) -> list[Any]:
-    """Return the values that can be called and are not functions or classes of this package."""
+    """Return the callable values that are not functions or classes of this package."""
     return [x for x in values if callable(x) and not is_own(x)]
 
 
@@ -97,11 +101,11 @@ def name_of_function(function: Any) -> str:
 
 
 def key_of(x: object) -> Hashable | None:
-    """Return a key of a function or value. Things with equal keys are traced into the same program.
+    """Return a key of a function, or of a value such as a number or a tuple.
 
-    So a program that was traced before can be used again if the key is the same. Return None if
-    there is no such key, for example for an object with methods: then the program must be traced
-    again at each call.
+    Objects with equal keys are traced into the same program, so the program can be cached by the
+    key. Return None if x has no key, for example if x is an instance of a class of the user, which
+    may behave differently at each call. Then the program must be traced at each call.
     """
     try:
         return _key(x, {})
@@ -110,14 +114,16 @@ def key_of(x: object) -> Hashable | None:
 
 
 def _key(x: Any, function_numbers: dict[int, int]) -> Hashable:
-    """Return the key of a function or value x, which may be a part of a larger key.
+    """Return the key of a function or value x, as in `key_of`, or a part of the key of another one.
 
-    Raises _NoKey if x is of a kind that may behave differently at each call.
+    function_numbers   id(function) -> number of each function that is in the whole key so far.
+                       `_key_of_function` adds to it.
 
-    function_numbers   the functions in the larger key so far, see `_key_of_function`
+    Raises _NoKey if x has no key.
     """
     kind = type(x)
     if kind is types.FunctionType:
+        # A function of this package never changes, so it is its own key.
         return x if is_own(x) else _key_of_function(x, function_numbers)
     if x is None or isinstance(x, (bool, int, str)):
         return kind, x
@@ -133,9 +139,11 @@ def _key(x: Any, function_numbers: dict[int, int]) -> Hashable:
 
 
 def _parts_of(x: Any) -> Iterable[Any] | None:
-    """Return the parts of a container, from which its key is made, or None for another object.
+    """Return the parts of a container, or None if x is no container.
 
-    Containers are tuples, lists, dictionaries, `functools.partial` and dataclasses of this package.
+    The key of a container is made of the keys of its parts: the elements of a tuple or list, the
+    items of a dictionary, function and arguments of a `functools.partial`, and the field values of
+    a dataclass of this package.
     """
     kind = type(x)
     if kind is tuple or kind is list:
@@ -150,9 +158,9 @@ def _parts_of(x: Any) -> Iterable[Any] | None:
 
 
 def _is_tensor_function(x: Any) -> bool:
-    """Return whether x is a function of torch that tensors have as a method.
+    """Return whether x is a function of torch that is also a method of tensors, such as torch.exp.
 
-    Random numbers, for example, are not among these functions.
+    Functions without a tensor argument, such as torch.rand, are not.
     """
     name = x.__name__
     return hasattr(torch.Tensor, name) and getattr(torch, name, None) is x
@@ -161,19 +169,17 @@ def _is_tensor_function(x: Any) -> bool:
 def _key_of_function(function: Any, function_numbers: dict[int, int]) -> Hashable:
     """Return a key of everything that the results of a user's function depend on.
 
-    Two functions with equal keys compute the same from the same arguments, so a program that was
-    traced from one of them can be used for the other. The key contains the code, the defaults, the
-    attributes, the values of the closure and the values of the global names in the code. A helper
-    function among these values adds its own key.
+    The key contains the code, the defaults, the attributes, the values of the closure and the
+    values of the global names in the code. A helper function among these values adds its own key.
 
-    function_numbers   id(function) -> its number, for the functions that are part of the larger
-                       key already; the function is added. If a function occurs in a key a second
-                       time (it is recursive, or two functions call it), its number stands for it.
+    function_numbers   id(function) -> number of each function that is in the whole key so far. This
+                       function is added. If a function occurs a second time, because it is
+                       recursive or because two functions call it, its number is its key.
 
     Raises _NoKey if a value that the function depends on has no key or is not known.
     """
     if id(function) in function_numbers:
-        return "function of this key", function_numbers[id(function)]
+        return "function that occurred before", function_numbers[id(function)]
     function_numbers[id(function)] = len(function_numbers)
     global_names = _global_names(function.__code__)
     if global_names is None:
@@ -191,10 +197,13 @@ def _key_of_function(function: Any, function_numbers: dict[int, int]) -> Hashabl
 
 
 def _value_of_name(function: Any, name: tuple[str, ...]) -> Any:
-    """Return the value of a global name in a function, such as ("math", "pi") for math.pi.
+    """Return the value that a global name has in a function.
 
-    The first part is looked up in the function's globals and then in its builtins. Attributes are
-    followed only as long as the value is a module. Raises _NoKey if a module lacks the attribute.
+    name   the name and the attributes that follow it: ("math", "pi") for math.pi. The name is
+           looked up in the function's globals and then in its builtins. Attributes are followed
+           only as long as the value is a module.
+
+    Raises _NoKey if a module lacks the attribute.
     """
     first, *attributes = name
     if first in function.__globals__:
@@ -212,24 +221,29 @@ def _value_of_name(function: Any, name: tuple[str, ...]) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _global_names(code: types.CodeType) -> tuple[tuple[str, ...], ...] | None:
-    """Return the global names that a function and its inner functions read, with attributes.
+    """Return the global names that a function and its inner functions read, without duplicates.
 
-    ("math", "pi") stands for math.pi. Return None if the code contains an import, or assigns to or
-    deletes a global: then the values before the call do not tell what the function reads.
+    A name is returned with the attributes that follow it: ("math", "pi") for math.pi. In the
+    bytecode it is a LOAD_GLOBAL instruction, directly followed by a LOAD_ATTR for each attribute.
+
+    Return None if the code contains an import, or assigns to or deletes a global. Then a name may
+    have another value while the function runs than before the call.
     """
-    names: dict[tuple[str, ...], None] = {}
-    name: tuple[str, ...] = ()
-    for step in dis.get_instructions(code):
-        if step.opcode in REBINDING:
+    names: dict[tuple[str, ...], None] = {}  # an ordered set
+    name: tuple[str, ...] = ()  # the name that the last instructions have loaded; () for none
+    for instruction in dis.get_instructions(code):
+        if instruction.opcode in REBINDING:
             return None
-        if step.opname in ("EXTENDED_ARG", "CACHE"):
+        if instruction.opname in ("EXTENDED_ARG", "CACHE"):
             continue
-        if name and step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            name = (*name, step.argval)
+        if name and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            name = (*name, instruction.argval)
             continue
         if name:
             names[name] = None
-        name = (step.argval,) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") else ()
+        name = ()
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            name = (instruction.argval,)
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
             inner_names = _global_names(inner)
