@@ -1,24 +1,28 @@
 """Filters, which drop tokens from the policy term by their log-prob or entropy under the policy.
 
 If a token can be dropped before the policy is evaluated, for example by the mismatch of sampler and
-trainer, use the weights of the batch instead: see rewards/corrections.py. A dropped token has loss
-0 and slope 0 in the policy term. It still counts in the KL and in the denominators, with two
-exceptions: an entropy
-bonus with entropy_aggregate="token-mean" is a mean over the tokens that `EntropyQuantile` keeps,
-and a sequence that `SamplerMismatch` drops counts as masked. If a trust region drops a token, the
-terms at its listed ids stay.
+trainer, use the weights of the batch instead: see rewards/corrections.py.
 
-Comparisons with NaN are False, and no filter of this module drops a token for that reason, so the
-loss is NaN. `TrustRegion` keeps a token whose log-prob, old log-prob or advantage is NaN, filters
-of entropy one whose entropy is NaN, `OffPolicySequences` a sequence with a NaN among the log-probs
-that it compares, or a NaN advantage, and `SamplerMismatch` one with a NaN among the log-probs of
-the policy. A token that is dropped for another reason, such as a low entropy, takes its NaN along.
-A NaN in sampler_logps means that the sampler did not score the token:
-`TrustRegion(anchor="sampler")` drops it, and filters of sequences count a difference of 0. A filter
-that you write decides itself: let it keep a NaN.
+The policy term of a dropped token has loss 0 and gradient 0. The token still counts in the KL and
+in the denominators, with two exceptions. An entropy bonus with entropy_aggregate="token-mean" is a
+mean over the tokens that `EntropyQuantile` keeps. A sequence that `SamplerMismatch` drops counts as
+masked. If a trust region drops a token, the terms at its listed ids stay.
 
-A trust region is (logp, anchor_logp, advantage, params) -> keep, with params = (low, high); p and q
-are the probabilities under the policy and under the anchor, A is the advantage.
+A NaN is kept, so that the loss is NaN instead of hiding it:
+- `TrustRegion` keeps a token whose log-prob, old log-prob or advantage is NaN.
+- `EntropyFloor` and `EntropyQuantile` keep a token whose entropy is NaN.
+- `OffPolicySequences` keeps a sequence with a NaN among its advantages or the log-probs that it
+  compares.
+- `SamplerMismatch` keeps a sequence with a NaN among the log-probs under the policy.
+- A NaN in sampler_logps is no error: the sampler did not score the token.
+  `TrustRegion(anchor="sampler")` drops this token, and the filters of sequences count a difference
+  of 0 for it.
+A token with a NaN can still be dropped for another reason, such as a low entropy. A filter that you
+write should keep a NaN too.
+
+In this file p and q are the probabilities of a token under the policy and under the anchor of a
+trust region, and A is its advantage. A trust region is a function (logp, anchor_logp, advantage,
+params) -> whether to keep the token, with params = (low, high).
 """
 
 from __future__ import annotations
@@ -72,15 +76,17 @@ def trust_symmetric_tv(logp, anchor_logp, advantage, params):
 def trust_kl(logp, anchor_logp, advantage, params):
     """Return whether the binary KL(q || p) is within its bound, or A moves p back towards q.
 
-    The KL is that of two outcomes: the token, of probability p = exp(logp) under the policy and
-    q = exp(anchor_logp) under the anchor, and all other tokens. For A > 0, which raises p, the
-    token is kept if KL <= high or p <= q. For A < 0 it is kept if KL <= low or p >= q. For A = 0 it
-    is kept unless the KL is NaN. params is (low, high).
+        KL = q log(q / p) + (1 - q) log((1 - q) / (1 - p))
+
+    p = exp(logp), q = exp(anchor_logp), A is the advantage and params is (low, high). For A > 0,
+    which raises p, keep the token if KL <= high or p <= q. For A < 0 keep it if KL <= low or
+    p >= q. For A = 0 keep it unless the KL is NaN.
     """
     low = params[0]
     high = params[1]
     p = ops.exp(logp)
     q = ops.exp(anchor_logp)
+    # 1e-8 keeps the second logarithm finite for p or q = 1.
     kl = q * (anchor_logp - logp) + (1.0 - q) * ops.log((1.0 - q + 1e-8) / (1.0 - p + 1e-8))
     keep_if_positive = (kl <= high) | (p <= q)
     keep_if_negative = (kl <= low) | (p >= q)
@@ -109,26 +115,29 @@ TRUST_REGIONS = {
 
 
 class Filter(Checked):
-    """The base of all filters, which are frozen dataclasses with a method `keep`."""
+    """The base class of filters, which choose the tokens of the policy term by a method `keep`.
+
+    Subclasses are frozen dataclasses. The class attributes tell an `Objective` how to use a filter.
+    """
 
     #: True: the decision for a token depends on the log-prob and entropy of this token alone, and
     #: `token_loss.token_loss` computes it. A filter that you write leaves it False.
     is_per_token: bool = False
     #: True: the decision for a token depends on the tokens of its sequence alone.
     is_per_sequence: bool = False
-    #: True: tokens that are left out of the policy term are left out of the entropy bonus too.
+    #: True: dropped tokens have no entropy bonus either.
     filters_entropy: bool = False
     #: False: the decision does not depend on advantages, which a batch may then lack.
     reads_advantages: bool = True
 
     def keep(
-        self, logps: Tensor, entropy: Tensor | None, rows: TokenInputs, batch: TokenBatch | None
+        self, logps: Tensor, entropy: Tensor | None, inputs: TokenInputs, batch: TokenBatch | None
     ) -> Tensor:
         """Return which tokens to keep in the policy term, bool [num_tokens].
 
         logps     fp32 [num_tokens], log-prob of each token under the policy, detached
         entropy   fp32 [num_tokens] in nats, detached
-        rows      the other inputs of these tokens, such as old_logps and advantages
+        inputs    the other inputs of these tokens, such as old_logps and advantages
         batch     the batch of these tokens; None if `is_per_token`
         """
         raise NotImplementedError
@@ -136,14 +145,20 @@ class Filter(Checked):
 
 @dataclass(frozen=True)
 class TrustRegion(Filter):
-    """Keep a token while the policy's probability p of it is near the anchor's, q.
+    """Keep a token if its probability p under the policy is near its probability q under an anchor.
 
-    kind     "tv": p - q <= high for A > 0, p - q >= -low otherwise (DPPO, arXiv 2602.04879).
-             "symmetric-tv": both bounds for every A (prime-rl's IPO). "kl": the binary KL of q and
-             p instead (DPPO). "ratio": 1 - low < p / q < 1 + high (a hard zero outside, as for
-             rollout importance sampling in SkyRL).
-    anchor   "old": the batch's old_logps. "sampler": its sampler_logps; a token that it did not
-             score (NaN) is dropped.
+    kind        the condition for keeping a token with advantage A:
+                "tv"             p - q <= high if A > 0, otherwise p - q >= -low (DPPO, arXiv
+                                 2602.04879)
+                "symmetric-tv"   -low <= p - q <= high (prime-rl's IPO)
+                "kl"             the binary KL(q || p) is at most high if A > 0, at most low if
+                                 A < 0, or A moves p back towards q (DPPO)
+                "ratio"          1 - low < p / q < 1 + high (rollout importance sampling in SkyRL)
+    low, high   bounds of the condition, at least 0
+    anchor      where q comes from: "old" for the old_logps of the batch, "sampler" for its
+                sampler_logps. A token that the sampler did not score (NaN) is dropped.
+
+    Raises ValueError naming the field that is wrong.
     """
 
     kind: str = "tv"
@@ -162,33 +177,34 @@ class TrustRegion(Filter):
 
     @property
     def params(self) -> tuple[float, float]:
-        """The bounds (low, high) as floats, the last argument of a trust region."""
+        """(low, high) as floats, the last argument of the functions in TRUST_REGIONS."""
         return (float(self.low), float(self.high))
 
     def keep(
-        self, logps: Tensor, entropy: Tensor | None, rows: TokenInputs, batch: TokenBatch | None
+        self, logps: Tensor, entropy: Tensor | None, inputs: TokenInputs, batch: TokenBatch | None
     ) -> Tensor:
         """Return which tokens are inside the trust region, bool [num_tokens], see `Filter.keep`."""
-        anchor_logps = rows.sampler_logps
+        anchor_logps = inputs.sampler_logps
         if anchor_logps is None:
-            anchor_logps = rows.old_or_current(logps)
-        return self.keeps(logps, anchor_logps, rows.advantages)
+            anchor_logps = inputs.old_or_current(logps)
+        return self.keeps(logps, anchor_logps, inputs.advantages)
 
     def keeps(self, logps: Tensor, anchor_logps: Tensor, advantages: Tensor) -> Tensor:
-        """Return whether tokens are kept, bool, from their log-probs and advantages.
+        """Return which tokens are inside the trust region, bool in the shape of the arguments.
 
-        logps and anchor_logps are log-probs under the policy and the anchor. All have one shape.
+        logps, anchor_logps   log-probs of the tokens under the policy and under the anchor
+        advantages            of the same shape
         """
         return TRUST_REGIONS[self.kind](logps, anchor_logps, advantages, self.params)
 
 
 @dataclass(frozen=True)
 class EntropyFloor(Filter):
-    """Keep tokens whose entropy is at least `threshold` nats, in the policy term and the entropy
-    bonus.
+    """Keep tokens with an entropy of at least `threshold` nats in policy term and entropy bonus.
 
-    With the quantile of the previous step (`entropy.entropy_threshold`) this is the 80/20 rule of
-    arXiv 2506.01939 in one pass over the logits; `EntropyQuantile` is the exact rule in two passes.
+    Pass the quantile of the previous step as threshold (`entropy.entropy_threshold`) for the 80/20
+    rule of arXiv 2506.01939 in one pass over the logits. `EntropyQuantile` is the exact rule, in
+    two passes.
     """
 
     threshold: float
@@ -198,7 +214,7 @@ class EntropyFloor(Filter):
     ranges = (("threshold", "it is an entropy in nats.", -LARGEST, LARGEST),)
 
     def keep(
-        self, logps: Tensor, entropy: Tensor | None, rows: TokenInputs, batch: TokenBatch | None
+        self, logps: Tensor, entropy: Tensor | None, inputs: TokenInputs, batch: TokenBatch | None
     ) -> Tensor:
         """Return where the entropy is at least `threshold` or NaN, bool [num_tokens]."""
         assert entropy is not None
@@ -207,9 +223,12 @@ class EntropyFloor(Filter):
 
 @dataclass(frozen=True, eq=False)
 class EntropyQuantile(Filter):
-    """Keep the `share` of trained tokens with the highest entropy, in the policy term and the
-    entropy bonus (0.2 in arXiv 2506.01939; TRL's `top_entropy_quantile`). `process_group`: the
-    quantile is over the tokens of all its ranks.
+    """Keep the trained tokens with the highest entropy in the policy term and the entropy bonus.
+
+    share           share of the tokens to keep, in (0, 1] (0.2 in arXiv 2506.01939; TRL's
+                    `top_entropy_quantile`)
+    process_group   a process group: choose among the tokens of all its ranks. None: among the
+                    tokens of this process.
     """
 
     share: float
@@ -219,11 +238,11 @@ class EntropyQuantile(Filter):
     ranges = (("share", *SHARE),)
 
     def keep(
-        self, logps: Tensor, entropy: Tensor | None, rows: TokenInputs, batch: TokenBatch | None
+        self, logps: Tensor, entropy: Tensor | None, inputs: TokenInputs, batch: TokenBatch | None
     ) -> Tensor:
-        """Return where the entropy is at least its quantile or NaN, bool [num_tokens]."""
+        """Return where the entropy is at least its quantile 1 - share or NaN, bool [num_tokens]."""
         assert entropy is not None
-        threshold = entropy_threshold(entropy, rows.mask, self.share, self.process_group)
+        threshold = entropy_threshold(entropy, inputs.mask, self.share, self.process_group)
         return ~below_floor(entropy, threshold)
 
 
@@ -233,13 +252,17 @@ class OffPolicySequences(Filter):
 
     Source: DeepSeek-V3.2, arXiv 2512.02556.
 
-    delta          a sequence is dropped if its mean of (log-prob under the sampler - log-prob now)
-                   exceeds `delta`. Without sampler_logps, old_logps are used.
-    advantage_of   decides where the advantages of the tokens of a sequence have different signs.
-                   "sequence": the sequence is dropped or kept as a whole, by the sign of the sum of
-                   its trained tokens' advantages. "token": in a sequence beyond `delta`, only
-                   tokens whose own advantage is negative are dropped (TRL's
-                   `off_policy_mask_threshold`). With one advantage per sequence both are the same.
+    delta          a sequence has become unlikely if the mean of sampler_logp - logp over its
+                   trained tokens exceeds `delta`. Without sampler_logps, old_logps take their
+                   place.
+    advantage_of   what has to be negative in such a sequence:
+                   "sequence"   the sum of the advantages of its trained tokens. Then all tokens of
+                                the sequence are dropped.
+                   "token"      the advantage of a token. Then this token is dropped (TRL's
+                                `off_policy_mask_threshold`).
+                   Both are the same if all tokens of a sequence have the same advantage.
+
+    Raises ValueError naming the field that is wrong.
     """
 
     delta: float = 0.5
@@ -248,11 +271,12 @@ class OffPolicySequences(Filter):
     ranges = (("delta", *DELTA),)
 
     def __post_init__(self) -> None:
+        """Raise ValueError naming the field that is wrong."""
         super().__post_init__()
         require_one_of("advantage_of", self.advantage_of, ADVANTAGES_OF)
 
     def keep(
-        self, logps: Tensor, entropy: Tensor | None, rows: TokenInputs, batch: TokenBatch | None
+        self, logps: Tensor, entropy: Tensor | None, inputs: TokenInputs, batch: TokenBatch | None
     ) -> Tensor:
         """Return the tokens that are not dropped, bool [num_tokens], see `Filter.keep`.
 
@@ -260,25 +284,30 @@ class OffPolicySequences(Filter):
         NaN, so the sequence is kept.
         """
         assert batch is not None
-        now, sampler = _policy_and_sampler_logps(batch, logps)
-        compared = torch.minimum(now, sampler) if batch.sampler_logps is None else now
-        log_ratios = torch.where(compared.isnan(), torch.nan, log_ratio(sampler, now))
-        return _keep_near(batch, log_ratios, self.delta, self.advantage_of)
+        policy_logps, sampler_logps = _policy_and_sampler_logps(batch, logps)
+        is_nan = policy_logps.isnan()
+        if batch.sampler_logps is None:  # old_logps take their place, in which a NaN is an error
+            is_nan = is_nan | sampler_logps.isnan()
+        differences = logp_difference(sampler_logps, policy_logps)
+        differences = torch.where(is_nan, torch.nan, differences)
+        return _keep_likely(batch, differences, self.delta, self.advantage_of)
 
 
 @dataclass(frozen=True)
 class SamplerMismatch(Filter):
     """Drop whole sequences whose log-probs are too far from the sampler's, as if they were masked.
 
-    threshold   a sequence is dropped if the mean of exp |log-prob - sampler_logp| over its trained
-                tokens exceeds it (NeMo-RL's `seq_logprob_error_threshold`)
+    threshold   a sequence is dropped if the mean of exp |logp - sampler_logp| over its trained
+                tokens exceeds the threshold (NeMo-RL's `seq_logprob_error_threshold`)
     normalize   True: the denominators count only the sequences of this batch that are left. False:
-                they count all; for a step of several batches, multiply the gradients by the
-                denominator of all tokens or sequences over the denominator of those that are left.
+                they count all sequences. For a step of several batches pass False, and multiply the
+                gradients by the ratio of two denominators: over all tokens or sequences, and over
+                those that are left.
 
     Unlike with other filters, dropped sequences have no KL, no entropy bonus and no NLL either. The
-    batch must have sampler_logps; a token that the sampler did not score counts as equal. With
-    kl=Exact(...) mask the sequences instead, see `corrections.sampler_mismatch_mask`.
+    batch must have sampler_logps. A token that the sampler did not score (NaN) has the difference
+    0. With kl=Exact(...) mask the sequences instead, see `corrections.sampler_mismatch_mask`.
+    Raises ValueError naming the field that is wrong.
     """
 
     threshold: float = 2.0
@@ -287,18 +316,19 @@ class SamplerMismatch(Filter):
     ranges = (("threshold", "the mean of exp |difference| is at least 1.", 1, LARGEST),)
 
     def __post_init__(self) -> None:
+        """Set `is_per_sequence`. Raises ValueError naming the field that is wrong."""
         super().__post_init__()
         is_bool = isinstance(self.normalize, bool)
         require(is_bool, "normalize", self.normalize, "pass True or False.")
-        # The denominators depend on all sequences.
+        # With normalize=True a weight depends on how many sequences of the batch are left.
         object.__setattr__(self, "is_per_sequence", not self.normalize)
 
     def keep(
-        self, logps: Tensor, entropy: Tensor | None, rows: TokenInputs, batch: TokenBatch | None
+        self, logps: Tensor, entropy: Tensor | None, inputs: TokenInputs, batch: TokenBatch | None
     ) -> Tensor:
         """Return the tokens of the sequences that are not dropped, bool [num_tokens]."""
         assert batch is not None
-        # A comparison with NaN is False: the sequence is kept and the loss becomes NaN.
+        # "not above" keeps a sequence whose error is NaN, so that the loss becomes NaN.
         return batch.spread(~(sampler_errors(batch, logps) > self.threshold))
 
 
@@ -307,66 +337,79 @@ def near_sampler(
 ) -> Tensor:
     """Return which tokens `OffPolicySequences` would keep, bool [num_tokens].
 
-    batch                 has the log-probs of the sampler and the advantages
+    Unlike the filter, it counts the difference 0 for any token with a NaN among its log-probs.
+
+    batch                 has advantages, and sampler_logps or old_logps
     logps                 fp32 [num_tokens], log-prob of each token under the policy
     delta, advantage_of   as in `OffPolicySequences`
 
-    A token with a NaN among its two log-probs counts as 0 in the mean of its sequence.
+    Raises ValueError if the batch has no advantages.
     """
-    now, sampler = _policy_and_sampler_logps(batch, logps)
-    return _keep_near(batch, log_ratio(sampler, now), delta, advantage_of)
+    policy_logps, sampler_logps = _policy_and_sampler_logps(batch, logps)
+    differences = logp_difference(sampler_logps, policy_logps)
+    return _keep_likely(batch, differences, delta, advantage_of)
 
 
 def sampler_errors(batch: TokenBatch, logps: Tensor) -> Tensor:
     """Return the mean of exp |logp - sampler_logp| over each sequence's trained tokens, fp64 [B].
 
-    It is at least 1, or 0 for a sequence without trained tokens. A token that the sampler did not
-    score (NaN) counts as equal, exp 0 = 1. A NaN in logps makes the mean of its sequence NaN.
+    B is the number of sequences. The mean is at least 1, or 0 for a sequence without trained
+    tokens. A token that the sampler did not score (NaN) has the difference 0, so exp 0 = 1. A NaN
+    in logps makes the mean of its sequence NaN.
 
-    batch   has the sampler_logps
+    batch   has sampler_logps
     logps   fp32 [num_tokens], log-prob of each token under the policy
+
+    Raises ValueError if the batch has no sampler_logps.
     """
     if batch.sampler_logps is None:
         raise ValueError(
             "sampler_logps is None, but log-probs are compared with them: pass the sampler's"
             " log-probs."
         )
-    sampler = batch.table("sampler_logps")["sampler_logps"]
+    sampler_logps = batch.table("sampler_logps")["sampler_logps"]
     trained = batch.trained
-    distance = log_ratio(torch.where(trained, logps, 0.0), sampler).abs()
+    # The difference is 0 if one of both log-probs is NaN. A NaN in logps is put back afterwards.
+    distance = logp_difference(torch.where(trained, logps, 0.0), sampler_logps).abs()
     error = torch.where(logps.isnan(), math.nan, distance.exp())
     total = batch.sequence_sum(torch.where(trained, error, 0.0))
-    return total / batch.lengths.clamp(min=1.0)
+    num_trained = batch.lengths
+    return total / num_trained.clamp(min=1.0)
 
 
 def _policy_and_sampler_logps(batch: TokenBatch, logps: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log-probs of a batch under the policy and under the sampler, fp32 [num_tokens].
+    """Return the log-prob of each token under the policy and under the sampler, 0 where masked.
 
-    The log-prob under the policy is 0 in masked tokens. Without sampler_logps, the old_logps of the
-    batch take their place. Without old_logps, and for on-policy tokens, both results are equal.
+    Without sampler_logps, the old_logps of the batch take their place. Without old_logps, and for
+    tokens that the batch marks as on-policy, it is the log-prob under the policy.
 
     batch   may have sampler_logps, old_logps and a mark of on-policy tokens
     logps   fp32 [num_tokens], log-prob of each token under the policy
+
+    Return (policy_logps, sampler_logps), fp32 [num_tokens] each.
     """
     tensors = batch.table("old_logps", "sampler_logps")
-    now = torch.where(batch.trained, logps, 0.0)
+    policy_logps = torch.where(batch.trained, logps, 0.0)
     if "sampler_logps" in tensors:
-        return now, tensors["sampler_logps"]
-    old = tensors.get("old_logps", now)
+        return policy_logps, tensors["sampler_logps"]
+    old_logps = tensors.get("old_logps", policy_logps)
     if batch.on_policy is not None:
-        old = torch.where(batch.on_policy_tokens, now, old)
-    return now, old
+        old_logps = torch.where(batch.on_policy_tokens, policy_logps, old_logps)
+    return policy_logps, old_logps
 
 
-def _keep_near(batch: TokenBatch, log_ratios: Tensor, delta: float, advantage_of: str) -> Tensor:
+def _keep_likely(batch: TokenBatch, differences: Tensor, delta: float, advantage_of: str) -> Tensor:
     """Return False for the tokens that `OffPolicySequences` drops, bool [num_tokens].
 
-    A token is dropped if the mean of the log-ratios over its sequence exceeds delta, and its
-    advantage (advantage_of="token") or the sum of advantages over its sequence ("sequence") is
-    negative.
+    A token is dropped if the mean difference over the trained tokens of its sequence exceeds
+    `delta`, and its advantage (advantage_of="token") or the sum of the advantages of its sequence
+    (advantage_of="sequence") is negative.
 
-    log_ratios   fp64 [num_tokens], log-prob under the sampler minus log-prob under the policy, 0 in
-                 masked tokens
+    batch         has advantages
+    differences   fp64 [num_tokens], log-prob under the sampler minus log-prob under the policy, 0
+                  in masked tokens
+
+    Raises ValueError if the batch has no advantages.
     """
     if batch.advantages is None:
         raise ValueError(
@@ -374,28 +417,32 @@ def _keep_near(batch: TokenBatch, log_ratios: Tensor, delta: float, advantage_of
             " tensor [B] or [B, T]."
         )
     advantages = batch.table("advantages")["advantages"]
-    # One reduction for both sums: with a context_group each is a collective.
-    sums = batch.sequence_sum(torch.stack([log_ratios, advantages.double()], 1))
-    mean_ratio, advantage_sum = (sums / batch.lengths.clamp(min=1.0)[:, None]).unbind(1)
-    is_negative = advantages < 0 if advantage_of == "token" else batch.spread(advantage_sum < 0)
-    return ~(is_negative & batch.spread(mean_ratio > delta))
+    # Both sums in one reduction, because with a context_group each reduction is a collective.
+    sums = batch.sequence_sum(torch.stack([differences, advantages.double()], 1))
+    num_trained = batch.lengths
+    mean_difference, mean_advantage = (sums / num_trained.clamp(min=1.0)[:, None]).unbind(1)
+    if advantage_of == "token":
+        is_negative = advantages < 0
+    else:
+        is_negative = batch.spread(mean_advantage < 0)
+    return ~(is_negative & batch.spread(mean_difference > delta))
 
 
-def log_ratio(above: Tensor, below: Tensor) -> Tensor:
-    """Return above - below in fp64, clamped to [-60, 60] (LOG_RATIO_BOUND), and 0 in place of NaN.
+def logp_difference(a_logps: Tensor, b_logps: Tensor) -> Tensor:
+    """Return a_logps - b_logps, fp64, clamped to [-60, 60] (LOG_RATIO_BOUND).
 
-    A NaN log-prob means that one of the two models did not score the token.
+    The difference is 0 if one of both is NaN, because one of the two models did not score the token
+    then. a_logps and b_logps are float tensors of one shape.
     """
-    return torch.nan_to_num(above.double() - below.double(), nan=0.0).clamp(
-        -LOG_RATIO_BOUND, LOG_RATIO_BOUND
-    )
+    difference = torch.nan_to_num(a_logps.double() - b_logps.double(), nan=0.0)
+    return difference.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def check_filters(filters: Any, level: str) -> None:
     """Raise ValueError unless `filters` can be the filters of an objective with this `level`.
 
-    They must be a tuple of filters, at most one of each class, and not both filters of entropy. A
-    `TrustRegion` needs level="token".
+    `filters` must be a tuple of at most one filter of each class, and must not have both
+    `EntropyFloor` and `EntropyQuantile`. A `TrustRegion` needs level="token".
     """
     remedy = (
         "pass a tuple of filters, for example (TrustRegion('tv'),), see"

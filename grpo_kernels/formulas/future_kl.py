@@ -1,4 +1,4 @@
-"""Weights of FIPO: how far the policy has moved at the tokens that follow a token."""
+"""FIPO's weights of tokens, computed from how far the policy has moved at the tokens after them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..checks import FLOATING, LARGEST, SMALLEST, Checked, require, require_shap
 from .filters import LOG_RATIO_BOUND
 from .token_inputs import TokenInputs
 
-#: Bounds of the weight of a token whose ratio is above `FutureKl.safety` and advantage below 0.
+#: Bounds of the weight of a token with a ratio above `FutureKl.safety` and a negative advantage.
 SAFE_WEIGHTS = (0.8, 1.0)
 
 
@@ -21,20 +21,24 @@ SAFE_WEIGHTS = (0.8, 1.0)
 class FutureKl(Checked):
     """Weights of the policy term by the future KL (FIPO, arXiv 2603.19835, eq. 7 and 8).
 
-    The policy term of token t is multiplied by clip(exp(F_t), low, high), which has no gradient.
-    The future KL is F_t = sum over k >= t of gamma^(k - t) * log r_k, with gamma =
-    2^(-1 / half_life) and r_k the ratio of token k. k runs over the trained tokens of the same
+    The policy term of token t is multiplied by a weight without gradient:
+
+        weight_t = clip(exp(F_t), low, high)
+        F_t      = sum over k >= t of gamma^(k - t) * log r_k,   gamma = 2^(-1 / half_life)
+
+    r_k is the ratio exp(logp - old_logp) of token k. The sum is over the trained tokens of the same
     sequence with a ratio of at most `cutoff`. So a token counts more if the policy has raised the
     log-probs of the tokens after it.
 
     half_life    distance in tokens at which a log-ratio counts half. Masked tokens add nothing, but
                  the distance counts them.
     low, high    bounds of the weight
-    cutoff       tokens with a larger ratio are left out of the sums
-    safety       a token with a larger ratio and a negative advantage has a weight in [0.8, 1]
+    cutoff       tokens with a larger ratio are left out of the sum; math.inf: none
+    safety       a token with a larger ratio and a negative advantage has a weight in [0.8, 1];
+                 math.inf: none
 
-    Infinity switches `cutoff` or `safety` off. A NaN ratio makes the weights of its token and of
-    the tokens before it NaN.
+    A NaN ratio makes the weights of its token and of the tokens before it NaN. Raises ValueError
+    naming the field that is wrong.
     """
 
     half_life: float = 32.0
@@ -56,16 +60,17 @@ class FutureKl(Checked):
         require(self.low <= self.high, "low", self.low, remedy)
 
     def weights(self, batch: TokenBatch, logps: Tensor) -> Tensor:
-        """Return the weight of each token, to be passed as `TokenBatch.weights`.
+        """Return the weight of each token, for `TokenBatch(weights=)`.
 
-        Use it instead of `Objective(future_kl=)` if log-probs of the policy are known before the
-        loss, for example from the last mini-batch. The loss then needs one pass over the logits
-        instead of two, because its weights do not depend on them.
+        Use this method instead of `Objective(future_kl=)` if log-probs of the policy are known
+        before the loss, for example from the last mini-batch. The loss then needs one pass over the
+        logits instead of two, because the weights do not depend on the logits.
 
         batch   must have old_logps and advantages
-        logps   float, the shape of targets: the log-probs that the weights are computed from
+        logps   float, the shape of targets: log-probs of the tokens under the policy
 
-        Return fp32 in the shape of targets, 0 in masked tokens.
+        Return fp32 in the shape of targets, 0 in masked tokens. Raises ValueError if the batch
+        lacks one of these fields, or if it does not tell which tokens form a sequence.
         """
         batch.check_sequences("future_kl needs")
         require_tensor("logps", logps, FLOATING, "floats of targets' shape")
@@ -85,7 +90,8 @@ class FutureKl(Checked):
         """Return `inputs.policy_weight` times the weight of each token, fp32 [num_tokens].
 
         logps    fp32 [num_tokens], log-prob of each token under the policy
-        inputs   all tokens of the batch
+        inputs   of all tokens of the batch: old log-probs, advantages and policy weights
+        batch    knows which tokens form a sequence
         """
         log_ratios = logps - inputs.old_or_current(logps)
         weights = self._weights(log_ratios, inputs.advantages, batch)
@@ -94,25 +100,25 @@ class FutureKl(Checked):
         return torch.where(policy_weight != 0, policy_weight * weights, 0.0)
 
     def _weights(self, log_ratios: Tensor, advantages: Tensor, batch: TokenBatch) -> Tensor:
-        """Return the weight clip(exp(F_t), low, high) of the policy term of each token t.
+        """Return weight_t = clip(exp(F_t), low, high) of each token t, fp32 [num_tokens].
 
-        F_t = sum over k >= t of gamma^(k - t) * log r_k, with gamma = 2^(-1 / half_life). k runs
-        over the trained tokens of the same sequence whose ratio r_k is at most `cutoff`. A token
-        with a negative advantage and a ratio above `safety` has a weight clamped to [0.8, 1]
+        F_t = sum over k >= t of gamma^(k - t) * log r_k, with gamma = 2^(-1 / half_life), over the
+        trained tokens k of the same sequence with a ratio r_k of at most `cutoff`. For a token with
+        a negative advantage and a ratio above `safety` the weight is clamped to [0.8, 1]
         (SAFE_WEIGHTS).
 
         log_ratios   fp32 [num_tokens], log r_t = logp_t - old_logp_t
         advantages   fp32 [num_tokens]
-        batch        of the same tokens
+        batch        knows which tokens are trained and which form a sequence
 
-        Return fp32 [num_tokens]. The sums are fp64. LOG_RATIO_BOUND = 60 keeps every log-ratio and
-        the exponent of the weight finite. A NaN reaches the weights of the tokens before it.
+        Sums are fp64. A log-ratio is clamped to [-60, 60] (LOG_RATIO_BOUND), and so is F_t from
+        above, so that all numbers stay finite. A NaN reaches the weights of the tokens before it.
         """
         log_ratios = log_ratios.double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        # A comparison with NaN is False, so a NaN stays in the sum.
-        counts = batch.trained & ~(log_ratios > math.log(self.cutoff))
+        # "not above" is True for NaN, so a NaN stays in the sum.
+        is_summed = batch.trained & ~(log_ratios > math.log(self.cutoff))
         log_gamma = -math.log(2.0) / self.half_life
-        future_kl = future_sums(torch.where(counts, log_ratios, 0.0), log_gamma, batch)
+        future_kl = future_sums(torch.where(is_summed, log_ratios, 0.0), log_gamma, batch)
         weights = future_kl.clamp(max=LOG_RATIO_BOUND).exp().clamp(self.low, self.high)
         is_unsafe = (advantages < 0) & (log_ratios > math.log(self.safety))
         return torch.where(is_unsafe, weights.clamp(*SAFE_WEIGHTS), weights).float()
@@ -121,15 +127,15 @@ class FutureKl(Checked):
 def future_sums(values: Tensor, log_gamma: float, batch: TokenBatch) -> Tensor:
     """Return the discounted sum of the values from each token to the end of its sequence.
 
-    The sum of token t is over k >= t of gamma^(k - t) * values[k], within the sequence.
+        result[t] = sum over k >= t of gamma^(k - t) * values[k], for k in the sequence of t
 
     values      fp64 [num_tokens], the tokens of the batch one sequence after the other
     log_gamma   log of the discount gamma, at most 0
-    batch       tells which tokens form a sequence
+    batch       knows which tokens form a sequence
 
-    Return fp64 [num_tokens]. The sums double their reach in each step: if they cover `reach`
-    tokens, adding the discounted sum of token t + reach makes them cover 2 * reach. That takes
-    log2(length of the longest sequence) steps on whole tensors.
+    Return fp64 [num_tokens]. Each step doubles how many tokens a sum covers: a sum over `reach`
+    tokens from t on, plus gamma^reach times the sum from t + reach on, covers 2 * reach tokens. So
+    log2(length of the longest sequence) operations on whole tensors suffice.
     """
     num_tokens = values.numel()
     longest = num_tokens if batch.cu_seqlens is not None else batch.targets.shape[-1]
@@ -137,8 +143,8 @@ def future_sums(values: Tensor, log_gamma: float, batch: TokenBatch) -> Tensor:
     sequence_ids = batch.spread(torch.arange(batch.sequences, device=values.device))
     reach = 1
     while reach < longest:
-        is_inside = sequence_ids[:-reach] == sequence_ids[reach:]
-        later = torch.where(is_inside, math.exp(log_gamma * reach) * values[reach:], 0.0)
+        is_same_sequence = sequence_ids[:-reach] == sequence_ids[reach:]
+        later = torch.where(is_same_sequence, math.exp(log_gamma * reach) * values[reach:], 0.0)
         values = torch.cat((values[:-reach] + later, values[-reach:]))
         reach *= 2
     return values

@@ -84,7 +84,7 @@ from ..formulas.filters import (
     ADVANTAGES_OF,
     DELTA,
     LOG_RATIO_BOUND,
-    log_ratio,
+    logp_difference,
     near_sampler,
     sampler_errors,
 )
@@ -387,7 +387,7 @@ def _log_weights(batch: TokenBatch) -> Tensor:
                 f"{name} is None: the mismatch is pi_old / pi_sampler, so the TokenBatch needs"
                 f" {name}= too."
             )
-    return log_ratio(*batch.table("old_logps", "sampler_logps").values())
+    return logp_difference(*batch.table("old_logps", "sampler_logps").values())
 
 
 def _of_sequences(batch: TokenBatch, x: Tensor, over: str, needs: str) -> Tensor:
