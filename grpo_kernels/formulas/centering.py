@@ -1,4 +1,4 @@
-"""Score centering: terms at extra ids that remove the drift of a sampler from the gradient."""
+"""Score centering: terms at further ids that remove the drift of a sampler from the gradient."""
 
 from __future__ import annotations
 
@@ -13,41 +13,48 @@ from .extra_id_terms import logp_term, probability_outside
 from .filters import TrustRegion
 from .surrogates import PolicyGradient, Surrogate
 
-#: A trust region sees the ids of the tail with log-probs that are lower by this many nats, because
-#: each of them is rare.
-RARE = 40.0
+#: Log-prob of an unlisted id, in nats, when a trust region compares its two probabilities. Each
+#: unlisted id is rare.
+UNLISTED_LOGP = -40.0
 
 
 @dataclass(frozen=True)
 class ScoreCentering(Checked):
     """Remove the drift that a sampler other than the policy causes in the gradient.
 
-    Pass it as `Objective(listed=)`. Source: arXiv 2609.20807.
+    An `ExtraIdFunction` for `Objective(listed=)`. Source: arXiv 2609.20807.
 
         surrogate = Cispo(2.0)
         sets = TokenSets.from_padded(sampler_ids, values=sampler_logps)  # its 128 likeliest ids
         batch = TokenBatch(targets, advantages, old_logps=sampler, logp_terms=sets)
         objective = Objective(surrogate, listed=ScoreCentering(surrogate))
 
-    p is the policy, q the sampler, and A the advantage. The policy term of a token has the gradient
-    -A w grad log p, whose mean over the tokens that q samples is not 0. To make it 0, the loss gets
-    the term A sum_v sg(q_v w_v) log p_v over the listed ids v, whose values are log q_v. sg stops
-    the gradient.
+    p_v and q_v are the probabilities of id v under the policy and under the sampler, A is the
+    advantage, and sg stops the gradient. The policy term of a token has the gradient
+    -A w grad log p, whose mean over the tokens that q samples is not 0. To make the mean 0, each
+    listed id v adds to the loss
+
+        A sg(c_v) log p_v,   c_v = q_v w_v             if tail=False
+                             c_v = q_v w_v - a p_v     if tail=True
+
+    With tail=True all unlisted ids count as if q / p were the same number r for each of them:
+    r = (1 - sum q_v) / (1 - sum p_v) over the listed ids, both at least 1e-6, and a = r w(1 / r),
+    where w(1 / r) is the weight of an id with p / q = 1 / r.
 
     surrogate   the surrogate of the objective. It defines the weight w: 1 for `PolicyGradient()`,
                 p / q clamped to [low, cap] for `Cispo(cap, low)`. The old_logps of the batch must
                 be the log-probs of the sampler.
     trust       the trust region of the objective, outside of which w is 0, or None
-    tail        True: the list has the likeliest ids of q. All other ids count as if p / q were the
-                same for each of them: the coefficient of log p_v is then q_v w_v - a p_v, where
-                a = r w(1 / r), r = (1 - sum q) / (1 - sum p), and both masses are at least 1e-6.
-                With w = 1 and 1 - sum p >= 1e-6 the gradient of a listed logit is A (q_j - p_j),
-                with an error of a few fp32 roundings however large r is, if the log-probs are
-                float64 as `grpo_loss` passes them. False: the list has all ids of q, as a candidate
-                set has.
+    tail        True: the token lists the likeliest ids of the sampler. False: it lists all ids that
+                the sampler can choose, such as a candidate set.
 
-    A batch's `weights` multiply both terms: those of a token (TIS) would undo the centering,
-    `Cispo` has them. Raises ValueError naming the argument that is wrong.
+    With tail=True, w = 1 and 1 - sum p_v >= 1e-6 the gradient of a listed logit j is A (q_j - p_j),
+    with an error of a few fp32 roundings however large r is, if the log-probs are float64 as
+    `grpo_loss` passes them.
+
+    The `weights` of a batch multiply both the policy term and these terms. Do not pass importance
+    weights of tokens (TIS) there, which would undo the centering: `Cispo` has such weights. Raises
+    ValueError naming the argument that is wrong.
     """
 
     surrogate: Surrogate = field(default_factory=PolicyGradient)
@@ -79,46 +86,55 @@ class ScoreCentering(Checked):
             objective.level == "token",
             "level",
             objective.level,
-            "the ratio of a sequence is no weight of an id.",
+            'the ratio of a sequence cannot weight a single id: pass level="token".',
         )
         return cls(objective.surrogate, objective.filter(TrustRegion), tail)
 
     def __call__(
         self, logp: Tensor, values: Tensor, advantage: Tensor, sums: Any
     ) -> tuple[Tensor, ...]:
-        """Return the term of each listed id and its derivative, as an `ExtraIdFunction`.
+        """Return the term A c log p of each listed id and its derivative A c.
 
-        The term is A c log p with the constant c = q w, and with `tail` c = q w - a p, see the
-        class.
+        The coefficient c is a constant: q w, and with `tail` q w - a p (see the class). Arguments
+        and results are those of an `ExtraIdFunction`.
 
         logp        float64 [num_ids], log p of each id under the policy
-        values      [num_ids], log q of each id under the sampler
+        values      float [num_ids], log q of each id under the sampler
         advantage   fp32 [num_ids], A of the token that lists the id
-        sums        sums numbers of ids over the ids of each token
+        sums        function: sums x [num_ids] over the ids of the same token, [num_ids]
         """
         p = logp.exp()
         q = values.exp()
-        coefficient = q * self.weighted(logp, values, advantage)
+        coefficient = q * self.advantage_times_weight(logp, values, advantage)
         if not self.tail:
             return logp_term(logp, coefficient, advantage, sums)
-        # `rest` may be 1e6. The gradient of a listed logit is a difference of numbers of its size
-        # and is at most 1, for which float64 log-probs have the digits.
-        rest = probability_outside(values, sums) / probability_outside(logp, sums)
-        weight = self.weighted(-rest.log(), 0.0 * rest, advantage, RARE)
-        return logp_term(logp, coefficient - rest * p * weight, advantage, sums)
+        # r may be 1e6. The gradient of a listed logit is a difference of numbers of this size and
+        # is at most 1, so the log-probs must be float64.
+        r = probability_outside(values, sums) / probability_outside(logp, sums)
+        # Any two log-probs that differ by log(p / q) = -log r give the weight w(1 / r).
+        unlisted_weight = self.advantage_times_weight(
+            logp=-r.log(), sampler_logp=0.0 * r, advantage=advantage, trust_offset=UNLISTED_LOGP
+        )
+        return logp_term(logp, coefficient - r * p * unlisted_weight, advantage, sums)
 
-    def weighted(
-        self, logp: Tensor, sampler: Tensor, advantage: Tensor, rare: float = 0.0
+    def advantage_times_weight(
+        self,
+        logp: Tensor,
+        sampler_logp: Tensor,
+        advantage: Tensor,
+        trust_offset: float = 0.0,
     ) -> Tensor:
-        """Return A w of ids, -1 times the slope of the surrogate, or 0 outside of the trust region.
+        """Return A w of each id, where w is 0 outside of the trust region.
 
-        logp, sampler   log-probs of the ids under the policy and the sampler
-        advantage       A, of the same shape
-        rare            the trust region sees both log-probs lowered by this
+        The slope of the surrogate is d loss / d logp = -A w.
+
+        logp, sampler_logp   log-prob of each id under the policy and under the sampler
+        advantage            A, of the same shape
+        trust_offset         added to both log-probs before the trust region compares them. It
+                             compares probabilities, of which the surrogate needs the ratio only.
         """
-        _, slope = self.surrogate(logp, sampler, advantage)
-        weighted = -slope
+        _, slope = self.surrogate(logp, sampler_logp, advantage)
         if self.trust is None:
-            return weighted
-        is_trusted = self.trust.keeps(logp - rare, sampler - rare, advantage)
-        return torch.where(is_trusted, weighted, 0.0)
+            return -slope
+        is_trusted = self.trust.keeps(logp + trust_offset, sampler_logp + trust_offset, advantage)
+        return torch.where(is_trusted, -slope, 0.0)

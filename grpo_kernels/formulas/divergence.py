@@ -1,7 +1,8 @@
-"""Exact divergences of the policy's distribution p from that of a reference or teacher, q.
+"""Exact divergences between the distribution p of the policy and q of a reference or teacher.
 
-`Exact` says which divergence. `core/divergence.py` computes it over a whole vocabulary,
-`divergence_at` over the ids at which a teacher is known, such as a served one.
+`Exact` says which divergence. `core/divergence.py` computes it over a whole vocabulary. If the
+teacher's log-probs are known at some ids only, for example the top 20 of a served model,
+`divergence_at` computes it over these ids.
 """
 
 from __future__ import annotations
@@ -17,19 +18,21 @@ from ..checks import Checked, require, require_one_of
 DIRECTIONS = ("reverse", "forward", "jsd", "tv")
 TAILS = ("bin", "renormalise", "ignore", "generalised")
 
-#: The least mass of p and q outside of a teacher's ids, as in TRL. fp32 log-probs of a teacher do
-#: not tell a smaller one.
+#: The probability of all ids outside of a teacher's ids counts as at least this, as in TRL. A
+#: smaller one is lost in the rounding of the teacher's fp32 log-probs.
 LEAST_TAIL = 1e-7
 
 
 @dataclass(frozen=True)
 class Exact(Checked):
-    """Which divergence of whole distributions, for `Objective(kl=Exact(...))`.
+    """A divergence between whole distributions, for `Objective(kl=Exact(...))`.
 
-    It takes the place of an estimate from the sampled token. `token_divergence` and
-    `linear_divergence` take it too.
+    It takes the place of a KL estimate from the sampled token. `token_divergence` and
+    `linear_divergence` take an `Exact` too.
 
         Objective.preset("dapo", beta=0.04, kl=Exact("reverse"))
+
+    p is the distribution of the policy, q that of the reference or teacher.
 
     direction             "reverse"   KL(p || q) = sum p (log p - log q), which the estimators of
                                       `Kl` estimate; mode-seeking
@@ -40,25 +43,28 @@ class Exact(Checked):
                           "tv"        total variation, sum |p - q| / 2, in [0, 1]. Its gradient is
                                       p (s - sum p s) / 2 with s the sign of p - q. It jumps where p
                                       and q are equal: there rounding decides the sign.
-    mixture               share of q in the mixture of "jsd", in (0, 1). None: 0.5
-    tail                  for a teacher that is known at the ids of `TokenSets` only. P and Q are
-                          the masses of p and q outside of these ids.
-                          "bin"           all other ids are one outcome, of probability P and Q,
-                                          each at least 1e-7
-                          "renormalise"   p and q are renormalised over the ids
-                          "ignore"        the sum over the ids alone. With "forward" it is the
+    mixture               weight of q in the mixture m of "jsd", in (0, 1). None: 0.5
+    tail                  what happens to all other ids if the teacher is known at the ids of
+                          `TokenSets` only:
+                          "bin"           they are one outcome. Its probability under p and under q
+                                          counts as at least 1e-7.
+                          "renormalise"   they are left out, and p and q are renormalised over the
+                                          teacher's ids.
+                          "ignore"        they are left out of the sum. With "forward" this is the
                                           cross-entropy to soft targets, whose values may be
-                                          logarithms of any weights. With "reverse" it has no
-                                          minimum at q: the policy may move away.
-                          "generalised"   each term minus its slope at equality: p (log p - log q)
-                                          - p + q (MOPD, arXiv 2606.30406 eq. 5). For "tv" the same
-                                          as "ignore".
+                                          logarithms of any weights. With "reverse" the sum has no
+                                          minimum at p = q, so the policy may move away.
+                          "generalised"   they are left out, and the term of each id is p (log p -
+                                          log q) - p + q, which is 0 at p = q and above 0 elsewhere
+                                          (MOPD, arXiv 2606.30406 eq. 5; this is "reverse"). For
+                                          "tv" the same as "ignore".
     temperature_squared   whether to multiply by the square of the transform's temperature, which
                           keeps the size of the gradient (Hinton et al., arXiv 1503.02531). The
-                          temperature itself divides the logits of both sides.
+                          temperature itself divides the logits of both distributions.
 
-    The value is at least 0, in nats ("tv": a probability). The KLs are infinite if the second
-    distribution is 0 where the first is not. Raises ValueError naming the field that is wrong.
+    The value is at least 0, except for the tail "ignore". It is in nats, for "tv" a probability.
+    The KLs are infinite if the second distribution is 0 where the first is not. Raises ValueError
+    naming the field that is wrong.
     """
 
     direction: str = "reverse"
@@ -68,7 +74,7 @@ class Exact(Checked):
     ranges = (
         (
             "mixture",
-            "the teacher's share is above 0 and below 1 (at them it is a KL).",
+            "the teacher's share is above 0 and below 1 (0 and 1 would be a KL).",
             1e-6,
             1 - 1e-6,
         ),
@@ -86,16 +92,17 @@ class Exact(Checked):
 
     @property
     def share(self) -> float:
-        """The share of q in the mixture, 0 if there is no mixture."""
+        """The weight of q in the mixture of "jsd", 0 for another direction."""
         if self.direction != "jsd":
             return 0.0
         return 0.5 if self.mixture is None else float(self.mixture)
 
 
 def as_exact(divergence: str | Exact) -> Exact:
-    """Return a divergence as an `Exact`: "reverse" becomes Exact("reverse"), an Exact stays.
+    """Convert the argument `divergence=` to an `Exact`.
 
-    Raises ValueError for anything else.
+    "reverse" becomes Exact("reverse"), and an `Exact` is returned unchanged. Raises ValueError for
+    anything else.
     """
     if isinstance(divergence, Exact):
         return divergence
@@ -114,16 +121,17 @@ def divergence_at(
     offsets: Tensor,
     log_outside: Tensor | None = None,
 ) -> Tensor:
-    """Return the divergence of each row over some ids of it, fp32 [num_rows].
+    """Return the divergence of each row over the ids at which a teacher is known, fp32 [num_rows].
 
     It is differentiable in logps and log_outside, computed in fp64, and 0 for a row without ids.
+    `exact.tail` says what happens to all other ids of a row.
 
-    logps           [num_ids], log-probs of the policy; the ids of row r are at offsets[r] :
-                    offsets[r + 1]
-    teacher_logps   [num_ids], log-probs of the teacher at the same ids
+    logps           float [num_ids], log-prob of each id under the policy. The ids of row r are
+                    offsets[r] : offsets[r + 1].
+    teacher_logps   float [num_ids], log-prob of each id under the teacher
     offsets         int64 [num_rows + 1]
-    log_outside     [num_rows], log of the policy's probability of all other ids; needed for the
-                    tail "bin"
+    log_outside     float [num_rows], log of the policy's probability of all other ids. Only the
+                    tail "bin" needs it.
     """
     log_p = logps.double()
     log_q = teacher_logps.detach().double()
@@ -133,32 +141,40 @@ def divergence_at(
     p = log_p.exp()
     q = log_q.exp()
     divergence = sum_rows(generalised_terms(exact, log_p, log_q), offsets)
-    if exact.tail == "bin":
+    if exact.tail == "bin":  # all other ids are one more outcome
         assert log_outside is not None
         log_p_outside = log_outside.double().clamp(min=math.log(LEAST_TAIL))
         log_q_outside = (1.0 - sum_rows(q, offsets)).clamp(min=LEAST_TAIL).log()
         divergence = divergence + generalised_terms(exact, log_p_outside, log_q_outside)
     elif exact.tail == "ignore":
-        # Put back what the generalised terms leave out.
-        slopes = {"reverse": p - q, "forward": q - p}
-        divergence = divergence + sum_rows(
-            slopes.get(exact.direction, torch.zeros_like(p)), offsets
-        )
+        # A generalised term is a (log a - log b) - a + b. Put back a - b, which is p - q for
+        # "reverse" and q - p for "forward". In "jsd" it cancels, and "tv" has none.
+        differences = {"reverse": p - q, "forward": q - p}
+        difference = differences.get(exact.direction, torch.zeros_like(p))
+        divergence = divergence + sum_rows(difference, offsets)
     if exact.tail != "ignore":
-        # The terms are not negative. Remove what rounding made negative, and keep the gradient.
+        # No term is negative, so a negative sum is a rounding error. Make it 0, with its gradient.
         divergence = torch.where(divergence < 0, divergence - divergence.detach(), divergence)
     return torch.where(offsets.diff() > 0, divergence, 0.0).float()
 
 
 def sum_rows(x: Tensor, offsets: Tensor) -> Tensor:
-    """Return the sum of x [num_ids] over the ids of each row, in a fixed order, without atomics."""
+    """Return the sum of x [num_ids] over the ids of each row, [num_rows].
+
+    The order of the sum is fixed, without atomics. The ids of row r are offsets[r] :
+    offsets[r + 1].
+    """
     return torch.segment_reduce(x, "sum", offsets=offsets, initial=0.0, unsafe=True)
 
 
 def renormalise(log_probs: Tensor, offsets: Tensor) -> Tensor:
-    """Return log-probs [num_ids] whose probabilities add up to 1 in each row."""
+    """Return log-probs whose probabilities add up to 1 in each row, the log-softmax over its ids.
+
+    log_probs   float [num_ids], log-probs up to a constant of each row
+    offsets     int64 [num_rows + 1]; the ids of row r are offsets[r] : offsets[r + 1]
+    """
     row_of_id = torch.repeat_interleave(offsets.diff(), output_size=log_probs.numel())
-    # Subtract the largest first: all probabilities of unlikely ids may underflow to 0.
+    # Subtract the largest first, because the exponentials of all ids of a row may underflow to 0.
     largest = torch.segment_reduce(
         log_probs.detach(), "max", offsets=offsets, initial=-torch.inf, unsafe=True
     )
@@ -170,15 +186,17 @@ def renormalise(log_probs: Tensor, offsets: Tensor) -> Tensor:
 def generalised_terms(exact: Exact, log_p: Tensor, log_q: Tensor) -> Tensor:
     """Return the term of each id in the divergence, in the shape of log_p, at least 0.
 
-    With t(a, b) = a (log a - log b) - a + b and m the mixture of p and q:
+    With t(a, b) = a (log a - log b) - a + b and m = share * q + (1 - share) * p:
 
         "reverse"   t(p, q)
         "forward"   t(q, p)
         "jsd"       share * t(q, m) + (1 - share) * t(p, m)
         "tv"        |p - q| / 2
 
-    If p and q each add up to 1 over the ids, the terms add up to the divergence, since -a and b
-    cancel. log_p is the log-prob under the policy, log_q under the teacher.
+    If p and q each add up to 1 over the ids, the terms add up to the divergence, because the sums
+    of -a and b cancel.
+
+    log_p, log_q   log-prob of each id under the policy and under the teacher, of one shape
     """
     if exact.direction == "forward":
         return generalised_kl_term(log_q, log_p)
@@ -187,7 +205,7 @@ def generalised_terms(exact: Exact, log_p: Tensor, log_q: Tensor) -> Tensor:
     if exact.direction == "tv":
         return (log_p.exp() - log_q.exp()).abs() / 2.0
     share = exact.share
-    # logaddexp(-inf, -inf) has the gradient NaN.
+    # logaddexp(-inf, -inf) would have the gradient NaN.
     is_impossible = (log_p == -torch.inf) & (log_q == -torch.inf)
     log_mixture = torch.logaddexp(
         torch.where(is_impossible, 0.0, log_q) + math.log(share),
@@ -200,10 +218,10 @@ def generalised_terms(exact: Exact, log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def generalised_kl_term(log_a: Tensor, log_b: Tensor) -> Tensor:
-    """Return a (log a - log b) - a + b, which is b if a is 0."""
+    """Return a (log a - log b) - a + b elementwise, which is b if a is 0."""
     a = log_a.exp()
     b = log_b.exp()
     is_zero = log_a == -torch.inf
-    # Without infinities, whose difference is NaN.
+    # For a = 0 replace the logarithms: -inf - (-inf) and 0 * -inf would be NaN.
     log_ratio = torch.where(is_zero, 0.0, log_a) - torch.where(is_zero, 0.0, log_b)
     return torch.where(is_zero, 0.0, a) * log_ratio - a + b

@@ -482,7 +482,9 @@ def policy_loss(objective: Objective | None = None) -> Callable[..., LossAndMetr
                 (out.logps if centers else old) - rollout
             ).abs()
         if centers:
-            own = ScoreCentering.of(spec).weighted(out.logps, rollout, torch.ones_like(rollout))
+            own = ScoreCentering.of(spec).advantage_times_weight(
+                out.logps, rollout, torch.ones_like(rollout)
+            )
             terms = theirs.get_score_centering_terms(args, batch, logits)
             value = value + reduce(
                 torch.where(weights != 0, advantages, 0.0) * terms["sc_correction"]
