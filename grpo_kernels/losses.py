@@ -34,13 +34,14 @@ from .composed_losses import (
     composed_reference_logprobs,
 )
 from .core.autograd import LossOfStatistics, apply_function
+from .core.backends import Backend
 from .core.linear import RowOrder
 from .core.loss_formulas import FormulaResult, sum_losses
 from .core.sources import GivenLogits, ProjectedLogits, Reference, RowSource
 from .formulas.ops import times
 from .formulas.token_inputs import TokenInputs
-from .formulas.token_loss import TokenLosses
-from .inputs import LinearInput, LogitsInput, RowInput, RowLayout, make_reference
+from .formulas.token_loss import TokenLosses, TokenLossFormula
+from .inputs import LinearInput, LogitsInput, RowInput, RowLayout, make_reference, pick_kernels
 from .logprobs import refuse_inplace, squared_inverse_temperature
 from .loss_checks import (
     check_batch_and_objective,
@@ -51,7 +52,7 @@ from .loss_checks import (
     refuse_nan,
 )
 from .loss_output import LossOutput
-from .objective import Denominators, Objective
+from .objective import Denominators, Evaluate, Objective
 from .options import (
     DEFAULT_OPTIONS,
     Head,
@@ -275,7 +276,8 @@ def objective_loss(
         for name, x in statistics.items()
         if x is not None
     }
-    out = BatchLoss(batch, objective, tokens).from_statistics(flat_statistics)
+    kernels = None if is_traced() else pick_kernels(DEFAULT_OPTIONS, batch.targets.device)
+    out = BatchLoss(batch, objective, tokens, kernels).from_statistics(flat_statistics)
     refuse_infinite_kl(out, DEFAULT_OPTIONS)
     return out
 
@@ -353,7 +355,8 @@ def compute_loss(
         factor = squared_inverse_temperature(source.transform, tokens.processed)
         tokens = replace(tokens, divergence_weight=tokens.divergence_weight / factor)
 
-    loss = BatchLoss(batch, objective, tokens, scale)
+    kernels = None if is_traced() else source.kernels
+    loss = BatchLoss(batch, objective, tokens, kernels, scale)
     out: LossOutput | None = None
     if feature != "":
         refuse_infinite_terms(batch, objective, tokens, options)
@@ -380,12 +383,14 @@ class BatchLoss:
     """The loss of a batch, and the ways to compute it.
 
     tokens       the tokens with the weights of their terms, from `Objective.token_inputs`
+    kernels      evaluate the formula on vectors; None: torch does, which a graph can trace
     grad_scale   0-d, what the caller will multiply the loss by; None for 1
     """
 
     batch: TokenBatch
     objective: Objective
     tokens: TokenInputs
+    kernels: Backend | None = None
     grad_scale: Tensor | None = None
 
     # ---- gradients that are computed in the forward
@@ -442,7 +447,7 @@ class BatchLoss:
         if self.objective.gradient_is_per_token:
             formula = self.objective.loss_formula(tokens)
             return self.output_of_scaled(source.fused_loss(formula, order, reference))
-        callback = SequenceLossCallback(self.batch, self.objective, tokens)
+        callback = SequenceLossCallback(self.batch, self.objective, tokens, self.evaluate_formula)
         rows_per_sequence = self.batch.counts_by_sequence(
             self.objective.gradient_mask, self.tokens_with_gradient()
         )
@@ -496,9 +501,12 @@ class BatchLoss:
         auxiliary_loss = statistics.get("auxiliary_loss")
 
         constant_logps = logps.detach()
-        constant_entropy = None if entropy is None else entropy.detach()
+        if entropy is None:
+            constant_entropy = torch.full_like(constant_logps, math.nan)
+        else:
+            constant_entropy = entropy.detach()
         log_ratio = None
-        if not objective.gradient_is_per_token:
+        if objective.level != "token":
             log_ratio = objective.log_ratio(constant_logps, tokens, self.batch)
         token_losses = objective.token_losses(
             constant_logps,
@@ -507,8 +515,8 @@ class BatchLoss:
             self.batch,
             log_ratio,
             None if auxiliary_loss is None else auxiliary_loss.detach(),
+            self.evaluate_formula,
         )
-        grad_auxiliary_loss = None if auxiliary_loss is None else token_losses.grad_auxiliary_loss
         loss = apply_function(
             LossOfStatistics,
             token_losses.losses,
@@ -517,16 +525,25 @@ class BatchLoss:
             auxiliary_loss,
             token_losses.grad_logps,
             token_losses.grad_entropy,
-            grad_auxiliary_loss,
+            token_losses.grad_auxiliary_loss,
         )
         if divergence is not None:
             assert tokens.divergence_weight is not None
             loss = loss + sum_losses(times(tokens.divergence_weight, divergence))
             divergence = divergence.detach()
-        if constant_entropy is None:
-            constant_entropy = torch.full_like(constant_logps, math.nan)
         result = FormulaResult(loss, constant_logps, constant_entropy, divergence)
         return self.output(result, log_ratio)
+
+    def evaluate_formula(
+        self, formula: TokenLossFormula, logps: Tensor, entropy: Tensor
+    ) -> TokenLosses:
+        """Return the loss of each token and its gradients, fp32 [num_tokens], in one kernel call.
+
+        logps, entropy   fp32 [num_tokens]
+        """
+        if self.kernels is None:
+            return formula.compute(logps, entropy)
+        return self.kernels.evaluate_formula(formula, logps.contiguous(), entropy.contiguous())
 
     def output(self, result: FormulaResult, log_ratio: Tensor | None = None) -> LossOutput:
         """Return the loss with its statistics in the shape of targets.
@@ -587,18 +604,22 @@ class BatchLoss:
 class SequenceLossCallback:
     """Compute the losses of tokens whose gradients depend on their sequences.
 
+    evaluate    see `Objective.token_losses`
     log_ratio   of the last call, at the objective's level, fp32 [num_tokens]
     """
 
     batch: TokenBatch
     objective: Objective
     tokens: TokenInputs
+    evaluate: Evaluate
     log_ratio: Tensor | None = None
 
     def __call__(self, logps: Tensor, entropy: Tensor) -> TokenLosses:
         """Return losses and gradients from log-probs and entropies, fp32 [num_tokens] each."""
         self.log_ratio = self.objective.log_ratio(logps, self.tokens, self.batch)
-        return self.objective.token_losses(logps, entropy, self.tokens, self.batch, self.log_ratio)
+        return self.objective.token_losses(
+            logps, entropy, self.tokens, self.batch, self.log_ratio, evaluate=self.evaluate
+        )
 
 
 def layout_of_batch(inputs: RowInput, batch: TokenBatch) -> RowLayout:

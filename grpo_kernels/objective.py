@@ -76,6 +76,9 @@ from .formulas.token_loss import (
 
 F = TypeVar("F", bound=Filter)
 
+#: Evaluates a formula: (formula, logps, entropy) -> losses and gradients, fp32 [num_tokens] each.
+Evaluate = Callable[[TokenLossFormula, Tensor, Any], TokenLosses]
+
 AGGREGATES = (
     "token-mean",
     "seq-mean-token-mean",
@@ -362,14 +365,22 @@ class Objective(Checked):
         return (self.aggregate, kl or self.aggregate, entropy or self.aggregate)
 
     @cached_property
+    def formula_is_torch_only(self) -> bool:
+        """Whether no kernel can evaluate the formula of a token.
+
+        Autograd computes the slope of the surrogate, or the surrogate takes the tokens that it has
+        selected from the batch as a tensor. A kernel evaluates any other formula that can be
+        traced, see `Backend.evaluate_formula`.
+        """
+        return self.surrogate.selects or self.surrogate.in_torch
+
+    @cached_property
     def gradient_is_per_token(self) -> bool:
         """Whether the gradient of a token depends on this token alone.
 
         Then a kernel computes loss and gradient while it reads a row of logits once.
         """
-        if self.level != "token" or self.future_kl is not None:
-            return False
-        if self.surrogate.selects or self.surrogate.in_torch:
+        if self.level != "token" or self.future_kl is not None or self.formula_is_torch_only:
             return False
         return all(f.is_per_token for f in self.filters)
 
@@ -752,8 +763,13 @@ class Objective(Checked):
         batch: TokenBatch | None = None,
         log_ratio: Tensor | None = None,
         auxiliary_loss: Tensor | None = None,
+        evaluate: Evaluate = TokenLossFormula.compute,
     ) -> TokenLosses:
         """Compute the loss of each token and its gradients. The sum of the losses is the loss.
+
+        Three steps: the log-ratio of each sequence, the formula of each token with the log-ratio as
+        an input, and the gradient of the log-ratio, which reaches all tokens of the sequence. At
+        token level there is only the second.
 
         logps, entropy   fp32 [num_tokens], exactly 0 in masked tokens
         inputs           of these tokens
@@ -761,23 +777,31 @@ class Objective(Checked):
                          per token does not need it, and takes any part of the tokens.
         log_ratio        what `log_ratio` returns, if the caller has computed it
         auxiliary_loss   fp32 [num_tokens], the terms of extra ids
+        evaluate         evaluates the formula: in torch, or `Backend.evaluate_formula`, which needs
+                         the entropy. A formula that is torch-only runs in torch.
         """
         formula = self.formula
+        changed: dict[str, Any] = {}
         if not self.gradient_is_per_token:
+            assert batch is not None
+            inputs = self._apply_filters(logps, entropy, inputs, batch)
+            if self.future_kl is not None:
+                changed["policy_weight"] = self.future_kl.apply(logps, inputs, batch)
+            if self.surrogate.selects:
+                formula = self._with_selection(formula, logps, inputs)
+        if self.level != "token":
             assert batch is not None
             if log_ratio is None:
                 log_ratio = self.log_ratio(logps, inputs, batch)
-            inputs = self._apply_filters(logps, entropy, inputs, batch)
-            if self.future_kl is not None:
-                policy_weight = self.future_kl.apply(logps, inputs, batch)
-                inputs = replace(inputs, policy_weight=policy_weight)
-            if self.surrogate.selects:
-                formula = self._with_selection(formula, logps, inputs)
-        named = inputs.formula_inputs(logps, entropy)
-        named["auxiliary_loss"] = auxiliary_loss
-        losses = formula.compute(named, log_ratio)
-        if not self.needs_entropy:
-            losses = losses._replace(grad_entropy=None)
+            changed["log_ratios"] = log_ratio
+        if auxiliary_loss is not None:
+            changed["auxiliary_loss"] = auxiliary_loss
+        if changed:
+            inputs = replace(inputs, **changed)
+
+        if self.formula_is_torch_only:
+            evaluate = TokenLossFormula.compute
+        losses = evaluate(TokenLossFormula(formula, inputs), logps, entropy)
         if self.through_sequence:
             assert batch is not None
             grad_logps = self._gradient_through_sequence(

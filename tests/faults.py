@@ -299,6 +299,10 @@ FAULTS: list[Fault] = [
         ("the ratio of a sequence weighs its KL", 'own_log_ratio if level == "sequence-sum" else log_ratio', "log_ratio"),
         ("the entropy bonus is not filtered", "entropy_weight = ops.where(is_low, 0.0, entropy_weight)", "pass"),
     ),
+    *of("grpo_kernels/formulas/token_loss.py", "tests/rows/test_evaluate.py",
+        ("a loss without a bonus has a gradient of the entropy", 'named["grad_entropy"] = None', "pass"),
+        ("a sequence's log-ratio is not read", 'log_ratio = named.get("log_ratios")', "log_ratio = None"),
+    ),
     *of("grpo_kernels/formulas/token_inputs.py", "tests/core/test_linear_pass.py",
         ("tokens take the divergence weights of others", "[:, token_ids])", "[:, token_ids.flip(0)])"),
     ),
@@ -825,6 +829,12 @@ FAULTS: list[Fault] = [
         ("a sequence with a NaN is dropped", "batch.spread(~(sampler_errors(batch, logps) > self.threshold))", "batch.spread(sampler_errors(batch, logps) <= self.threshold)", NAN),
     ),
     *of("grpo_kernels/objective.py", OBJECTIVES,
+        ("the gradient of a sequence's log-ratio does not reach its tokens", "losses._replace(grad_logps=losses.grad_logps + grad_logps)", "losses"),
+    ),
+    *of("grpo_kernels/losses.py", "tests/core/test_waits.py",
+        ("torch evaluates a formula on vectors", "if self.kernels is None:", "if True:"),
+    ),
+    *of("grpo_kernels/objective.py", OBJECTIVES,
         ("dropped sequences keep their KL", 'aggregates = {"policy_weight": policy, "kl_weight": kl, "entropy_weight": entropy}', 'aggregates = {"policy_weight": policy, "entropy_weight": entropy}'),
         ("dropped sequences count in the denominators", "self._denominator_ratio(keep, batch, aggregate)", "1.0"),
         ("dropped sequences keep their NLL", "torch.where(keep, inputs.nll_weight, 0.0)", "inputs.nll_weight"),
@@ -1040,8 +1050,8 @@ FAULTS: list[Fault] = [
         ),
         ("programs of vectors begin one row apart", "rows = tl.program_id(0).to(tl.int64) * TILE.BLOCK + tl", "rows = tl.program_id(0) + tl"),
         (
-            "the gradients of a formula on vectors change places", "tl.store(grad_logps + i, loss_and_gradients[1], mask",
-            "tl.store(grad_logps + i, loss_and_gradients[2], mask",
+            "the outputs of a formula on vectors change places", "tl.store(output, loss_and_gradients[k], mask",
+            "tl.store(output, loss_and_gradients[NUM_OUTPUTS - 1 - k], mask",
         ),
         ("a row is scaled beyond its end", "if start + TILE.BLOCK <= num_columns:", "if start <= num_columns:"),
         (
@@ -1266,10 +1276,6 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/core/backends/cpu.py", "tests/rows/test_evaluate.py",
         ("the inputs of a formula change places", '{"logps": logps, "entropy": entropy, **loss_formula', '{"logps": entropy, "entropy": logps, **loss_formula'),
-        (
-            "a loss without a bonus has a gradient of the entropy",
-            "None if loss_formula.inputs.entropy_weight is None else grad_entropy", "grad_entropy",
-        ),
     ),
     *of("csrc/program.cpp", "tests/formulas/test_program.py",
         ("a NaN is no minimum", 'return a < b || a != a ? a : b; }\nfloat maximum', 'return a < b ? a : b; }\nfloat maximum'),
@@ -1939,8 +1945,8 @@ FAULTS: list[Fault] = [
         
         (
             "a loss of further ids has no gradient",
-            "None if auxiliary_loss is None else token_losses.grad_auxiliary_loss",
-            "None",
+            "            token_losses.grad_auxiliary_loss,",
+            "            None,",
             LISTED,
         ),
         (

@@ -14,8 +14,9 @@ from .ops import ops
 #: The old log-prob of a token that the batch marks as on-policy. No log-prob is that large.
 ON_POLICY = 1e30
 
-#: The fields of `TokenInputs` that a formula reads, in the order in which kernels receive them.
-PROGRAM_INPUTS = (
+#: The fields of `TokenInputs` that the formula of a token-level loss reads, in the order in which
+#: kernels receive them.
+TOKEN_LEVEL_INPUTS = (
     "old_logps",
     "ref_logps",
     "sampler_logps",
@@ -25,6 +26,9 @@ PROGRAM_INPUTS = (
     "entropy_weight",
     "nll_weight",
 )
+#: The fields that any formula reads. The last two follow from the log-probs of other tokens or ids,
+#: so a formula with one of them runs on vectors only.
+PROGRAM_INPUTS = (*TOKEN_LEVEL_INPUTS, "log_ratios", "auxiliary_loss")
 #: The fields that multiply a term of the loss.
 TERM_WEIGHTS = (
     "policy_weight",
@@ -58,6 +62,8 @@ class TokenInputs:
     nll_weight          weight of -log-prob; None without `TokenBatch.nll_weights`
     divergence_weight   weight of the divergence of whole distributions; None without one
     sampler_logps       log-prob that a trust region compares with; None: it takes old_logps
+    log_ratios          log-ratio of the token's sequence; None: the token has its own
+    auxiliary_loss      loss of further ids, added to the surrogate; None without such ids
     weights             `TokenBatch.weights`; None if the batch has none
     loss_mask           bool: the mask of the batch; None: all tokens
     marks_on_policy     whether old_logps may hold ON_POLICY
@@ -74,6 +80,8 @@ class TokenInputs:
     nll_weight: Tensor | None = None
     divergence_weight: Tensor | None = None
     sampler_logps: Tensor | None = None
+    log_ratios: Tensor | None = None
+    auxiliary_loss: Tensor | None = None
     weights: Tensor | None = None
     loss_mask: Tensor | None = None
     marks_on_policy: bool = False

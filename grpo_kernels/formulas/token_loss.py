@@ -16,7 +16,7 @@ and selections over a batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -123,14 +123,14 @@ class TokenValues(NamedTuple):
     nll_weight: Any
 
     @classmethod
-    def from_names(cls, named: dict[str, Any], log_ratio: Any = None) -> TokenValues:
+    def from_names(cls, named: dict[str, Any]) -> TokenValues:
         """Collect the values of a token by name.
 
-        named       "logps", "entropy", PROGRAM_INPUTS and "auxiliary_loss", as far as they exist
-        log_ratio   None: logp - old_logp of the token itself
+        named   "logps", "entropy" and PROGRAM_INPUTS, as far as they exist
         """
         logp = named["logps"]
         old_logp = named.get("old_logps", logp)
+        log_ratio = named.get("log_ratios")
         return cls(
             logp=logp,
             entropy=named["entropy"],
@@ -153,16 +153,16 @@ class TokenLosses(NamedTuple):
     losses                the loss of each token, with all weights
     grad_logps            d loss / d log-prob of the token
     grad_entropy          d loss / d entropy; None without an entropy bonus
-    grad_auxiliary_loss   d loss / d auxiliary loss
-    grad_log_ratios       d loss / d log-ratio of the sequence, which is not part of grad_logps; 0
-                          if the loss depends on the log-prob of the token alone
+    grad_log_ratios       d loss / d log-ratio of the sequence, which is not part of grad_logps;
+                          None at token level
+    grad_auxiliary_loss   d loss / d auxiliary loss; None without one
     """
 
     losses: Any
     grad_logps: Any
     grad_entropy: Any
-    grad_auxiliary_loss: Any
-    grad_log_ratios: Any
+    grad_log_ratios: Any = None
+    grad_auxiliary_loss: Any = None
 
 
 # ---- the sum
@@ -228,7 +228,7 @@ def token_loss(
     if token.nll_weight is not None:
         loss = loss - ops.where(token.nll_weight == 0.0, 0.0, token.nll_weight * token.logp)
         grad_logp = grad_logp - token.nll_weight
-    return TokenLosses(loss, grad_logp, grad_entropy, grad_auxiliary_loss, grad_log_ratio)
+    return TokenLosses(loss, grad_logp, grad_entropy, grad_log_ratio, grad_auxiliary_loss)
 
 
 def lowest_number(token: TokenValues, functions: FormulaFunctions, numbers: FormulaNumbers) -> Any:
@@ -322,9 +322,9 @@ class ObjectiveFormula:
     numbers: FormulaNumbers
     _traced: dict[tuple[str, ...], TracedLoss] = field(default_factory=dict, repr=False)
 
-    def compute(self, named: dict[str, Any], log_ratio: Any = None) -> TokenLosses:
-        """Return the losses of tokens. Arguments as in `TokenValues.from_names`."""
-        return token_loss(TokenValues.from_names(named, log_ratio), self.functions, self.numbers)
+    def compute(self, named: dict[str, Any]) -> TokenLosses:
+        """Return the losses of tokens and all gradients. named as in `TokenValues.from_names`."""
+        return token_loss(TokenValues.from_names(named), self.functions, self.numbers)
 
     def with_surrogate_params(self, params: tuple[Any, ...]) -> ObjectiveFormula:
         """Return the formula with another last argument of the surrogate."""
@@ -346,7 +346,8 @@ class ObjectiveFormula:
             named = {name: tracer.input(name) for name in ("logps", "entropy", *input_names)}
             token = TokenValues.from_names(replace_marks(named))
             symbols = self.numbers.as_symbols(tracer)
-            return program_outputs(token_loss(token, self.functions, symbols))
+            token_losses = token_loss(token, self.functions, symbols)
+            return [getattr(token_losses, name) for name in output_names(input_names)]
 
         functions = self.functions.values()
         keys = [key_of(x) for x in functions]
@@ -370,16 +371,16 @@ class ObjectiveFormula:
         run           runs a program in a kernel, see `Run`
         """
         names = ("logps", "entropy", *input_names)
+        outputs = output_names(input_names)
         traced, numbers, _ = self.traced_loss(input_names)
 
         def compute_in_torch(inputs: list[Tensor]) -> list[Any]:
             """Return the outputs of the formula in torch, fp32 [num_tokens] each."""
             named = dict(zip(names, inputs, strict=True))
-            return program_outputs(self.compute(replace_marks(named)))
+            token_losses = self.compute(replace_marks(named))
+            return [getattr(token_losses, name) for name in outputs]
 
-        traced.compare_once(
-            run, numbers, lambda: random_inputs(names), compute_in_torch, OUTPUT_NAMES
-        )
+        traced.compare_once(run, numbers, lambda: random_inputs(names), compute_in_torch, outputs)
 
 
 def replace_marks(named: dict[str, Any]) -> dict[str, Any]:
@@ -393,17 +394,15 @@ def replace_marks(named: dict[str, Any]) -> dict[str, Any]:
     return {**named, "old_logps": old_or_current(named["old_logps"], named["logps"])}
 
 
-#: What the outputs of a program are called in messages.
-OUTPUT_NAMES = ("loss", "d_logp", "d_entropy")
+def output_names(input_names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the outputs of a program with these inputs: fields of `TokenLosses`, in their order.
 
-
-def program_outputs(token_losses: TokenLosses) -> list[Any]:
-    """Return the outputs of a program in the order of OUTPUT_NAMES.
-
-    The other gradients of `TokenLosses` are left out: kernels run only losses without auxiliary
-    loss and without ratios of sequences.
+    The first three are what the kernels over rows of logits need. The gradients of log-ratio and
+    auxiliary loss follow if the program has these inputs.
     """
-    return [token_losses.losses, token_losses.grad_logps, token_losses.grad_entropy]
+    names = ["losses", "grad_logps", "grad_entropy"]
+    names += [f"grad_{name}" for name in ("log_ratios", "auxiliary_loss") if name in input_names]
+    return tuple(names)
 
 
 def name_of_functions(functions: list[Any]) -> str:
@@ -445,7 +444,11 @@ def random_inputs(names: tuple[str, ...]) -> list[Tensor]:
 
 
 class TokenLossFormula(NamedTuple):
-    """The loss of tokens, for an objective in which a token's gradient depends on it alone.
+    """The loss of tokens as an objective defines it, with the inputs of each token.
+
+    A kernel over rows of logits takes it if the gradient of a token depends on this token alone.
+    Otherwise it runs on vectors. What depends on other tokens is then among the inputs: log-ratios
+    of sequences, and weights after filters.
 
     objective_formula   functions and numbers
     inputs              of each token
@@ -467,18 +470,28 @@ class TokenLossFormula(NamedTuple):
 
         logps, entropy   fp32 [num_tokens]. The entropy may be None if no term reads it.
         """
-        named = self.inputs.formula_inputs(logps, entropy)
-        token_losses = self.objective_formula.compute(named)
+        token_losses = self.objective_formula.compute(self.inputs.formula_inputs(logps, entropy))
+        return self.named_outputs([getattr(token_losses, name) for name in self.output_names()])
+
+    def named_outputs(self, outputs: Sequence[Any]) -> TokenLosses:
+        """Return the outputs of the program by name, each fp32 [num_tokens].
+
+        The gradient of the entropy is None without an entropy bonus.
+        """
+        named = dict(zip(self.output_names(), outputs, strict=True))
         if self.inputs.entropy_weight is None:
-            return token_losses._replace(grad_entropy=None)
-        return token_losses
+            named["grad_entropy"] = None
+        return TokenLosses(**named)
+
+    def output_names(self) -> tuple[str, ...]:
+        """Return the names of the program's outputs, see `output_names`."""
+        return output_names(self.input_names())
 
     def program(self) -> tuple[Program, list[float]]:
         """Return the formula as a program, with the values of its number registers.
 
-        It computes (loss, d loss / d log-prob, d loss / d entropy) from the log-prob, the entropy
-        and those of PROGRAM_INPUTS that are not None. Raises FormulaRefused if the formula cannot
-        be traced.
+        It computes `output_names` from the log-prob, the entropy and those of PROGRAM_INPUTS that
+        are not None. Raises FormulaRefused if the formula cannot be traced.
         """
         traced, numbers, _ = self.objective_formula.traced_loss(self.input_names())
         return traced.require_program(), numbers

@@ -35,8 +35,14 @@ OBJECTIVES = {
     **{
         name: objective
         for name, objective in PRESETS.items()
-        if objective.gradient_is_per_token and objective.exact is None
+        if objective.exact is None and not objective.formula_is_torch_only
     },
+    "k3 by the ratio of the sequence": Objective(
+        level="sequence", beta=0.3, kl=Kl("k3", "ratio"), entropy_coef=0.05
+    ),
+    "bounded ratio of the sequence": Objective(
+        level="sequence-token", log_ratio_bounds=(-0.2, 0.3)
+    ),
     "k3 by the ratio, clamped": Objective(
         beta=0.3, kl=Kl("k3", "ratio", clamp_log=0.4, clamp=0.05)
     ),
@@ -66,11 +72,12 @@ def given(
 
     logps = -0.01 - 5.0 * torch.rand(n, generator=g)
     weight = torch.rand(n, generator=g) * (torch.rand(n, generator=g) < 0.7)
+    log_ratios = None if objective.level == "token" else normal(0.3)
     rows = TokenInputs(
         torch.zeros(n, dtype=torch.int64), None, normal(1.0), weight, logps + normal(0.3) if off_policy else None,
         ref_logps=logps + normal(0.3) if objective.beta else None, kl_weight=objective.beta * weight if objective.beta else None,
         entropy_weight=objective.entropy_coef * weight if objective.entropy_coef else None, nll_weight=0.1 * weight.flip(0),
-        sampler_logps=logps + normal(0.3),
+        sampler_logps=logps + normal(0.3), log_ratios=log_ratios, auxiliary_loss=None if off_policy else normal(1.0),
     )  # fmt: skip
     return rows, logps, 6.0 * torch.rand(n, generator=g)
 
@@ -96,14 +103,15 @@ def test_a_formula_on_vectors_is_that_of_torch(module, name, off_policy):
     exact = objective.loss_formula(changed(rows, Tensor.double)).compute(
         logps.double(), entropy.double()
     )
-    for ours, theirs in zip(
-        found, (exact.losses, exact.grad_logps, exact.grad_entropy), strict=True
-    ):
+    assert (exact.grad_log_ratios is None) == (objective.level == "token")
+    assert (exact.grad_auxiliary_loss is None) == off_policy
+    nonzero = {"losses", "grad_entropy", "grad_auxiliary_loss"}
+    nonzero.add("grad_log_ratios" if objective.through_sequence else "grad_logps")
+    for name, ours, theirs in zip(exact._fields, found, exact, strict=True):
         assert (ours is None) == (theirs is None)
         if ours is not None:
-            assert (
-                ours.dtype == torch.float32 and ours.shape == (ROWS,) and theirs.abs().max() > 1e-3
-            )
+            assert ours.dtype == torch.float32 and ours.shape == (ROWS,)
+            assert name not in nonzero or theirs.abs().max() > 1e-3
             torch.testing.assert_close(ours.double(), theirs, rtol=2e-5, atol=2e-6)
 
 
@@ -142,10 +150,7 @@ def test_a_row_does_not_depend_on_how_many_there_are(module):
         some = module.evaluate_formula(
             objective.loss_formula(changed(rows, lambda x, n=n: x[:n])), logps[:n], entropy[:n]
         )
-        assert all(
-            x is not None and y is not None and torch.equal(x, y[:n])
-            for x, y in zip(some, whole, strict=True)
-        ), n
+        assert all(x is y or torch.equal(x, y[:n]) for x, y in zip(some, whole, strict=True)), n
 
 
 def test_vectors_may_begin_anywhere(module):
@@ -184,11 +189,8 @@ def test_a_formula_that_is_no_program_runs_in_torch_and_strict_refuses_it(monkey
         RuntimeWarning,
         match=r"formulas in PyTorch.*untraced cannot run in the kernels: torch\.sinh",
     ):
-        losses, grad_logps, grad_entropy = falls_back.evaluate_formula(loss_formula, logps, entropy)
-    assert (
-        torch.equal(losses, wanted.losses)
-        and torch.equal(grad_logps, wanted.grad_logps)
-        and grad_entropy is None
-    )
+        found = falls_back.evaluate_formula(loss_formula, logps, entropy)
+    assert torch.equal(found.losses, wanted.losses)
+    assert torch.equal(found.grad_logps, wanted.grad_logps) and found.grad_entropy is None
     with pytest.raises(FormulaRefused, match="untraced cannot run in the kernels"):
         strict.evaluate_formula(loss_formula, logps, entropy)

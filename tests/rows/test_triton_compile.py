@@ -47,21 +47,23 @@ def fuse(logits, objective, transform=PLAIN, rows=None):
 
 def on_vectors(n, objective, offset=0):
     """A launch of the formula alone, on vectors that start at `offset` in their memory."""
-    KERNELS.evaluate_formula(
-        objective.loss_formula(token_inputs(n, objective, offset=offset)),
-        *torch.zeros(2, n + offset)[:, offset:],
-    )
+    logps, entropy, log_ratios = torch.zeros(3, n + offset)[:, offset:]
+    inputs = token_inputs(n, objective, offset=offset)
+    if objective.level != "token":
+        inputs = replace(inputs, log_ratios=log_ratios)
+    KERNELS.evaluate_formula(objective.loss_formula(inputs), logps, entropy)
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_formulas_on_vectors_compile_ahead_of_time(target):
     """One kernel for each formula, without spills, in fp32 alone."""
+    sequence_level = [Objective.preset(name) for name in ("gspo", "gspo_token", "gmpo", "vespo")]
+    objectives = [*OBJECTIVES.values(), *sequence_level]
     with compiling(target) as launches:
-        for objective in OBJECTIVES.values():
+        for objective in objectives:
             on_vectors(700, replace(objective, entropy_coef=0.01))
-    assert {name for name, _ in launches} == {"evaluate_formula_kernel"} and len(launches) == len(
-        OBJECTIVES
-    )
+    assert {name for name, _ in launches} == {"evaluate_formula_kernel"}
+    assert len(launches) == len(objectives)
     for _, kernel in launches:
         assert not re.search(r"\.f64|_f64", code(kernel)) and not taken(kernel)["spilled"], (
             kernel.metadata.name

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ...checks import require, require_one_of, warn_once
-from ...formulas.token_loss import TokenLossFormula
+from ...formulas.token_loss import TokenLosses, TokenLossFormula
 from ..softmax import (
     BASIC_SUMS,
     COEFFICIENTS_OF_KERNELS,
@@ -236,10 +236,11 @@ class Backend(ABC):
             names = sums_for(("entropy", "divergence"), rows.reference.direction)
         sums = self.softmax_sums(rows, names)
         logps, entropy = sums.logps_and_entropy()
-        losses, grad_logps, grad_entropy = self.evaluate_formula(loss_formula, logps, entropy)
-        grads = {"logps": grad_logps}
-        if grad_entropy is not None:
-            grads["entropy"] = grad_entropy
+        token_losses = self.evaluate_formula(loss_formula, logps, entropy)
+        losses = token_losses.losses
+        grads = {"logps": token_losses.grad_logps}
+        if token_losses.grad_entropy is not None:
+            grads["entropy"] = token_losses.grad_entropy
         divergences = []
         if rows.reference is not None:
             divergence = sums.divergence
@@ -260,11 +261,11 @@ class Backend(ABC):
     @abstractmethod
     def evaluate_formula(
         self, loss_formula: TokenLossFormula, logps: Tensor, entropy: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> TokenLosses:
         """Return the loss of each row of a loss formula and its gradients, fp32 [num_rows].
 
-        These are (losses, d loss / d log-prob, d loss / d entropy). The last is None without an
-        entropy bonus.
+        A formula that cannot be traced runs in torch, with one warning. In strict mode it raises
+        FormulaRefused.
 
         logps, entropy   fp32 [num_rows], contiguous
         """
@@ -345,12 +346,10 @@ class BackendWrapper(Backend):
 
     def evaluate_formula(
         self, loss_formula: TokenLossFormula, logps: Tensor, entropy: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return (losses, d loss / d log-prob, d loss / d entropy), fp32 [num_rows] each.
+    ) -> TokenLosses:
+        """Return the loss of each row and its gradients, fp32 [num_rows].
 
-        The last is None if the loss has no entropy bonus.
-
-        logps, entropy   fp32 [num_rows]
+        logps, entropy   fp32 [num_rows], contiguous
         """
         return self.kernels.evaluate_formula(loss_formula, logps, entropy)
 

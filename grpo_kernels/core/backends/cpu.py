@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...formulas.program import FormulaRefused, Program
-from ...formulas.token_loss import TokenLossFormula
+from ...formulas.token_loss import TokenLosses, TokenLossFormula
 from ..divergence import DIRECTIONS
 from ..softmax import (
     COEFFICIENTS_OF_KERNELS,
@@ -222,24 +222,17 @@ class Kernels(Backend):
 
     def evaluate_formula(
         self, loss_formula: TokenLossFormula, logps: Tensor, entropy: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return (losses, d loss / d log-prob, d loss / d entropy), fp32 [num_rows] each.
+    ) -> TokenLosses:
+        """Return the loss of each row and its gradients, fp32 [num_rows].
 
-        The last is None if the loss has no entropy bonus.
-
-        logps, entropy   fp32 [num_rows]
+        logps, entropy   fp32 [num_rows], contiguous
         """
         traced = self.trace(loss_formula)
         if traced is None:
             return eager.Kernels().evaluate_formula(loss_formula, logps, entropy)
         values = {"logps": logps, "entropy": entropy, **loss_formula.program_inputs(traced.program)}
         inputs = [values[name] for name in traced.program.inputs]
-        losses, grad_logps, grad_entropy = run_program(traced.program, traced.numbers, inputs)
-        return (
-            losses,
-            grad_logps,
-            None if loss_formula.inputs.entropy_weight is None else grad_entropy,
-        )
+        return loss_formula.named_outputs(run_program(traced.program, traced.numbers, inputs))
 
     def trace(self, loss_formula: TokenLossFormula) -> TracedFormula | None:
         """Trace a loss formula into a program of vector operations, and compile it for C++.

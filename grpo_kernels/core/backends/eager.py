@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ...formulas.token_loss import TokenLossFormula
+from ...formulas.token_loss import TokenLosses, TokenLossFormula
 from ..divergence import (
     divergence_gradient,
     log_ratio_terms,
@@ -208,15 +208,12 @@ class Kernels(Backend):
 
     def evaluate_formula(
         self, loss_formula: TokenLossFormula, logps: Tensor, entropy: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return (losses, d loss / d log-prob, d loss / d entropy), fp32 [num_rows] each.
-
-        The last is None if the loss has no entropy bonus.
+    ) -> TokenLosses:
+        """Return the loss of each row and its gradients, fp32 [num_rows].
 
         logps, entropy   fp32 [num_rows]
         """
-        token_losses = loss_formula.compute(logps, entropy)
-        return token_losses.losses, token_losses.grad_logps, token_losses.grad_entropy
+        return loss_formula.compute(logps, entropy)
 
     # ---- pairs
 

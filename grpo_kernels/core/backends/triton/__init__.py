@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from ....formulas.program import FormulaRefused, Program
-from ....formulas.token_inputs import PROGRAM_INPUTS
-from ....formulas.token_loss import TokenLossFormula
+from ....formulas.token_inputs import PROGRAM_INPUTS, TOKEN_LEVEL_INPUTS
+from ....formulas.token_loss import TokenLosses, TokenLossFormula
 from ...softmax import POLICY_SUMS, GradientCoefficients, LogitRows, SoftmaxSums, sums_for
 from .. import Backend, FusedLossValues, eager, fall_back
 from . import launch as launch
@@ -209,7 +209,7 @@ class Kernels(Backend):
             **call.row_arguments,
             **call.gradient_arguments,
             **call.vectors(targets=rows.targets, mask=rows.mask),
-            **call.vectors(**{name: inputs.get(name) for name in PROGRAM_INPUTS}),
+            **call.vectors(**{name: inputs.get(name) for name in TOKEN_LEVEL_INPUTS}),
             "numbers": tuple(numbers[i] for i in numbers_taken),
             "loss_values": table,
             "num_rows": call.num_rows,
@@ -220,10 +220,8 @@ class Kernels(Backend):
 
     def evaluate_formula(
         self, loss_formula: TokenLossFormula, logps: Tensor, entropy: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return (losses, d loss / d log-prob, d loss / d entropy), fp32 [num_rows] each.
-
-        The last is None if the loss has no entropy bonus.
+    ) -> TokenLosses:
+        """Return the loss of each row and its gradients, fp32 [num_rows].
 
         logps, entropy   fp32 [num_rows]
         """
@@ -233,28 +231,25 @@ class Kernels(Backend):
         formula, numbers_taken = formula_function(program)
         inputs = loss_formula.program_inputs(program)
         num_rows = logps.numel()
-        losses, grad_logps = torch.empty(2, num_rows, dtype=torch.float32, device=logps.device)
-        grad_entropy = None
-        if loss_formula.inputs.entropy_weight is not None:
-            grad_entropy = torch.empty_like(losses)
+        num_outputs = len(program.outputs)
+        outputs = torch.empty(num_outputs, num_rows, dtype=torch.float32, device=logps.device)
         vectors = {name: inputs.get(name) for name in PROGRAM_INPUTS}
         arguments = {
             **check_vectors(num_rows, logps=logps, entropy=entropy, **vectors),
             "numbers": tuple(numbers[i] for i in numbers_taken),
             "num_rows": num_rows,
-            "losses": losses,
-            "grad_logps": grad_logps,
-            "grad_entropy": grad_entropy,
+            "outputs": outputs,
         }
         launch.run(
             "vectors",
             evaluate_formula_kernel,
-            (losses,),
+            (logps,),
             lambda rows_per_program: -(-num_rows // rows_per_program),
             arguments,
             FORMULA=formula,
+            NUM_OUTPUTS=num_outputs,
         )
-        return losses, grad_logps, grad_entropy
+        return loss_formula.named_outputs(outputs.unbind())
 
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
         """Multiply a gradient by a factor in place.
@@ -456,8 +451,8 @@ class OrEager(Kernels):
 
     def evaluate_formula(
         self, loss_formula: TokenLossFormula, logps: Tensor, entropy: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return (losses, d loss / d log-prob, d loss / d entropy), fp32 [num_rows] each.
+    ) -> TokenLosses:
+        """Return the loss of each row and its gradients, fp32 [num_rows].
 
         Eager PyTorch computes them if the formula cannot be traced or the kernel cannot run.
         """

@@ -410,21 +410,22 @@ def evaluate_formula_kernel(
     kl_weight,
     entropy_weight,
     nll_weight,
+    log_ratios,
+    auxiliary_loss,
     # numbers of the formula, a tuple
     numbers,
     num_rows,
-    # [num_rows]; grad_entropy is None without an entropy bonus
-    losses,
-    grad_logps,
-    grad_entropy,
+    # [NUM_OUTPUTS, num_rows], contiguous
+    outputs,
     FORMULA: tl.constexpr,
+    NUM_OUTPUTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Compute the loss of each row and its gradients from logps and entropy, all [num_rows].
 
     A program takes TILE.BLOCK rows.
 
-    FORMULA   ((logp, entropy), i, inputs, numbers) -> (loss, d loss / d logp, d loss / d entropy)
+    FORMULA   ((logp, entropy), i, inputs, numbers) -> the outputs of row i, a tuple
     """
     rows = tl.program_id(0).to(tl.int64) * TILE.BLOCK + tl.arange(0, TILE.BLOCK)
     is_inside = rows < num_rows
@@ -439,13 +440,15 @@ def evaluate_formula_kernel(
         kl_weight,
         entropy_weight,
         nll_weight,
+        log_ratios,
+        auxiliary_loss,
     )
     statistics = (tl.load(logps + i), tl.load(entropy + i))
     loss_and_gradients = FORMULA(statistics, i, inputs, numbers)
-    tl.store(losses + i, loss_and_gradients[0], mask=is_inside)
-    tl.store(grad_logps + i, loss_and_gradients[1], mask=is_inside)
-    if grad_entropy is not None:
-        tl.store(grad_entropy + i, loss_and_gradients[2], mask=is_inside)
+    output = outputs + i
+    for k in tl.static_range(NUM_OUTPUTS):
+        tl.store(output, loss_and_gradients[k], mask=is_inside)
+        output += num_rows
 
 
 @triton.jit
