@@ -27,6 +27,7 @@ from grpo_kernels.core.backends.triton.launch import (
     fused_kind,
     reference_gradient_kind,
 )
+from grpo_kernels.core.divergence import DivergenceKind
 from grpo_kernels.core.pairs import Pairs
 from grpo_kernels.core.softmax import (
     GradientCoefficients,
@@ -293,7 +294,9 @@ class Case:
             TRANSFORMS[self.transform](n),
         )
         second = (
-            None if teacher is None else ReferenceRows(teacher, transform, self.divergence, 0.5)
+            None
+            if teacher is None
+            else ReferenceRows(teacher, transform, DivergenceKind(self.divergence, 0.5))
         )
         read = of_tokens.processed if second is None else None
         rows = LogitRows(logits, of_tokens.targets, read, transform, second)

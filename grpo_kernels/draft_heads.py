@@ -41,6 +41,7 @@ from .checks import (
     require_whole,
     sequence_ids,
 )
+from .core.divergence import DivergenceKind
 from .core.linear import split_rows, without_autocast
 from .core.linear_memory import LinearMemory
 from .core.matmuls import HeadMatmuls
@@ -162,7 +163,7 @@ def draft_head_loss(
     require_whole("depth", depth, "it is a whole number, 0 for the first draft.", 0)
     drafts = check_drafts(draft_hidden)
     positions = Positions.check(drafts[0], mask, cu_seqlens)
-    check_teacher_of_kind(kind, policy_hidden, ids, drafts[0])
+    check_sources_of_kind(kind, policy_hidden, ids, drafts[0])
     inputs, transform = LinearInput.from_arguments(drafts[0], weight, transform)
     head = Head(detached(inputs.weight), detached(inputs.bias))
     call = DraftCall(drafts, head, positions, depth, transform, options, metrics)
@@ -196,7 +197,7 @@ def check_drafts(draft_hidden: Any) -> list[Tensor]:
     return drafts
 
 
-def check_teacher_of_kind(kind: str, policy_hidden: Any, ids: Any, draft: Tensor) -> None:
+def check_sources_of_kind(kind: str, policy_hidden: Any, ids: Any, draft: Tensor) -> None:
     """Raise ValueError unless a "soft" loss has only policy_hidden, and a "hard" loss only ids.
 
     draft   hidden states of a draft, [..., H], whose shape the argument must fit
@@ -371,11 +372,11 @@ class DraftCall:
             return inputs.make_source(layout, self.transform, self.options)
 
         sources = [make_source(hidden) for hidden in self.drafts]
-        teacher = make_source(policy_hidden.detach())
+        policy = make_source(policy_hidden.detach())
         hidden = [source.projection.hidden for source in sources]
         soft_pass = SoftPass(
             drafts=sources,
-            teacher=teacher,
+            policy=policy,
             distances=list(distances),
             draft_masks=masks,
             has_metrics=self.has_metrics,
@@ -394,15 +395,10 @@ class DraftCall:
 # ---- the soft loss
 
 
-#: The sums of the kernels for the policy's entropy, with metrics also for its likeliest id.
-POLICY_SUMS = {False: sums_for(("entropy",)), True: sums_for(("entropy", "top_id"))}
-#: The sums of the kernels for KL(q || p), with metrics also for the draft's likeliest id.
-DRAFT_SUMS = {
-    False: sums_for(("divergence",), "forward"),
-    True: sums_for(("divergence", "top_id"), "forward"),
-}
-#: The sums of the kernels for the total variation.
-TOTAL_VARIATION_SUMS = sums_for(("divergence",), "tv")
+#: KL(q || p), which differs from the cross-entropy H(q, p) by the policy's entropy.
+FORWARD_KL = DivergenceKind("forward", mixture=0.0)
+#: TV(p, q), for the acceptance.
+TOTAL_VARIATION = DivergenceKind("tv", mixture=0.0)
 
 
 class PolicyChunk(NamedTuple):
@@ -434,12 +430,12 @@ class DraftChunk(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SoftPass:
-    """One pass over the positions of the policy, which is the teacher of all drafts.
+    """One pass over the positions of the policy, which compares all drafts with it.
 
     The arguments `depth` below are indices into `drafts`, from 0.
 
     drafts          rows of each depth, [num_positions, H]; they get the gradient
-    teacher         rows of the policy, the same number and the same head
+    policy          rows of the policy, the same number and the same head
     distances       of each depth: the draft at position t learns from the policy at t + distance
     draft_masks     bool [D, num_positions]: positions of the drafts that count
     has_metrics     whether acceptance and agreement are computed
@@ -447,14 +443,14 @@ class SoftPass:
     """
 
     drafts: list[ProjectedLogits]
-    teacher: ProjectedLogits
+    policy: ProjectedLogits
     distances: list[int]
     draft_masks: Tensor
     has_metrics: bool
     has_gradients: list[bool]
 
     @functools.cached_property
-    def teacher_masks(self) -> Tensor:
+    def policy_masks(self) -> Tensor:
         """The positions of the policy that each depth learns from, bool [D, num_positions]."""
         masks = torch.zeros_like(self.draft_masks)
         for i, distance in enumerate(self.distances):
@@ -467,7 +463,7 @@ class SoftPass:
 
         On a GPU the host waits for their number.
         """
-        return self.teacher_masks.any(0).nonzero()[:, 0]
+        return self.policy_masks.any(0).nonzero()[:, 0]
 
     def draft_row_ids(self, depth: int, row_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return (positions of the draft, mask) that learn from the policy at `row_ids`.
@@ -475,18 +471,18 @@ class SoftPass:
         Both are [len(row_ids)]. Where the mask is False, the draft of this depth does not learn
         from that position of the policy, and its own position is 0.
         """
-        mask = self.teacher_masks[depth, row_ids]
+        mask = self.policy_masks[depth, row_ids]
         return torch.where(mask, row_ids - self.distances[depth], 0), mask
 
     def chunks(self) -> list[slice]:
         """Return slices of `row_ids` whose logits, of the policy and one draft, fit in memory."""
-        projection = self.teacher.projection
+        projection = self.policy.projection
         device_type = self.row_ids.device.type
         memory = LinearMemory.of_head(
             projection.weight,
             matmul_dtype=projection.matmul_dtype,
-            vocab_size=2 * self.teacher.vocab_size,  # a row of the policy and one of the draft
-            ranks=1 if self.teacher.shard is None else self.teacher.shard.ranks,
+            vocab_size=2 * self.policy.vocab_size,  # a row of the policy and one of the draft
+            ranks=1 if self.policy.shard is None else self.policy.shard.ranks,
             reference_columns=0,
             grad_hidden_bytes=torch.float32.itemsize,
             grad_weight_bytes=0,
@@ -498,7 +494,7 @@ class SoftPass:
         return split_rows(slice(0, num_rows), max_rows, evenly=device_type == "cpu")
 
     def compute(self) -> tuple[Tensor, dict[int, Tensor]]:
-        """Compare the drafts of D depths with the policy, their teacher, at the rows `row_ids`.
+        """Compare the drafts of D depths with the policy at the rows `row_ids`.
 
         The draft of a depth at position t learns from the policy's distribution at position
         t + distances[depth]. Rows are the policy's positions. Returns (values, unit_gradients):
@@ -511,7 +507,7 @@ class SoftPass:
         """
         num_rows = len(self.row_ids)
         device = self.row_ids.device
-        width = self.teacher.projection.hidden.shape[1]
+        width = self.policy.projection.hidden.shape[1]
         values = torch.zeros(len(self.drafts), 3, num_rows, device=device)
         unit_gradients = {
             depth: torch.zeros(num_rows, width, device=device)
@@ -520,7 +516,7 @@ class SoftPass:
         }
         if num_rows == 0:
             return values, unit_gradients
-        projection = self.teacher.projection
+        projection = self.policy.projection
         policy_matmuls = projection.make_matmuls()
         # Some matmuls reuse the memory of their logits, so each side has its own. The weight is
         # converted once.
@@ -540,11 +536,12 @@ class SoftPass:
 
         matmuls   of the policy, whose memory the logits may take until its next call
         """
-        projection = self.teacher.projection
+        projection = self.policy.projection
         logits = matmuls.logits(rows_of(projection.hidden, row_ids, matmuls.dtype))
         no_targets = torch.zeros_like(row_ids)
         rows = LogitRows(logits[None], no_targets, None, projection.transform.select(row_ids))
-        sums = self.teacher.kernels.softmax_sums(rows, POLICY_SUMS[self.has_metrics])
+        statistics = ("entropy", "top_id") if self.has_metrics else ("entropy",)
+        sums = self.policy.kernels.softmax_sums(rows, sums_for(statistics))
         top_ids = sums.top_id if self.has_metrics else no_targets
         return PolicyChunk(row_ids, logits, sums.entropy, top_ids)
 
@@ -559,24 +556,26 @@ class SoftPass:
             unit gradient     (p - q) @ weight                           only if it is needed
         """
         projection = self.drafts[depth].projection
-        kernels = self.teacher.kernels
+        kernels = self.policy.kernels
         row_ids, mask = self.draft_row_ids(depth, policy.row_ids)
         logits = matmuls.logits(rows_of(projection.hidden, row_ids, matmuls.dtype))
-        policy_transform = self.teacher.projection.transform.select(policy.row_ids)
-        reference = ReferenceRows(policy.logits[None], policy_transform, "forward", 0.0)
+        policy_transform = self.policy.projection.transform.select(policy.row_ids)
+        reference = ReferenceRows(policy.logits[None], policy_transform, FORWARD_KL)
         rows = LogitRows(
-            logits[None],
-            torch.zeros_like(row_ids),
-            mask,
-            projection.transform.select(row_ids),
-            reference,
+            logits=logits[None],
+            targets=torch.zeros_like(row_ids),  # not used: there are no targets
+            mask=mask,
+            transform=projection.transform.select(row_ids),
+            reference=reference,
         )
-        sums = kernels.softmax_sums(rows, DRAFT_SUMS[self.has_metrics])
+        statistics = ("divergence", "top_id") if self.has_metrics else ("divergence",)
+        sums = kernels.softmax_sums(rows, sums_for(statistics, FORWARD_KL.direction))
         values = torch.zeros(3, len(row_ids), device=row_ids.device)
         values[0] = sums.divergence + policy.entropy
         if self.has_metrics:
-            tv_rows = rows._replace(reference=reference._replace(direction="tv"))
-            values[1] = 1.0 - kernels.softmax_sums(tv_rows, TOTAL_VARIATION_SUMS).divergence
+            tv_rows = rows._replace(reference=reference._replace(kind=TOTAL_VARIATION))
+            tv_names = sums_for(("divergence",), TOTAL_VARIATION.direction)
+            values[1] = 1.0 - kernels.softmax_sums(tv_rows, tv_names).divergence
             values[2] = sums.top_id == policy.top_ids
         unit_gradient = None
         if self.has_gradients[depth]:
@@ -589,7 +588,7 @@ class SoftPass:
         `rows` are the draft's logits with the policy as reference. The gradient of the logits may
         overwrite them.
         """
-        kernels = self.teacher.kernels
+        kernels = self.policy.kernels
         buffer = matmuls.make_grad_buffer(rows.num_rows, sums_bias=False)
         grad_logits = buffer.memory_for(rows.logits[0])
         unit = torch.ones(rows.num_rows, device=grad_logits.device)

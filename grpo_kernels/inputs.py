@@ -23,6 +23,7 @@ from .checks import (
 from .core import backends
 from .core.autograd import SumGradientOverRanks, WeightGradMemory
 from .core.backends import Backend
+from .core.divergence import NO_DIVERGENCE, DivergenceKind
 from .core.linear import Projection
 from .core.softmax import TRANSFORMED, RowTransform
 from .core.sources import GivenLogits, ProjectedLogits, Reference, RowSource
@@ -544,9 +545,8 @@ def make_reference(
             f"{policy.vocab_size}{columns}: they must be the same ids. Cut off what is padding of "
             "the longer one, weight[:vocab] or logits[..., :vocab]."
         )
-    direction = "" if exact is None else exact.direction
-    mixture = 0.0 if exact is None else exact.share
-    return Reference(source.without_gradient(), direction, mixture)
+    kind = NO_DIVERGENCE if exact is None else DivergenceKind(exact.direction, exact.share)
+    return Reference(source.without_gradient(), kind)
 
 
 def refuse_several_references(value: Any, name: str) -> None:

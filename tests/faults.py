@@ -1592,14 +1592,14 @@ FAULTS: list[Fault] = [
         ),
         (
             "a gradient that was written to is handed over",
-            "if gradient._version != version:",
+            "if result._version != version:",
             "if False:",
         ),
-        ("the factor of the loss is dropped", "self.kernels.scale_(gradient, grad_loss)", "pass"),
+        ("the factor of the loss is dropped", "self.kernels.scale_(result, grad_loss)", "pass"),
         (
             "a loss has a second derivative",
-            "if torch.is_grad_enabled():  # torch.func does not get here",
-            "if False:",
+            "if torch.is_grad_enabled():\n            # Under torch.func",
+            "if False:\n            # Under torch.func",
         ),
         
         
@@ -1662,8 +1662,11 @@ FAULTS: list[Fault] = [
     *of("grpo_kernels/core/rest_of_rows.py", EXTRA_IDS,
         ("ids that are left out are in the sums", "copy.index_fill_(0, elements, -torch.inf)", "pass"),
         ("ids that are left out get a gradient", "fill_pairs(out, rows.first_row + positions, columns, 0.0)", "pass"),
-        ("the target has no logit if it is left out", 'sums["target_logit"].copy_(target_logits(rows, targets))', "pass"),
-        ("a shard takes rows for others", "RestKernels(kernels.kernels, shard.start,", "RestKernels(kernels.kernels, 0,", RANKS),
+        ("the target has no logit if it is left out", 'sums["target_logit"].copy_(target_logits(rows))', "pass"),
+        (
+            "rows of a chunk are taken for others",
+            "if rows.batch_rows is not None:\n        return rows.batch_rows\n", "",
+        ),
     ),
     *of("grpo_kernels/core/pair_logits.py", COMBINATIONS,
         (
@@ -1740,8 +1743,8 @@ FAULTS: list[Fault] = [
         ),
         (
             "the rows of another mask are processed",
-            "if known is not None and known.mask is mask:",
-            "if known is not None:",
+            "self.known_order is not None and self.known_order.is_for(mask):",
+            "self.known_order is not None:",
             PRODUCTS,
         ),
         (
@@ -1811,7 +1814,7 @@ FAULTS: list[Fault] = [
         
         (
             "a backward without rows gives the weight none",
-            "elif wanted[1] and grad_weight is None:",
+            "elif weight_wanted and grad_weight is None:",
             "elif False:",
             COMBINATIONS,
         ),

@@ -1,11 +1,13 @@
-"""The autograd functions.
+"""The autograd functions of rows and losses.
 
-    RowStatistics       log-probs, entropy, ... of rows; the backward computes the gradient
-    LossWithGradients   a loss whose gradients were computed together with its value
-    LossOfStatistics    a loss of log-probs and other statistics with known gradients
+    RowStatistics          log-probs, entropy, ... of rows; the backward computes the gradient
+    LossWithGradients      a loss whose gradients were computed together with its value
+    LossOfStatistics       a loss of log-probs and other statistics with known gradients
+    SumGradientOverRanks   the identity, whose backward sums the gradient over ranks
 
-All of them refuse second derivatives and keep version counters of what their backward reads again.
-Under torch.func, losses are `LossOfStatistics` of `RowStatistics`.
+The first three refuse second derivatives. `RowStatistics` and `LossWithGradients` check by version
+counters that what they kept for the backward was not written to. Under torch.func, losses are
+`LossOfStatistics` of `RowStatistics`. The functions of single logits are in `pair_logits.py`.
 """
 
 from __future__ import annotations
@@ -54,9 +56,9 @@ WEIGHT_MISSING = (
 
 
 def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """Return function.apply(*arguments), without overhead that only torch.func needs."""
+    """Return function.apply(*arguments), without the overhead that only torch.func needs."""
     if torch.compiler.is_compiling():
-        # torch.compile knows autograd functions with gradients only.
+        # torch.compile cannot trace an autograd function none of whose inputs needs a gradient.
         if not any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
             return function.forward(*arguments)
         return function.apply(*arguments)
@@ -68,15 +70,19 @@ def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> 
 
 
 class ConstantForAutograd(torch.autograd.Function):
-    """Call function(*arguments), and refuse to differentiate its results.
+    """Call a function of groups of tensors, and refuse to differentiate its results.
 
     torch.func records every operation of a backward. It records this one, whose own backward raises
-    RuntimeError.
+    RuntimeError. Inputs are the function, the number of tensors of each group, and the tensors.
     """
 
     @staticmethod
-    def forward(function: Callable[..., Any], *arguments: Any) -> Any:
-        return function(*arguments)
+    def forward(
+        function: Callable[..., Any], group_sizes: Sequence[int], *tensors: Tensor | None
+    ) -> Any:
+        remaining = iter(tensors)
+        groups = [[next(remaining) for _ in range(size)] for size in group_sizes]
+        return function(*groups)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -87,25 +93,38 @@ class ConstantForAutograd(torch.autograd.Function):
         raise RuntimeError(NO_SECOND_DERIVATIVE)
 
 
-def differentiate_once(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return function(*arguments) in the backward of an autograd function.
+def without_second_derivative(
+    function: Callable[..., Any], *groups: Sequence[Tensor | None]
+) -> Any:
+    """Return function(*groups), called in the backward of an autograd function.
 
-    Raises RuntimeError if the result could be differentiated again, because autograd would take
-    the gradient for a constant.
+    groups   lists of tensors or None. All tensors that the result depends on must be among them, so
+             that torch.func sees them.
+
+    Raises RuntimeError if the result could be differentiated again, as with create_graph=True.
+    autograd would take the gradient for a constant, and the second derivative would be wrong.
     """
     if torch.compiler.is_compiling():
-        return function(*arguments)
+        return function(*groups)
     # torch.func.vjp calls the backward after its level has ended. Wrappers of that level have no
     # memory then.
-    live = [
-        torch._C._functorch.unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in arguments
+    live_groups = [
+        [torch._C._functorch.unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in group]
+        for group in groups
     ]
     if not torch.is_grad_enabled():
-        return function(*live)
-    was_wrapped = any(x is not y for x, y in zip(live, arguments, strict=True))
+        return function(*live_groups)
+    was_wrapped = any(
+        x is not y
+        for live_group, group in zip(live_groups, groups, strict=True)
+        for x, y in zip(live_group, group, strict=True)
+    )
     if was_wrapped or torch._C._are_functorch_transforms_active():
-        # torch.func always records the backward. Only a second derivative is refused.
-        return ConstantForAutograd.apply(function, *live)
+        # torch.func always records the backward, so recording it is no error. Only a derivative of
+        # its result is, which ConstantForAutograd refuses.
+        group_sizes = [len(group) for group in live_groups]
+        tensors = [x for group in live_groups for x in group]
+        return ConstantForAutograd.apply(function, group_sizes, *tensors)
     raise RuntimeError(f"{NO_SECOND_DERIVATIVE} Call backward without create_graph=True.")
 
 
@@ -115,14 +134,18 @@ def differentiate_once(function: Callable[..., Any], *arguments: Any) -> Any:
 class StatisticsPass(Protocol):
     """Computes the softmax sums of rows from the tensors of their source, and the gradients.
 
+    The tensors are (logits,), or (hidden, weight, bias).
+
     mask   bool [num_rows]: rows to process, None for all
     """
 
     mask: Tensor | None
 
     def compute(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        """Return the values of the softmax sums, fp32 [num_sums, num_rows], and what else the
-        backward needs."""
+        """Return the values of the softmax sums, and then what else the backward needs.
+
+        The values are fp32 [num_sums, num_rows].
+        """
 
     def as_sums(self, values: Tensor) -> SoftmaxSums:
         """Return the values of the softmax sums with their names."""
@@ -134,10 +157,16 @@ class StatisticsPass(Protocol):
         grads: dict[str, Tensor],
         wanted: Sequence[bool],
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the tensors from d loss / d statistic, fp32 [num_rows]."""
+        """Return the gradient of each tensor, None if it is not wanted.
+
+        tensors    those that `compute` got
+        computed   what `compute` returned
+        grads      upstream gradients d loss / d statistic by name, fp32 [num_rows] each
+        wanted     whether each tensor needs a gradient
+        """
 
     def tensors_read_again(self) -> list[Tensor | None]:
-        """Return the tensors beside those of the source that the backward reads."""
+        """Return the tensors that the backward reads in addition to those of the source."""
 
 
 @dataclass(frozen=True)
@@ -165,8 +194,8 @@ class RowStatistics(torch.autograd.Function):
     """Statistics of rows, differentiable in the tensors of their source.
 
     Inputs are the pass over the rows, the requested statistics and the tensors. Outputs are the
-    log-probs, the requested statistics, and the softmax sums and other tensors that the backward
-    needs.
+    log-probs and the requested statistics, [num_rows] each, and then what `StatisticsPass.compute`
+    returned. The latter are outputs because torch.func can save only inputs and outputs.
     """
 
     @staticmethod
@@ -212,30 +241,35 @@ class RowStatistics(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         if versions_of(row_pass.tensors_read_again()) != ctx.versions:
             raise RuntimeError(INPUT_OVERWRITTEN)
-        num_computed = ctx.num_computed
-        wanted = ctx.needs_input_grad[2:]
+        saved = ctx.saved_tensors
+        computed = saved[: ctx.num_computed]
+        tensors = saved[ctx.num_computed :]
+        _, _, *wanted = ctx.needs_input_grad
 
-        def compute_gradients(*arguments: Tensor) -> tuple[Tensor | None, ...]:
-            """Return the gradients of the tensors from (*upstream gradients, *saved tensors)."""
-            grads_by_name = dict(zip(grads, arguments, strict=False))
-            saved = arguments[len(grads) :]
-            computed = saved[:num_computed]
-            tensors = saved[num_computed:]
-            return row_pass.gradients(tensors, computed, grads_by_name, wanted)
+        def compute_gradients(
+            tensors: Sequence[Tensor | None], computed: Sequence[Tensor], upstream: Sequence[Tensor]
+        ) -> tuple[Tensor | None, ...]:
+            """Return the gradients of the tensors from those of the statistics."""
+            return row_pass.gradients(
+                tensors, computed, dict(zip(grads, upstream, strict=True)), wanted
+            )
 
-        gradients = differentiate_once(compute_gradients, *grads.values(), *ctx.saved_tensors)
+        gradients = without_second_derivative(
+            compute_gradients, tensors, computed, list(grads.values())
+        )
         return None, None, *gradients
 
 
 def row_statistics(
     row_pass: StatisticsPass, requested: RequestedStatistics, tensors: Sequence[Tensor | None]
 ) -> dict[str, Tensor]:
-    """Return log-probs and the requested statistics by name, fp32 [num_rows] each.
+    """Return log-probs and the requested statistics by name, [num_rows] each.
 
-    They are differentiable in the tensors. Without autograd they are computed without a node.
+    They are fp32, but "top_id" is int64. They are differentiable in the tensors. If nothing needs a
+    gradient, no autograd function is called, which takes longer than a small batch.
 
     row_pass   computes the softmax sums of the rows, and the gradients
-    tensors    those of the source of the rows: logits, or hidden states, weight and bias
+    tensors    of the source of the rows: logits, or hidden states, weight and bias
     """
     needs_graph = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in tensors
@@ -271,10 +305,13 @@ class WeightGradMemory:
         return self.total if self.total.dtype == torch.float32 else None
 
     def add(self, gradient: Tensor | None) -> Tensor | None:
-        """Add a gradient, unless it is the total itself, and return what autograd gets.
+        """Add a gradient of the weight to `total`, and return what autograd gets for the weight.
 
-        Megatron's hook expects a gradient, which it drops, or with `zero_out_wgrad` (an embedding
-        shares the weight) adds to main_grad.
+        autograd gets None. If the weight is Megatron's (`flagged_weight`), its hook wants a tensor
+        of the weight's shape: zeros if `zero_out_wgrad` is set (an embedding shares the weight),
+        because the hook then adds the tensor to main_grad. Else the values are never read.
+
+        gradient   [V, H]. Nothing is added if it is None, or `total` itself with the sum in it.
         """
         if gradient is not None and gradient is not self.total:
             self.total.add_(gradient)
@@ -315,64 +352,76 @@ class SumGradientOverRanks(torch.autograd.Function):
 # ---- losses whose gradient is computed in the forward
 
 
-class PrecomputedGradients:
-    """Gradients of a loss that were computed in its forward, handed over once by its backward.
+@dataclass(frozen=True, eq=False)
+class PrecomputedGradient:
+    """The gradient of an input of a loss that was computed in the forward.
 
-    kernels         scale the gradients in place
-    gradients       one for each input, None where it is not needed
-    dtypes          the dtype in which each gradient is handed over
-    weight_memory   memory that gradients[1], that of the weight, is added to, or None
+    value    for an upstream gradient of 1; None if the input needs none
+    dtype    the dtype in which the backward returns it
+    memory   memory of the caller that the backward adds it to, for a weight; or None
     """
 
-    def __init__(
-        self,
-        kernels: Backend,
-        gradients: Sequence[Tensor | None],
-        dtypes: Sequence[torch.dtype],
-        weight_memory: WeightGradMemory | None = None,
-    ) -> None:
+    value: Tensor | None
+    dtype: torch.dtype
+    memory: WeightGradMemory | None = None
+
+
+class PrecomputedGradients:
+    """The gradients of a loss that were computed in its forward, for one call of its backward.
+
+    The backward scales them in place by the upstream gradient and gives them away to autograd. So
+    they exist once, and a second backward raises RuntimeError.
+
+    kernels     scale the gradients in place
+    gradients   one for each input of the loss
+    """
+
+    def __init__(self, kernels: Backend, gradients: Sequence[PrecomputedGradient]) -> None:
+        """Keep the gradients, and record that they must not be written to."""
         self.kernels = kernels
-        self.gradients: list[Tensor | None] | None = list(gradients)
-        self.dtypes = dtypes
-        self.weight_memory = weight_memory
+        self.gradients: Sequence[PrecomputedGradient] | None = gradients
         self.versions: list[int | None] = []
         self.record_versions()
 
     def record_versions(self) -> None:
-        """Record the state of the gradients, which must not be written to from now on."""
+        """Record the versions of the gradients, which must not be written to from now on."""
         assert self.gradients is not None
-        self.versions = [None if x is None else x._version for x in self.gradients]
+        values = [gradient.value for gradient in self.gradients]
+        self.versions = [None if x is None else x._version for x in values]
 
-    def take(self, grad_loss: Tensor) -> list[Tensor | None]:
-        """Return the gradients times grad_loss (0-d).
+    def hand_over(self, grad_loss: Tensor) -> list[Tensor | None]:
+        """Return each gradient times the upstream gradient grad_loss (0-d), None if it is none.
 
-        Raises RuntimeError at the second call, or if the gradients were overwritten.
+        Raises RuntimeError at the second call, if the gradients were written to since
+        `record_versions` (with inplace=True they are in the memory of the logits), or if autograd
+        would differentiate the result again (create_graph=True).
         """
-        if torch.is_grad_enabled():  # torch.func does not get here
+        if torch.is_grad_enabled():
+            # Under torch.func gradients are always enabled, but its losses are `LossOfStatistics`.
             raise RuntimeError(f"{NO_SECOND_DERIVATIVE} Call backward without create_graph=True.")
         if self.gradients is None:
             raise RuntimeError(SECOND_BACKWARD)
         gradients = self.gradients
         self.gradients = None
         results: list[Tensor | None] = []
-        for gradient, version, dtype in zip(gradients, self.versions, self.dtypes, strict=True):
-            if gradient is None:
-                results.append(None)
-                continue
-            if gradient._version != version:
-                raise RuntimeError(LOGITS_OVERWRITTEN)
-            self.kernels.scale_(gradient, grad_loss)
-            results.append(converted(gradient, dtype))
-        if self.weight_memory is not None:
-            results[1] = self.weight_memory.add(results[1])
+        for gradient, version in zip(gradients, self.versions, strict=True):
+            result = gradient.value
+            if result is not None:
+                if result._version != version:
+                    raise RuntimeError(LOGITS_OVERWRITTEN)
+                self.kernels.scale_(result, grad_loss)
+                result = converted(result, gradient.dtype)
+            if gradient.memory is not None:
+                result = gradient.memory.add(result)
+            results.append(result)
         return results
 
 
 class LossWithGradients(torch.autograd.Function):
     """Attach gradients that were computed in the forward to a loss, so that backward returns them.
 
-    The loss is 0-d. The tensors are those that the gradients belong to, in the order of
-    `PrecomputedGradients`.
+    Inputs are the loss (0-d), its gradients, and the tensors that they are the gradients of, in the
+    same order. The output is the loss. `PrecomputedGradients` says why backward can run once.
     """
 
     @staticmethod
@@ -381,44 +430,54 @@ class LossWithGradients(torch.autograd.Function):
     ) -> Tensor:
         ctx.gradients = gradients
         ctx.set_materialize_grads(False)
-        ctx.mark_dirty(loss)  # the same tensor, which now has a gradient
+        ctx.mark_dirty(loss)  # The output is the input itself, which autograd must be told.
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None) -> tuple[Any, ...]:
         if grad_loss is None:
             return (None,) * len(ctx.needs_input_grad)
-        return None, None, *ctx.gradients.take(grad_loss)
+        return None, None, *ctx.gradients.hand_over(grad_loss)
 
 
 # ---- a loss of statistics
 
 
 class LossOfStatistics(torch.autograd.Function):
-    """The sum of losses [num_rows], differentiable in statistics whose gradients are known.
+    """The sum of losses [num_rows], differentiable in three statistics whose gradients are known.
 
-    losses                 fp32 [num_rows]
-    values_and_gradients   the statistics, then as many gradients d loss / d statistic; None where
-                           the loss does not depend on a statistic
+    losses                              fp32 [num_rows]
+    logps, entropy, auxiliary_loss      the statistics, fp32 [num_rows]; None for one that the loss
+                                        does not have. Only autograd uses them.
+    grad_logps, grad_entropy, grad_auxiliary_loss
+                                        d loss / d statistic of each row, fp32 [num_rows]; None for
+                                        one that the loss does not depend on
     """
 
     @staticmethod
-    def forward(losses: Tensor, *values_and_gradients: Tensor | None) -> Tensor:
+    def forward(
+        losses: Tensor,
+        logps: Tensor,
+        entropy: Tensor | None,
+        auxiliary_loss: Tensor | None,
+        grad_logps: Tensor,
+        grad_entropy: Tensor | None,
+        grad_auxiliary_loss: Tensor | None,
+    ) -> Tensor:
         return sum_losses(losses)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        num_values = (len(inputs) - 1) // 2  # inputs: losses, values, as many gradients
-        ctx.save_for_backward(*inputs[1 + num_values :])
+        _, _, _, _, *gradients = inputs
+        ctx.save_for_backward(*gradients)
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = ctx.saved_tensors
-
         def scale_gradients(
-            grad_loss: Tensor, *gradients: Tensor | None
+            upstream: Sequence[Tensor], gradients: Sequence[Tensor | None]
         ) -> tuple[Tensor | None, ...]:
+            (grad_loss,) = upstream
             return tuple(None if x is None else x * grad_loss for x in gradients)
 
-        scaled = differentiate_once(scale_gradients, grad_loss, *gradients)
-        return None, *scaled, *(None for _ in gradients)
+        grad_statistics = without_second_derivative(scale_gradients, [grad_loss], ctx.saved_tensors)
+        return None, *grad_statistics, None, None, None

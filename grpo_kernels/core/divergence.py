@@ -1,7 +1,7 @@
 """Divergences of two rows, column by column, in forms that keep their digits.
 
-p is the policy's row, which gets a gradient, and q the reference's: the softmax of z and of w, over
-the same ids. The directions are
+p is the policy's row, which gets a gradient, and q the reference's: the softmax of the policy's
+logits z and of the reference's logits w, over the same ids. The directions are
 
     "reverse"   KL(p||q)
     "forward"   KL(q||p)
@@ -25,6 +25,8 @@ which differs from D_j by a constant of the row that `SoftmaxSums` adds later.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -33,6 +35,21 @@ DIRECTIONS = ("reverse", "forward", "jsd", "tv")
 #: Directions whose terms contain p and q divided by their sums. They take a second pass, which
 #: computes the sums of `mixture_terms`.
 TWO_PASS_DIRECTIONS = ("jsd", "tv")
+
+
+class DivergenceKind(NamedTuple):
+    """Which divergence of the policy from a reference is computed.
+
+    direction   "reverse", "forward", "jsd" or "tv", see above; "" for none
+    mixture     b, the weight of the reference in "jsd"; 0 for the others
+    """
+
+    direction: str
+    mixture: float
+
+
+#: The kind of rows without a reference.
+NO_DIVERGENCE = DivergenceKind("", 0.0)
 
 #: Up to |x| = PSI_LIMIT psi is x^2 times a polynomial with these coefficients, 1 / (k + 2)!.
 PSI_LIMIT = 0.5
@@ -57,7 +74,8 @@ def psi(x: Tensor) -> Tensor:
 def phi(x: Tensor) -> Tensor:
     """Return x - log(1 + x) without cancellation, for x > -1.
 
-    With s = x / (2 + x), log(1 + x) = 2 atanh(s) and x - 2 s = x s.
+    With s = x / (2 + x), log(1 + x) is 2 atanh(s) = 2 (s + s^3 / 3 + s^5 / 5 + ...), and x - 2 s is
+    x s. So the result is x s - 2 (s^3 / 3 + s^5 / 5 + ...), which the series below sums.
     """
     s = x / (2.0 + x)
     squared = s * s
@@ -85,11 +103,14 @@ def logit_differences(
 def log_ratio_terms(direction: str, p: Tensor, q: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
     """Return the terms of sum_log_ratio and sum_log_ratio_excess of each column, [num_rows, V].
 
-    These are p d and p psi(-d) = q - p + p d, with psi(x) = exp(x) - 1 - x. "forward" swaps the
-    rows: -q d and q psi(d). Where p is 0 they are 0 and q, whatever d is. Where q is 0 and p is
-    not, both are infinite.
+        log-ratio   p d                            "forward": -q d
+        excess      p psi(-d) = q - p + p d        "forward": q psi(d)
 
-    p, q   exp(z - max_logit) and exp(w - reference_max_logit), [num_rows, V]
+    with psi(x) = exp(x) - 1 - x. Where p is 0 they are 0 and q, whatever d is. Where q is 0 and p
+    is not, both are infinite. "forward" swaps p and q.
+
+    p, q   exp(z - max_logit) and exp(w - reference_max_logit), not divided by their sums,
+           [num_rows, V]
     d      log(p / q), from `logit_differences`
     """
     if direction == "forward":
@@ -114,8 +135,10 @@ def merge_log_ratio_sums(
 ) -> tuple[Tensor, Tensor]:
     """Return sum_log_ratio and sum_log_ratio_excess of whole rows from those of shards, [num_rows].
 
-    The sums of a shard are relative to its own maxima. In the whole row p_j becomes f p_j, q_j
-    becomes g q_j, and d_j becomes d_j + shift, with g = f exp(-shift). So the sums become
+    p_j and q_j are exponentials of policy and reference, not divided by their sums, and d_j is
+    log(p_j / q_j). The sums of a shard are relative to its own maxima. In the whole row p_j becomes
+    f p_j, q_j becomes g q_j, and d_j becomes d_j + shift, with g = f exp(-shift). So the sums
+    become
 
         sum_j f p_j (d_j + shift)        = f (sum_log_ratio + shift sum_j p_j)
         sum_j f p_j psi(-(d_j + shift))  = g sum_log_ratio_excess - (g - f) sum_log_ratio
@@ -124,8 +147,8 @@ def merge_log_ratio_sums(
     and are added over the shards. If sum_log_ratio of a shard is infinite, the merged
     sum_log_ratio_excess may be NaN. All arguments are fp32 [num_shards, num_rows].
 
-    policy_factor, reference_factor            f and g
-    shift                                      see above
+    policy_factor, reference_factor            f and g, 0 for a shard of only -inf
+    shift                                      log(f / g), see above
     sum_exp, reference_sum_exp                 sum_j p_j and sum_j q_j of each shard
     sum_log_ratio, sum_log_ratio_excess        sum_j p_j d_j and sum_j p_j psi(-d_j). "forward" has
                                                p and q swapped, and -d in place of d.
@@ -157,9 +180,12 @@ def mixture_terms(
 ) -> tuple[Tensor, Tensor]:
     """Return (policy_terms, reference_terms) of MIXTURE_SUMS, [num_rows, V] each.
 
-    jsd   m - p + p log(p / m) and m - q + q log(q / m), whose sums are KL(p||m) and KL(q||m), with
-          m = p + mixture (q - p)
-    tv    p sign(p - q) / 2 and |p - q| / 2; the first sum is `center` in `divergence_gradient`
+             policy term             reference term
+        jsd  m - p + p log(p / m)    m - q + q log(q / m)    with m = p + mixture (q - p)
+        tv   p sign(p - q) / 2       |p - q| / 2
+
+    The sums of the first line over a row are KL(p||m) and KL(q||m). The sum of p sign(p - q) / 2 is
+    `center` in `divergence_gradient`.
 
     p, q        probabilities of policy and reference, [num_rows, V]
     log_ratio   log p - log q, any number where both are 0
@@ -211,8 +237,8 @@ def kl_terms_from_mixture(p: Tensor, q: Tensor, log_ratio: Tensor, weight_of_q: 
 def mixture_over_p(log_ratio: Tensor, weight_of_q: float) -> tuple[Tensor, Tensor]:
     """Return (m / p - 1, log(m / p)) with m = p + weight_of_q (q - p), from log_ratio = log(p / q).
 
-    The logarithm is log1p(m / p - 1), or that of m / p itself if this is small, because m / p - 1
-    has then lost its digits.
+    log(m / p) is log1p(m / p - 1). If m / p is small, m / p - 1 is close to -1 and has lost the
+    digits of m / p. Then log(m / p) is computed from m / p itself.
     """
     difference = weight_of_q * torch.expm1(-log_ratio)
     ratio = (1.0 - weight_of_q) + weight_of_q * torch.exp(-log_ratio)

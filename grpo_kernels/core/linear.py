@@ -1,7 +1,10 @@
 """Losses of logits that are computed from hidden states, a chunk of rows at a time.
 
-The logits [num_rows, V] never exist as a whole. `loss_and_gradients` is the main loop:
+The logits [num_rows, V] never exist as a whole. `run_pass` is the main loop:
 
+    for chunk in chunks_without_gradient:  # rows that the loss needs, but that get no gradient
+        logits       = hidden[chunk] @ weight.T  # matmul 1
+        formula.process_chunk(chunk, logits, None)
     for block in blocks:
         for chunk in block:
             logits      = hidden[chunk] @ weight.T  # matmul 1
@@ -12,7 +15,11 @@ The logits [num_rows, V] never exist as a whole. `loss_and_gradients` is the mai
 
 A *chunk* is the rows whose fp32 logits are in memory at one time. A *block* is the rows whose
 gradients of logits are in memory at one time: several chunks if gradients are 16-bit, one if they
-are fp32. A frozen head skips matmul 3.
+are fp32. A frozen head skips matmul 3. Gradients of hidden states are written once for each row.
+`HeadMatmuls.add_grad_weight` sums the gradient of the weight in fp32.
+
+A loss runs this loop in its forward, and its backward runs no matmul. Log-probs that are
+differentiable run it twice: in the forward with matmul 1 alone, in the backward with all three.
 
 For a token-level loss there is no `row_scale` (None). A sequence-level loss needs it: the gradient
 of a row is
@@ -36,6 +43,7 @@ import torch
 from torch import Tensor
 
 from .backends import Backend
+from .divergence import NO_DIVERGENCE, DivergenceKind
 from .linear_memory import LinearMemory
 from .matmuls import GradBuffer, HeadMatmuls, make_matmuls
 from .softmax import GradientCoefficients, LogitRows, ReferenceRows, RowTransform, SoftmaxSums
@@ -75,19 +83,17 @@ class Projection:
 
 @dataclass(frozen=True, eq=False)
 class ReferenceProjection:
-    """A frozen reference model, and the divergence of the policy from it.
+    """A frozen reference model, and which divergence of the policy from it is computed.
 
-    direction   "reverse", "forward", "jsd" or "tv", see `Exact`
-    mixture     weight of the reference in "jsd", else 0
+    A chunk of its logits becomes `ReferenceRows`.
     """
 
     projection: Projection
-    direction: str
-    mixture: float
+    kind: DivergenceKind
 
 
 @dataclass(frozen=True, eq=False)
-class LinearInputs:
+class PassInputs:
     """What a pass over num_rows rows reads.
 
     kernels     kernels over rows of logits
@@ -108,15 +114,21 @@ class LinearInputs:
         """Number of ids, on all ranks of a shard."""
         return len(self.policy.weight) if self.shard is None else self.shard.vocab
 
+    @property
+    def divergence_kind(self) -> DivergenceKind:
+        """Which divergence is computed, NO_DIVERGENCE without a reference."""
+        return NO_DIVERGENCE if self.reference is None else self.reference.kind
+
 
 @dataclass(frozen=True, eq=False)
 class RowOrder:
-    """The rows that a pass processes: first those that may have a gradient, then the others.
+    """The rows that a pass processes: first the rows that may have a gradient, then the others.
 
     row_ids             int64 [num_processed], each row at most once; ascending among the rows that
-                        may have a gradient, and among the others
-    num_with_gradient   how many of them, from the first on, may have a gradient
-    num_rows            number of rows of the batch, also of those that are not processed
+                        may have a gradient, and among the others. So the rows of a sequence that
+                        may have a gradient follow one another, in the order of the sequences.
+    num_with_gradient   number of rows that may have a gradient: they are the first ones of row_ids
+    num_rows            number of rows of the batch, processed or not
     """
 
     row_ids: Tensor
@@ -141,10 +153,11 @@ class RowOrder:
 
     @classmethod
     def from_masks(cls, has_gradient: Tensor, processed: Tensor | None) -> RowOrder:
-        """Return the rows of two masks. On a GPU the host waits for them.
+        """Return the order of the rows of two masks. On a GPU the host waits for their numbers.
 
         has_gradient   bool [num_rows]: rows that may have a gradient
-        processed      bool [num_rows]: these and further rows; None for all rows
+        processed      bool [num_rows]: these and further rows; None for all rows. The same tensor
+                       as has_gradient if there are no further rows.
         """
         row_ids = has_gradient.nonzero()[:, 0]
         num_with_gradient = len(row_ids)
@@ -163,7 +176,8 @@ class RowOrder:
     ) -> RowOrder:
         """Return the order of `from_masks`, from numbers of rows that the host knows already.
 
-        So the host does not wait for a GPU.
+        The host does not wait for a GPU. A stable sort puts rows of both masks first, then rows of
+        `processed` alone, then the others, which are cut off.
 
         num_with_gradient   number of rows where has_gradient is True
         num_processed       number of rows where processed is True
@@ -186,9 +200,10 @@ class RowOrder:
 
     @functools.cached_property
     def is_identity(self) -> bool:
-        """Whether the rows are processed as they are in memory, so that slices need no gather."""
+        """Whether row_ids are 0 to num_rows - 1, so that a chunk is a slice and needs no gather."""
         num_processed = len(self.row_ids)
         is_complete = num_processed == self.num_rows
+        # With 0 or all rows first, the rows are in one ascending run.
         return is_complete and self.num_with_gradient in (0, num_processed)
 
     def gather(self, x: Tensor) -> Tensor:
@@ -200,13 +215,14 @@ class RowOrder:
         return transform if self.is_identity else transform.select(self.row_ids)
 
     def row_ids_at(self, chunk: slice) -> slice | Tensor:
-        """Return which rows of the batch the rows `chunk` of this order are."""
+        """Return the rows of the batch that a chunk of this order has, as an index."""
         return chunk if self.is_identity else self.row_ids[chunk]
 
     def scatter(self, values: Tensor, default: Tensor) -> Tensor:
-        """Return values [k, num_processed] in the order of the batch, [k, num_rows].
+        """Return values [k, num_processed] of processed rows in the order of the batch.
 
-        default   [k, num_rows]: the values of rows that are not processed; it is overwritten
+        default   [k, num_rows]: the values of rows that are not processed. The others are
+                  overwritten, and it is returned, unless all rows are in order already.
         """
         if self.is_identity:
             return values
@@ -221,7 +237,7 @@ class ChunkedLogits:
     order    the order in which the pass processes rows; chunks are slices of it
     """
 
-    def __init__(self, inputs: LinearInputs, order: RowOrder) -> None:
+    def __init__(self, inputs: PassInputs, order: RowOrder) -> None:
         self.inputs = inputs
         self.order = order
         self.targets = order.gather(inputs.targets)
@@ -229,12 +245,12 @@ class ChunkedLogits:
 
     @functools.cached_property
     def matmuls(self) -> HeadMatmuls:
-        """The policy's matmuls. A pass without rows does not touch the weight."""
+        """The policy's matmuls. A pass without rows does not make them, nor touch the weight."""
         return self.inputs.policy.make_matmuls()
 
     @functools.cached_property
     def reference_matmuls(self) -> HeadMatmuls:
-        """The matmuls of the reference, which may have the policy's head."""
+        """The reference's matmuls. The policy's if both have one head, as with LoRA in the body."""
         assert self.inputs.reference is not None
         projection = self.inputs.reference.projection
         if projection.has_head_of(self.inputs.policy):
@@ -259,7 +275,8 @@ class ChunkedLogits:
         row_ids = self.order.row_ids_at(chunk)
         matmuls = self.reference_matmuls
         reference_hidden = reference.projection.hidden.detach()[row_ids].to(matmuls.dtype)
-        if matmuls is self.matmuls:
+        has_shared_head = matmuls is self.matmuls
+        if has_shared_head:
             # One matmul for both reads the weight once.
             both = matmuls.logits(torch.cat([hidden, reference_hidden]))
             logits, reference_logits = both.tensor_split([len(hidden)])
@@ -267,28 +284,34 @@ class ChunkedLogits:
             logits = self.matmuls.logits(hidden)
             reference_logits = matmuls.logits(reference_hidden.contiguous())
         reference_rows = ReferenceRows(
-            reference_logits[None],
-            reference.projection.transform.select(row_ids),
-            reference.direction,
-            reference.mixture,
+            logits=reference_logits[None],
+            transform=reference.projection.transform.select(row_ids),
+            kind=reference.kind,
         )
         return self._make_rows(chunk, logits, reference_rows)
 
     def _make_rows(
         self, chunk: slice, logits: Tensor, reference: ReferenceRows | None
     ) -> LogitRows:
-        transform = self.transform.select(chunk)
-        return LogitRows(logits[None], self.targets[chunk], None, transform, reference)
+        """Return logits [num_chunk_rows, V] as the rows of a kernel call."""
+        return LogitRows(
+            logits=logits[None],
+            targets=self.targets[chunk],
+            transform=self.transform.select(chunk),
+            reference=reference,
+            batch_rows=self.order.row_ids[chunk],
+        )
 
 
 # ---- the loss, as the loop sees it
 
 
 class Formula(Protocol):
-    """A loss of rows of logits.
+    """A loss of rows of logits, as `run_pass` calls it.
 
-    The loop calls `process_chunk` for each chunk of a block, then `row_scale` for the block. Chunks
-    and blocks are slices of a `RowOrder`.
+    The loop first calls `process_chunk` for the chunks of rows without a gradient. Then, for each
+    block of rows with a gradient, it calls `process_chunk` for each chunk of the block, and
+    `row_scale` for the block. Chunks and blocks are slices of a `RowOrder`.
     """
 
     def process_chunk(self, chunk: slice, rows: LogitRows, grad_logits: Tensor | None) -> None:
@@ -299,7 +322,7 @@ class Formula(Protocol):
         """
 
     def row_scale(self, block: slice) -> Tensor | None:
-        """Return the factor of the gradient of each row of a block, fp32. None is a factor of 1."""
+        """Return the factor of the gradient of each row, fp32 [num_block_rows]; None for 1."""
 
 
 # ---- the gradients of the policy's hidden states, weight and bias
@@ -334,14 +357,16 @@ class LinearGradients:
 
 
 class GradientAccumulator:
-    """Collect the gradients of blocks (matmuls 2 and 3): hidden states by row, weight and bias as
-    sums.
+    """Compute the gradients of blocks (matmuls 2 and 3) and collect them.
+
+    The gradient of hidden states is written row by row. The gradients of weight and bias are summed
+    over the blocks in fp32.
 
     logits              the chunks of logits, which have the hidden states and the matmuls
     wanted              the tensors that get a gradient
     grad_hidden_dtype   fp32, or the dtype of the hidden states: each row is written once
-    weight_total        fp32 [V, H] that the gradient of the weight is added to. None: a new sum,
-                        which the last block may round to the dtype of the weight.
+    weight_total        fp32 [V, H] that the gradient of the weight is added to; None: a new sum
+    rounds_weight       whether the last block may round the sum to the dtype of the weight
     """
 
     def __init__(
@@ -392,7 +417,10 @@ class GradientAccumulator:
             )
 
     def add_bias_of_chunk(self, grad_logits: Tensor) -> None:
-        """Add the gradient of the bias of a chunk. Its rows must have no row_scale."""
+        """Add the gradient of the bias, the sum of grad_logits [num_chunk_rows, V] over its rows.
+
+        A row_scale would come too late, so a formula with one must not be asked for a bias.
+        """
         if self.grad_bias is not None:
             self.grad_bias += grad_logits.sum(0, dtype=torch.float32)
 
@@ -415,8 +443,8 @@ def scale_rows(x: Tensor, row_scale: Tensor | None) -> Tensor:
 # ---- the loops
 
 
-def loss_and_gradients(
-    inputs: LinearInputs,
+def run_pass(
+    inputs: PassInputs,
     formula: Formula,
     order: RowOrder,
     wanted: GradientsWanted,
@@ -426,9 +454,10 @@ def loss_and_gradients(
     weight_total: Tensor | None = None,
     rounds_weight: bool = True,
 ) -> LinearGradients:
-    """Compute a loss and its gradients, block by block.
+    """Run a formula over all rows, chunk by chunk, and return the gradients (the module's loop).
 
-    formula             receives the logits of each chunk, and holds the loss afterwards
+    The formula gets the logits of each chunk. Afterwards it holds the loss or the statistics.
+
     order               the rows to process
     wanted              which gradients to compute
     blocks              slices of `order` that cover its rows with a gradient, each at most as long
@@ -439,7 +468,7 @@ def loss_and_gradients(
     """
     if grad_hidden_dtype is None:
         grad_hidden_dtype = accumulation_dtype(inputs.policy.hidden.dtype)
-    memory = linear_memory(
+    memory = make_memory_model(
         inputs,
         wanted,
         grad_hidden_dtype=grad_hidden_dtype,
@@ -501,7 +530,8 @@ def write_gradient_of_chunk(
 ) -> None:
     """Compute the logits of a chunk and write their gradient to the buffer of its block.
 
-    The logits are freed on return, before the next chunk computes its own.
+    This is a function of its own so that no variable holds the logits when the next chunk computes
+    its logits.
     """
     rows = logits.compute(chunk)
     grad_logits = buffer.memory_for(rows.logits[0])
@@ -510,25 +540,27 @@ def write_gradient_of_chunk(
     buffer.store(grad_logits)
 
 
-def linear_softmax_sums(
-    inputs: LinearInputs, order: RowOrder, names: tuple[str, ...]
-) -> SoftmaxSums:
-    """Compute the softmax sums of rows without gradients (matmul 1 only), fp32 [q, num_rows].
+def linear_softmax_sums(inputs: PassInputs, order: RowOrder, names: tuple[str, ...]) -> SoftmaxSums:
+    """Compute softmax sums of all rows, fp32 [len(names), num_rows], without gradients (matmul 1).
 
     names   the sums, see `softmax.SUMS`
     """
     recorder = SumsRecorder(inputs, order, names)
-    loss_and_gradients(inputs, recorder, order, GradientsWanted(False, False, False))
+    run_pass(inputs, recorder, order, GradientsWanted(hidden=False, weight=False, bias=False))
     return recorder.result()
 
 
 class SumsRecorder:
-    """A formula without a loss: records the softmax sums of the rows.
+    """A `Formula` without a loss that records the softmax sums of the rows.
 
-    If the rows have a gradient, it is that of the log-probs for an upstream gradient of 1.
+    The gradient of a row, if it is wanted, is d log-prob / d logits.
+
+    inputs   what the pass reads
+    order    the rows that the pass processes
+    names    the sums, see `softmax.SUMS`
     """
 
-    def __init__(self, inputs: LinearInputs, order: RowOrder, names: tuple[str, ...]) -> None:
+    def __init__(self, inputs: PassInputs, order: RowOrder, names: tuple[str, ...]) -> None:
         self.inputs = inputs
         self.order = order
         self.names = names
@@ -555,19 +587,16 @@ class SumsRecorder:
         """
         masked = SoftmaxSums.masked(self.names, self.order.num_rows, self.inputs.targets.device)
         values = self.chunks.in_batch_order(masked.values)
-        reference = self.inputs.reference
-        if reference is None:
-            return SoftmaxSums(values, self.names)
-        return SoftmaxSums(values, self.names, reference.direction, reference.mixture)
+        return SoftmaxSums(values, self.names, self.inputs.divergence_kind)
 
 
 def write_unit_gradient(
     kernels: Backend, rows: LogitRows, sums: SoftmaxSums, logps: Tensor, grad_logits: Tensor
 ) -> None:
-    """Write d log-prob / d logits of each row: 1[j = target] - p_j, times dz / dx of the transform.
+    """Write d log-prob / d logits of each row, the gradient for an upstream gradient of 1.
 
-    It is 0 for a log-prob of NaN: the factor that the caller multiplies a row by later decides
-    whether the row becomes NaN.
+    It is 1[j = target] - p_j, times the derivative of the transform. Rows whose log-prob is NaN get
+    0: the caller multiplies each row by an upstream gradient later, which is NaN if the row counts.
 
     rows          the logits and targets
     sums          their softmax sums
@@ -580,7 +609,7 @@ def write_unit_gradient(
 
 
 class ChunkValues:
-    """Collect a table [k, num_rows] that a pass computes chunk by chunk.
+    """Collect a table of k values a row, [k, num_rows], that a pass computes chunk by chunk.
 
     order   the order in which the pass processes rows
     """
@@ -606,11 +635,13 @@ class ChunkValues:
 
 
 class KnownGradients:
-    """A formula for the backward of log-probs: d loss / d statistic came from autograd.
+    """A `Formula` for the backward of statistics, whose upstream gradients autograd has passed.
+
+    It computes no statistics and only writes d loss / d logits.
 
     kernels        write the gradients
     sums           the softmax sums of all rows, from the forward
-    coefficients   the coefficients of d loss / d logits of all rows
+    coefficients   of d loss / d logits of all rows, from the upstream gradients
     order          the rows that the pass processes
     """
 
@@ -644,8 +675,8 @@ class KnownGradients:
 class RowPlan(NamedTuple):
     """The chunks of a pass, as slices of a `RowOrder`.
 
-    chunks_without_gradient   of the rows without a gradient
-    blocks                    the chunks of each block of rows with a gradient
+    chunks_without_gradient   chunks of the rows without a gradient, which are processed first
+    blocks                    a list of chunks for each block of rows with a gradient
     """
 
     chunks_without_gradient: list[slice]
@@ -653,7 +684,7 @@ class RowPlan(NamedTuple):
 
 
 def plan_rows(
-    inputs: LinearInputs,
+    inputs: PassInputs,
     order: RowOrder,
     wanted: GradientsWanted,
     memory: LinearMemory,
@@ -675,13 +706,13 @@ def plan_rows(
         blocks = split_rows(rows_with_gradient, sizes.block, evenly=evenly and is_one_chunk)
     others = slice(num_with_gradient, len(order.row_ids))
     return RowPlan(
-        split_rows(others, sizes.chunk, evenly),
-        [split_rows(block, sizes.chunk, evenly) for block in blocks],
+        chunks_without_gradient=split_rows(others, sizes.chunk, evenly),
+        blocks=[split_rows(block, sizes.chunk, evenly) for block in blocks],
     )
 
 
-def linear_memory(
-    inputs: LinearInputs,
+def make_memory_model(
+    inputs: PassInputs,
     wanted: GradientsWanted,
     *,
     grad_hidden_dtype: torch.dtype,
@@ -712,9 +743,9 @@ def linear_memory(
 
 
 def gathers_rows(policy: Projection, num_rows: int) -> bool:
-    """Return whether a pass over num_rows rows copies hidden states before its matmuls.
+    """Return whether a pass over num_rows of the rows copies hidden states before its matmuls.
 
-    It does if it processes only some of the rows, or if their dtype is not that of the matmuls.
+    It does if it processes only some of the rows, or if the matmuls have another dtype.
     """
     return num_rows < len(policy.hidden) or policy.hidden.dtype != policy.matmul_dtype
 
@@ -743,9 +774,12 @@ def split_rows(rows: slice, max_rows: int, evenly: bool) -> list[slice]:
 
 
 def split_sequences(rows_per_sequence: Sequence[int], max_rows: int) -> list[slice] | None:
-    """Split rows into blocks of whole sequences, None if a sequence is longer than max_rows.
+    """Split rows into blocks of whole sequences, each of at most max_rows rows.
 
-    rows_per_sequence   how many rows each sequence has; sequences follow one another
+    Returns None if a sequence is longer than max_rows.
+
+    rows_per_sequence   number of rows of each sequence that may have a gradient, in the order of
+                        `RowOrder`, where the rows of a sequence follow one another
     """
     blocks: list[slice] = []
     start = 0
@@ -775,7 +809,10 @@ def is_same_tensor(x: Tensor | None, y: Tensor | None) -> bool:
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Return a context in which matmuls keep the dtypes of their operands."""
+    """Return a context in which matmuls keep the dtypes of their operands.
+
+    device_type   the type of a torch.device
+    """
     # Entering torch.autocast takes longer than a small matmul, so it is skipped if autocast is off.
     if torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)

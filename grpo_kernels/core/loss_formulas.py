@@ -1,4 +1,4 @@
-"""Losses of the GRPO family as the loop over chunks calls them (`linear.Formula`).
+"""Losses of the GRPO family in the form that the loop over chunks calls: `linear.Formula`.
 
 TokenFormula      the gradient of a token depends on this token alone (GRPO, DAPO, CISPO, ...)
 SequenceFormula   the gradient of a token depends on the log-probs of its sequence (GSPO, ...)
@@ -37,7 +37,8 @@ class FormulaResult:
 class TokenFormula:
     """A loss whose gradient with respect to a row's statistics depends on this row alone.
 
-    kernels         evaluate the formula inside the row kernel
+    kernels         compute sums, formula and gradient of rows (`Backend.fused_loss`): in one kernel
+                    call where the backend can
     loss_formula    the formula with the inputs of all rows
     order           the rows that the pass processes
     has_reference   whether the loss contains the divergence from a reference
@@ -48,9 +49,11 @@ class TokenFormula:
     ) -> None:
         self.kernels = kernels
         self.order = order
+        # Its inputs, one value a row, in the order in which the pass processes rows.
         self.loss_formula = (
             loss_formula if order.is_identity else loss_formula.select(order.row_ids)
         )
+        # Loss, log-prob and entropy of each row, and with a reference the divergence.
         self.num_values = FusedLossValues.num_values(has_reference)
         self.chunks = ChunkValues(order)
 
@@ -106,6 +109,8 @@ class SequenceFormula:
     def process_chunk(self, chunk: slice, rows: LogitRows, grad_logits: Tensor | None) -> None:
         """Record log-probs and entropies of a chunk, and write d log-prob / d logits of each row.
 
+        `row_scale` has the other factor of the gradient.
+
         chunk         slice of the rows in the order of the pass
         rows          their logits and targets
         grad_logits   [1, num_chunk_rows, V]: where to write the gradient; None: none is needed
@@ -130,7 +135,11 @@ class SequenceFormula:
         return self._losses
 
     def row_scale(self, block: slice) -> Tensor:
-        """Return c = d loss / d log-prob of rows whose sequences were processed completely."""
+        """Return c = d loss / d log-prob of each row of a block, fp32 [num_block_rows].
+
+        All rows of their sequences have been processed. A row whose log-prob is NaN gets NaN,
+        unless the loss does not depend on it.
+        """
         # The log-probs of sequences in later blocks are still 0. They do not affect c of these
         # rows, because no sequence is in two blocks.
         grad_logps = self.losses_so_far().grad_logps

@@ -1,5 +1,4 @@
-"""Single logits of (row, token id) pairs, differentiable in given logits or in hidden states and
-head.
+"""Single logits of (row, token id) pairs, differentiable in logits or in hidden states and head.
 
 With a sharded vocabulary each rank has the logits of its own ids. The forward sums them over the
 ranks; in the backward each rank takes the gradient of its own ids.
@@ -7,12 +6,13 @@ ranks; in the backward each rank takes the gradient of its own ids.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .autograd import WeightGradMemory, check_weight_is_present, differentiate_once
+from .autograd import WeightGradMemory, check_weight_is_present, without_second_derivative
 from .backends import Backend
 from .memory import converted, zeros
 from .pairs import Pairs
@@ -20,7 +20,9 @@ from .vocab_parallel import VocabShard
 
 
 def local_ids(token_ids: Tensor, shard: VocabShard | None, num_columns: int) -> Tensor:
-    """Return the column of each token id on this rank, int64; -1 if another rank or none has it.
+    """Return the column of each token id on this rank, int64.
+
+    It is -1 for an id that another rank has, or that is outside of the vocabulary.
 
     shard         this rank's part of the vocabulary; None: all of it
     num_columns   number of columns of the logits on this rank
@@ -43,10 +45,13 @@ def sum_over_ranks(logits: Tensor, shard: VocabShard | None) -> Tensor:
 
 
 class GivenPairLogits(torch.autograd.Function):
-    """logits[row_ids[i], columns[i]] of each pair, fp32 [num_pairs]; 0 for a column of -1.
+    """The logit in row row_ids[i] and column columns[i] of each pair i, fp32 [num_pairs].
 
-    logits             [A, T, V]
-    row_ids, columns   int64 [num_pairs], row_ids count rows of A * T
+    It is 0 for a column of -1.
+
+    logits             [A, T, V], A groups of T rows
+    row_ids, columns   int64 [num_pairs]; rows are numbered from 0 to A * T - 1
+    shard              this rank's part of the vocabulary, or None
     """
 
     @staticmethod
@@ -72,8 +77,9 @@ class GivenPairLogits(torch.autograd.Function):
         """Return d loss / d logits from grad = d loss / d logit of each pair, [num_pairs]."""
         row_ids, columns = ctx.saved_tensors
 
-        def compute_gradient(grad: Tensor) -> Tensor:
+        def compute_gradient(upstream: Sequence[Tensor]) -> Tensor:
             """Return d loss / d logits [A, T, V]: the sum of grad over each element's pairs."""
+            (grad,) = upstream
             grad_logits = zeros(ctx.shape, ctx.dtype, grad.device)
             if grad_logits.numel() == 0 or row_ids.numel() == 0:
                 return grad_logits
@@ -90,27 +96,36 @@ class GivenPairLogits(torch.autograd.Function):
             # Each pair writes the sum of its group: equal pairs write the same number.
             values = torch.where(sorted_keys >= 0, sums[group_of_pair], 0.0)
             is_used = sorted_keys >= 0
-            # A pair that is not used writes what the last pair in use does.
+            # Unused pairs, whose number only the device knows, must write somewhere: the last pair
+            # in use is written again, or 0 to the first element if none is.
             used_keys = torch.where(is_used, sorted_keys, sorted_keys[-1:]).clamp(min=0)
             used_values = torch.where(is_used, values, values[-1:])
             flat = grad_logits.view(-1)
             flat[used_keys] = used_values.to(ctx.dtype)
             return grad_logits
 
-        return differentiate_once(compute_gradient, grad), None, None, None
+        return without_second_derivative(compute_gradient, [grad]), None, None, None
 
 
 def pair_index(logits: Tensor, row_ids: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the index of each pair into logits [A, T, V]; columns of -1 take the first column."""
+    """Return the index of each pair into logits [A, T, V]: (groups, rows of a group, columns).
+
+    A pair of the column -1 gets column 0, for the caller to mask.
+    """
     rows_per_group = logits.shape[1]
     return row_ids // rows_per_group, row_ids % rows_per_group, columns.clamp(min=0)
 
 
 class ProjectedPairLogits(torch.autograd.Function):
-    """hidden[row] . weight[column] + bias[column] of each pair, fp32 [num_pairs]; 0 for -1.
+    """hidden[row] . weight[column] + bias[column] of each pair, fp32 [num_pairs].
 
-    pairs           pairs in the order of rows, columns of this rank as ids
-    weight_memory   memory that the gradient of the weight is added to
+    It is 0 for a column of -1.
+
+    hidden, weight, bias   [num_rows, H], [V, H], [V] or None
+    pairs                  in the order of rows, with columns of this rank as ids
+    kernels                compute the dot products and their gradients
+    shard                  this rank's part of the vocabulary, or None
+    weight_memory          memory of the caller that the gradient of the weight is added to, or None
     """
 
     @staticmethod
@@ -146,18 +161,31 @@ class ProjectedPairLogits(torch.autograd.Function):
 
         grad   d loss / d logit of each pair, [num_pairs]
         """
-        wanted = ctx.needs_input_grad[:3]
+        hidden_wanted, weight_wanted, bias_wanted, *_ = ctx.needs_input_grad
 
         def compute_gradients(
-            grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, *pairs: Tensor
+            upstream: Sequence[Tensor], saved: Sequence[Any], fields_of_pairs: Sequence[Tensor]
         ) -> tuple[Tensor | None, ...]:
-            """Return the gradients of hidden, weight and bias; `pairs` are fields of `Pairs`."""
+            """Return the gradients of hidden, weight and bias."""
+            (grad,) = upstream
+            hidden, weight, bias = saved
             check_weight_is_present(weight, ctx.shard)
             return pair_gradients(
-                grad, hidden, weight, bias, Pairs(*pairs), ctx.kernels, ctx.weight_memory, wanted
+                grad,
+                hidden,
+                weight,
+                bias,
+                Pairs(*fields_of_pairs),
+                ctx.kernels,
+                ctx.weight_memory,
+                hidden_wanted=hidden_wanted,
+                weight_wanted=weight_wanted,
+                bias_wanted=bias_wanted,
             )
 
-        gradients = differentiate_once(compute_gradients, grad, *ctx.saved_tensors, *ctx.pairs)
+        gradients = without_second_derivative(
+            compute_gradients, [grad], ctx.saved_tensors, ctx.pairs
+        )
         return *gradients, None, None, None, None
 
 
@@ -169,7 +197,10 @@ def pair_gradients(
     pairs: Pairs,
     kernels: Backend,
     weight_memory: WeightGradMemory | None,
-    wanted: tuple[bool, bool, bool],
+    *,
+    hidden_wanted: bool,
+    weight_wanted: bool,
+    bias_wanted: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of hidden states [num_rows, H], weight [V, H] and bias [V].
 
@@ -179,20 +210,23 @@ def pair_gradients(
         grad_weight[id]  += grad * hidden[row]
         grad_bias[id]    += grad
 
+    in fp32, and the sum of an id is rounded once to the dtype of the weight or bias. A gradient
+    that is not wanted is None.
+
     grad            [num_pairs]: d loss / d logit of each pair
+    pairs           in the order of rows, with columns of this rank as ids
     weight_memory   memory of the caller that the gradient of the weight is added to, or None
-    wanted          which of the three are needed; the others are None
     """
     grad = grad.float().contiguous()
     device = hidden.device
     has_columns = len(weight) > 0
     grad_hidden = grad_weight = grad_bias = None
-    if wanted[0]:
+    if hidden_wanted:
         fp32_grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=device)
         if has_columns:
             kernels.write_grad_hidden_of_pairs(grad, pairs, weight.detach(), fp32_grad_hidden)
         grad_hidden = converted(fp32_grad_hidden, hidden.dtype)
-    if wanted[1]:
+    if weight_wanted:
         if weight_memory is None:
             total = zeros(weight.shape, weight.dtype, device, pairs.ids.numel())
         else:
@@ -200,8 +234,9 @@ def pair_gradients(
         if has_columns:
             kernels.add_grad_weight_of_pairs(grad, pairs, hidden.detach(), total)
         grad_weight = total if weight_memory is None else weight_memory.add(total)
-    if wanted[2]:
+    if bias_wanted:
         assert bias is not None
+        # A bias is a weight of one column whose hidden state is 1.
         fp32_grad_bias = torch.zeros(len(weight), 1, device=device)
         if has_columns:
             ones = torch.ones(len(hidden), 1, device=device)

@@ -24,8 +24,10 @@ from torch import Tensor
 from ..checks import plain
 from ..formulas.ops import times
 from .divergence import (
+    NO_DIVERGENCE,
     PSI_LIMIT,
     TWO_PASS_DIRECTIONS,
+    DivergenceKind,
     divergence_of_mixture,
     logit_differences,
     merge_log_ratio_sums,
@@ -37,11 +39,18 @@ MIN_LOGP = -1e4
 
 
 class RowTransform(NamedTuple):
-    """z = softcap * tanh(x * scale / softcap) * inverse_temperature of each row.
+    """The transform of raw logits x of each row into the logits z of the softmax:
+
+        z = softcap * tanh(x * scale / softcap) * inverse_temperature
+        z = x * scale * inverse_temperature                            without a softcap
 
     scale                 a finite number, not 0
     softcap               0 for none
-    inverse_temperature   a number, or fp32 [num_rows]
+    inverse_temperature   1 / temperature: a number, or fp32 [num_rows]
+
+    The row kernels apply it while they read the raw logits: C++ in csrc/softmax_rows.h
+    (`transform_logits`), Triton in core/backends/triton/softmax_rows.py, eager PyTorch in
+    `transform_rows`. Single logits of (row, id) pairs go through `transform_pairs`.
     """
 
     scale: float
@@ -49,14 +58,18 @@ class RowTransform(NamedTuple):
     inverse_temperature: float | Tensor
 
     def select(self, rows: slice | Tensor) -> RowTransform:
-        """Return the transform of some of the rows."""
+        """Return the transform of some of the rows, a slice or int64 row numbers."""
         inverse = self.inverse_temperature
         if isinstance(inverse, float):
             return self
         return self._replace(inverse_temperature=inverse[rows])
 
     def without_wrappers(self) -> RowTransform:
-        """Return the same without the wrappers of torch.func, as a constant."""
+        """Return the same transform without gradients and without the wrappers of torch.func.
+
+        Under torch.func a temperature tensor is a wrapper that has no memory which kernels can
+        read.
+        """
         inverse = self.inverse_temperature
         if isinstance(inverse, float):
             return self
@@ -76,9 +89,12 @@ class RowTransform(NamedTuple):
         return logits if is_identity else logits * factor
 
     def transform_rows(self, logits: Tensor, out: Tensor) -> Tensor:
-        """Return z of whole rows, fp32 [num_rows, V]: `logits` if they are z already, else `out`.
+        """Return z of whole rows, fp32 [num_rows, V].
 
-        logits   [num_rows, V], as many rows as there are inverse temperatures
+        The result is `logits` itself, and `out` is not written, if the logits are fp32 and the
+        transform changes nothing. Else the result is `out`.
+
+        logits   raw logits [num_rows, V], as many rows as there are inverse temperatures
         out      fp32 [num_rows, V], which may be the logits
         """
         inverse = self.inverse_temperature
@@ -100,21 +116,31 @@ TRANSFORMED = RowTransform(1.0, 0.0, 1.0)
 class ReferenceRows(NamedTuple):
     """A reference's rows of logits, for the divergence of the policy from it. They get no gradient.
 
-    logits      [A, T, V] as the policy's; fp32, bf16 or fp16, not necessarily the policy's dtype
+    logits      [A, T, V], the shape of the policy's logits; fp32, bf16 or fp16, not necessarily the
+                policy's dtype
     transform   scale, softcap and temperature of the reference's rows
-    direction   "reverse", "forward", "jsd" or "tv", see `divergence.py`
-    mixture     weight of the reference in "jsd", else 0
+    kind        which divergence it is
     """
 
     logits: Tensor
     transform: RowTransform
-    direction: str
-    mixture: float
+    kind: DivergenceKind
+
+    @property
+    def direction(self) -> str:
+        """The direction of the divergence: "reverse", "forward", "jsd" or "tv"."""
+        return self.kind.direction
+
+    @property
+    def mixture(self) -> float:
+        """The weight of the reference in "jsd", else 0."""
+        return self.kind.mixture
 
     def select(self, rows: slice | Tensor) -> ReferenceRows:
-        """Return the same logits with the transform of some of the rows.
+        """Return the reference for some of the rows of a call.
 
-        The call that takes it says which rows of the logits these are.
+        Only the transform is selected. The logits stay whole, because the kernels find a row in
+        them by `LogitRows.row_range`.
         """
         return self._replace(transform=self.transform.select(rows))
 
@@ -122,13 +148,16 @@ class ReferenceRows(NamedTuple):
 class LogitRows(NamedTuple):
     """The rows of logits of one kernel call, in the order of memory. Vectors are [num_rows].
 
-    logits      [A, T, V] with any strides in A and T and unit stride in V; fp32, bf16 or fp16
+    logits      [A, T, V], A groups of T rows, with any strides in A and T and unit stride in V;
+                fp32, bf16 or fp16
     targets     int64
     mask        bool: rows to process; None processes all
     transform   scale, softcap and temperature of each row
     reference   a reference's rows, or None
     row_range   (start, stop): only these of the A * T rows of logits, num_rows = stop - start. None
                 is all rows, num_rows = A * T.
+    batch_rows  int64: which row of the batch each row is, for kernels that hold data of the whole
+                batch. None if the logits are those of the whole batch: row i is row first_row + i.
     """
 
     logits: Tensor
@@ -137,6 +166,7 @@ class LogitRows(NamedTuple):
     transform: RowTransform = TRANSFORMED
     reference: ReferenceRows | None = None
     row_range: tuple[int, int] | None = None
+    batch_rows: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -145,7 +175,7 @@ class LogitRows(NamedTuple):
 
     @property
     def first_row(self) -> int:
-        """Which row of the logits the first row of the call is."""
+        """Which of the A * T rows of logits the first row of the call is."""
         return 0 if self.row_range is None else self.row_range[0]
 
     def slice_rows(self, start: int, stop: int) -> LogitRows:
@@ -160,49 +190,50 @@ class LogitRows(NamedTuple):
             transform=self.transform.select(rows),
             reference=None if self.reference is None else self.reference.select(rows),
             row_range=(self.first_row + start, self.first_row + stop),
+            batch_rows=None if self.batch_rows is None else self.batch_rows[rows],
         )
 
 
-#: The sums of a row, in the order of csrc/kernels.h:
+#: The sums that every call computes:
 #:
 #:     max_logit         max_j z_j
-#:     sum_exp           sum_j exp(z_j - max)
+#:     sum_exp           sum_j exp(z_j - max_logit)
 #:     target_logit      z of the target; NaN if it is outside of [0, V)
-#:     sum_exp_shifted   sum_j exp(z_j - max) (z_j - max), 0 where the exponential is 0: for the
-#:                       entropy
-#:     sum_exp_squared   sum_j exp(2 (z_j - max)): for the sum of p^2
-#:     argmax            the first id whose z is the maximum, -1 if there is none; the bits of int32
+BASIC_SUMS = ("max_logit", "sum_exp", "target_logit")
+
+#: These and further sums of the policy's row:
 #:
-#: With a reference, whose transformed logits are w and whose softmax is q, and with
-#: d = (z - max_logit) - (w - reference_max_logit), see `divergence.logit_differences`:
+#:     sum_exp_shifted   sum_j exp(z_j - max_logit) (z_j - max_logit), 0 where the exponential is 0:
+#:                       for the entropy
+#:     sum_exp_squared   sum_j exp(2 (z_j - max_logit)): for the sum of p^2
+#:     argmax            the first id whose z is the maximum, -1 if there is none; the bits of int32
+POLICY_SUMS = (*BASIC_SUMS, "sum_exp_shifted", "sum_exp_squared", "argmax")
+
+#: Sums with a reference, whose transformed logits are w. With p_j = exp(z_j - max_logit),
+#: q_j = exp(w_j - reference_max_logit), neither divided by its sum, d_j = log(p_j / q_j), see
+#: `divergence.logit_differences`, and psi(x) = exp(x) - 1 - x:
 #:
 #:     reference_max_logit, reference_sum_exp   as max_logit and sum_exp
 #:     sum_log_ratio           sum_j p_j d_j; "forward" swaps p and q: -sum_j q_j d_j
-#:     sum_log_ratio_excess    sum_j p_j psi(-d_j); "forward": sum_j q_j psi(d_j), with
-#:                             psi(x) = exp(x) - 1 - x, see `divergence.log_ratio_terms`
-#:     mixture_policy, mixture_reference   two sums over p and q, which need a second pass because
-#:                             they depend on sum_exp: see `divergence.mixture_terms`
-#:
-#: p and q are not divided by their sums here.
-SUMS = (
-    "max_logit",
-    "sum_exp",
-    "target_logit",
-    "sum_exp_shifted",
-    "sum_exp_squared",
-    "argmax",
+#:     sum_log_ratio_excess    sum_j p_j psi(-d_j); "forward": sum_j q_j psi(d_j)
+REFERENCE_SUMS = (
     "reference_max_logit",
     "reference_sum_exp",
     "sum_log_ratio",
     "sum_log_ratio_excess",
-    "mixture_policy",
-    "mixture_reference",
 )
-#: The sums that every call computes.
-BASIC_SUMS = SUMS[:3]
-POLICY_SUMS = SUMS[:6]
-REFERENCE_SUMS = SUMS[6:10]
-MIXTURE_SUMS = SUMS[-2:]
+
+#: Two sums over p and q divided by their sums, see `divergence.mixture_terms`. They take a second
+#: pass over the row, `Backend.run_mixture_kernel`, because sum_exp is not known in the first.
+MIXTURE_SUMS = ("mixture_policy", "mixture_reference")
+
+#: The sums that the first pass of the C++ and Triton kernels computes, in the order of `enum Sum`
+#: in csrc/kernels.h. Eager PyTorch computes others of the first pass.
+SUMS_OF_KERNELS = (*POLICY_SUMS, *REFERENCE_SUMS)
+
+#: All sums, in the order of the rows of a table. A sum that the kernels do not know would stand
+#: before MIXTURE_SUMS: a table begins with what the kernels compute and ends with the second pass.
+SUMS = (*SUMS_OF_KERNELS, *MIXTURE_SUMS)
 
 #: The values of the sums in masked rows. Log-prob, entropy and divergence are then exactly 0.
 MASKED_VALUES = {
@@ -211,10 +242,6 @@ MASKED_VALUES = {
     "argmax": -1,
     "reference_sum_exp": 1.0,
 }
-
-#: The sums that the C++ and Triton kernels compute in one pass. The others take a pass in eager
-#: PyTorch.
-SUMS_OF_KERNELS = SUMS[:10]
 
 #: Statistics in addition to the log-prob, and the sums that they need. The kernels compute
 #: sum_exp_squared only together with sum_exp_shifted.
@@ -234,7 +261,8 @@ DIFFERENTIABLE = ("entropy", "sum_squares", "logsumexp", "divergence")
 def sums_for(statistics: tuple[str, ...], direction: str = "") -> tuple[str, ...]:
     """Return the names of the sums that statistics need, in the order of SUMS.
 
-    direction   of the divergence, if it is one of the statistics
+    statistics   names of STATISTICS
+    direction    of the divergence, if "divergence" is one of the statistics; else ""
     """
     needed = set(BASIC_SUMS)
     for name in statistics:
@@ -245,7 +273,7 @@ def sums_for(statistics: tuple[str, ...], direction: str = "") -> tuple[str, ...
 
 
 def concatenate(tables: Sequence[Tensor], dim: int) -> Tensor:
-    """Return torch.cat(tables, dim), without a copy of a single table."""
+    """Return torch.cat(tables, dim); the table itself if there is only one."""
     return tables[0] if len(tables) == 1 else torch.cat(list(tables), dim)
 
 
@@ -271,12 +299,11 @@ class LogRatioSums(NamedTuple):
 
 @dataclass(eq=False)
 class SoftmaxSums:
-    """Sums over each row, and the statistics that follow from them. Sums of shards can be merged.
+    """Sums over each row, and the statistics that follow from them. `merge_shards` merges shards.
 
-    values      fp32 [num_names, num_rows], a row for each name
-    names       some of SUMS, in their order
-    direction   of the divergence, see `ReferenceRows`; "" without a reference
-    mixture     likewise
+    values   fp32 [num_names, num_rows], a row for each name
+    names    some of SUMS, in their order
+    kind     of the divergence, if the sums are with a reference
 
     A row of only -inf has the maximum -inf and the sum 0. Its log-prob and entropy are NaN, as in
     torch.log_softmax. A NaN among the logits is a NaN in sum_exp, whatever the maximum is.
@@ -284,8 +311,7 @@ class SoftmaxSums:
 
     values: Tensor
     names: tuple[str, ...]
-    direction: str = ""
-    mixture: float = 0.0
+    kind: DivergenceKind = NO_DIVERGENCE
 
     @classmethod
     def empty(
@@ -293,16 +319,14 @@ class SoftmaxSums:
         names: tuple[str, ...],
         num_rows: int,
         device: torch.device,
-        reference: ReferenceRows | SoftmaxSums | None = None,
+        reference: ReferenceRows | None = None,
     ) -> SoftmaxSums:
         """Return sums whose values are not set yet.
 
-        reference   gives direction and mixture; None: there is no reference
+        reference   gives the kind of the divergence; None: there is no reference
         """
         values = torch.empty(len(names), num_rows, dtype=torch.float32, device=device)
-        if reference is None:
-            return cls(values, names)
-        return cls(values, names, reference.direction, reference.mixture)
+        return cls(values, names, NO_DIVERGENCE if reference is None else reference.kind)
 
     @classmethod
     def masked(
@@ -310,11 +334,11 @@ class SoftmaxSums:
         names: tuple[str, ...],
         num_rows: int,
         device: torch.device,
-        reference: ReferenceRows | SoftmaxSums | None = None,
+        reference: ReferenceRows | None = None,
     ) -> SoftmaxSums:
-        """Return sums whose values are those of masked rows, see MASKED_VALUES.
+        """Return sums with the values of masked rows, MASKED_VALUES.
 
-        reference   gives direction and mixture; None: there is no reference
+        reference   gives the kind of the divergence; None: there is no reference
         """
         sums = cls.empty(names, num_rows, device, reference)
         sums.values.zero_()
@@ -324,18 +348,23 @@ class SoftmaxSums:
         return sums
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return a sum [num_rows], a view of `values`. "argmax" is int32."""
+        """Return a named sum, fp32 [num_rows], a view of `values`; "argmax" is int32."""
         row = self.values[self.names.index(name)]
         return row.view(torch.int32) if name == "argmax" else row
 
     def set_sums(self, names: tuple[str, ...], values: Tensor) -> None:
-        """Set consecutive sums to values [len(names), num_rows]."""
+        """Set sums to values [len(names), num_rows]. The names are consecutive in `self.names`."""
         first = self.names.index(names[0])
         self.values[first : first + len(names)] = values
 
     def select(self, rows: slice | Tensor) -> SoftmaxSums:
         """Return the sums of some of the rows."""
-        return SoftmaxSums(self.values[:, rows], self.names, self.direction, self.mixture)
+        return SoftmaxSums(self.values[:, rows], self.names, self.kind)
+
+    @property
+    def direction(self) -> str:
+        """The direction of the divergence, "" without a reference."""
+        return self.kind.direction
 
     # ---- statistics, each fp32 [num_rows]
 
@@ -404,7 +433,7 @@ class SoftmaxSums:
         """
         if self.direction in TWO_PASS_DIRECTIONS:
             return divergence_of_mixture(
-                self.direction, self["mixture_policy"], self["mixture_reference"], self.mixture
+                self.direction, self["mixture_policy"], self["mixture_reference"], self.kind.mixture
             )
         sums = self._log_ratio_sums
         # KL is mean_log_ratio + log_sum_ratio, see `LogRatioSums`. For nearly equal rows the two
@@ -424,7 +453,7 @@ class SoftmaxSums:
     def gradient_center(self) -> Tensor:
         """[num_rows]: the mean that the gradient of the divergence subtracts from each column.
 
-        It is `center` in `divergence.divergence_gradient`.
+        It is `center` in `divergence.divergence_gradient`; 0 for "forward", which subtracts none.
         """
         if self.direction in TWO_PASS_DIRECTIONS:
             return self["mixture_policy"]
@@ -433,7 +462,9 @@ class SoftmaxSums:
         return torch.zeros_like(self.sum_exp)
 
     def statistics(self, names: tuple[str, ...], mask: Tensor | None) -> list[Tensor]:
-        """Return the log-probs and the named statistics; masked rows have 0, and -1 as an id.
+        """Return the log-probs and then the named statistics, [num_rows] each.
+
+        They are fp32, and 0 in masked rows. "top_id" is int64, and -1 in masked rows.
 
         names   some of STATISTICS
         mask    bool [num_rows], the mask that the sums were computed with
@@ -446,15 +477,16 @@ class SoftmaxSums:
         for name in names:
             values = entropy if name == "entropy" else getattr(self, name)
             if name == "top_prob" and mask is not None:
+                # The other statistics are 0 by MASKED_VALUES. This one, 1 / sum_exp, would be 1.
                 values = torch.where(mask, values, 0.0)
             results.append(values)
         return results
 
     def _accurate_values(self) -> Tensor:
-        """Return the values in fp64 on a CPU.
+        """Return the values, in fp64 on a CPU.
 
-        Its logarithm rounds to the same fp32 in torch and in the C++ kernels, so that their
-        log-probs are equal.
+        A logarithm in fp64 that is rounded to fp32 is the same in torch and in the C++ kernels, so
+        that their log-probs are equal.
         """
         return self.values.double() if self.values.device.type == "cpu" else self.values
 
@@ -486,14 +518,15 @@ COEFFICIENTS_OF_KERNELS = COEFFICIENTS[:5]
 
 
 class GradientCoefficients(NamedTuple):
-    """The gradient of rows, up to their softmax:
+    """The numbers of a row from which the gradient of its logits follows:
 
         d loss / d z_j = target * (1[j = y] - p_j)
                        + p_j * (constant + logp * log p_j + prob * p_j)
                        + divergence * G_j
 
-    where y is the row's target and G the gradient of the divergence, see
-    `divergence.divergence_gradient`.
+    where y is the row's target, p its softmax and G the gradient of the divergence, see
+    `divergence.divergence_gradient`. "target", "constant", "logp", "prob" and "divergence" are the
+    names of the coefficients.
 
     values   fp32 [num_names, num_rows], a row for each name
     names    some of COEFFICIENTS, in their order. The others are 0 in all rows.
@@ -515,16 +548,16 @@ class GradientCoefficients(NamedTuple):
 
         sums      the sums of the rows
         grads     upstream gradients [num_rows] of "logps" and of statistics in DIFFERENTIABLE
-        mask      bool [num_rows]: the mask that the sums were computed with. Whatever arrives at
-                  other rows, also NaN, counts as 0.
-        entropy   the entropy of each row, if the caller has it
+        mask      bool [num_rows]: rows that may have a gradient; None: all. The upstream gradients
+                  of other rows count as 0, also if they are NaN.
+        entropy   the entropy of each row, if the caller has it; None: it is computed if needed
         """
 
-        def masked(grad: Tensor) -> Tensor:
+        def to_masked_fp32(grad: Tensor) -> Tensor:
             grad = grad.float()
             return grad if mask is None else torch.where(mask, grad, 0.0)
 
-        grads = {name: masked(grad) for name, grad in grads.items()}
+        grads = {name: to_masked_fp32(grad) for name, grad in grads.items()}
         coefficients = {}
         if "logps" in grads:
             coefficients["target"] = grads["logps"]
@@ -550,7 +583,7 @@ class GradientCoefficients(NamedTuple):
 
     @classmethod
     def stack(cls, coefficients: dict[str, Tensor]) -> GradientCoefficients:
-        """Return coefficients [num_rows] by name as one table."""
+        """Return coefficients, fp32 [num_rows] by name, as one table. "target" must be there."""
         names = tuple(name for name in COEFFICIENTS if name in coefficients)
         rows = [coefficients[name] for name in names]
         if len(rows) == 1:
@@ -563,7 +596,7 @@ class GradientCoefficients(NamedTuple):
 
     @property
     def target(self) -> Tensor:
-        """The coefficient of the gradient of the log-prob."""
+        """The coefficient "target" [num_rows], d loss / d log-prob of the target."""
         return self.values[0]
 
     def select(self, rows: slice | Tensor) -> GradientCoefficients:
@@ -585,12 +618,14 @@ class GradientCoefficients(NamedTuple):
 
 
 class ShardWeights(NamedTuple):
-    """What turns sums of exp(z_j - maximum of a shard) into sums of exp(z_j - maximum of the row).
+    """Factors that turn the sums of shards, relative to their own maxima, into sums of the row.
+
+        exp(z_j - max of the row) = factor * exp(z_j - max of the shard)
 
     max_logit   fp32 [num_rows], the maximum of the whole row
     shift       fp32 [num_shards, num_rows], maximum of the shard - maximum of the row; 0 if the
                 shard has only -inf
-    factor      exp(shift), which the sums of a shard are multiplied by; 0 if it has only -inf
+    factor      exp(shift), the same shape; 0 if the shard has only -inf
     """
 
     max_logit: Tensor
@@ -599,7 +634,7 @@ class ShardWeights(NamedTuple):
 
     @classmethod
     def from_max_logits(cls, max_logits: Tensor) -> ShardWeights:
-        """Return the weights of shards with these maxima, fp32 [num_shards, num_rows]."""
+        """Return the factors of shards from their maxima, fp32 [num_shards, num_rows]."""
         max_logit = max_logits.amax(0)
         is_empty = max_logits == -torch.inf
         shift = torch.where(is_empty, 0.0, max_logits - max_logit)
@@ -635,7 +670,7 @@ def merge_shards(
     target_logit = torch.where(has_target, target_logits, 0.0).sum(0)
     whole = {
         "max_logit": weights.max_logit,
-        "sum_exp": (factor * values["sum_exp"]).sum(0),  # NaN if that of any shard is
+        "sum_exp": (factor * values["sum_exp"]).sum(0),  # NaN if the sum of any shard is NaN
         "target_logit": torch.where(has_target.sum(0) == 1, target_logit, torch.nan),
     }
     if "sum_exp_shifted" in names:
@@ -654,8 +689,7 @@ def merge_shards(
     if "sum_log_ratio" in names:
         whole |= merge_reference_sums(values, weights, shards[0].direction)
 
-    num_rows = weights.max_logit.numel()
-    merged = SoftmaxSums.empty(names, num_rows, weights.max_logit.device, shards[0])
+    merged = SoftmaxSums(torch.empty_like(shards[0].values), names, shards[0].kind)
     for name in names:
         sums = whole[name]
         masked = sums if mask is None else torch.where(mask, sums, MASKED_VALUES[name])

@@ -1,8 +1,8 @@
 """Rows of logits: given, or computed from hidden states and an output head.
 
-Both kinds of source have differentiable `statistics` (log-probs, entropy, ...) and `logits_at`
-(single logits), from which all compositions are made. Each has a `fused_loss` of its own, whose
-gradient is computed in the forward.
+`GivenLogits` and `ProjectedLogits` have differentiable `statistics` (log-probs, entropy, ...) and
+`logits_at` (single logits), from which all compositions are made. Each also has a `fused_loss`,
+whose gradient is computed in the forward.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ..checks import plain
 from ..formulas.token_loss import TokenLosses, TokenLossFormula
 from .autograd import (
     LossWithGradients,
+    PrecomputedGradient,
     PrecomputedGradients,
     RequestedStatistics,
     StatisticsPass,
@@ -27,19 +28,20 @@ from .autograd import (
     row_statistics,
 )
 from .backends import Backend
+from .divergence import NO_DIVERGENCE, DivergenceKind
 from .linear import (
     GradientsWanted,
     KnownGradients,
-    LinearInputs,
+    PassInputs,
     Projection,
     ReferenceProjection,
     RowOrder,
     SumsRecorder,
     accumulation_dtype,
     gathers_rows,
-    linear_memory,
     linear_softmax_sums,
-    loss_and_gradients,
+    make_memory_model,
+    run_pass,
     split_sequences,
 )
 from .loss_formulas import FormulaResult, SequenceFormula, TokenFormula, sum_losses
@@ -60,16 +62,16 @@ from .vocab_parallel import VocabShard
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """A frozen model that the policy is compared with, and the divergence of the policy from it.
+    """A frozen model that the policy is compared with, and which divergence from it is computed.
 
-    source      the reference's rows, of the kind of the policy's
-    direction   "reverse", "forward", "jsd" or "tv", see `Exact`
-    mixture     weight of the reference in "jsd", else 0
+    source   the reference's rows: `GivenLogits` or `ProjectedLogits`, the same type as the policy's
+    kind     of the divergence; NO_DIVERGENCE if only log-probs are computed
+
+    A pass gets the reference as `ReferenceProjection`, a row kernel as `ReferenceRows`.
     """
 
     source: Any
-    direction: str
-    mixture: float
+    kind: DivergenceKind
 
 
 class RowSource(Protocol):
@@ -99,9 +101,10 @@ class RowSource(Protocol):
         """Return the same rows as constants, also for torch.func."""
 
     def with_known_order(self, mask: Tensor | None, order: RowOrder) -> RowSource:
-        """Return the same rows, with the order of the rows of a mask.
+        """Return the same rows, and remember the order of the rows of a mask.
 
-        If `statistics` gets this very mask, the host need not wait for a device to count its rows.
+        `statistics` uses this order if it gets the same tensor as mask. The host then need not wait
+        for a device to count the rows of the mask.
         """
 
     def statistics(
@@ -113,16 +116,17 @@ class RowSource(Protocol):
         detached: tuple[str, ...] = (),
         reference: Reference | None = None,
     ) -> dict[str, Tensor]:
-        """Return "logps" and the named statistics of each row, fp32 [num_rows].
+        """Return "logps" and the named statistics of each row, [num_rows] by name.
 
-        They are differentiable in the tensors of the source, and exactly 0 in masked rows.
+        They are fp32, differentiable in the tensors of the source, and exactly 0 in masked rows.
+        The exception is "top_id", int64 and -1 in masked rows.
 
         targets     int64 [num_rows]; any id where mask is False
         mask        bool [num_rows]: rows to process; None processes all
         names       "entropy", "logsumexp", "sum_squares", "top_prob", "top_id"; with a reference
                     also "divergence"
-        detached    those of the names that need no gradient
-        reference   the model that "divergence" is taken from
+        detached    names of statistics that need no gradient
+        reference   the model that "divergence" is computed from
         """
 
     def statistics_of_rest(
@@ -135,15 +139,16 @@ class RowSource(Protocol):
         *,
         detached: tuple[str, ...] = (),
     ) -> dict[str, Tensor]:
-        """Return statistics of the softmax over the rest of each row, fp32 [num_rows] each.
+        """Return statistics of the softmax over the rest of each row, [num_rows] each.
 
-        The rest is all ids but those of the pairs. "logps" is the log-odds z(target) - logsumexp of
-        the rest, inf if nothing is left. No statistic has a gradient at the pairs, also not
-        "logps" at a target that is left out.
+        The rest is all ids but those of the pairs (row, id). "logps" is the log-odds of the target
+        against the rest, z[target] - logsumexp(z[rest]), and inf if nothing is left. No statistic
+        has a gradient at the ids that are left out, not even "logps" at a target that is one of
+        them.
 
         targets              int64 [num_rows], ids of the vocabulary; any where mask is False
-        row_ids, token_ids   int64 [num_pairs], in any order: what is left out. An id outside of the
-                             vocabulary leaves out nothing. Pairs may repeat.
+        row_ids, token_ids   int64 [num_pairs], in any order: the pairs that are left out. An id
+                             outside of the vocabulary leaves out nothing. Pairs may repeat.
         mask, detached       as in `statistics`
         names                some of "entropy", "sum_squares", "top_prob", "logsumexp", of the rest
         """
@@ -151,8 +156,8 @@ class RowSource(Protocol):
     def logits_at(self, row_ids: Tensor, token_ids: Tensor) -> Tensor:
         """Return the transformed logit z of each (row, id) pair, fp32 [num_pairs].
 
-        It is differentiable in the tensors of the source. Gradients of equal pairs are summed in a
-        fixed order.
+        It is differentiable in the tensors of the source. The gradients of equal pairs are summed
+        in a fixed order, so that results are reproducible.
 
         row_ids, token_ids   int64 [num_pairs], in any order. An id outside of the vocabulary gives
                              -inf and no gradient.
@@ -160,14 +165,18 @@ class RowSource(Protocol):
 
 
 def softmax_sum_names(names: tuple[str, ...], reference: Reference | None) -> tuple[str, ...]:
-    """Return the names of the softmax sums that these statistics follow from."""
-    return sums_for(names, "" if reference is None else reference.direction)
+    """Return the names of the softmax sums that these statistics follow from.
+
+    reference   the model that "divergence" is computed from, or None
+    """
+    kind = NO_DIVERGENCE if reference is None else reference.kind
+    return sums_for(names, kind.direction)
 
 
 def transform_pairs(
     source: RowSource, logits: Tensor, row_ids: Tensor, token_ids: Tensor
 ) -> Tensor:
-    """Return the transformed logits of pairs, -inf for ids outside of the vocabulary."""
+    """Return z of raw logits of (row, id) pairs, fp32 [num_pairs]; -inf for ids outside [0, V)."""
     transformed = source.transform.transform_pairs(logits, row_ids)
     is_id = (token_ids >= 0) & (token_ids < source.vocab_size)
     return torch.where(is_id, transformed, -torch.inf)
@@ -219,7 +228,7 @@ class GivenLogits:
         return (self.logits,)
 
     def with_known_order(self, mask: Tensor | None, order: RowOrder) -> GivenLogits:
-        """Return the same rows. The kernels read the mask on the device, so no one counts rows."""
+        """Return the same rows: row kernels read the mask on the device and need no order."""
         return self
 
     def without_gradient(self) -> GivenLogits:
@@ -237,10 +246,10 @@ class GivenLogits:
         detached: tuple[str, ...] = (),
         reference: Reference | None = None,
     ) -> dict[str, Tensor]:
-        """Return "logps" and the named statistics of each row, fp32 [num_rows] by name.
+        """Return "logps" and the named statistics of each row, [num_rows] by name.
 
-        They are differentiable in the logits. `RowSource` describes the arguments. The backward
-        reads the logits a second time.
+        They are differentiable in the logits, which the backward reads a second time. `RowSource`
+        describes arguments and results.
         """
         row_pass = LogitsPass(
             kernels=self.kernels,
@@ -265,9 +274,8 @@ class GivenLogits:
     ) -> dict[str, Tensor]:
         """Return statistics of the softmax over all ids of each row but those of the pairs.
 
-        They are fp32 [num_rows] by name, with "logps" as the log-odds of the target against the
-        rest. `RowSource` describes the arguments. The forward copies the logits, a block of rows at
-        a time.
+        "logps" is the log-odds of the target against these ids. `RowSource` describes arguments and
+        results. The forward copies the logits, a block of rows at a time.
         """
         return statistics_of_rest(self, targets, row_ids, token_ids, mask, names, detached)
 
@@ -283,18 +291,22 @@ class GivenLogits:
     def fused_loss(
         self, loss_formula: TokenLossFormula, mask: Tensor | None, reference: Reference | None
     ) -> FormulaResult:
-        """Return a token-level loss, in one kernel call that also writes the gradient.
+        """Return a token-level loss, whose gradient is computed in the forward.
 
-        The gradient of the logits is computed in the forward, for an upstream gradient of 1. The
-        backward multiplies it by the upstream gradient.
+        The kernels write the gradient of the logits for an upstream gradient of 1, while they
+        compute the loss. The backward multiplies it by the upstream gradient.
 
         loss_formula   computes the loss of a row from its log-prob and entropy
         mask           bool [num_rows]: rows to process; None processes all
-        reference      adds the divergence from it to the loss, or None
+        reference      the divergence from it is added to the loss; or None
         """
         logits = self.logits.detach()
         rows = LogitRows(
-            logits, loss_formula.inputs.targets, mask, self.transform, reference_rows(reference)
+            logits=logits,
+            targets=loss_formula.inputs.targets,
+            mask=mask,
+            transform=self.transform,
+            reference=reference_rows(reference),
         )
         grad_logits = None
         if torch.is_grad_enabled() and self.logits.requires_grad:
@@ -302,28 +314,31 @@ class GivenLogits:
         with torch.no_grad():
             values = self.kernels.fused_loss(rows, loss_formula, grad_logits)
             loss = sum_losses(values.losses)
-        gradients = PrecomputedGradients(self.kernels, [grad_logits], [logits.dtype])
+        gradients = PrecomputedGradients(
+            self.kernels, [PrecomputedGradient(grad_logits, dtype=logits.dtype)]
+        )
         loss = apply_function(LossWithGradients, loss, gradients, self.logits)
         if self.inplace and grad_logits is not None:
-            # After `apply`: autograd makes a new, slow graph for a view that was written to before.
+            # The kernels wrote to the logits, of which autograd must know. It is told after
+            # `apply`: it would make a new, slow graph for a view that was written to before.
             torch.autograd.graph.increment_version(self.logits)
             gradients.record_versions()
         return FormulaResult(loss, values.logps, values.entropy, values.divergence)
 
 
 def reference_rows(reference: Reference | None) -> ReferenceRows | None:
-    """Return a reference's given logits as the kernels take them."""
+    """Return a reference whose logits are given as the kernels take it."""
     if reference is None:
         return None
     source = reference.source
-    return ReferenceRows(source.logits, source.transform, reference.direction, reference.mixture)
+    return ReferenceRows(source.logits, source.transform, reference.kind)
 
 
 class SoftmaxPass(StatisticsPass):
     """A pass over rows whose `compute` returns the values of their softmax sums.
 
-    names       the softmax sums
-    reference   gives direction and mixture of a divergence; None: there is none
+    names       of the softmax sums
+    reference   gives the kind of the divergence; None: there is no reference
     """
 
     names: tuple[str, ...]
@@ -331,16 +346,15 @@ class SoftmaxPass(StatisticsPass):
 
     def as_sums(self, values: Tensor) -> SoftmaxSums:
         """Return the values of the softmax sums with their names."""
-        if self.reference is None:
-            return SoftmaxSums(values, self.names)
-        return SoftmaxSums(values, self.names, self.reference.direction, self.reference.mixture)
+        kind = NO_DIVERGENCE if self.reference is None else self.reference.kind
+        return SoftmaxSums(values, self.names, kind)
 
 
 @dataclass(frozen=True, eq=False)
 class LogitsPass(SoftmaxPass):
-    """Softmax sums of given logits, and their gradient.
+    """Compute softmax sums of given logits, and the gradient of the logits.
 
-    names       the softmax sums
+    names       of the softmax sums
     reference   the reference's logits, for the divergence
     inplace     whether the gradient overwrites the logits
     """
@@ -383,9 +397,11 @@ class LogitsPass(SoftmaxPass):
         coefficients: GradientCoefficients,
         wanted: Sequence[bool],
     ) -> tuple[Tensor | None, ...]:
-        """Return (d loss / d logits [A, T, V],), the formula of `GradientCoefficients`.
+        """Return (d loss / d logits [A, T, V],).
 
-        values   the softmax sums, fp32 [num_sums, num_rows]
+        values         the softmax sums, fp32 [num_sums, num_rows]
+        coefficients   of the gradient of each row; their class has the formula
+        wanted         not used, see `gradients`
         """
         (logits,) = tensors
         assert logits is not None
@@ -405,12 +421,18 @@ class LogitsPass(SoftmaxPass):
         return tensors
 
     def make_rows(self, logits: Tensor) -> LogitRows:
-        """Return the rows of a kernel call."""
-        return LogitRows(logits.detach(), self.targets, self.mask, self.transform, self.reference)
+        """Return the rows of a kernel call over all logits [A, T, V]."""
+        return LogitRows(
+            logits=logits.detach(),
+            targets=self.targets,
+            mask=self.mask,
+            transform=self.transform,
+            reference=self.reference,
+        )
 
 
 def temperatures_of(transform: RowTransform) -> Tensor | None:
-    """Return the inverse temperatures of the rows if they are a tensor."""
+    """Return the inverse temperatures [num_rows], or None if all rows have one, a number."""
     inverse = transform.inverse_temperature
     return inverse if isinstance(inverse, Tensor) else None
 
@@ -420,10 +442,18 @@ def temperatures_of(transform: RowTransform) -> Tensor | None:
 
 @dataclass(frozen=True, eq=False)
 class KnownOrder:
-    """The rows of a mask bool [num_rows] or None, in the order in which they are processed."""
+    """The order of the rows of a mask, bool [num_rows] or None, that the caller has computed."""
 
     mask: Tensor | None
     order: RowOrder
+
+    def is_for(self, mask: Tensor | None) -> bool:
+        """Return whether this is the order of the rows of `mask`.
+
+        It is if the mask is the same tensor. An equal one is not recognized, because the host would
+        have to wait for the device to compare them.
+        """
+        return self.mask is mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -433,8 +463,8 @@ class ProjectedLogits:
     projection      hidden states [num_rows, H], weight [V, H], bias and transform
     kernels         kernels over rows of logits
     shard           which part of a sharded vocabulary this rank has; None: all
-    weight_memory   memory that the gradient of the weight is added to
-    known_order     the rows of a mask, which the caller has counted
+    weight_memory   memory of the caller that the gradient of the weight is added to, or None
+    known_order     the order of the rows of one mask, which the caller has computed, or None
     """
 
     projection: Projection
@@ -507,37 +537,37 @@ class ProjectedLogits:
         detached: tuple[str, ...] = (),
         reference: Reference | None = None,
     ) -> dict[str, Tensor]:
-        """Return "logps" and the named statistics of each row, fp32 [num_rows] by name.
+        """Return "logps" and the named statistics of each row, [num_rows] by name.
 
-        They are differentiable in hidden states, weight and bias. `RowSource` describes the
-        arguments.
+        They are differentiable in hidden states, weight and bias. `RowSource` describes arguments
+        and results.
 
         The forward takes one matmul and keeps no logits. The backward computes them again, three
-        matmuls for rows whose upstream gradient is not 0 (on a GPU for all rows of the mask). With
-        a frozen head and a gradient for log-probs only, the forward takes two matmuls and keeps
-        fp32 [num_rows, H], and the backward takes none.
+        matmuls (two with a frozen head) for rows whose upstream gradient is not 0, on a GPU for all
+        rows of the mask. With a frozen head and a gradient for log-probs only, the forward takes
+        two matmuls and keeps fp32 [num_rows, H], and the backward takes none (`FrozenHeadPass`).
 
         On a GPU the host waits for the rows of a mask, unless it is the mask of `known_order`.
         """
         requested = RequestedStatistics(names, detached)
         mask = None if mask is None else plain(mask)
-        known = self.known_order
-        if known is not None and known.mask is mask:
-            order = known.order
+        if self.known_order is not None and self.known_order.is_for(mask):
+            order = self.known_order.order
         else:
             order = RowOrder.of_mask(mask, self.num_rows, self.device)
+        # The gradient of a row is then a scalar times a vector that the forward can compute.
         has_other_gradient = any(requested.has_gradient(name) for name in names)
         needs_hidden_only = (
             torch.is_grad_enabled()
             and self.projection.hidden.requires_grad
             and not self.trains_head
         )
-        uses_unit_gradient = (
+        computes_gradient_in_forward = (
             needs_hidden_only
             and not has_other_gradient
             and not torch._C._are_functorch_transforms_active()
         )
-        pass_type = FrozenHeadPass if uses_unit_gradient else LinearPass
+        pass_type = FrozenHeadPass if computes_gradient_in_forward else LinearPass
         row_pass = pass_type(
             source=replace(
                 self,
@@ -563,8 +593,8 @@ class ProjectedLogits:
     ) -> dict[str, Tensor]:
         """Return statistics of the softmax over all ids of each row but those of the pairs.
 
-        They are fp32 [num_rows] by name, with "logps" as the log-odds of the target against the
-        rest. `RowSource` describes the arguments. It takes as many matmuls as `statistics`.
+        "logps" is the log-odds of the target against these ids. `RowSource` describes arguments and
+        results. It takes as many matmuls as `statistics`.
         """
         return statistics_of_rest(self, targets, row_ids, token_ids, mask, names, detached)
 
@@ -595,13 +625,13 @@ class ProjectedLogits:
 
         loss_formula   computes the loss of a row from its log-prob and entropy
         order          the rows to process
-        reference      adds the divergence from it to the loss, or None
+        reference      the divergence from it is added to the loss; or None
         """
         formula = TokenFormula(
             self.kernels, loss_formula, order, has_reference=reference is not None
         )
         inputs = self.make_inputs(loss_formula.inputs.targets, reference_projection(reference))
-        return self._apply_formula(inputs, formula, order, None)
+        return self._loss_of_formula(inputs, formula, order, blocks=None)
 
     def fused_sequence_loss(
         self,
@@ -610,13 +640,23 @@ class ProjectedLogits:
         order: RowOrder,
         rows_per_sequence: Sequence[int],
     ) -> FormulaResult | None:
-        """Return a sequence-level loss whose gradient is computed in the forward.
+        """Return a sequence-level loss (GSPO) whose gradient is computed in the forward.
 
-        Returns None if a sequence is longer than a block: its logits would have to be computed
-        twice.
+        The order of the matmuls:
+
+        1. Rows without a gradient, a chunk at a time: logits (matmul 1) and softmax sums.
+        2. For each block of whole sequences, a chunk at a time: logits (matmul 1), softmax sums,
+           and the gradient of each row's log-prob, d log-prob / d logits.
+        3. At the end of the block `compute_losses` gives c = d loss / d log-prob of its rows.
+           Matmuls 2 and 3 multiply the gradients by c.
+        4. The backward runs no matmul.
+
+        Returns None if the forward cannot compute the gradient: a sequence is longer than a block,
+        so that its logits would have to be computed twice, or the matmuls are fp16 on a GPU.
 
         compute_losses      (logps, entropy), fp32 [num_rows] -> losses and gradients of all rows
-        rows_per_sequence   how many of the rows with a gradient each sequence has
+        order               the rows to process
+        rows_per_sequence   number of rows of each sequence that may have a gradient
         """
         inputs = self.make_inputs(targets, None)
         wanted = GradientsWanted(
@@ -624,14 +664,16 @@ class ProjectedLogits:
             weight=self.projection.weight.requires_grad,
             bias=False,
         )
-        memory = linear_memory(
+        memory = make_memory_model(
             inputs,
             wanted,
             grad_hidden_dtype=accumulation_dtype(self.projection.hidden.dtype),
             rounds_weight=self.weight_memory is None,
         )
         if memory.has_grad_buffer and memory.scales_rows:
-            return None  # the scale of a row is fixed before its factor is known
+            # fp16 gradients of a row are stored with a power of two that fits them. It is chosen
+            # before c is known, and c may be far from 1.
+            return None
         num_rows = order.num_with_gradient
         plan = memory.plan(
             self.device.type, max(num_rows, 1), gathers_rows(self.projection, num_rows)
@@ -640,21 +682,32 @@ class ProjectedLogits:
         if blocks is None:
             return None
         formula = SequenceFormula(self.kernels, compute_losses, order)
-        return self._apply_formula(inputs, formula, order, blocks)
+        return self._loss_of_formula(inputs, formula, order, blocks)
 
-    def make_inputs(self, targets: Tensor, reference: ReferenceProjection | None) -> LinearInputs:
-        """Return the inputs of a pass over the rows: this source, targets and reference."""
-        return LinearInputs(self.kernels, self.shard, self.projection, reference, targets)
+    def make_inputs(self, targets: Tensor, reference: ReferenceProjection | None) -> PassInputs:
+        """Return what a pass over these rows reads.
 
-    def _apply_formula(
+        targets     int64 [num_rows]
+        reference   a frozen model that the policy is compared with, or None
+        """
+        return PassInputs(
+            kernels=self.kernels,
+            shard=self.shard,
+            policy=self.projection,
+            reference=reference,
+            targets=targets,
+        )
+
+    def _loss_of_formula(
         self,
-        inputs: LinearInputs,
+        inputs: PassInputs,
         formula: TokenFormula | SequenceFormula,
         order: RowOrder,
         blocks: Sequence[slice] | None,
     ) -> FormulaResult:
-        """Compute a loss and its gradients, and return the loss as a differentiable tensor.
+        """Compute the loss of a formula and its gradients, and return it differentiable.
 
+        order    the rows to process
         blocks   slices of `order` that are processed at a time; None: as few as memory allows
         """
         grad_enabled = torch.is_grad_enabled()
@@ -666,7 +719,7 @@ class ProjectedLogits:
         )
         memory = self.weight_memory if wanted.weight else None
         with torch.no_grad():
-            gradients = loss_and_gradients(
+            gradients = run_pass(
                 inputs,
                 formula,
                 order,
@@ -678,34 +731,39 @@ class ProjectedLogits:
         grad_weight = gradients.weight
         if wanted.weight and grad_weight is None and memory is None:
             grad_weight = zeros(weight.shape, weight.dtype, weight.device)
-        # A gradient that is added to memory of the caller is not rounded before.
+        # The gradient for memory of the caller stays fp32. It gets there in the backward, because
+        # the upstream gradient is not known before.
         weight_dtype = weight.dtype if memory is None else torch.float32
         bias_dtype = torch.float32 if bias is None else bias.dtype
         precomputed = PrecomputedGradients(
             self.kernels,
-            [gradients.hidden, grad_weight, gradients.bias],
-            [hidden.dtype, weight_dtype, bias_dtype],
-            memory,
+            [
+                PrecomputedGradient(gradients.hidden, hidden.dtype),
+                PrecomputedGradient(grad_weight, weight_dtype, memory),
+                PrecomputedGradient(gradients.bias, bias_dtype),
+            ],
         )
         loss = apply_function(LossWithGradients, result.loss, precomputed, hidden, weight, bias)
         return replace(result, loss=loss)
 
 
 def reference_projection(reference: Reference | None) -> ReferenceProjection | None:
-    """Return a reference's hidden states and head as the loop takes them."""
+    """Return a reference whose logits are computed from hidden states as a pass takes it."""
     if reference is None:
         return None
-    return ReferenceProjection(reference.source.projection, reference.direction, reference.mixture)
+    return ReferenceProjection(reference.source.projection, reference.kind)
 
 
 @dataclass(frozen=True, eq=False)
 class LinearPass(SoftmaxPass):
-    """Softmax sums of logits from hidden states, and the gradients.
+    """Compute softmax sums of logits from hidden states, and the gradients of these and the head.
 
-    source      hidden states and head. The tensors of a call replace its own.
-    order       the rows to process
-    names       the softmax sums
-    reference   a frozen model, for the divergence
+    source      hidden states and head. Each method replaces their tensors by its argument
+                `tensors`, which are (hidden, weight, bias).
+    mask        bool [num_rows]: rows to process; None processes all
+    order       the same rows
+    names       of the softmax sums
+    reference   a frozen model, for the divergence; or None
     """
 
     source: ProjectedLogits
@@ -728,6 +786,8 @@ class LinearPass(SoftmaxPass):
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of hidden states, weight and bias, with three matmuls.
 
+        With a frozen head there are two.
+
         computed   the softmax sums, as `compute` returned them
         grads      d loss / d statistic, fp32 [num_rows] by name
         wanted     which of the three gradients are needed
@@ -744,7 +804,7 @@ class LinearPass(SoftmaxPass):
         coefficients: GradientCoefficients,
         wanted: Sequence[bool],
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden states, weight and bias, with three matmuls.
+        """Return the gradients of hidden states, weight and bias, each in the tensor's dtype.
 
         values         the softmax sums, fp32 [num_sums, num_rows]
         coefficients   of d loss / d logits of each row
@@ -758,36 +818,39 @@ class LinearPass(SoftmaxPass):
         else:  # the host would have to wait for the values of the coefficients
             order = self.order.with_gradient()
         formula = KnownGradients(self.source.kernels, self.as_sums(values), coefficients, order)
-        memory = self.source.weight_memory if wanted[1] else None
-        gradients = loss_and_gradients(
+        hidden_wanted, weight_wanted, bias_wanted = wanted
+        memory = self.source.weight_memory if weight_wanted else None
+        gradients = run_pass(
             self.make_inputs(tensors),
             formula,
             order,
-            GradientsWanted(*wanted),
+            GradientsWanted(hidden=hidden_wanted, weight=weight_wanted, bias=bias_wanted),
+            # The upstream gradient is known, so blocks can be added to the caller's memory at once.
             weight_total=None if memory is None else memory.fp32_total,
             rounds_weight=memory is None,
         )
         grad_weight = gradients.weight
         if memory is not None:
             grad_weight = memory.add(grad_weight)
-        elif wanted[1] and grad_weight is None:
+        elif weight_wanted and grad_weight is None:
             grad_weight = zeros(weight.shape, weight.dtype, weight.device)
         results = (gradients.hidden, grad_weight, gradients.bias)
         return tuple(
-            None if x is None or y is None else converted(x, y.dtype)
-            for x, y in zip(results, tensors, strict=True)
+            None if gradient is None or x is None else converted(gradient, x.dtype)
+            for gradient, x in zip(results, tensors, strict=True)
         )
 
     def rows_with_gradient(self) -> Tensor | None:
-        """Return which rows may have a gradient, bool [num_rows]; None for all rows.
+        """Return a mask of the rows that may have a gradient, bool [num_rows]; None for all rows.
 
-        A NaN that arrives at another row, which has no weight in the loss, counts as 0.
+        The upstream gradients of other rows, which have no weight in the loss, count as 0, also if
+        they are NaN.
         """
         if self.order.num_with_gradient == self.order.num_rows:
             return None
         row_ids = self.order.row_ids[: self.order.num_with_gradient]
-        nothing = torch.zeros(self.order.num_rows, dtype=torch.bool, device=row_ids.device)
-        return nothing.index_fill_(0, row_ids, True)
+        mask = torch.zeros(self.order.num_rows, dtype=torch.bool, device=row_ids.device)
+        return mask.index_fill_(0, row_ids, True)
 
     def order_of_nonzero(self, coefficients: GradientCoefficients) -> RowOrder:
         """Return the order of the rows that have a coefficient other than 0."""
@@ -804,10 +867,11 @@ class LinearPass(SoftmaxPass):
             tensors += [temperatures_of(projection.transform)]
         return tensors
 
-    def make_inputs(self, tensors: Sequence[Tensor | None]) -> LinearInputs:
+    def make_inputs(self, tensors: Sequence[Tensor | None]) -> PassInputs:
         """Return the inputs of a pass over the rows, with `tensors` as hidden states, weight, bias.
 
-        autograd passes these tensors; those of `source` may be wrapped by torch.func.
+        autograd passes these tensors. The tensors of `source` may be wrappers of torch.func, which
+        kernels cannot read.
         """
         hidden, weight, bias = tensors
         assert hidden is not None and weight is not None
@@ -818,10 +882,10 @@ class LinearPass(SoftmaxPass):
 
 @dataclass(frozen=True, eq=False)
 class FrozenHeadPass(LinearPass):
-    """Log-probs of hidden states and a frozen head, and their gradient.
+    """Compute log-probs from hidden states and a frozen head, and the gradient of hidden states.
 
-    The forward computes the unit gradient d log-prob / d hidden of each row, with two matmuls. The
-    backward multiplies each row by its upstream gradient d loss / d log-prob.
+    The gradient of a row is d loss / d log-prob, a scalar, times the unit gradient d log-prob / d
+    hidden. The forward computes the unit gradients, with two matmuls. The backward multiplies.
     """
 
     def compute(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
@@ -832,7 +896,7 @@ class FrozenHeadPass(LinearPass):
         """
         inputs = self.make_inputs(tensors)
         recorder = SumsRecorder(inputs, self.order, self.names)
-        gradients = loss_and_gradients(
+        gradients = run_pass(
             inputs,
             recorder,
             self.order,
@@ -851,7 +915,8 @@ class FrozenHeadPass(LinearPass):
     ) -> tuple[Tensor | None, ...]:
         """Return (d loss / d hidden, None, None): unit gradients times d loss / d log-prob.
 
-        A row whose log-prob is NaN gets NaN, unless its upstream gradient is 0.
+        A row whose log-prob is NaN gets NaN, although its unit gradient is 0, unless its upstream
+        gradient is 0.
         """
         values, unit_gradient = computed
         hidden = tensors[0]
@@ -865,6 +930,6 @@ class FrozenHeadPass(LinearPass):
 
 
 def masked_grad(grad: Tensor, mask: Tensor | None) -> Tensor:
-    """Return an upstream gradient in fp32, 0 in masked rows, where anything may arrive."""
+    """Return an upstream gradient [num_rows] in fp32, 0 in masked rows, also if it is NaN there."""
     grad = grad.float()
     return grad if mask is None else torch.where(mask, grad, 0.0)

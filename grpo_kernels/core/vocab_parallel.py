@@ -87,15 +87,15 @@ class VocabShard:
         dim: int = 0,
         reduce_hidden: bool = True,
     ) -> VocabShard:
-        """Return the shard of `weight` [V / ranks, H]; parts of any sizes are in the order of
-        ranks.
+        """Return the shard of a head whose rows are split over the ranks, in the order of ranks.
 
-        weight   this rank's rows of the head as a plain tensor: the ranks exchange their sizes,
-                 once, for which the host waits. Or a DTensor with Shard(dim) of a one-dimensional
-                 tensor-parallel mesh, for example from parallelize_module: it knows the sizes, so
-                 there is no exchange, and `group` is that of the mesh. A parameter sharded by FSDP
-                 looks the same, but FSDP's ranks have different rows: make the shard in the forward
-                 of a module that FSDP gathers.
+        weight   this rank's rows of the head, any number of them, as a plain tensor [num_columns,
+                 H]. The ranks exchange their numbers once, for which the host waits. Or a DTensor
+                 with Shard(dim) of a one-dimensional tensor-parallel mesh, for example from
+                 parallelize_module. It knows the numbers, so there is no exchange, and `group` is
+                 the mesh's group. A parameter sharded by FSDP looks the same, but FSDP's ranks have
+                 different rows: make the shard in the forward of a module that FSDP gathers.
+        group    the process group; None: the default group, or the group of the mesh
         vocab    number of real ids, if the head is padded; None: all are
         dim      of `weight` that the vocabulary is sharded along; -1 for logits
 
@@ -131,13 +131,13 @@ class VocabShard:
         return num_ranks(self.group)
 
     def num_ids(self, num_columns: int) -> int:
-        """Return how many of this rank's columns are ids; the columns behind them are padding."""
+        """Return how many of this rank's columns are token ids. The last columns may be padding."""
         return min(num_columns, max(0, self.vocab - self.start))
 
     def local(self, name: str, x: Tensor, dim: int) -> Tensor:
         """Return the local tensor of a DTensor that is sharded along `dim`; x if it is plain.
 
-        name   what an error calls x
+        name   the argument that an error names
 
         Raises ValueError for a DTensor that is sharded in another way.
         """
@@ -183,11 +183,12 @@ class VocabParallel(BackendWrapper):
         """Return softmax sums over the columns of all ranks, the same on each (one all-gather).
 
         Each rank computes the sums of its columns and sends them to the others, and `merge_shards`
-        merges them. The values of MIXTURE_SUMS are not set, see `run_mixture_kernel`.
+        merges them. MIXTURE_SUMS, which need the merged sums, have memory in the result but no
+        values yet. `run_mixture_kernel` computes them.
         """
         sums = self.kernels.first_pass_sums(self.local_rows(rows), names)
         first_pass = tuple(name for name in names if name not in MIXTURE_SUMS)
-        local_values = sums.values[: len(first_pass)]
+        local_values = sums.values[: len(first_pass)]  # MIXTURE_SUMS are the last rows
         sent = local_values
         if "argmax" in names:
             # A rank's argmax is a column number, so the rank also sends the id of its first column.
@@ -197,8 +198,7 @@ class VocabParallel(BackendWrapper):
             sent = torch.cat([local_values, first_id.view(torch.float32)])
         received = gather_from_ranks(sent, self.shard.group)
         shards = [
-            SoftmaxSums(values[: len(first_pass)], first_pass, sums.direction, sums.mixture)
-            for values in received
+            SoftmaxSums(values[: len(first_pass)], first_pass, sums.kind) for values in received
         ]
         first_ids = received[:, -1].view(torch.int32) if "argmax" in names else None
         local_values.copy_(merge_shards(shards, rows.mask, first_ids).values)
@@ -207,7 +207,7 @@ class VocabParallel(BackendWrapper):
     def run_mixture_kernel(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
         """Return MIXTURE_SUMS, fp32 [2, num_rows], over the columns of all ranks (one all-reduce).
 
-        sums   of the first pass over the columns of all ranks
+        sums   softmax sums of the first pass, over the columns of all ranks
         """
         local_sums = self.kernels.run_mixture_kernel(self.local_rows(rows), sums)
         return self.shard.sum_over_ranks(local_sums)
@@ -215,16 +215,19 @@ class VocabParallel(BackendWrapper):
     def run_gradient_kernel(
         self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor
     ) -> None:
-        """Write d loss / d logits of this rank's columns into `out`, and 0 into padding columns."""
+        """Write d loss / d logits of this rank's columns into `out`, and 0 into padding columns.
+
+        out   [A, T, num_columns], A groups of T rows
+        """
         num_ids = self.shard.num_ids(rows.logits.shape[-1])
         if num_ids:
             local_rows = self.local_rows(rows)
             self.kernels.softmax_gradient(local_rows, sums, coefficients, out[..., :num_ids])
         padding = out[..., num_ids:]
         if padding.numel():
-            num_groups, rows_per_group, _ = out.shape
-            row_range = rows.row_range or (0, num_groups * rows_per_group)
-            row_ids = torch.arange(*row_range, device=out.device)
+            rows_per_group = out.shape[1]
+            first, stop = rows.first_row, rows.first_row + rows.num_rows
+            row_ids = torch.arange(first, stop, device=out.device)
             padding[row_ids // rows_per_group, row_ids % rows_per_group] = 0
 
     def local_rows(self, rows: LogitRows) -> LogitRows:
@@ -236,7 +239,7 @@ class VocabParallel(BackendWrapper):
         """
         num_ids = self.shard.num_ids(rows.logits.shape[-1])
         if num_ids == 0:
-            return self.rows_without_ids(rows)
+            return self.padding_rows(rows)
         reference = rows.reference
         if reference is not None:
             reference = reference._replace(logits=reference.logits[..., :num_ids])
@@ -246,7 +249,7 @@ class VocabParallel(BackendWrapper):
             reference=reference,
         )
 
-    def rows_without_ids(self, rows: LogitRows) -> LogitRows:
+    def padding_rows(self, rows: LogitRows) -> LogitRows:
         """Return rows for a rank that has no token id: one column of -inf, which adds nothing."""
         logits = rows.logits.new_full((*rows.logits.shape[:-1], 1), -torch.inf)
         reference = rows.reference
@@ -261,7 +264,10 @@ class VocabParallel(BackendWrapper):
 
 
 def on_shard(kernels: Backend, shard: VocabShard | None) -> Backend:
-    """Return kernels over rows of which this rank has the columns `shard`; None: all columns."""
+    """Return kernels over sharded rows. Without a shard (None) they are `kernels` itself.
+
+    kernels   run on this rank's columns
+    """
     return kernels if shard is None else VocabParallel(kernels, shard)
 
 
@@ -271,8 +277,8 @@ def on_shard(kernels: Backend, shard: VocabShard | None) -> Backend:
 def is_managed(x: Any) -> bool:
     """Return whether x is a parameter that FSDP2 or replicate() manages, sharded or gathered.
 
-    Its placements do not show it: a shard of FSDP looks like one of tensor parallelism. But FSDP's
-    ranks have different rows, and only its hooks reduce the gradient.
+    The placements of a DTensor do not show this: a shard of FSDP looks like one of tensor
+    parallelism. But FSDP's ranks have different batches, and only its hooks reduce the gradient.
     """
     # These names are private to torch. If they have changed, assume that x is not managed.
     try:
@@ -286,7 +292,10 @@ def is_managed(x: Any) -> bool:
 
 
 def is_parameter_of_state(x: Any, state: Any) -> bool:
-    """Return whether x is a parameter that a state of FSDP2 manages."""
+    """Return whether x is a parameter that FSDP2 manages.
+
+    state   FSDP2's private state of a module
+    """
     groups = getattr(state, "_fsdp_param_groups", None)
     if not groups:
         groups = [getattr(state, "_fsdp_param_group", None)]
@@ -295,20 +304,24 @@ def is_parameter_of_state(x: Any, state: Any) -> bool:
 
 
 def is_parameter(x: Any, parameter: Any) -> bool:
-    """Return whether x is a parameter of FSDP2, sharded or gathered."""
+    """Return whether x is the sharded or the gathered tensor of a parameter of FSDP2.
+
+    parameter   FSDP2's private record of the parameter
+    """
     if not hasattr(x, "placements"):  # a gathered parameter is a plain tensor
         return x is getattr(parameter, "_unsharded_param", None)
     if x is parameter.sharded_param:
         return True
+    # x may also be another DTensor over the memory of the sharded parameter.
     storage = x._local_tensor.untyped_storage()
     parameter_storage = parameter.sharded_param._local_tensor.untyped_storage()
     return x._local_tensor.numel() > 0 and storage._cdata == parameter_storage._cdata
 
 
 def refuse_managed(name: str, x: Any) -> None:
-    """Raise ValueError if x is a parameter of FSDP2 or replicate().
+    """Raise ValueError if x is a parameter that FSDP2 or replicate() manages.
 
-    name   what the error calls x
+    name   the argument that the error names
     """
     if is_managed(x):
         raise ValueError(

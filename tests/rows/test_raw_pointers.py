@@ -14,6 +14,7 @@ from torch import Tensor
 
 from grpo_kernels import Objective
 from grpo_kernels.core.backends import cpu, cpu_matmuls
+from grpo_kernels.core.divergence import DivergenceKind
 from grpo_kernels.core.pairs import Pairs
 from grpo_kernels.core.softmax import (
     COEFFICIENTS,
@@ -31,6 +32,7 @@ from support.processes import start
 Call = Callable[[Any, dict[str, Tensor]], Any]
 
 N, V, H = 6, 40, 8
+KIND = DivergenceKind("jsd", 0.5)
 ENTROPY, JSD = sums_for(("entropy",)), sums_for(("entropy", "divergence"), "jsd")
 
 no_module = pytest.mark.skipif(
@@ -44,7 +46,7 @@ no_module = pytest.mark.skipif(
 def rows(x, mask=True):
     plain = RowTransform(1.0, 0.0, 1.0)
     reference = (
-        ReferenceRows(x["reference.logits"], plain, "jsd", 0.5) if "reference.logits" in x else None
+        ReferenceRows(x["reference.logits"], plain, KIND) if "reference.logits" in x else None
     )
     return LogitRows(
         x["logits"],
@@ -57,7 +59,7 @@ def rows(x, mask=True):
 
 def sums(x):
     return (
-        SoftmaxSums(x["sums"], JSD, "jsd", 0.5)
+        SoftmaxSums(x["sums"], JSD, KIND)
         if "reference.logits" in x
         else SoftmaxSums(x["sums"], ENTROPY)
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from grpo_kernels.core.divergence import DivergenceKind
 from grpo_kernels.core.softmax import LogitRows, ReferenceRows, RowTransform
 from grpo_kernels.formulas.surrogates import Cispo, Clip, Custom, PolicyGradient, ops
 from grpo_kernels.objective import Objective
@@ -136,7 +137,9 @@ def test_no_length_no_schedule_and_no_mixture_compiles_again(columns):
                 (0, n) if call % 3 else (n // 3, n - n // 4),
             )
             reference = ReferenceRows(
-                torch.zeros_like(logits), transform, "jsd", draw.choice((0.5, draw.random()))
+                torch.zeros_like(logits),
+                transform,
+                DivergenceKind("jsd", draw.choice((0.5, draw.random()))),
             )
             visited(KERNELS, Rows(logits, transform, reference))
             KERNELS.scale_(torch.zeros(n, columns, dtype=torch.bfloat16), torch.ones(()))

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from grpo_kernels.core.divergence import DivergenceKind
 from grpo_kernels.core.softmax import ReferenceRows, RowTransform
 from support.kernel_rows import (
     CAPPED,
@@ -46,7 +47,9 @@ def module(request):
 
 def two(z, w, kind, mixture, transform=PLAIN, own=PLAIN, **fields):
     """Rows [n, V] of both streams."""
-    return Rows(z[None], transform, ReferenceRows(w[None], own, kind, mixture), **fields)
+    return Rows(
+        z[None], transform, ReferenceRows(w[None], own, DivergenceKind(kind, mixture)), **fields
+    )
 
 
 def check_each_way(module, r):
@@ -83,7 +86,7 @@ def test_values_and_gradients(module, kind, mixture):
             r = Rows(
                 z.to(own)[None],
                 transforms[0],
-                ReferenceRows(w.to(of_second)[None], transforms[1], kind, mixture),
+                ReferenceRows(w.to(of_second)[None], transforms[1], DivergenceKind(kind, mixture)),
             )
             check_each_way(module, r)
             without = module.fused_loss(given(r), loss_formula_of(r), None).losses

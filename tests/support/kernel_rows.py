@@ -20,6 +20,7 @@ from torch import Tensor
 from grpo_kernels import Objective
 from grpo_kernels.core import backends
 from grpo_kernels.core.backends import Backend
+from grpo_kernels.core.divergence import DivergenceKind
 from grpo_kernels.core.pairs import Pairs
 from grpo_kernels.core.softmax import (
     GradientCoefficients,
@@ -167,7 +168,7 @@ def beside(
     return Rows(
         r.logits,
         r.transform,
-        ReferenceRows(logits.view(r.logits.shape), transform, *second),
+        ReferenceRows(logits.view(r.logits.shape), transform, DivergenceKind(*second)),
         r.mask,
         r.targets,
     )
