@@ -521,11 +521,11 @@ def denominator(
 def tree_batch(inputs: dict[str, Tensor]) -> TokenBatch:
     """Return the batch of the rollouts that AsyncGRPOTrainer packs for one rank.
 
-    inputs   the argument of its compute_loss. Rollouts with a common prefix share its positions:
-             one row of hidden states predicts a token of each of them.
-
         ids = inputs["input_ids"][inputs["attention_mask"].bool()]  # [N], one id for each row
         out = linear_grpo_loss(hidden, weight, tree_batch(inputs), objective)  # hidden [N, H]
+
+    inputs   the argument of AsyncGRPOTrainer.compute_loss. Rollouts with a common prefix share the
+             positions of the prefix: one row of hidden states predicts a token of each rollout.
     """
     scored = inputs["token_index"] >= 0
     labels = inputs["shift_labels"][inputs["attention_mask"].bool()]
