@@ -245,7 +245,7 @@ Measured on {record["date"]} with torch {record["machine"]["torch"]} and Triton 
     return f"![{alternative}]({link})\n\n{text}"
 
 
-# ---- the front: what a user asks first, then the strongest and the weakest cell
+# ---- the front: what a user asks first, then the largest and the smallest speed-up
 
 
 def asked(folder: Path, machine: str) -> dict[str, list[Standing]]:
@@ -256,7 +256,10 @@ def asked(folder: Path, machine: str) -> dict[str, list[Standing]]:
             of = [x for x in every if x.record["suite"] == suite and x.cell["dtype"] == dtype]
             of.sort(key=lambda x: (abs(x.cell["rows"] - ASKED_ROWS), -x.cell["vocab"]))
             found[f"{words}, {short}"] = of[:1]
-    return found | {"strongest of all cells": every[:1], "weakest of all cells": every[-1:]}
+    return found | {
+        "largest speed-up of all cells": every[:1],
+        "smallest speed-up of all cells": every[-1:],
+    }
 
 
 def front(folder: Path) -> str:
@@ -301,13 +304,16 @@ def front(folder: Path) -> str:
     ]
     links = [picture(folder, machine, "front", FIGURES) for machine in of_machines]
     without = [] if machines(folder, "cuda") else [gpus(folder, FIGURES)]
-    table = render([head, *lines], markdown=True)
+    table = render([head, *lines], markdown=True).replace(
+        "---: | ---: | ---:", "--- | --- | ---", 1
+    )
     note, *origins = dict.fromkeys(sources)
     return "\n\n".join([table, note, "\n".join(origins), *filter(None, links), *without])
 
 
 def _cost(row: Row) -> str:
-    return f"{figure(row['ms'])} ms, {megabytes(row) or '0'} MB"
+    """Return time and memory with no-break spaces, so that a number stays with its unit."""
+    return f"{figure(row['ms'])}\u00a0ms, {megabytes(row) or '0'}\u00a0MB"
 
 
 # ---- blocks of pages
