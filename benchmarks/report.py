@@ -411,11 +411,6 @@ def budgets() -> Table:
 
 def blocks(folder: Path = RESULTS) -> dict[Path, dict[str, str]]:
     """{page: {name: text}} of what stands between a page's markers."""
-    divergences = {
-        "Reverse": "divergence",
-        "Forward": "divergence-forward",
-        "Jensen-Shannon": "divergence-jsd",
-    }
     return {
         README: {"figure": readme_figure(folder)},
         DOCS / "objectives.md": {"presets": presets()},
@@ -423,11 +418,15 @@ def blocks(folder: Path = RESULTS) -> dict[Path, dict[str, str]]:
             "front": front(folder),
             **{
                 f"{suite.replace('-', '_')}_cpu": figures(folder, suite)
-                for suite in ("logits", "hidden", "kept", "logits-divergence", "draft")
+                for suite in (
+                    "logits",
+                    "hidden",
+                    "kept",
+                    "divergence",
+                    "logits-divergence",
+                    "draft",
+                )
             },
-            "divergences_cpu": "\n\n".join(
-                f"**{kind}.** {figures(folder, suite)}" for kind, suite in divergences.items()
-            ),
             "plots_cpu": pictures(folder),
             "gpus": gpus(folder),
         },
