@@ -23,7 +23,7 @@ class FutureKl(Checked):
 
     The policy term of token t is multiplied by a weight without gradient:
 
-        weight_t = clip(exp(F_t), low, high)
+        weight_t is exp(F_t), clipped to [low, high]
         F_t      = sum over k >= t of gamma^(k - t) * log r_k,   gamma = 2^(-1 / half_life)
 
     r_k is the ratio exp(logp - old_logp) of token k. The sum is over the trained tokens of the same
