@@ -1,4 +1,4 @@
-"""The tokens of a batch, checked when they are put together, and seen as flat tensors by a loss."""
+"""`TokenBatch`: the tokens of a batch with all that a loss reads beside the policy, checked."""
 
 from __future__ import annotations
 
@@ -56,30 +56,32 @@ FIELDS = {
 #: Dtypes of advantages that are not floating-point.
 INTEGERS_OF_ADVANTAGES = frozenset(INTEGRAL) - {torch.bool}
 #: Fields that may have one number per sequence.
-WIDE = ("advantages", "weights", "nll_weights")
+PER_SEQUENCE_FIELDS = ("advantages", "weights", "nll_weights")
 #: Names of masks, see `TokenBatch.named_mask`.
 MASK_NAMES = ("trained", "contributing", "sequences")
 #: The end of messages about cached counts that do not fit the tensors.
-UNSEEN = (
+STALE_COUNTS = (
     "changed, but torch saw no write into its tensors (NumPy, DLPack, .data, inference mode): write"
     " by torch operations, or make a new TokenBatch."
 )
 
-#: Types of devices with events and asynchronous copies to pinned memory, from which a batch sends
-#: its row counts to the host early. ROCm's devices are called cuda. xpu is untested.
-AHEAD = ("cuda", "xpu")
+#: Types of devices with events and asynchronous copies to pinned memory. A batch on such a device
+#: sends its row counts to the host when it is made. ROCm's devices are called cuda. xpu is
+#: untested.
+DEVICES_WITH_EARLY_COUNTS = ("cuda", "xpu")
 
 
-def sends_ahead(device: torch.device) -> bool:
-    """Return whether batches on this device send their row counts to the host early."""
-    return device.type in AHEAD
+def sends_counts_early(device: torch.device) -> bool:
+    """Return whether a batch on this device sends its row counts to the host when it is made."""
+    return device.type in DEVICES_WITH_EARLY_COUNTS
 
 
 class HostCopy:
     """Integers that are being copied from a device to the host.
 
-    The first access to `on_host` waits for the copy, not for work that was queued after it. The
-    later ones do not wait. While a graph is captured, neither the copy nor the wait is possible.
+    The first access to `on_host` waits for the copy, but not for work that was queued after it.
+    Later accesses do not wait. While a graph is being captured, neither the copy nor the wait is
+    possible.
     """
 
     def __init__(self, on_device: Tensor) -> None:
@@ -114,8 +116,7 @@ def refuse_capture(device: torch.device) -> None:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TokenBatch(Checked):
-    """The chosen tokens of a batch and everything the loss knows about them besides the policy
-    itself.
+    """The tokens of a batch, and everything that the loss reads besides the policy itself.
 
     targets      int64 [B, T] padded, or [N] packed: the chosen token of each position. Row i of the
                  logits (or hidden states) predicts targets[i]; nothing is shifted.
@@ -143,27 +144,28 @@ class TokenBatch(Checked):
                    some tokens or none, in any pattern. Sums over a sequence are then over the
                    group. See below.
 
-    kept         the set of ids that each token was sampled from, a row of `TokenSets` for each flat
-                 row of targets: top-k, top-p and min-p cut the others off, so that the policy that
-                 acted is the softmax over the set. Log-probs, ratio, entropy, KL and gradient are
-                 then over the set; old_logps, ref_logps and sampler_logps have to be over the same
-                 sets. A row without ids runs over the whole vocabulary.
-    missing      of a target that its kept set lacks: "include" adds it to the set, "full" runs the
-                 row over the whole vocabulary, "mask" masks the row, "raise" raises ValueError (the
-                 host waits on a GPU). None: "include", in strict mode "raise".
+    kept         the candidate set that each token was sampled from (top-k, top-p or min-p), a row
+                 of `TokenSets` for each flat row of targets. The policy that sampled is the softmax
+                 over this set, so log-probs, ratio, entropy, KL and gradient are computed over it.
+                 old_logps, ref_logps and sampler_logps must be over the same sets. A row without
+                 ids uses the whole vocabulary.
+    missing      what to do if a target is not in its kept set: "include" adds it to the set, "full"
+                 uses the whole vocabulary for the row, "mask" masks the row, "raise" raises
+                 ValueError (the host waits for a GPU). None: "include", in strict mode "raise".
     logp_terms   `TokenSets` with values c: adds sum_v c_v log p_v over the ids that are listed for
-                 a row to its policy term, or what `Objective(listed=)` makes of these. A row
+                 a row to its policy term, or what `Objective(listed=)` computes from these. A row
                  without ids has no such term. An infinite value makes the loss infinite or NaN, and
                  the gradient of its row NaN. An id outside of the row's kept set has log-prob -inf:
                  it adds 0 if c = 0, else the loss is infinite. Strict mode raises ValueError for
                  both. With `Objective(listed=)` the function decides what such values mean.
-    prob_terms   likewise with values r: adds sum_v r_v p_v. If both are given, they list the same
-                 ids in the same order. No gradient flows to values. An id outside of the row's kept
-                 set has p = 0 and adds 0.
-    rows         integer, the shape of targets: the flat row of the logits (or hidden states), which
-                 then have any shape in front, that predicts each token; None = row i predicts
-                 targets[i]. Several tokens may share a row, as those of rollouts with a common
-                 prefix do; everything else of the batch goes by tokens. See docs/token_sets.md.
+    prob_terms   likewise with values r: adds sum_v r_v p_v. If both are passed, they must list the
+                 same ids in the same order. No gradient flows to values. An id outside of the row's
+                 kept set has p = 0 and adds 0.
+    rows         integer, the shape of targets: the number of the row of logits (or hidden states)
+                 that predicts each token. Logits may then have any leading shape, and rows count
+                 over it in row-major order. None: row i predicts targets[i]. Several tokens may
+                 share a row, such as those of rollouts with a common prefix. All other fields
+                 remain per token. See docs/token_sets.md.
     on_policy    bool (or 0/1 integer) [B], [B, 1] or the shape of targets: True where the policy
                  that is trained has sampled the token. Its ratio is 1 and keeps its gradient, as
                  without old_logps, which have no effect there. At a sequence level a marked token
@@ -241,7 +243,9 @@ class TokenBatch(Checked):
         if self.groups is not None:
             self._check_groups()
         device = self.targets.device
-        if sends_ahead(device) and not (torch.compiler.is_compiling() or is_capturing(device)):
+        if sends_counts_early(device) and not (
+            torch.compiler.is_compiling() or is_capturing(device)
+        ):
             self._counts()  # start the copy to the host early, so that a loss need not wait for it
 
     def _check_tensors(self) -> None:
@@ -266,7 +270,7 @@ class TokenBatch(Checked):
             require_device(name, value, targets.device, "targets")
             if name.endswith("logps"):
                 require_shape(name, value, shape, "targets")
-            elif name in WIDE:
+            elif name in PER_SEQUENCE_FIELDS:
                 check_token_shape(name, value.shape, shape, self.cu_seqlens)
 
     def _check_on_policy(self, on_policy: Tensor) -> None:
@@ -282,7 +286,7 @@ class TokenBatch(Checked):
             check_missing(self.missing)
         if self.kept is not None:
             check_sets("kept", self.kept, self.targets)
-            self._put("_given_mask", self.mask)
+            self._put("_original_mask", self.mask)
             self._put("mask", narrow_mask(self.kept, self.targets, self.mask, self.missing))
         for name, sets in (("logp_terms", self.logp_terms), ("prob_terms", self.prob_terms)):
             if sets is not None:
@@ -332,116 +336,101 @@ class TokenBatch(Checked):
         estimator: str = "group",
         **options: Any,
     ) -> TokenBatch:
-        """A batch whose advantages are the group-normalised `rewards` [B]; see `group_advantages`.
+        """Make a batch whose advantages are estimated from `rewards` [B].
 
-        group_size or groups says which completions answer one prompt. estimator: another name of
-        `estimators.ADVANTAGES`. `options` are those of the estimator (scale, eps, baseline, ...),
-        what it needs to know (`estimators.Evidence`: greedy_rewards, ...) and the fields of
-        TokenBatch (mask, old_logps, ...). missing_rewards="skip" leaves out rewards that are NaN;
-        `missing` is the field of TokenBatch, about targets outside of their candidate sets
-        (`kept`). Raises ValueError as all of these do.
+        group_size, groups   which completions answer one prompt, as in `group_advantages`
+        estimator            a name in `estimators.ADVANTAGES`. The default normalises rewards in
+                             their group (`group_advantages`).
+        options              options of the estimator (scale, eps, baseline, ...), the data that it
+                             needs (fields of `estimators.Evidence`: greedy_rewards, ...), and
+                             fields of TokenBatch (mask, old_logps, ...)
+
+        missing_rewards="skip" leaves out rewards that are NaN. `missing` is the field of TokenBatch
+        for targets outside of their candidate sets (`kept`). Raises the errors of the estimator and
+        of TokenBatch, and TypeError for an option that none of them has.
         """
         estimate = lookup(ADVANTAGES, estimator, "estimator")
-        ours, told = ({f.name for f in fields(spec)} for spec in (cls, Evidence))
-        known = (ours | told | estimate.option_names) - {"targets", "advantages", "rewards"}
+        batch_fields = {f.name for f in fields(cls)}
+        evidence_fields = {f.name for f in fields(Evidence)}
+        known = batch_fields | evidence_fields | estimate.option_names
+        known -= {"targets", "advantages", "rewards"}
         refuse_unknown("TokenBatch.from_rewards", options, sorted(known))
+        # mask and cu_seqlens are fields of both.
+        of_batch = {name: x for name, x in options.items() if name in batch_fields}
+        of_evidence = {name: x for name, x in options.items() if name in evidence_fields}
+        of_estimator = {
+            name: x
+            for name, x in options.items()
+            if name in estimate.option_names - batch_fields - evidence_fields
+        }
 
-        def of(names: set[str]) -> dict[str, Any]:
-            return {name: value for name, value in options.items() if name in names}
-
-        own = of(ours)
         require_tensor("targets", targets, *IDS)
-        if own.get("missing") is not None and own.get("kept") is None:
-            remedy = (
-                "it says what to do with a target outside of its candidate set, and kept is None:"
-                ' leave it out. For rewards that are NaN pass missing_rewards="raise" or "skip".'
-            )
-            require(False, "missing", own["missing"], remedy)
-        if own.get("missing") == "skip":
-            check_missing("skip", ' For rewards that are NaN pass missing_rewards="skip".')
-        rewards, packed = as_rewards("rewards", rewards), own.get("cu_seqlens")
-        if packed is not None:
-            check_offsets("targets", targets, packed)
-        sequences = targets.shape[:1].numel() if packed is None else len(packed) - 1
-        read = "rewards" in estimate.needs and rewards.dim() > 0
-        if read and len(rewards) != sequences and (packed is not None or targets.dim() == 2):
-            if rewards.dim() > 1 and rewards.numel() == sequences:
-                raise ValueError(
-                    f"rewards has shape {list(rewards.shape)}, but targets {sequences} sequences:"
-                    f" pass rewards.flatten() with group_size={rewards.shape[-1]}."
-                )
-            raise ValueError(
-                f"rewards has {len(rewards)} numbers, but targets {sequences} sequences: pass one a"
-                " sequence."
-            )
-        evidence = Evidence(rewards, group_size=group_size, groups=groups, **of(told))
-        advantages = estimate(evidence, **of(estimate.option_names - ours - told)).to(
-            targets.device
-        )
+        _check_missing_option(of_batch)
+        rewards = as_rewards("rewards", rewards)
+        cu_seqlens = of_batch.get("cu_seqlens")
+        if cu_seqlens is not None:
+            check_offsets("targets", targets, cu_seqlens)
+        if "rewards" in estimate.needs:
+            _check_number_of_rewards(rewards, targets, cu_seqlens)
+        evidence = Evidence(rewards, group_size=group_size, groups=groups, **of_evidence)
+        advantages = estimate(evidence, **of_estimator).to(targets.device)
         if groups is None:
-            groups = torch.arange(len(evidence.rewards), device=targets.device) // (group_size or 1)
-        if (
-            "cu_seqlens" in own and not estimate.per_token
-        ):  # as many sequences as tokens would read [B] as one per token
+            sequence_numbers = torch.arange(len(evidence.rewards), device=targets.device)
+            groups = sequence_numbers // (group_size or 1)
+        if "cu_seqlens" in of_batch and not estimate.per_token:
+            # If a packed batch has as many sequences as tokens, [B] would be read as per token.
             advantages = advantages[:, None]
-        return cls(targets, advantages, groups=groups.to(targets.device), **own)
+        return cls(targets, advantages, groups=groups.to(targets.device), **of_batch)
 
     def to(self, device: torch.device | str | None, *, non_blocking: bool = False) -> TokenBatch:
-        """Return the batch on another device, with its kept sets; dtypes stay. One that is there
-        already, and None as in Tensor.to, give the batch as it is.
+        """Return the batch on another device, with its sets of ids. Dtypes stay.
 
-        `non_blocking` as in Tensor.to: from pinned memory the host goes on at once. With
-        missing="raise" it waits all the same, and with a context_group all ranks make this call, as
-        they make the batch. Raises ValueError for what is no device.
+        device         None, or the device of the batch: returns the batch itself
+        non_blocking   as in Tensor.to. From pinned memory the host does not wait for the copy,
+                       except with missing="raise".
+
+        With a context_group all ranks must make this call. Raises ValueError if `device` is not a
+        device.
         """
         if device is None:
             return self
         try:
-            place = torch.device(device)
+            new_device = torch.device(device)
         except (TypeError, RuntimeError):
             remedy = "pass a device, for example 'cuda'; dtypes stay as they are."
             raise ValueError(f"device={device!r}: {remedy}") from None
-        return (
-            self
-            if place == self.targets.device
-            else self._apply(lambda x: x.to(place, non_blocking=non_blocking))
-        )
+        if new_device == self.targets.device:
+            return self
+        return self._apply(lambda x: x.to(new_device, non_blocking=non_blocking))
 
     def _apply(self, change: Callable[[Tensor], Tensor]) -> TokenBatch:
-        """The batch with each tensor changed in a way that keeps its numbers.
-
-        What follows from them is made anew.
-        """
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        given["mask"] = self.__dict__.get("_given_mask", self.mask)
-        for name, value in given.items():
+        """Return a new batch with `change` applied to each tensor, which must keep its numbers."""
+        arguments = {f.name: getattr(self, f.name) for f in fields(self)}
+        arguments["mask"] = self._mask_before_missing
+        for name, value in arguments.items():
             if isinstance(value, TokenSets):
-                given[name] = value._apply(change)
+                arguments[name] = value._apply(change)
             elif isinstance(value, Tensor):
-                given[name] = change(value)
-        first, second = self.logp_terms, self.prob_terms
-        if first is not None and second is not None and second.values is not None:
-            given["prob_terms"] = given["logp_terms"].with_values(
-                change(second.values)
-            )  # of the same ids
-        return TokenBatch(**given)
+                arguments[name] = change(value)
+        if self.logp_terms is not None and self.prob_terms is not None:
+            # Share the tensor of ids, so that the new batch need not compare two.
+            assert self.prob_terms.values is not None
+            prob_values = change(self.prob_terms.values)
+            arguments["prob_terms"] = arguments["logp_terms"].with_values(prob_values)
+        return TokenBatch(**arguments)
 
     def with_ref_logps(self, ref_logps: Tensor) -> TokenBatch:
-        """This batch with the reference's log-probs, the shape of targets."""
-        require_shape("ref_logps", ref_logps, self.targets.shape, "targets")
-        if (
-            torch.compiler.is_compiling() and self.kept is None
-        ):  # torch 2.9 does not trace copy.copy
-            return replace(self, ref_logps=ref_logps.detach())
-        return self._copy(ref_logps=ref_logps.detach())
+        """Return this batch with the reference's log-probs, which have the shape of targets.
 
-    def _copy(self, **changes: Any) -> TokenBatch:
-        """This batch with the row counts that were copied to the host once, which these changes
-        leave as they are.
+        Raises ValueError for another shape.
         """
+        require_shape("ref_logps", ref_logps, self.targets.shape, "targets")
+        if torch.compiler.is_compiling() and self.kept is None:
+            # torch 2.9 does not trace copy.copy.
+            return replace(self, ref_logps=ref_logps.detach())
+        # A copy keeps the row counts that were sent to the host, on which ref_logps have no effect.
         changed = copy.copy(self)
-        for name, value in changes.items():
-            changed._put(name, value)
+        changed._put("ref_logps", ref_logps.detach())
         return changed
 
     # ---- the batch as flat rows, row-major
@@ -461,7 +450,10 @@ class TokenBatch(Checked):
         return self.targets.shape[0] if self.targets.dim() == 2 else None
 
     def check_sequences(self, what: str) -> TokenBatch:
-        """This batch. Raises ValueError unless its sequences are known, which `what` needs."""
+        """Return this batch. Raises ValueError unless the boundaries of its sequences are known.
+
+        what   who needs them, for the message: "cu_seqlens is None, but {what} to know ..."
+        """
         if self.sequences is None:
             raise ValueError(
                 f"cu_seqlens is None, but {what} to know the sequences of packed rows: pass"
@@ -475,6 +467,11 @@ class TokenBatch(Checked):
         if self.mask is None:
             return torch.ones(self.tokens, dtype=torch.bool, device=self.targets.device)
         return flat(self.mask)
+
+    @property
+    def _mask_before_missing(self) -> Tensor | None:
+        """The mask that was passed, before `missing` removed tokens."""
+        return self.__dict__.get("_original_mask", self.mask)
 
     @property
     def on_policy_tokens(self) -> Tensor:
@@ -547,11 +544,11 @@ class TokenBatch(Checked):
     def count_in_mask(self, name: str, mask: Tensor | None = None) -> int:
         """Return the number of tokens in a named mask. See `counts_by_sequence`."""
         mask = self.named_mask(name) if mask is None else mask
-        if not sends_ahead(self.targets.device):
+        if not sends_counts_early(self.targets.device):
             return self.tokens if mask is None else int(mask.sum())
         count = sum(self._sent_counts(name)[0])
         if mask is not None:
-            message = f"the rows of a TokenBatch that are {name} {UNSEEN}"
+            message = f"the rows of a TokenBatch that are {name} {STALE_COUNTS}"
             torch._assert_async(mask.sum() == count, message)
         return count
 
@@ -570,10 +567,10 @@ class TokenBatch(Checked):
         """
         mask = self.named_mask(name) if mask is None else mask
         counts = self._own_sum(self.trained if mask is None else mask).long()
-        if not sends_ahead(self.targets.device):
+        if not sends_counts_early(self.targets.device):
             return tuple(counts.tolist())
         on_host, on_device = self._sent_counts(name)
-        message = f"the rows of a TokenBatch that are {name}, in a sequence, {UNSEEN}"
+        message = f"the rows of a TokenBatch that are {name}, in a sequence, {STALE_COUNTS}"
         torch._assert_async((counts == on_device).all(), message)
         return on_host
 
@@ -631,8 +628,8 @@ class TokenBatch(Checked):
         """
         assert self.kept is not None
         is_inside = self.kept.contains(self.targets)
-        given_mask = self.__dict__["_given_mask"]
-        counted = torch.ones_like(is_inside) if given_mask is None else flat(given_mask)
+        mask = self._mask_before_missing
+        counted = torch.ones_like(is_inside) if mask is None else flat(mask)
         return (counted & ~is_inside).sum() / counted.sum().clamp(min=1).float()
 
     # ---- sums over sequences, and over the ranks that share them
@@ -657,19 +654,20 @@ class TokenBatch(Checked):
         """
         if self.context_group is None or torch.compiler.is_compiling():
             return self.over_context(own_sums)
+        # The cache holds the sums that the total was computed from, and the total.
         cached_sums, total = self._cached(
             f"_cached_{name}",
             versions_of(sources),
             lambda: (own_sums, self.over_context(own_sums.clone())),
         )
-        if cached_sums is own_sums:
+        if cached_sums is own_sums:  # computed just now
             return total
-        if sends_ahead(own_sums.device):
+        if sends_counts_early(own_sums.device):
             is_same = (own_sums == cached_sums).all()
-            torch._assert_async(is_same, f"the {name} of a TokenBatch {UNSEEN}")
+            torch._assert_async(is_same, f"the {name} of a TokenBatch {STALE_COUNTS}")
         elif not torch.equal(own_sums, cached_sums):
             # All ranks would have to sum again, and the others may not have seen a change.
-            raise RuntimeError(f"the {name} of a TokenBatch with a context_group {UNSEEN}")
+            raise RuntimeError(f"the {name} of a TokenBatch with a context_group {STALE_COUNTS}")
         return total
 
     def sequence_sum(self, values: Tensor) -> Tensor:
@@ -737,8 +735,40 @@ class TokenBatch(Checked):
         return values[:, None]
 
 
-# ---- alignment: a row of a model predicts the next token, so what was recorded for a token moves
-# to the row before it
+def _check_missing_option(options: dict[str, Any]) -> None:
+    """Raise ValueError for `missing` in `TokenBatch.from_rewards` that is meant for rewards."""
+    missing = options.get("missing")
+    if missing is not None and options.get("kept") is None:
+        remedy = (
+            "it says what to do with a target outside of its candidate set, and kept is None:"
+            ' leave it out. For rewards that are NaN pass missing_rewards="raise" or "skip".'
+        )
+        require(False, "missing", missing, remedy)
+    if missing == "skip":
+        check_missing("skip", ' For rewards that are NaN pass missing_rewards="skip".')
+
+
+def _check_number_of_rewards(rewards: Tensor, targets: Tensor, cu_seqlens: Tensor | None) -> None:
+    """Raise ValueError unless there is one reward per sequence, if the sequences are known."""
+    has_sequences = cu_seqlens is not None or targets.dim() == 2
+    if rewards.dim() == 0 or not has_sequences:
+        return
+    num_sequences = len(targets) if cu_seqlens is None else len(cu_seqlens) - 1
+    if len(rewards) == num_sequences:
+        return
+    if rewards.dim() > 1 and rewards.numel() == num_sequences:
+        raise ValueError(
+            f"rewards has shape {list(rewards.shape)}, but targets {num_sequences} sequences: pass"
+            f" rewards.flatten() with group_size={rewards.shape[-1]}."
+        )
+    raise ValueError(
+        f"rewards has {len(rewards)} numbers, but targets {num_sequences} sequences: pass one a"
+        " sequence."
+    )
+
+
+# ---- alignment: a row of a model predicts the next token, so that what was recorded for a token
+# moves to the row before it
 
 
 def shift_targets(
@@ -748,30 +778,30 @@ def shift_targets(
     cu_seqlens: Tensor | None = None,
     segment_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (targets, mask), both of the shape of ids: row i of a model's output predicts
-    targets[i] = ids[i + 1], where mask is set.
+    """Return (targets, mask) of the shape of ids, with which row i predicts token i + 1.
+
+    targets[i] is ids[i + 1] if token i + 1 is in the same sequence and in the mask.
 
         targets, mask = shift_targets(ids, mask=completion_mask, cu_seqlens=cu_seqlens)
         logps, _ = linear_logprobs(hidden, lm_head.weight, targets, mask=mask)
 
     ids          int64 [B, T], or packed [N].
-    mask         bool (or 0/1 integer), the shape of ids: tokens that may be a target, completion
-                 tokens say; None = all.
+    mask         bool (or 0/1 integer), the shape of ids: tokens that may be a target, for example
+                 the tokens of completions. None: all.
     cu_seqlens   int32 or int64 [B + 1] of packed ids: sequence b is ids[cu_seqlens[b] :
                  cu_seqlens[b + 1]].
-    segment_ids  integer, the shape of ids: equal for neighbours of one sequence, in place of
-                 cu_seqlens; of position_ids that start at 0 in each sequence, (position_ids ==
-                 0).cumsum(-1).
+    segment_ids  integers, the shape of ids, in place of cu_seqlens: equal for neighbours in one
+                 sequence. Position ids that start at 0 in each sequence give them by (position_ids
+                 == 0).cumsum(-1).
 
-    The last token of a row or segment predicts nothing: its mask is False, its target 0. Hidden
-    states keep their length, so that nothing has to be cut or rolled afterwards. Ranks that share
-    sequences (context parallelism) call this before they take their part: the target of a part's
-    last token is on another rank. Raises ValueError on shapes and dtypes that disagree.
+    The last token of a row or sequence predicts nothing: its mask is False, its target 0. Hidden
+    states keep their length, so that nothing has to be cut or rolled afterwards. With context
+    parallelism, call this before the ranks take their parts: the target of a part's last token is
+    on another rank. Raises ValueError on shapes and dtypes that disagree.
     """
     require_tensor("ids", ids, *IDS)
-    require(
-        ids.dim() in (1, 2), "ids.shape", list(ids.shape), "pass token ids [B, T] or packed [N]."
-    )
+    remedy = "pass token ids [B, T] or packed [N]."
+    require(ids.dim() in (1, 2), "ids.shape", list(ids.shape), remedy)
     if cu_seqlens is not None:
         if segment_ids is not None:
             raise ValueError("cu_seqlens and segment_ids are both given: pass one of them.")
@@ -780,16 +810,18 @@ def shift_targets(
     elif segment_ids is not None:
         require_tensor("segment_ids", segment_ids, INTEGRAL, "integers of the shape of ids")
         require_shape("segment_ids", segment_ids, ids.shape, "ids")
-    valid = (
-        torch.ones_like(ids, dtype=torch.bool) if mask is None else as_mask("mask", mask, ids.shape)
-    )
+    if mask is None:
+        is_target = torch.ones_like(ids, dtype=torch.bool)
+    else:
+        is_target = as_mask("mask", mask, ids.shape)
     if segment_ids is not None:
         follows = segment_ids[..., 1:] == segment_ids[..., :-1]
-        valid = torch.cat([valid[..., :1], valid[..., 1:] & follows], -1)
-    targets, shifted = torch.zeros_like(ids), torch.zeros_like(valid)
-    shifted[..., :-1] = valid[..., 1:]
+        is_target = torch.cat([is_target[..., :1], is_target[..., 1:] & follows], -1)
+    targets = torch.zeros_like(ids)
     targets[..., :-1] = ids[..., 1:]
-    return targets, shifted
+    shifted_mask = torch.zeros_like(is_target)
+    shifted_mask[..., :-1] = is_target[..., 1:]
+    return targets, shifted_mask
 
 
 def shift_sets(
@@ -799,26 +831,29 @@ def shift_sets(
     cu_seqlens: Tensor | None = None,
     segment_ids: Tensor | None = None,
 ) -> TokenSets:
-    """Move sets that were recorded for each token of ids to the rows that predict them: row i takes
-    the set of token i + 1.
+    """Return sets that were recorded for each token, moved to the rows that predict the tokens.
+
+    Row i gets the set of token i + 1.
 
         targets, mask = shift_targets(ids, mask=completion_mask, cu_seqlens=cu_seqlens)
         kept = shift_sets(TokenSets.from_counts(kept_ids, counts), ids, cu_seqlens=cu_seqlens)
 
     sets         one row for each token of ids, row-major.
-    ids          int64 [B, T], or packed [N], as `shift_targets` takes it; only its shape is used.
-    cu_seqlens, segment_ids  as in `shift_targets`; the host reads them, which waits if they are on
+    ids          int64 [B, T], or packed [N], as in `shift_targets`. Only the shape is used.
+    cu_seqlens, segment_ids  as in `shift_targets`. The host reads them, which waits if they are on
                              a device.
 
-    The last token of a row or segment predicts nothing: its set is empty, and that of a first token
-    is dropped. prime-rl records sets so, with a count of 0 for tokens of prompts and tools. Records
-    of generated tokens alone need no shift: see `TokenSets.from_lists`. Raises ValueError on shapes
-    that disagree.
+    The last token of a row or sequence predicts nothing: its set is empty. The set of a first token
+    is dropped. prime-rl records sets in this form, with a count of 0 for tokens of prompts and
+    tools. Records of generated tokens alone need no shift: see `TokenSets.from_lists`. Raises
+    ValueError on shapes that disagree.
     """
     check_sets("sets", sets, ids)
-    known = cu_seqlens if cu_seqlens is not None else segment_ids
-    numbers = torch.arange(
-        ids.numel(), device=known.device if isinstance(known, Tensor) else "cpu"
-    ).view(ids.shape)
-    source, follows = shift_targets(numbers, cu_seqlens=cu_seqlens, segment_ids=segment_ids)
-    return sets.take(torch.where(follows, source, -1).flatten())
+    boundaries = segment_ids if cu_seqlens is None else cu_seqlens
+    device = boundaries.device if isinstance(boundaries, Tensor) else "cpu"
+    # Shift the numbers of the tokens in place of their ids.
+    token_numbers = torch.arange(ids.numel(), device=device).view(ids.shape)
+    next_token, has_next = shift_targets(
+        token_numbers, cu_seqlens=cu_seqlens, segment_ids=segment_ids
+    )
+    return sets.take(torch.where(has_next, next_token, -1).flatten())

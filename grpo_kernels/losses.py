@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .batch import TokenBatch, sends_ahead
+from .batch import TokenBatch, sends_counts_early
 from .checks import (
     FLOATING,
     check_targets,
@@ -589,7 +589,7 @@ class BatchLoss:
         has_gradient = self.tokens_with_gradient()
         if has_gradient is None:  # None means all tokens, so all are processed too
             return RowOrder.of_all_rows(tokens.targets.numel(), device)
-        if device.type == "cpu" and not sends_ahead(device):
+        if device.type == "cpu" and not sends_counts_early(device):
             return RowOrder.from_masks(has_gradient, tokens.processed)
         num_with_gradient = batch.count_in_mask(self.objective.gradient_mask, has_gradient)
         num_processed = num_with_gradient

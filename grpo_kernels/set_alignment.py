@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .batch import HostCopy, sends_ahead
+from .batch import HostCopy, sends_counts_early
 from .checks import is_capturing, warn_once
 
 #: From this share of trained targets outside of their sets on there is a warning.
@@ -49,7 +49,7 @@ def warn_of_misaligned_sets(share: Tensor, tokens: Tensor) -> None:
     device = share.device
     if is_capturing(device) or torch.compiler.is_compiling():
         return
-    if sends_ahead(device):
+    if sends_counts_early(device):
         numbers = torch.stack([share, tokens])
         _earlier = _Reading(numbers, HostCopy(numbers))
     elif device.type == "cpu":

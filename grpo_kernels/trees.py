@@ -1,14 +1,12 @@
-"""Rollouts that share prefixes as a tree: a model runs over each prefix once, and a loss over the
-tokens of all rollouts.
+"""Rollouts that share prefixes, as a tree in which the model processes each prefix once.
 
-A row of logits then predicts the tokens of several rollouts: `shared_row_logprobs`.
+A row of logits then predicts the tokens of several rollouts, see `shared_row_logprobs`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
 from os.path import commonprefix
 from typing import Any
 
@@ -31,14 +29,14 @@ class PrefixTree:
             tree.targets, advantages[:, None], rows=tree.rows, cu_seqlens=tree.cu_seqlens
         )
 
-    ids          int64 [N]: the token of each row, depth first: the rows of a prefix stand before
-                 those that go on from it.
-    positions    int64 [N]: how many tokens a row has before it, for position_ids.
-    ends         int64 [N]: where the rows end that go on from this one: row i attends to row j if j
-                 <= i < ends[j].
-    targets      int64 [M]: the tokens of the completions, one rollout after the other.
-    rows         int64 [M]: the row that predicts each of them.
-    cu_seqlens   int64 [B + 1]: where each rollout begins among these, as in a TokenBatch.
+    ids          int64 [N]: the token of each row, depth first: a prefix comes before all of its
+                 continuations.
+    positions    int64 [N]: the number of tokens before each row in its rollouts, for position_ids.
+    ends         int64 [N]: the end of the subtree of each row: row i attends to row j if j <= i <
+                 ends[j].
+    targets      int64 [M]: the tokens of the completions, one rollout after another.
+    rows         int64 [M]: the row that predicts each target.
+    cu_seqlens   int64 [B + 1]: where the targets of each rollout begin, as in a TokenBatch.
     """
 
     ids: Tensor
@@ -53,73 +51,93 @@ class PrefixTree:
     def of(
         cls, rollouts: Sequence[Any], prompt_lengths: Sequence[int] | Tensor, *, device: Any = None
     ) -> PrefixTree:
-        """The tree of rollouts, of one prompt or several.
+        """Make the tree of rollouts, of one prompt or several.
 
-        rollouts        a sequence of ids for each, prompt and completion: lists, or integer tensors
+        rollouts        the ids of each rollout, prompt and completion: lists, or integer tensors
                         [length].
-        prompt_lengths  how many of these are the prompt, at least 1: what follows are targets.
-        device          where the tensors are made; None = the CPU.
+        prompt_lengths  the number of tokens of each prompt, at least 1. All further tokens are
+                        targets.
+        device          where the tensors are made. None: the CPU.
 
-        Raises ValueError for a rollout that is shorter than its prompt.
+        Raises ValueError for a rollout that is shorter than its prompt, and unless there is one
+        prompt length for each rollout.
         """
-        lists = [x.tolist() if isinstance(x, Tensor) else [*x] for x in rollouts]
+        token_lists = [x.tolist() if isinstance(x, Tensor) else [*x] for x in rollouts]
         lengths = [int(x) for x in prompt_lengths]
-        if len(lengths) != len(lists):
+        if len(lengths) != len(token_lists):
             raise ValueError(
-                f"prompt_lengths has {len(lengths)} numbers, but rollouts are {len(lists)}: pass"
-                " one for each."
+                f"prompt_lengths has {len(lengths)} numbers, but rollouts are {len(token_lists)}:"
+                " pass one for each."
             )
-        for i, (own, length) in enumerate(zip(lists, lengths, strict=True)):
-            if not 1 <= length <= len(own):
+        for i, (tokens, length) in enumerate(zip(token_lists, lengths, strict=True)):
+            if not 1 <= length <= len(tokens):
                 raise ValueError(
-                    f"prompt_lengths[{i}]={length}, but rollout {i} has {len(own)} tokens: its"
+                    f"prompt_lengths[{i}]={length}, but rollout {i} has {len(tokens)} tokens: its"
                     " prompt is one of them at least."
                 )
+
         ids: list[int] = []
         positions: list[int] = []
         ends: list[int] = []
-        rows_of: dict[int, list[int]] = {}
-        before: list[
-            int
-        ] = []  # the rollout before in sorted order, which has the longest prefix in common with the next
-        path: list[int] = []  # and its rows
-        for i in sorted(range(len(lists)), key=lists.__getitem__):
-            own = lists[i]
-            common = len(commonprefix([before, own]))  # noqa: RUF071 (of lists, element by element)
-            for row in path[common:]:
+        rows_of_rollout: list[list[int]] = [[] for _ in token_lists]
+        # In sorted order, the longest prefix that a rollout shares with any earlier one is the one
+        # that it shares with its predecessor.
+        previous_tokens: list[int] = []
+        previous_rows: list[int] = []
+        for i in sorted(range(len(token_lists)), key=token_lists.__getitem__):
+            tokens = token_lists[i]
+            # commonprefix compares lists element by element.
+            num_shared = len(commonprefix([previous_tokens, tokens]))  # noqa: RUF071
+            for row in previous_rows[num_shared:]:
                 ends[row] = len(ids)
-            path = [*path[:common], *range(len(ids), len(ids) + len(own) - common)]
-            ids += own[common:]
-            positions += range(common, len(own))
-            ends += path[common:]  # until the next rollout shows where they end
-            before, rows_of[i] = own, path
-        for row in path:
+            num_new = len(tokens) - num_shared
+            new_rows = range(len(ids), len(ids) + num_new)
+            ids += tokens[num_shared:]
+            positions += range(num_shared, len(tokens))
+            ends += [0] * num_new  # set when a later rollout leaves this branch
+            previous_tokens = tokens
+            previous_rows = [*previous_rows[:num_shared], *new_rows]
+            rows_of_rollout[i] = previous_rows
+        for row in previous_rows:
             ends[row] = len(ids)
-        targets = [own[length:] for own, length in zip(lists, lengths, strict=True)]
-        rows = chain.from_iterable(rows_of[i][length - 1 : -1] for i, length in enumerate(lengths))
-        parts = (
-            ids,
-            positions,
-            ends,
-            [*chain.from_iterable(targets)],
-            [*rows],
-            [*accumulate(map(len, targets), initial=0)],
+
+        targets: list[int] = []
+        rows: list[int] = []
+        cu_seqlens = [0]
+        for tokens, rows_of_tokens, length in zip(
+            token_lists, rows_of_rollout, lengths, strict=True
+        ):
+            targets += tokens[length:]
+            rows += rows_of_tokens[length - 1 : -1]  # a row predicts the next token
+            cu_seqlens.append(len(targets))
+
+        def to_tensor(numbers: list[int]) -> Tensor:
+            return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+        return cls(
+            ids=to_tensor(ids),
+            positions=to_tensor(positions),
+            ends=to_tensor(ends),
+            targets=to_tensor(targets),
+            rows=to_tensor(rows),
+            cu_seqlens=to_tensor(cu_seqlens),
         )
-        return cls(*(torch.tensor(x, dtype=torch.int64, device=device) for x in parts))
 
     @property
     def attention(self) -> Tensor:
-        """bool [N, N]: which rows each row attends to, itself and its prefix. For long
-        trees make a mask of blocks of `ends`, as FlexAttention takes it.
+        """bool [N, N]: True if row i attends to row j, which is itself or a token of its prefix.
+
+        For long trees, make a block mask from `ends` instead, for example for FlexAttention.
         """
         row = torch.arange(len(self.ids), device=self.ids.device)
         return (row <= row[:, None]) & (row[:, None] < self.ends)
 
 
 def unpacked(batch: TokenBatch) -> tuple[Tensor, TokenBatch]:
-    """Return (index, plain): the batch with a row for each token, and the shared row of each.
+    """Return (index, plain): a batch in which each token has its own row, and the shared rows.
 
-    `index` is int64 in the shape of targets, 0 where masked. Use it like this:
+    index   int64, the shape of targets: the row that each token had, 0 where masked
+    plain   the batch without `rows`
 
         index, plain = unpacked(batch)
         linear_grpo_loss(hidden[index], weight, plain, objective)  # hidden: [N, H]
@@ -129,8 +147,9 @@ def unpacked(batch: TokenBatch) -> tuple[Tensor, TokenBatch]:
     if batch.rows is None:
         raise ValueError("batch has no rows: each of its tokens has a row already.")
     index = batch.rows.long()
-    index = index if batch.mask is None else torch.where(batch.mask, index, 0)
-    return index, replace(batch, rows=None, mask=batch.__dict__.get("_given_mask", batch.mask))
+    if batch.mask is not None:
+        index = torch.where(batch.mask, index, 0)
+    return index, replace(batch, rows=None, mask=batch._mask_before_missing)
 
 
 def shared_row_logprobs(

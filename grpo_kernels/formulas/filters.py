@@ -37,12 +37,10 @@ from torch import Tensor
 from ..batch import TokenBatch
 from ..checks import LARGEST, Checked, require, require_one_of
 from ..rewards.entropy import SHARE, entropy_threshold
-from .ops import bounded_exp, ops
+from .ops import LOG_RATIO_BOUND, bounded_exp, ops
 from .token_inputs import TokenInputs
 from .token_loss import below_floor
 
-#: Bound of log-ratios in nats. e^60 is finite in fp32, as in ops.bounded_exp.
-LOG_RATIO_BOUND = 60.0
 #: The description and the range of `OffPolicySequences.delta`.
 DELTA = ("the largest mean log-ratio is a finite number.", -LARGEST, LARGEST)
 #: The values of `OffPolicySequences.advantage_of`.

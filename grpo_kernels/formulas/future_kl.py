@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..batch import TokenBatch
 from ..checks import FLOATING, LARGEST, SMALLEST, Checked, require, require_shape, require_tensor
-from .filters import LOG_RATIO_BOUND
+from .ops import LOG_RATIO_BOUND
 from .token_inputs import TokenInputs
 
 #: Bounds of the weight of a token with a ratio above `FutureKl.safety` and a negative advantage.

@@ -16,6 +16,9 @@ from torch import Tensor
 
 NUMBERS = (int, float)
 
+#: Bound of log-ratios in nats. e^60 = 1.1e26 times any reasonable weight is still finite in fp32.
+LOG_RATIO_BOUND = 60.0
+
 
 class ops:
     """The functions that a formula may call, besides arithmetic and comparisons.
@@ -62,12 +65,12 @@ class ops:
 
 
 def bounded_exp(x):
-    """Return exp(min(x, 60)). e^60 = 1.1e26 times any reasonable weight is still finite in fp32.
+    """Return exp(min(x, LOG_RATIO_BOUND)).
 
     Formulas use it for ratios. The derivative that they return for a ratio beyond the bound is the
     bounded ratio, not 0, so such a token still has a gradient, which moves it back.
     """
-    return ops.exp(x.clamp(max=60.0))
+    return ops.exp(x.clamp(max=LOG_RATIO_BOUND))
 
 
 def finite(x):

@@ -83,11 +83,11 @@ from ..checks import (
 from ..formulas.filters import (
     ADVANTAGES_OF,
     DELTA,
-    LOG_RATIO_BOUND,
     logp_difference,
     near_sampler,
     sampler_errors,
 )
+from ..formulas.ops import LOG_RATIO_BOUND
 from .groups import Grouped, Groups
 
 LEVELS = ("token", "sequence", "geometric")

@@ -28,13 +28,12 @@ from ..checks import (
     sequence_ids,
 )
 from ..formulas.kl import Kl, as_kl, kl_terms
+from ..formulas.ops import LOG_RATIO_BOUND
 from .advantages import group_advantages
 from .groups import Grouped, Groups, finite, float_tensor, group_ids, read_rewards
 
 SHARE = "it must be a number in [0, 1]."
 FINITE = "it must be finite wherever the mask is True."
-#: Exponents are at most this one.
-BOUND = 60.0
 GUARDS = ("add", "floor", "std")
 
 #: `whiten(advantages, mask, **WHITENING["verl"])` whitens as that trainer does (TRL: as its RLOO
@@ -294,7 +293,7 @@ def self_distilled_advantages(
     wide = per_token("advantages", float_tensor("advantages", advantages), tokens.shape, cu_seqlens)
     a = tokens.values("advantages", wide.view(tokens.shape))
     d = tokens.values("teacher_logps", teacher_logps) - tokens.values("old_logps", old_logps)
-    evidence = (a.sign() * d).clamp(max=BOUND).exp().clamp(1.0 - clip, 1.0 + clip)
+    evidence = (a.sign() * d).clamp(max=LOG_RATIO_BOUND).exp().clamp(1.0 - clip, 1.0 + clip)
     weight = 1.0 - strength + strength * evidence
     if negative_only:
         weight = torch.where(a < 0, weight, 1.0)

@@ -344,7 +344,7 @@ def launches(recipe, monkeypatch, chunk=64):
         name: torch.empty_like(x, device="meta").requires_grad_(name != recipe.frozen)
         for name, x in p.given.items()
     }
-    monkeypatch.setattr("grpo_kernels.batch.AHEAD", ("meta",))
+    monkeypatch.setattr("grpo_kernels.batch.DEVICES_WITH_EARLY_COUNTS", ("meta",))
     monkeypatch.setattr(
         TokenBatch,
         "_sent_counts",
@@ -472,7 +472,7 @@ def device(monkeypatch):
 
     monkeypatch.setattr(torch, "_assert_async", check)
     monkeypatch.setattr(torch, "get_device_module", lambda _: found)
-    monkeypatch.setattr("grpo_kernels.batch.AHEAD", ("cpu",))
+    monkeypatch.setattr("grpo_kernels.batch.DEVICES_WITH_EARLY_COUNTS", ("cpu",))
     monkeypatch.setattr(
         torch, "empty", lambda *shape, pin_memory=False, **kind: empty(*shape, **kind)
     )
