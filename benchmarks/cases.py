@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import TokenBatch, TokenSets
-from grpo_kernels.diagnosis.step import Output
+from grpo_kernels.diagnosis.step import ModelOutput
 
 Result = dict[
     str, Any
@@ -177,7 +177,7 @@ class Case:
         """
         if self.model is not None:
             return self.model(input_ids=self.ids, use_cache=False).logits[:, :-1]
-        return Output.apply(self.logits)
+        return ModelOutput.apply(self.logits)
 
     @property
     def leaves(self) -> dict[str, Tensor]:

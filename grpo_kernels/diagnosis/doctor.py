@@ -55,7 +55,7 @@ from ..core import backends
 from . import Finding, first_line, machine
 from .machine import cpu_matmuls
 from .self_test import LIMITS, self_test
-from .step import Step, Timing, measure
+from .step import DIVIDED, DIVIDED_WITH_GRAD_SCALE, Step, Timing, measure
 
 #: Part of an exception's message -> what to do about it.
 REMEDIES = {
@@ -222,9 +222,9 @@ def step_findings(step: Step, auto: str, known: list[Finding]) -> Iterator[Findi
                 f"{t.name} is slower than plain PyTorch: {t.ms:.0f} ms where that takes"
                 f" {step.timings[0].ms:.0f} ms"
             )
-            yield Finding(f"{step.what}: {slow} ({_times(t)}): {why}", remedy, grave=True)
+            yield Finding(f"{step.title}: {slow} ({_times(t)}): {why}", remedy, grave=True)
         elif t.verdict == "unsteady":
-            yield Finding(f"{step.what}: {t.name} is {_times(t)}", again)
+            yield Finding(f"{step.title}: {t.name} is {_times(t)}", again)
 
 
 def matmul_findings(step: Step) -> Iterator[Finding]:
@@ -311,10 +311,17 @@ def _text_of_backend(name: str, found: dict[str, Any]) -> str:
 def _text_of_step(step: Step) -> str:
     shape = " x ".join(f"{n:,}" for n in (step.rows, step.hidden, step.vocab) if n)
     lines = [
-        f"{step.what}, {shape}, {step.dtype} (loss and gradient, median of {step.timings[0].runs}"
+        f"{step.title}, {shape}, {step.dtype} (loss and gradient, median of {step.timings[0].runs}"
         " in turns):"
     ]
-    lines += (f"  {t.name:20} {t.ms:9,.1f} ms  {_times(t)}".rstrip() for t in step.timings)
+    lines += (f"  {t.name:24} {t.ms:9,.1f} ms  {_times(t)}".rstrip() for t in step.timings)
+    divided = step.timing(DIVIDED)
+    with_grad_scale = step.timing(DIVIDED_WITH_GRAD_SCALE)
+    if divided is not None and with_grad_scale is not None:
+        lines.append(
+            "  If you multiply a loss before backward (gradient accumulation), pass the factor as"
+            f" grad_scale=1 / 4: {with_grad_scale.ms:,.1f} ms in place of {divided.ms:,.1f} ms."
+        )
     return "\n".join([*lines, ""])
 
 

@@ -23,7 +23,7 @@ from ..objective import Objective
 from ..token_sets import TokenSets
 from ..transform import LogitTransform
 from . import first_line
-from .step import Step, clipped, inputs, plain_rows
+from .step import Step, clipped_loss, make_inputs, plain_logits
 
 CPU = torch.device("cpu")
 
@@ -111,7 +111,7 @@ def question(case: str, step: Step) -> Question:
     Cases that are compared with the eager backend have sequences, whose last token is masked.
     Candidate sets are the target alone, the target and some ids, or empty.
     """
-    leaves, batch = inputs(step, CPU)
+    leaves, batch = make_inputs(step, CPU)
     assert batch.advantages is not None
     batch.advantages[0] = 0.0
     old: Any = batch.old_logps
@@ -146,7 +146,7 @@ def plain_results(q: Question) -> dict[str, Tensor]:
     b: Any = q.batch
     objective = q.objective
     temperature = q.how["transform"].temperature
-    log_p = torch.log_softmax(plain_rows(leaves) / temperature, -1)
+    log_p = torch.log_softmax(plain_logits(leaves) / temperature, -1)
     logps = log_p.gather(-1, b.targets[:, None])[:, 0]
     entropy = -(log_p.exp() * log_p).sum(-1)
     if objective.exact is not None:
@@ -155,7 +155,7 @@ def plain_results(q: Question) -> dict[str, Tensor]:
     else:
         apart = b.ref_logps - logps
         kl = apart.exp() - apart - 1.0
-    terms = clipped(logps, b.old_logps, b.advantages) + objective.beta * kl
+    terms = clipped_loss(logps, b.old_logps, b.advantages) + objective.beta * kl
     return _with_gradients(
         leaves, loss=(terms - objective.entropy_coef * entropy).mean(), logps=logps, entropy=entropy
     )

@@ -1,10 +1,10 @@
-"""Times of one training step's loss and gradient at a model's size, compared with plain PyTorch; on
-a CPU also with each engine that can compute its matmuls.
+"""Time the loss and gradient of one training step at the size of a model, next to plain PyTorch.
+
+On a CPU a step from hidden states is also timed with each engine that can compute its matmuls.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import statistics
 import time
@@ -21,55 +21,40 @@ from ..losses import grpo_loss, linear_grpo_loss
 from ..objective import Objective
 from .machine import memory_available
 
-#: (rows, vocabulary, hidden size) for each device: of a model, and where there is little memory.
+#: (rows, vocabulary, hidden size) on each kind of device, the largest first.
 SIZES = {
     "cpu": ((64, 151_936, 896), (64, 32_000, 512)),
     "gpu": ((8192, 151_936, 4096), (4096, 151_936, 1024), (2048, 32_000, 1024)),
 }
-#: Bytes per logit and per element of the head at the peak of eager PyTorch or of ours: copies in
-#: bf16 and fp32, gradients.
+#: Peak memory of any contender, in bytes per logit and per element of the head: copies in bf16 and
+#: fp32, and gradients.
 LOGIT_BYTES = 20
 HEAD_BYTES = 12
+#: How often each contender runs.
 ROUNDS = 5
-#: The upper quartile over the lower one of what rounds say, above which they say nothing.
+#: If the upper quartile of the speed-ups is this many times the lower one, they are not judged.
 MOST_SPREAD = 1.5
-#: Slower than another is what takes this many times as long.
+#: A contender is slower than another if it takes more than this many times as long.
 MOST_TIMES = 1.05
+#: What a loss is multiplied by that is averaged over four micro-batches.
+ACCUMULATION_SCALE = 1 / 4
+
+PLAIN = "eager PyTorch"
+DIVIDED = "grpo_loss, loss / 4"
+DIVIDED_WITH_GRAD_SCALE = "the same with grad_scale"
 
 
-# ---- plain PyTorch
-
-
-def plain_rows(leaves: list[Tensor]) -> Tensor:
-    """Rows of logits, given or from hidden states and a head."""
-    return leaves[0] if len(leaves) == 1 else leaves[0] @ leaves[1].t()
-
-
-def plain_logps(leaves: list[Tensor], targets: Tensor) -> Tensor:
-    """Log-probs of tokens from logits, or from hidden states and a head."""
-    return torch.log_softmax(plain_rows(leaves).float(), -1).gather(-1, targets[..., None])[..., 0]
-
-
-def plain_loss(leaves: list[Tensor], batch: TokenBatch) -> Tensor:
-    """The loss of DAPO, which autograd differentiates, of a batch without a mask and with an
-    advantage a token.
-    """
-    assert batch.advantages is not None
-    return clipped(plain_logps(leaves, batch.targets), batch.old_logps, batch.advantages).mean()
-
-
-def clipped(logps: Tensor, old_logps: Any, advantages: Tensor) -> Tensor:
-    ratio = torch.exp(logps - old_logps)
-    return -torch.min(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
-
-
-# ---- what is found
+# ---- results
 
 
 @dataclass
 class Timing:
-    """Medians of one contender; gain: lower quartile, median and upper quartile over the rounds of
-    how many times as fast it was as the first contender, None for that one.
+    """The time of one contender.
+
+    ms     median over the rounds
+    runs   number of rounds
+    gain   how many times as fast it was as the first contender: lower quartile, median and upper
+           quartile over the rounds. None for the first contender.
     """
 
     name: str
@@ -79,24 +64,30 @@ class Timing:
 
     @property
     def verdict(self) -> str:
-        """ "slower" or "faster" than the first by more than 5 % in three quarters of the rounds;
-        "unsteady" where rounds do not agree well enough to say so; else "alike".
+        """Whether the contender is "slower" or "faster" than the first one.
+
+        It is if it is so by more than 5 % in three quarters of the rounds. "unsteady": the rounds
+        do not agree. Otherwise the two are "alike".
         """
         if self.gain is None:
             return "alike"
-        low, _, high = self.gain
-        if high * MOST_TIMES < 1:
+        lower, _, upper = self.gain
+        if upper * MOST_TIMES < 1:
             return "slower"
-        if low > MOST_TIMES:
+        if lower > MOST_TIMES:
             return "faster"
-        return "unsteady" if high > MOST_SPREAD * low else "alike"
+        return "unsteady" if upper > MOST_SPREAD * lower else "alike"
 
 
 @dataclass
 class Step:
-    """The contenders at one level:
+    """The size of a step and the times of its contenders.
 
-    first plain PyTorch, or at "matmuls" the engine of matmuls in use.
+    level     "logits" or "hidden": what the loss is computed from. "matmuls": from hidden states,
+              with each engine of matmuls.
+    hidden    hidden size, None from logits
+    dtype     of logits or hidden states, a name of torch
+    timings   the first is plain PyTorch, or at "matmuls" the engine in use
     """
 
     level: str
@@ -107,71 +98,158 @@ class Step:
     timings: list[Timing] = field(default_factory=list)
 
     @property
-    def what(self) -> str:
-        return (
-            "a step from hidden, by each engine"
-            if self.level == "matmuls"
-            else f"a step from {self.level}"
-        )
+    def title(self) -> str:
+        """What was timed, in words."""
+        if self.level == "matmuls":
+            return "a step from hidden, by each engine"
+        return f"a step from {self.level}"
+
+    def timing(self, name: str) -> Timing | None:
+        """Return the timing of the contender of this name, None if it was not timed."""
+        return next((timing for timing in self.timings if timing.name == name), None)
 
 
 def measure(level: str, backend: str, device: torch.device) -> Step:
-    """Plain PyTorch and `backend` at level "logits" or "hidden"; at level "matmuls" all engines
-    that can compute matmuls on this CPU.
+    """Time all contenders of a level, see `Step`.
+
+    backend   the backend of our losses
+
+    Raises MemoryError if no size fits into half of the free memory.
     """
-    found = largest(level, device)
-    (first, times), *others = interleaved(contenders(found, backend, device), device).items()
-    found.timings = [Timing(first, statistics.median(times), len(times))]
-    found.timings += [
-        Timing(name, statistics.median(own), len(own), gain(times, own)) for name, own in others
-    ]
-    return found
+    step = largest_step(level, device)
+    times = time_in_turns(make_contenders(step, backend, device), device)
+    first_times = next(iter(times.values()))
+    for name, own_times in times.items():
+        gain = None if own_times is first_times else quartiles_of_gain(first_times, own_times)
+        timing = Timing(name, statistics.median(own_times), len(own_times), gain)
+        step.timings.append(timing)
+    return step
 
 
-def largest(level: str, device: torch.device) -> Step:
-    """The largest shape for half of the memory, without timings.
+def largest_step(level: str, device: torch.device) -> Step:
+    """Return the largest step that takes at most half of the free memory, without timings.
 
-    Raises MemoryError where there is none.
+    Raises MemoryError if there is none.
     """
-    kind = "cpu" if device.type == "cpu" else "gpu"
-    free = (
-        memory_available()
-        if kind == "cpu"
-        else torch.get_device_module(device).mem_get_info(device)[0]
-    )
-    # On a CPU logits are fp32, as trainers have them there; from hidden states bf16 is where plain
-    # PyTorch may be faster.
-    fp32 = kind == "cpu" and (level == "logits" or not torch_has_bf16())
-    for rows, vocab, width in SIZES[kind]:
+    is_cpu = device.type == "cpu"
+    if is_cpu:
+        free_bytes = memory_available()
+    else:
+        free_bytes = torch.get_device_module(device).mem_get_info(device)[0]
+    # On a CPU trainers have fp32 logits. From hidden states bf16 is where plain PyTorch may win.
+    uses_fp32 = is_cpu and (level == "logits" or not torch_has_bf16())
+    for rows, vocab, hidden in SIZES["cpu" if is_cpu else "gpu"]:
         step = Step(
             level,
             rows,
-            None if level == "logits" else width,
-            vocab,
-            "float32" if fp32 else "bfloat16",
+            hidden=None if level == "logits" else hidden,
+            vocab=vocab,
+            dtype="float32" if uses_fp32 else "bfloat16",
         )
-        if LOGIT_BYTES * rows * vocab + HEAD_BYTES * vocab * (step.hidden or 0) < free / 2:
+        peak_bytes = LOGIT_BYTES * rows * vocab + HEAD_BYTES * vocab * (step.hidden or 0)
+        if peak_bytes < free_bytes / 2:
             return step
-    raise MemoryError(f"only {free / 1e9:.1f} GB of memory are free")
+    raise MemoryError(f"only {free_bytes / 1e9:.1f} GB of memory are free")
 
 
 def torch_has_bf16() -> bool:
-    """Whether torch has bf16 matmuls for this CPU:
+    """Return whether torch has fast bf16 matmuls for this CPU.
 
-    without AVX-512 they take many times as long as those of fp32.
+    Without AVX-512 they take many times as long as in fp32.
     """
-    return torch.backends.mkldnn.is_available() and bool(
-        torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
+    has_mkldnn = torch.backends.mkldnn.is_available()
+    return has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 # ---- the contenders
 
 
-class Output(torch.autograd.Function):
-    """Returns the same memory as the output of a computation, because a leaf may not be overwritten
-    in place.
+@dataclass
+class Contender:
+    """A way to compute the loss and its gradients.
+
+    run          returns the gradients of the loss times `loss_scale`
+    restore      restores inputs that a run overwrites; its time is not counted
+    loss_scale   what the loss is multiplied by
     """
+
+    name: str
+    run: Callable[[], object]
+    restore: Callable[[], object] = lambda: None
+    loss_scale: float = 1.0
+
+
+def make_contenders(step: Step, backend: str, device: torch.device) -> list[Contender]:
+    """Return the contenders of a step, the one that the others are compared with first.
+
+    All compute the clipped loss of fresh log-probs, and the gradients of logits or of hidden states
+    and head.
+    """
+    leaves, batch = make_inputs(step, device)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    if step.level == "matmuls":
+        return contenders_by_engine(leaves, batch, backend)
+
+    def run_plain() -> object:
+        return torch.autograd.grad(plain_loss(leaves, batch), leaves)
+
+    plain = Contender(PLAIN, run_plain)
+    if step.level == "logits":
+        return [plain, *contenders_from_logits(leaves[0], batch, backend)]
+
+    def run_ours() -> object:
+        return torch.autograd.grad(our_loss(leaves, batch, backend), leaves)
+
+    return [plain, Contender("linear_grpo_loss", run_ours)]
+
+
+def contenders_by_engine(leaves: list[Tensor], batch: TokenBatch, backend: str) -> list[Contender]:
+    """Return our loss from hidden states with each engine of matmuls, the one in use first."""
+
+    def run_with(engine: str) -> object:
+        with cpu_matmuls.using(engine):
+            return torch.autograd.grad(our_loss(leaves, batch, backend), leaves)
+
+    usable = [name for name, reason in cpu_matmuls.engines().items() if reason is None]
+    usable.sort(key=lambda name: name != cpu_matmuls.engine())
+    return [Contender(name, functools.partial(run_with, name)) for name in usable]
+
+
+def contenders_from_logits(logits: Tensor, batch: TokenBatch, backend: str) -> list[Contender]:
+    """Return our loss from logits: as it is, in place, and divided with and without grad_scale."""
+    overwritten = logits.detach().clone().requires_grad_()
+
+    def run(**arguments: Any) -> object:
+        return torch.autograd.grad(our_loss([logits], batch, backend, **arguments), logits)
+
+    def run_in_place() -> object:
+        output = ModelOutput.apply(overwritten)
+        loss = our_loss([output], batch, backend, inplace=True)
+        return torch.autograd.grad(loss, overwritten)
+
+    def run_divided(**arguments: Any) -> object:
+        loss = our_loss([logits], batch, backend, **arguments) * ACCUMULATION_SCALE
+        return torch.autograd.grad(loss, logits)
+
+    return [
+        Contender("grpo_loss", run),
+        Contender(
+            "grpo_loss, in place",
+            run_in_place,
+            restore=lambda: overwritten.detach().copy_(logits),
+        ),
+        Contender(DIVIDED, run_divided, loss_scale=ACCUMULATION_SCALE),
+        Contender(
+            DIVIDED_WITH_GRAD_SCALE,
+            lambda: run_divided(grad_scale=ACCUMULATION_SCALE),
+            loss_scale=ACCUMULATION_SCALE,
+        ),
+    ]
+
+
+class ModelOutput(torch.autograd.Function):
+    """Identity. Its result may be overwritten in place, which a leaf may not."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
@@ -182,112 +260,105 @@ class Output(torch.autograd.Function):
         return gradient
 
 
-@dataclass
-class Contender:
-    name: str
-    run: Callable[[], object]
-    restore: Callable[[], object] = lambda: None  # inputs that a run overwrites, untimed
+def our_loss(leaves: list[Tensor], batch: TokenBatch, backend: str, **arguments: Any) -> Tensor:
+    """Return the loss of this package from logits, or from hidden states and a head."""
+    loss_function: Any = grpo_loss if len(leaves) == 1 else linear_grpo_loss
+    with use(backend=backend, strict=True):
+        return loss_function(*leaves, batch, Objective.preset("dapo"), **arguments).loss
 
 
-def inputs(step: Step, device: torch.device) -> tuple[list[Tensor], TokenBatch]:
-    """Logits [rows, vocab], or hidden states [rows, hidden] and a head, in the step's dtype; and
-    tokens, with old log-probs near those of the rows.
+def make_inputs(step: Step, device: torch.device) -> tuple[list[Tensor], TokenBatch]:
+    """Return random inputs of a step, and a batch with old log-probs near the present ones.
+
+    The inputs are [logits] or [hidden states, head].
     """
-    g = torch.Generator().manual_seed(2)
+    generator = torch.Generator().manual_seed(2)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g).to(device)
+        return torch.randn(*shape, generator=generator).to(device)
 
-    # A few random columns, repeated: random numbers for all would take longer than the measurement.
-    repeated = torch.arange(step.vocab, device=device) % 1013
+    # A thousand random columns, repeated: drawing all of them would take longer than the steps.
+    num_columns = 1013
+    column_ids = torch.arange(step.vocab, device=device) % num_columns
     if step.hidden is None:
-        rows = [2 * random(step.rows, 1013)[:, repeated]]
+        inputs = [2 * random(step.rows, num_columns)[:, column_ids]]
     else:
-        rows = [
-            random(step.rows, step.hidden),
-            2 / step.hidden**0.5 * random(1013, step.hidden)[repeated],
-        ]
-    leaves = [x.to(getattr(torch, step.dtype)).contiguous() for x in rows]
-    targets = torch.randint(0, step.vocab, (step.rows,), generator=g).to(device)
-    return leaves, TokenBatch(
-        targets, random(step.rows), old_logps=plain_logps(leaves, targets) + 0.3 * random(step.rows)
-    )
+        hidden = random(step.rows, step.hidden)
+        head = 2 / step.hidden**0.5 * random(num_columns, step.hidden)[column_ids]
+        inputs = [hidden, head]
+    leaves = [x.to(getattr(torch, step.dtype)).contiguous() for x in inputs]
+    targets = torch.randint(0, step.vocab, (step.rows,), generator=generator).to(device)
+    advantages = random(step.rows)
+    old_logps = plain_logps(leaves, targets) + 0.3 * random(step.rows)
+    return leaves, TokenBatch(targets, advantages, old_logps=old_logps)
 
 
-def contenders(step: Step, backend: str, device: torch.device) -> list[Contender]:
-    """Plain PyTorch first, or the engine of matmuls in use. All compute the clipped loss of fresh
-    log-probs, and the gradients of logits or of hidden states and head.
-    """
-    leaves, batch = inputs(step, device)
-    for leaf in leaves:
-        leaf.requires_grad_()
-    loss_of: Any = grpo_loss if step.hidden is None else linear_grpo_loss
+# ---- plain PyTorch
 
-    def ours(
-        own: list[Tensor] = leaves, front: Any = list, by: str | None = None, **how: bool
-    ) -> object:
-        engine = contextlib.nullcontext() if by is None else cpu_matmuls.using(by)
-        with use(backend=backend, strict=True), engine:
-            return torch.autograd.grad(
-                loss_of(*front(own), batch, Objective.preset("dapo"), **how).loss, own
-            )
 
-    if step.level == "matmuls":
-        able = (name for name, reason in cpu_matmuls.engines().items() if reason is None)
-        in_use_first = sorted(able, key=lambda name: name != cpu_matmuls.engine())
-        return [Contender(name, functools.partial(ours, by=name)) for name in in_use_first]
-    plain = Contender(
-        "eager PyTorch", lambda: torch.autograd.grad(plain_loss(leaves, batch), leaves)
-    )
-    found = [plain, Contender(loss_of.__name__, ours)]
-    if step.hidden is None:
-        overwritten = leaves[0].detach().clone().requires_grad_()
-        in_place = functools.partial(
-            ours, [overwritten], lambda own: [Output.apply(*own)], inplace=True
-        )
-        found.append(
-            Contender(
-                "grpo_loss, in place", in_place, lambda: overwritten.detach().copy_(leaves[0])
-            )
-        )
-    return found
+def plain_logits(leaves: list[Tensor]) -> Tensor:
+    """Return logits from [logits] or from [hidden states, head]."""
+    return leaves[0] if len(leaves) == 1 else leaves[0] @ leaves[1].t()
+
+
+def plain_logps(leaves: list[Tensor], targets: Tensor) -> Tensor:
+    """Return the log-probs of targets from [logits] or from [hidden states, head]."""
+    logps = torch.log_softmax(plain_logits(leaves).float(), -1)
+    return logps.gather(-1, targets[..., None])[..., 0]
+
+
+def clipped_loss(logps: Tensor, old_logps: Any, advantages: Tensor) -> Tensor:
+    """Return the clipped loss of each token, with the bounds of DAPO."""
+    ratio = torch.exp(logps - old_logps)
+    return -torch.min(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
+
+
+def plain_loss(leaves: list[Tensor], batch: TokenBatch) -> Tensor:
+    """Return the loss of DAPO for a batch without a mask and with one advantage per token."""
+    assert batch.advantages is not None
+    logps = plain_logps(leaves, batch.targets)
+    return clipped_loss(logps, batch.old_logps, batch.advantages).mean()
 
 
 # ---- time
 
 
-def interleaved(chosen: list[Contender], device: torch.device) -> dict[str, list[float]]:
-    """Milliseconds of each, round by round. In a round all take their turn, the last one first in
-    every other, so that a change of the machine's speed affects all of them.
+def time_in_turns(contenders: list[Contender], device: torch.device) -> dict[str, list[float]]:
+    """Return the time of each contender in each round, in milliseconds, by name.
+
+    All run once in a round, in the opposite order in every other round, so that a change of the
+    machine's speed affects all of them.
     """
-    times: dict[str, list[float]] = {c.name: [] for c in chosen}
-    for contender in chosen:
-        timed(contender, device)  # compiles kernels and fills the allocator
-    for done in range(ROUNDS):
-        for contender in chosen[:: 1 if done % 2 == 0 else -1]:
-            times[contender.name].append(timed(contender, device))
+    times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    for contender in contenders:
+        time_run(contender, device)  # compiles kernels and fills the allocator
+    for round_index in range(ROUNDS):
+        order = contenders if round_index % 2 == 0 else contenders[::-1]
+        for contender in order:
+            times[contender.name].append(time_run(contender, device))
     return times
 
 
-def gain(first: list[float], other: list[float]) -> tuple[float, float, float]:
-    """The quartiles over the rounds of how many times as fast the other was.
-
-    A stall is in one round, and so in none of them.
-    """
-    low, middle, high = statistics.quantiles(
-        [a / b for a, b in zip(first, other, strict=True)], n=4, method="inclusive"
-    )
-    return low, middle, high
-
-
-def timed(contender: Contender, device: torch.device) -> float:
-    """Milliseconds of one run."""
-    wait = torch.get_device_module(device).synchronize
+def time_run(contender: Contender, device: torch.device) -> float:
+    """Return the time of one run in milliseconds."""
+    synchronize = torch.get_device_module(device).synchronize
     contender.restore()
-    wait()
-    begin = time.perf_counter()
+    synchronize()
+    start = time.perf_counter()
     result = contender.run()
-    wait()
-    ms = 1e3 * (time.perf_counter() - begin)
+    synchronize()
+    ms = 1e3 * (time.perf_counter() - start)
     del result
     return ms
+
+
+def quartiles_of_gain(
+    first_times: list[float], other_times: list[float]
+) -> tuple[float, float, float]:
+    """Return the quartiles over the rounds of how many times as fast the other one was.
+
+    A stall of the machine in one round does not change them much.
+    """
+    gains = [first / other for first, other in zip(first_times, other_times, strict=True)]
+    lower, middle, upper = statistics.quantiles(gains, n=4, method="inclusive")
+    return lower, middle, upper

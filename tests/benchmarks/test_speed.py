@@ -16,7 +16,7 @@ import os
 import pytest
 import torch
 
-from grpo_kernels.diagnosis.step import Step, contenders, timed
+from grpo_kernels.diagnosis.step import Step, make_contenders, time_run
 
 ROUNDS = 10
 CPU, THREADS = torch.device("cpu"), torch.get_num_threads()  # before any test has set it
@@ -52,12 +52,12 @@ def test_a_loss_and_its_gradient_is_faster_than_plain_pytorch(name, backend, dty
     time.
     """
     level, hidden = ("hidden", 64) if "linear" in name else ("logits", None)
-    plain, *others = contenders(Step(level, 64, hidden, 151936, dtype), backend, CPU)
+    plain, *others = make_contenders(Step(level, 64, hidden, 151936, dtype), backend, CPU)
     (ours,) = (one for one in others if one.name == name)
     best = {plain.name: math.inf, name: math.inf}
     for i in range(6 * ROUNDS):
         for one in (ours, plain):
-            best[one.name] = min(best[one.name], timed(one, CPU))
+            best[one.name] = min(best[one.name], time_run(one, CPU))
         if i >= ROUNDS and best[plain.name] > factor * best[name]:
             break
     assert best[plain.name] > factor * best[name]

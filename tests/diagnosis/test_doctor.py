@@ -245,22 +245,29 @@ def test_a_check_that_raises_costs_itself_only(monkeypatch):
 
 @pytest.mark.parametrize("level", ["logits", "hidden"])
 def test_contenders_compute_the_same(level, backend):
-    eager, *others = step.contenders(
-        step.Step(level, 64, None if level == "logits" else 32, 5_021, "float32"), backend, CPU
-    )
-    wanted = eager.run()
-    assert all(g.abs().max() > 1e-4 for g in wanted)
-    for contender in others * 2:  # what is overwritten is restored
+    hidden = None if level == "logits" else 32
+    size = step.Step(level, 64, hidden, 5_021, "float32")
+    eager, *others = step.make_contenders(size, backend, CPU)
+    expected = eager.run()
+    assert all(gradient.abs().max() > 1e-4 for gradient in expected)
+    for contender in others * 2:  # the second time shows that overwritten inputs are restored
         contender.restore()
+        gradients = [gradient / contender.loss_scale for gradient in contender.run()]
         torch.testing.assert_close(
-            contender.run(), wanted, rtol=1e-3, atol=1e-6, msg=contender.name
+            gradients, list(expected), rtol=1e-3, atol=1e-6, msg=contender.name
         )
 
 
 def test_a_step_is_measured(monkeypatch):
     monkeypatch.setattr(step, "SIZES", {"cpu": ((128, 50_021, 32),)})
     found = step.measure("logits", "eager", CPU)
-    assert [t.name for t in found.timings] == ["eager PyTorch", "grpo_loss", "grpo_loss, in place"]
+    assert [t.name for t in found.timings] == [
+        "eager PyTorch",
+        "grpo_loss",
+        "grpo_loss, in place",
+        "grpo_loss, loss / 4",
+        "the same with grad_scale",
+    ]
     assert all(t.ms > 0 and t.runs == step.ROUNDS for t in found.timings) and found.rows == 128
 
 
@@ -311,6 +318,16 @@ def test_slower_than_plain_pytorch_is_a_problem_with_reason_and_way_out(
     assert "objective_loss" in slow["remedy"] and sound.says(healthy=False).endswith(
         "there are problems, see above\n"
     )
+
+
+def test_a_loss_that_is_divided_is_told_what_grad_scale_saves():
+    names = ("eager PyTorch", "grpo_loss, loss / 4", "the same with grad_scale")
+    times = (90.0, 12.0, 8.0)
+    timings = [step.Timing(name, ms, 5) for name, ms in zip(names, times, strict=True)]
+    text = doctor._text_of_step(step.Step("logits", 64, None, 1000, "float32", timings))
+    assert "grad_scale=1 / 4" in text and "8.0 ms in place of 12.0 ms" in text
+    without = step.Step("hidden", 64, 8, 1000, "float32", timings[:1])
+    assert "grad_scale" not in doctor._text_of_step(without)
 
 
 def test_times_that_spread_are_not_judged(sound):
