@@ -213,7 +213,9 @@ class Case:
         if self.kernel == "fused":
             return choice_of(fused_kind(self.logits, softcap))
         return LAUNCH[
-            reference_gradient_kind(softcap) if self.kernel == "two_pull" else self.kind.launch
+            reference_gradient_kind(softcap, softcap)
+            if self.kernel == "two_pull"
+            else self.kind.launch
         ]
 
     @property

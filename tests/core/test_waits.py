@@ -356,8 +356,8 @@ def launches(recipe, monkeypatch, chunk=64):
     monkeypatch.setattr(backends, "pick", lambda *_: kernels.Kernels())
     found = []
 
-    def launch(kind, kernel, tensors, programs, arguments, **flags):
-        if programs(1) > 0:
+    def launch(kind, kernel, tensors, num_programs, arguments, **flags):
+        if num_programs(1) > 0:
             found.append(kernel.__name__)
 
     monkeypatch.setattr(kernels.launch, "run", launch)

@@ -1,11 +1,12 @@
-"""The Triton backend: each program processes one row at a time.
+"""The Triton backend. Each instance (program) of a kernel over rows of logits processes one row.
 
-It reads the row once from device memory, and a second time from L2.
+The fused loss reads a row once from device memory, and a second time from the L2 cache.
 
-Row counts, strides, scalars and parameters are runtime values, so a new length or a new step of a
-schedule does not recompile. Compile-time values are the vocabulary's size class, dtypes, alignment,
-the names of sums and coefficients, and the program of a loss, which the fused kernel is compiled
-with. A kernel that does not fit or compile gets a smaller tile, and then raises KernelFailure.
+Row counts, strides and scalars are runtime values, so a new length or a new step of a schedule does
+not recompile a kernel. Compile-time values are the vocabulary's size class, dtypes, alignment, the
+names of softmax sums and coefficients, and the traced formula of a loss. A kernel that does not
+compile, or needs more than the GPU has, is retried with smaller tiles. If none works it raises
+KernelFailure.
 
     softmax_rows.py      one row inside a kernel
     divergence_rows.py   a row and the reference's
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+import triton
 from torch import Tensor
 
 from ....formulas.program import FormulaRefused, Program
@@ -62,27 +64,29 @@ __all__ = ["Kernels", "OrEager", "serves", "unavailable_reason"]
 
 SUMS_OF_TOP_ID = sums_for(("top_id",))
 
-#: A program sums up at most twice as many pairs of one id. Smaller pieces would need more memory
-#: for their sums: 4 H bytes for each piece that the pairs could have, 64 MiB for two million pairs
-#: with H = 4096.
+#: In the gradient of the weight, the (row, id) pairs of one id are divided into pieces of this many
+#: pairs if there are at least twice as many, so that several Triton programs share a frequent id.
+#: The sum of each piece takes 4 H bytes, so smaller pieces need more memory. With 512 it is 64 MiB
+#: for two million pairs and H = 4096.
 PIECE = 512
 
-#: What runs in place of the fused kernel if it cannot run, or its formula cannot be traced.
+# What runs in place of a kernel, in warnings.
+#: The fused loss kernel cannot run, or the loss formula cannot be traced.
 TWO_PASSES = "a second pass over the logits, with the formulas in PyTorch, which is slower"
-
-#: The same if a formula runs on vectors.
+#: The kernel that evaluates a formula on vectors cannot run, or the formula cannot be traced.
 FORMULA_IN_TORCH = "the formulas in PyTorch, which is slower"
-
+#: Any other kernel cannot run.
 EAGER = "eager PyTorch, which is slow"
 
 
 class Kernels(Backend):
-    """The Triton kernels. One that cannot run raises KernelFailure.
+    """The Triton kernels. A method raises KernelFailure if its kernel cannot run on this GPU.
 
-    strict   compare a program with torch before its first use
+    strict   compare a traced loss formula with PyTorch before its first use
     """
 
     def __init__(self, strict: bool = False) -> None:
+        """Choose whether traced formulas are compared with PyTorch."""
         self.strict = strict
 
     # ---- rows of logits
@@ -97,14 +101,16 @@ class Kernels(Backend):
         sums = SoftmaxSums.empty(names, rows.num_rows, rows.logits.device, rows.reference)
         arguments = {
             **call.row_arguments,
-            **call.vectors(targets=rows.targets, mask=rows.mask),
-            **call.sums(sums),
+            **call.vector_arguments(targets=rows.targets, mask=rows.mask),
+            **call.sums_arguments(sums),
             "first_row": rows.first_row,
         }
+        # Kernels take names as one string, separated by spaces.
         policy_names = " ".join(name for name in names if name in POLICY_SUMS)
         if rows.reference is None:
             call.launch("one_pass", softmax_sums_kernel, arguments, NAMES=policy_names)
             return sums
+        # "jsd" and "tv" follow from the sums of "reverse" and a second pass.
         direction = "forward" if rows.reference.direction == "forward" else "reverse"
         call.launch(
             "reference",
@@ -134,9 +140,9 @@ class Kernels(Backend):
         result = torch.empty(2, rows.num_rows, dtype=torch.float32, device=rows.logits.device)
         arguments = {
             **call.row_arguments,
-            **call.vectors(mask=rows.mask, log_sum_ratio=sums.log_sum_ratio),
-            **call.sums(sums),
-            **call.table("mixture_sums", result),
+            **call.vector_arguments(mask=rows.mask, log_sum_ratio=sums.log_sum_ratio),
+            **call.sums_arguments(sums),
+            **call.table_arguments("mixture_sums", result),
             "first_row": rows.first_row,
             "mixture_weights": call.mixture_weights,
         }
@@ -149,38 +155,49 @@ class Kernels(Backend):
     ) -> None:
         """Write d loss / d logits of each row into the same row of `out`, [A, T, V].
 
-        The formula is in `GradientCoefficients`. Rows whose coefficients are all 0 become 0.
+        The formula is in `GradientCoefficients`. Rows whose coefficients are all 0 become 0. The
+        reference is read only if "divergence" is among the coefficients.
+
+        sums   softmax sums of the rows, from `softmax_sums`
+        out    [A, T, V] like `rows.logits` (A * T rows of V logits); may be their memory
         """
-        reference = rows.reference
-        if coefficients.get("divergence") is None:
-            reference = None
+        reference = rows.reference if "divergence" in coefficients.names else None
         call = RowCall(rows._replace(reference=reference), out)
         arguments = {
             **call.row_arguments,
             **call.gradient_arguments,
-            **call.vectors(targets=rows.targets),
-            **call.sums(sums),
-            **call.table("coefficients", coefficients.values),
+            **call.vector_arguments(targets=rows.targets),
+            **call.sums_arguments(sums),
+            **call.table_arguments("coefficients", coefficients.values),
             "first_row": rows.first_row,
         }
+        # Kernels take names as one string, separated by spaces.
         names = " ".join(coefficients.names)
         if reference is None:
             call.launch("one_pass", softmax_gradient_kernel, arguments, NAMES=names)
             return
-        arguments |= call.vectors(log_sum_ratio=sums.log_sum_ratio, centers=sums.gradient_center)
+        # What the gradient of the divergence needs in addition, see `divergence_gradient`.
+        arguments |= call.vector_arguments(
+            log_sum_ratio=sums.log_sum_ratio, centers=sums.gradient_center
+        )
         arguments["mixture_weights"] = call.mixture_weights
+        # Threads and tile sizes depend on whether the kernel computes tanh.
+        kind = launch.reference_gradient_kind(rows.transform.softcap, reference.transform.softcap)
         call.launch(
-            launch.reference_gradient_kind(rows.transform.softcap, reference.transform.softcap),
-            reference_gradient_kernel,
-            arguments,
-            NAMES=names,
-            DIRECTION=reference.direction,
+            kind, reference_gradient_kernel, arguments, NAMES=names, DIRECTION=reference.direction
         )
 
     def fused_loss(
         self, rows: LogitRows, loss_formula: TokenLossFormula, out: Tensor | None
     ) -> FusedLossValues:
-        """Compute a loss and its gradient in one kernel call if there is no reference."""
+        """Return log-prob, entropy and loss of each row, and write d loss / d logits to `out`.
+
+        Without a reference this is one kernel call. With a reference there are two passes over the
+        logits, and the divergence of each row is returned as well.
+
+        loss_formula   computes the loss of a row from its log-prob and entropy
+        out            [A, T, V], possibly the logits themselves. None: no gradient is computed.
+        """
         if rows.reference is None:
             values = self.loss_in_one_call(rows, loss_formula, out)
             if values is not None:
@@ -190,15 +207,21 @@ class Kernels(Backend):
     def loss_in_one_call(
         self, rows: LogitRows, loss_formula: TokenLossFormula, out: Tensor | None
     ) -> FusedLossValues | None:
-        """Compute `fused_loss` of whole logits without a reference.
+        """Return the result of `fused_loss` from one kernel call, for rows without a reference.
 
-        Raises KernelFailure or FormulaRefused; `OrEager` returns None instead.
+        Raises FormulaRefused if the loss formula cannot be traced, and KernelFailure if the kernel
+        cannot run. The subclass `OrEager` returns None in both cases.
         """
         assert rows.row_range is None
         if self.strict:
+            # On the first use of a formula: run the traced program in PyTorch on random inputs, and
+            # raise FormulaRefused if its outputs differ from those of the formula itself.
             loss_formula.compare_once(Program.__call__)
+        # program: the formula as a list of vector operations, numbers: its scalars, such as clip
+        # bounds. formula: the program as a Triton function, with some scalars as constants in its
+        # source. The others are arguments of the kernel.
         program, numbers = loss_formula.program()
-        formula, numbers_taken = formula_function(program)
+        formula, argument_indices = formula_function(program)
         inputs = loss_formula.program_inputs(program)
         call = RowCall(rows, out)
         num_values = FusedLossValues.num_values(has_reference=False)
@@ -208,9 +231,9 @@ class Kernels(Backend):
         arguments = {
             **call.row_arguments,
             **call.gradient_arguments,
-            **call.vectors(targets=rows.targets, mask=rows.mask),
-            **call.vectors(**{name: inputs.get(name) for name in TOKEN_LEVEL_INPUTS}),
-            "numbers": tuple(numbers[i] for i in numbers_taken),
+            **call.vector_arguments(targets=rows.targets, mask=rows.mask),
+            **call.vector_arguments(**{name: inputs.get(name) for name in TOKEN_LEVEL_INPUTS}),
+            "numbers": tuple(numbers[i] for i in argument_indices),
             "loss_values": table,
             "num_rows": call.num_rows,
         }
@@ -252,14 +275,14 @@ class Kernels(Backend):
         return loss_formula.named_outputs(outputs.unbind())
 
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
-        """Multiply a gradient by a factor in place.
+        """Multiply a gradient [A, T, V] by a 0-d factor on the same device in place.
 
-        The kernel reads the factor. So a factor of 1 costs a launch only, and the host does not
-        wait.
+        The kernel reads the factor and returns at once if it is 1. So the host does not wait for
+        the factor.
         """
         if gradient.is_contiguous():
-            # One row, of any length, whose stride is never used: 0 keeps the length from selecting
-            # a kernel.
+            # A contiguous gradient is one row. The strides are never used; 0 counts as aligned, so
+            # any length uses the same compiled kernel.
             gradient = gradient.as_strided((1, 1, gradient.numel()), (0, 0, 1))
         else:
             check_layout("gradient", gradient)
@@ -275,25 +298,35 @@ class Kernels(Backend):
             "factor": factor,
         }
 
-        def num_programs(size: int) -> int:
-            return min(num_rows * -(-num_columns // size), launch.SCALE_PROGRAMS)
+        def num_programs(tile_columns: int) -> int:
+            num_tiles = num_rows * triton.cdiv(num_columns, tile_columns)
+            return min(num_tiles, launch.SCALE_PROGRAMS)
 
-        launch.run("scale", scale_kernel, (gradient,), num_programs, arguments)
+        launch.run(
+            kind="scale",
+            kernel=scale_kernel,
+            tensors=(gradient,),
+            num_programs=num_programs,
+            arguments=arguments,
+        )
 
     # ---- pairs
 
     def pair_logits(self, hidden: Tensor, weight: Tensor, pairs: Pairs) -> Tensor:
         """Return hidden[row] . weight[id] of each (row, id) pair, fp32 [num_pairs].
 
-        It is -inf for an id of -1.
+        The logit is -inf for the id -1.
         """
         num_pairs = pairs.ids.numel()
         logits = torch.empty(num_pairs, dtype=torch.float32, device=hidden.device)
         run_over_columns(
             pair_logits_kernel,
-            {"weight": weight, "hidden": hidden},
-            lambda _: num_pairs,
-            {**check_vectors(num_pairs, ids=pairs.ids, rows=pairs.rows), "logits": logits},
+            matrices={"weight": weight, "hidden": hidden},
+            num_programs=lambda _: num_pairs,
+            arguments={
+                **check_vectors(num_pairs, ids=pairs.ids, rows=pairs.rows),
+                "logits": logits,
+            },
         )
         return logits
 
@@ -311,9 +344,9 @@ class Kernels(Backend):
         num_rows, width = out.shape
         run_over_columns(
             grad_hidden_of_pairs_kernel,
-            {"weight": weight, "out": out},
-            programs_for_rows(num_rows, width),
-            {
+            matrices={"weight": weight, "out": out},
+            num_programs=programs_for_rows(num_rows, width),
+            arguments={
                 **check_vectors(pairs.ids.numel(), values=values, ids=pairs.ids),
                 **check_vectors(num_rows + 1, offsets=pairs.offsets),
             },
@@ -328,6 +361,9 @@ class Kernels(Backend):
 
         values        fp32 [num_pairs]: the gradient of each pair's logit
         hidden, out   [num_rows, H] and [V, H]
+
+        The pairs are sorted by id. The first kernel sums the pairs of each id, or of each piece if
+        the id is frequent, see PIECE. The second kernel adds the sums of pieces to `out`.
         """
         num_pairs = pairs.ids.numel()
         vocab_size, width = out.shape
@@ -337,7 +373,8 @@ class Kernels(Backend):
         first_positions = positions_of_first_pairs(ids, min(num_pairs, vocab_size))
         window_id_begins = id_begins_of_windows(ids)
         num_windows = len(window_id_begins)
-        # Memory is needed, and the second kernel launched, only if an id may be cut into pieces.
+        # Without windows no id has two pieces: no memory is needed, and the second launch has 0
+        # programs.
         num_partial_sums = num_pairs // PIECE + 1 if num_windows else 0
         partial_sums = torch.empty(num_partial_sums, width, dtype=torch.float32, device=out.device)
         windows = {
@@ -348,9 +385,9 @@ class Kernels(Backend):
         }
         run_over_columns(
             grad_weight_of_pairs_kernel,
-            {"hidden": hidden, "out": out},
-            programs_for_rows(len(first_positions) + num_windows, width),
-            {
+            matrices={"hidden": hidden, "out": out},
+            num_programs=programs_for_rows(len(first_positions) + num_windows, width),
+            arguments={
                 **vectors,
                 **windows,
                 "order": order,
@@ -360,41 +397,46 @@ class Kernels(Backend):
             PIECE=PIECE,
         )
         launch.run(
-            "pairs",
-            add_partial_sums_kernel,
-            (hidden, out),
-            programs_for_rows(num_windows, width),
-            {**windows, "out": out, "out_stride": out.stride(0), "H": width},
+            kind="pairs",
+            kernel=add_partial_sums_kernel,
+            tensors=(hidden, out),
+            num_programs=programs_for_rows(num_windows, width),
+            arguments={**windows, "out": out, "out_stride": out.stride(0), "H": width},
             PIECE=PIECE,
         )
 
 
 def programs_for_rows(num_rows: int, width: int) -> Callable[[int], int]:
-    """Return the number of programs for rows of a matrix, from the columns of a program."""
-    return lambda columns: num_rows * -(-width // columns)
+    """Return a function from the columns that a program takes to the number of programs.
+
+    The programs process matrix rows of `width` columns, each program some columns of one row.
+    """
+    return lambda columns_per_program: num_rows * triton.cdiv(width, columns_per_program)
 
 
 def positions_of_first_pairs(ids: Tensor, max_ids: int) -> Tensor:
-    """Return the first position of each different id other than -1, int64 [max_ids].
+    """Return the position of the first pair of each distinct id but -1, int64 [max_ids].
 
-    Entries behind the last id are num_pairs. The host does not wait to know how many ids there are.
+    There may be fewer distinct ids than max_ids, and then the last entries are num_pairs. The size
+    of the result is an upper bound, because the host would have to wait for the exact number.
 
-    ids       int32 [num_pairs], sorted
-    max_ids   upper bound of the number of different ids
+    ids       int32 [num_pairs], ascending
+    max_ids   upper bound of the number of distinct ids
     """
     is_first = ids != torch.nn.functional.pad(ids, (1, 0), value=-1)[:-1]
-    numbers = torch.arange(1, max_ids + 1, device=ids.device)
-    return torch.searchsorted(is_first.cumsum(0), numbers)
+    # The k-th distinct id begins where the number of first pairs so far reaches k.
+    counts = torch.arange(1, max_ids + 1, device=ids.device)
+    return torch.searchsorted(is_first.cumsum(0), counts)
 
 
 def id_begins_of_windows(ids: Tensor) -> Tensor:
     """Return, for each window of PIECE sorted pairs, where the id of its last pair begins.
 
-    The result is int64 [num_windows], positions in `ids`. The pairs of an id are cut into pieces
-    from that position on, so that its sum does not depend on how many pairs other ids have. The
-    result is empty if no id can have two pieces.
+    The result is int64 [num_windows], positions in `ids`. The pairs of an id are divided into
+    pieces from that position on, so that its sum does not depend on how many pairs other ids have.
+    The result is empty if no id can have two pieces.
 
-    ids   int32 [num_pairs], sorted
+    ids   int32 [num_pairs], ascending
     """
     if len(ids) < 2 * PIECE:
         return torch.empty(0, dtype=torch.int64, device=ids.device)
@@ -403,11 +445,12 @@ def id_begins_of_windows(ids: Tensor) -> Tensor:
 
 
 class OrEager(Kernels):
-    """The backend of backend="auto": eager PyTorch computes a call whose kernel cannot run.
+    """The Triton kernels with a fallback: eager PyTorch computes a call whose kernel cannot run.
 
-    There is one warning for each kernel. Launch failures are detected before anything is written,
-    so the logits are intact even if the gradient would overwrite them. The two backends agree to
-    rounding, so one may compute the gradient from sums of the other.
+    backend="auto" chooses this class. There is one warning for each kernel. A kernel that cannot
+    run has written nothing, so the logits are intact even if the gradient would overwrite them. The
+    results of the two backends are equal up to rounding, so one may compute the gradient from sums
+    of the other.
     """
 
     def run_sums_kernel(self, rows: LogitRows, names: tuple[str, ...]) -> SoftmaxSums:
@@ -439,9 +482,9 @@ class OrEager(Kernels):
     def loss_in_one_call(
         self, rows: LogitRows, loss_formula: TokenLossFormula, out: Tensor | None
     ) -> FusedLossValues | None:
-        """Compute the loss and its gradient in one kernel call, or return None if it cannot run.
+        """Return the result of `fused_loss` from one kernel call, or None if it cannot run.
 
-        Then `fused_loss` takes two passes over the logits, with the formula between them.
+        `fused_loss` then takes two passes over the logits, with the formula between them.
         """
         try:
             return super().loss_in_one_call(rows, loss_formula, out)
@@ -463,7 +506,10 @@ class OrEager(Kernels):
         return eager.Kernels().evaluate_formula(loss_formula, logps, entropy)
 
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
-        """Multiply a gradient [A, T, V] by a 0-d factor in place, in eager PyTorch if need be."""
+        """Multiply a gradient [A, T, V] by a 0-d factor in place.
+
+        Eager PyTorch computes it if the kernel cannot run.
+        """
         try:
             return super().scale_(gradient, factor)
         except KernelFailure as failure:
@@ -509,7 +555,7 @@ class OrEager(Kernels):
 
 
 def reason_of(failure: KernelFailure | FormulaRefused) -> str:
-    """Return why a kernel does not run, in one line."""
+    """Return the reason of a KernelFailure or FormulaRefused, in one line, for a warning."""
     if isinstance(failure, KernelFailure):
         return failure.reason
     return str(failure).rstrip(".")

@@ -1,9 +1,13 @@
 """How the Triton kernels are launched: with which device, threads, tiles and arguments.
 
-Choices of threads, loads in flight, registers and cache hints affect results only through the order
-of sums. This depends on the vocabulary, dtypes and strides, never on the number of rows.
-`benchmarks.tune` times other choices; `benchmarks.resources` reads from the binaries what they
-need.
+A launch runs a grid of *programs*, the instances of a Triton kernel. (The traced formula of a loss,
+a `formulas.program.Program`, is called a formula here.) Each program processes a row tile by tile,
+see `Tile`.
+
+The numbers of threads, loads in flight and registers, and cache hints, affect results only through
+the order of sums. This order depends on the vocabulary, dtypes and strides, never on the number of
+rows. `benchmarks.tune` times other choices. `benchmarks.resources` reports the registers and memory
+of the compiled kernels.
 
 A kernel that does not compile, or needs more than the GPU has, is retried with smaller tiles. It is
 retried only if it failed before it started, because its output may overwrite its input. If a
@@ -35,16 +39,21 @@ from .softmax_rows import Transform, tanh
 #: Whether Triton's interpreter runs the kernels (TRITON_INTERPRET=1).
 INTERPRETED = not isinstance(softmax_sums_kernel, triton.runtime.jit.JITFunction)
 
-#: Rows and columns are int32 in the kernels, also those of a tile that ends behind the last column.
+#: Upper limit of numbers of rows and columns: they are int32 in the kernels, and the last tile of a
+#: row may end behind the last column.
 MAX_SIZE = 2**31 - 2**16
 
-#: Bytes of the widest access of a thread.
+#: Bytes of the widest access (load or store) of a thread.
 ACCESS_BYTES = 16
 
-#: The compute capability from which on Triton copies tiles into shared memory ahead (sm_90).
+#: The lowest compute capability (sm_90) on which tiles are copied into shared memory in advance,
+#: see `copies_ahead`.
 COPIES_AHEAD_FROM = 90
 
-#: Registers of a multiprocessor, and the most that a thread may have.
+#: Threads of a warp of an NVIDIA GPU, the smallest program.
+WARP_SIZE = 32
+
+#: Registers of a multiprocessor of an NVIDIA GPU, and the maximum for a thread.
 REGISTERS = 65536
 MAX_REGISTERS = 255
 
@@ -52,7 +61,7 @@ MAX_REGISTERS = 255
 
 
 def unavailable_reason() -> str | None:
-    """Return None if the kernels can run here, or else the reason."""
+    """Return the reason why Triton kernels cannot run on this machine, or None if they can."""
     if INTERPRETED:
         return None
     if not any(backend.driver.is_active() for backend in triton.backends.backends.values()):
@@ -65,23 +74,24 @@ def unavailable_reason() -> str | None:
 
 @functools.cache
 def driver_failure() -> str | None:
-    """Return why Triton cannot use the device, or None.
+    """Return the reason why Triton cannot use the device, in one line, or None if it can.
 
-    On first use it builds its launcher with the C compiler of the system.
+    The first use of the device makes Triton compile a launcher with the system's C compiler, which
+    may fail.
     """
     try:
         triton.runtime.driver.active.get_current_target()
-    except Exception as error:  # errors of a compiler, a linker, a file system
+    except Exception as error:  # compiler, linker and file system raise errors of many types
         first_line = str(error).strip().partition("\n")[0]
         return f"Triton cannot start ({type(error).__name__}: {first_line})"
     return None
 
 
 def serves(device: torch.device) -> bool:
-    """Return whether Triton's driver handles tensors on a device.
+    """Return whether Triton's driver can run kernels on tensors of a device.
 
-    "cuda" is NVIDIA and AMD, "xpu" Intel. For AMD the kernels have been compiled and have budgets.
-    For Intel they have not been compiled. They have been run on neither.
+    The device type "cuda" is NVIDIA or AMD, "xpu" is Intel. For AMD the kernels have been compiled
+    but not run. For Intel they have neither been compiled nor run.
     """
     if INTERPRETED:
         return True
@@ -91,7 +101,7 @@ def serves(device: torch.device) -> bool:
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which the device of x is the current one."""
+    """Return a context manager that makes the device of x the current device."""
     if x.device.type == "cpu":
         return contextlib.nullcontext()
     return torch.get_device_module(x.device).device(x.device)
@@ -103,16 +113,18 @@ def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 class Choice(NamedTuple):
     """Launch settings of one kind of kernel, for long rows.
 
-    Shorter rows use fewer accesses, then fewer threads.
+    For shorter rows a thread has fewer accesses, and if one access is enough, there are fewer
+    threads.
 
-    threads    threads of a program
-    accesses   128-bit loads that a thread has in flight
-    programs   programs resident on a multiprocessor, which share its registers
-    ends       the last tiles of a row, loaded at once
-    kept       how many of these stay in registers between the two passes over a row
-    hints      whether cache hints keep data that is read again, and evict the rest
-    stages     tiles that are computed or being loaded at a time: with 3, two are loaded while one
-               is computed
+    threads    threads of a program (an instance of the kernel)
+    accesses   128-bit loads of a thread that are in flight at the same time, one tile
+    programs   programs that run on a multiprocessor at the same time and share its registers
+    ends       number of tiles at the end of a row that are loaded together
+    kept       number of these last tiles that stay in registers for the second pass over the row
+    hints      whether loads and stores have cache hints: to keep data that is read again, and to
+               evict other data
+    stages     depth of Triton's software pipeline: with 3, two tiles are being loaded while one is
+               computed
     """
 
     threads: int
@@ -124,8 +136,8 @@ class Choice(NamedTuple):
     stages: int = 1
 
 
-#: kind of kernel -> its choice: near the fastest that an H100 and an H200 timed with Triton 3.6,
-#: without spills on Triton 3.9 too.
+#: The launch settings of each kind of kernel: near the fastest on an H100 and an H200 with Triton
+#: 3.6, and without register spills on Triton 3.9 either.
 #:
 #:     one_pass    one pass over a row. Two programs, so that one loads while the other reduces at
 #:                 the end of its row.
@@ -161,9 +173,9 @@ LAUNCH = {
     "pairs": Choice(64, 2, programs=4),
 }
 FUSED = ("fused", "fused32", "capped32")
-#: Kinds that share the choice of another one.
+#: Kinds that have the launch settings of another kind.
 SHARED_CHOICES = {"scale": "one_pass", "capped32": "fused32"}
-#: Kinds with the same tile for rows of any length.
+#: Kinds whose tile does not depend on the length of a row.
 BLOCK_KINDS = ("scale", "vectors", "pairs")
 #: Programs of `scale_`: a few for each multiprocessor of the largest GPUs, and few enough to return
 #: at once if there is nothing to do.
@@ -171,39 +183,48 @@ SCALE_PROGRAMS = 512
 
 
 def fused_kind(logits: torch.dtype, softcap: float) -> str:
-    """Return the kind of the fused kernel, see LAUNCH, for logits of a dtype and a softcap."""
+    """Return the kind of the fused loss kernel, a key of LAUNCH or SHARED_CHOICES.
+
+    logits    dtype of the logits
+    softcap   of the logits, 0 for none
+    """
     if logits.itemsize < 4:
         return "fused"
     return "capped32" if softcap else "fused32"
 
 
-def reference_gradient_kind(*softcaps: float) -> str:
-    """Return the kind of the gradient with a reference, from the softcaps of both."""
-    return "mixture" if any(softcaps) else "reference"
+def reference_gradient_kind(softcap: float, reference_softcap: float) -> str:
+    """Return the kind of the gradient kernel with a reference, a key of LAUNCH.
+
+    With a softcap (0 for none) the kernel computes tanh, and so many instructions for each logit
+    that it gets the launch settings of the mixture kernel.
+    """
+    return "mixture" if softcap or reference_softcap else "reference"
 
 
 def choice_of(kind: str) -> Choice:
-    """Return the launch settings of a kind of kernel."""
+    """Return the launch settings of a kind of kernel, a key of LAUNCH or SHARED_CHOICES."""
     return LAUNCH[SHARED_CHOICES.get(kind, kind)]
 
 
 class Tile(NamedTuple):
-    """What a program takes of a row at a time: the compile-time argument TILE of a kernel.
+    """The part of a row that a program processes at a time: the argument TILE of a kernel.
 
-    Triton tells kernels apart in its cache by `str` of all fields.
+    It is a compile-time argument. Triton's cache distinguishes kernels by `str` of all fields.
 
-    ALIGNED      rows begin where accesses do
-    LANES        threads
-    COLS         logits of an access
-    ACCESSES     accesses of a thread
-    BLOCK        logits in all
-    PEELED       rows do not begin where accesses do, but those of the gradient have the same offset
-                 from there as those of the logits
-    ENDS         the last tiles, loaded at once
-    KEPT         how many of these stay in registers
-    FIRST_HINT   cache hint for what is read again
-    LAST_HINT    and for what is not
-    STAGES       tiles that are computed or being loaded at a time
+    ALIGNED      whether all rows begin at a multiple of 16 elements, so that 16-byte accesses are
+                 aligned
+    LANES        number of threads
+    COLS         logits of one 16-byte access
+    ACCESSES     accesses of a thread in a tile
+    BLOCK        logits of a tile: LANES * COLS * ACCESSES
+    PEELED       whether rows are not aligned, but each row of the gradient has the same offset from
+                 a 16-byte boundary as its row of logits
+    ENDS         number of tiles at the end of a row that are loaded together
+    KEPT         number of these last tiles that stay in registers for the second pass
+    FIRST_HINT   cache hint of accesses to data that is read again
+    LAST_HINT    cache hint of accesses to data that is not read again
+    STAGES       depth of Triton's software pipeline, see `Choice.stages`
     """
 
     ALIGNED: bool
@@ -220,38 +241,40 @@ class Tile(NamedTuple):
 
     @property
     def accesses(self) -> int:
-        """Accesses of all threads together."""
+        """Number of accesses of all threads in a tile."""
         return self.LANES * self.ACCESSES
 
     @property
     def size(self) -> str:
-        """The size in words."""
+        """The size of a tile for messages: accesses x logits of an access."""
         return f"{self.accesses} x {self.COLS}"
 
 
-def choose(kind: str, tensors: tuple[Tensor, ...], halvings: int) -> dict[str, Any]:
-    """Return the keyword arguments of a launch: {"TILE": tile, options of Triton's compiler}.
+def launch_options(kind: str, tensors: tuple[Tensor, ...], halvings: int) -> dict[str, Any]:
+    """Return the compile-time arguments of a launch: {"TILE": tile, options of the compiler}.
 
     They depend on vocabulary, dtypes and strides, never on the number of rows.
 
-    tensors    rows in the last dimension. The first tensor sets the width of an access.
-    halvings   how often the tile is halved: first what each thread has in flight, and then, once
-               that is one access, the threads
+    kind       of the kernel, a key of LAUNCH or SHARED_CHOICES
+    tensors    the tensors [..., V] that the kernel reads and writes, of which the first sets the
+               width of an access; (logits, gradient) for the kinds that read one row
+    halvings   how often the tile is halved: first the accesses of each thread, then, when that is
+               one access, the threads
     """
     cols = ACCESS_BYTES // tensors[0].element_size()
-    # All strides count, whatever the sizes, so that a dimension of size 1 does not select another
-    # kernel.
+    # The strides of dimensions of size 1 count as well, so that a call with one row uses the same
+    # kernel as a call with several rows.
     is_aligned = not any(stride % 16 for x in tensors for stride in x.stride()[:-1])
-    if kind == "pairs":  # the end of a row is read in wide accesses, too
+    if kind == "pairs":  # these kernels also read the end of a row in wide accesses
         is_aligned = is_aligned and tensors[0].shape[-1] % 16 == 0
     is_peeled = False
     if not is_aligned and kind in ("one_pass", *FUSED) and len(tensors) == 2:
         logits, gradient = tensors
         is_peeled = access_offsets(logits, cols) == access_offsets(gradient, cols)
-    return choose_from_numbers(
+    return cached_launch_options(
         kind,
         choice_of(kind),
-        columns=2**31 if kind in BLOCK_KINDS else tensors[0].shape[-1],
+        num_columns=2**31 if kind in BLOCK_KINDS else tensors[0].shape[-1],
         cols=cols,
         is_aligned=is_aligned,
         is_peeled=is_peeled,
@@ -262,11 +285,14 @@ def choose(kind: str, tensors: tuple[Tensor, ...], halvings: int) -> dict[str, A
 
 
 def access_offsets(x: Tensor, cols: int) -> tuple[int, ...]:
-    """Return the offset of the rows of x from the boundaries of accesses of `cols` elements.
+    """Return numbers that are equal for two tensors if their rows have equal offsets.
 
-    Unaligned gradients are written 16 bytes at a time, too, if each of their rows has the same
-    offset as its logits. So only strides modulo an access count, and the stride of a dimension of
-    size 1 does not.
+    The offset of a row is its distance from the previous 16-byte boundary, in elements. It follows
+    from the address of the tensor and its strides modulo `cols`. The stride of a dimension of size
+    1 has no effect.
+
+    x      [..., V], rows of V elements
+    cols   number of elements in 16 bytes
     """
     strides = zip(x.stride()[:-1], x.shape, strict=False)
     offsets = [stride % cols for stride, size in strides if size > 1]
@@ -274,11 +300,11 @@ def access_offsets(x: Tensor, cols: int) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=256)
-def choose_from_numbers(
+def cached_launch_options(
     kind: str,
     choice: Choice,
     *,
-    columns: int,
+    num_columns: int,
     cols: int,
     is_aligned: bool,
     is_peeled: bool,
@@ -286,23 +312,27 @@ def choose_from_numbers(
     driver: Any,
     device_index: int | None,
 ) -> dict[str, Any]:
-    """Return the result of `choose` from numbers, so that it can be cached.
+    """Return the result of `launch_options` from hashable arguments, so that it can be cached.
 
-    columns      length of a row
-    cols         elements of an access of 16 bytes
-    is_aligned   whether all rows begin at multiples of 16 elements
-    is_peeled    see `Tile.PEELED`
-    halvings     how often the tile is halved
-    driver, device_index   name the device, whose target `compiler_options` asks for
+    kind          of the kernel
+    choice        its launch settings for long rows
+    num_columns   length of a row
+    cols          elements of a 16-byte access
+    is_aligned    see `Tile.ALIGNED`
+    is_peeled     see `Tile.PEELED`
+    halvings      how often the tile is halved
+    driver, device_index   Triton's driver and the device. They are only part of the cache key,
+                           because `compiler_options` depends on the current device.
     """
-    accesses_of_row = triton.next_power_of_2(triton.cdiv(columns, cols))
-    full = min(choice.threads * choice.accesses, accesses_of_row)
-    accesses = max(32, full >> halvings)  # a warp at least
+    accesses_of_row = triton.next_power_of_2(triton.cdiv(num_columns, cols))
+    accesses_of_full_tile = min(choice.threads * choice.accesses, accesses_of_row)
+    accesses = max(WARP_SIZE, accesses_of_full_tile >> halvings)
     lanes = min(choice.threads, accesses)
     block = accesses * cols
-    num_tiles = triton.cdiv(columns, block)
-    ends = min(choice.ends, num_tiles) if is_aligned else 1  # single elements take more registers
-    keeps_tiles = is_aligned and columns % cols == 0 and kind != "capped32"
+    num_tiles = triton.cdiv(num_columns, block)
+    # Unaligned rows are read by single elements, which take more registers.
+    ends = min(choice.ends, num_tiles) if is_aligned else 1
+    keeps_tiles = is_aligned and num_columns % cols == 0 and kind != "capped32"
     tile = Tile(
         ALIGNED=is_aligned,
         LANES=lanes,
@@ -320,9 +350,11 @@ def choose_from_numbers(
 
 
 def copies_ahead() -> bool:
-    """Return whether tiles are copied into shared memory while others are computed.
+    """Return whether to use Triton's software pipeline (`Choice.stages`) on the current device.
 
-    An A100 needs less in flight. For AMD Triton keeps the tiles in registers, which it then spills.
+    The pipeline copies tiles into shared memory while others are computed. It is not used on GPUs
+    before sm_90, which need fewer loads in flight, nor on AMD, where Triton keeps the tiles in
+    registers and spills them.
     """
     if INTERPRETED:
         return False
@@ -333,21 +365,21 @@ def copies_ahead() -> bool:
 def compiler_options(lanes: int, choice: Choice, fuses: bool) -> dict[str, Any]:
     """Return options of Triton's compiler for a program of `lanes` threads.
 
-    The registers are shared by as many threads as the choice has resident, also if rows are short
-    and a program has fewer threads.
+    The limit of registers for a thread does not depend on `lanes`: it is that of the programs for
+    long rows, see `Choice.programs`.
 
-    fuses   whether multiplications and additions are fused, which rounds once instead of twice. The
-            kernels over rows say where: `softmax_rows.fma`.
+    fuses   whether the compiler may fuse multiplications and additions, which rounds once instead
+            of twice. The kernels over rows call `softmax_rows.fma` where they want it.
     """
     if INTERPRETED:
         return {}
     target = triton.runtime.driver.active.get_current_target()
     options: dict[str, Any] = {
         "num_warps": max(1, lanes // target.warp_size),
-        "enable_fp_fusion": fuses,  # the default differs between versions
+        "enable_fp_fusion": fuses,  # the default differs between versions of Triton
     }
     if target.backend == "cuda":
-        # Without a limit ptxas may spill a few bytes so that one more program fits.
+        # Without this option ptxas may spill a few bytes so that one more program fits.
         resident_threads = choice.threads * choice.programs
         options["maxnreg"] = min(MAX_REGISTERS, REGISTERS // resident_threads)
     return options
@@ -355,17 +387,18 @@ def compiler_options(lanes: int, choice: Choice, fuses: bool) -> dict[str, Any]:
 
 # ---- launches, with smaller tiles if needed
 
-#: The search for a tile that fits stops at this many accesses. Each attempt compiles once.
+#: The fewest accesses of a tile that a launch is tried with. Each attempt compiles the kernel.
 MIN_ACCESSES = 128
 
 
 class KernelFailure(RuntimeError):
-    """No tile of a kernel runs here, and nothing was written.
+    """A kernel cannot run on this GPU with any tile. It has written nothing.
 
-    reason   which kernel, and why, in one line
+    reason   name of the kernel, and why it cannot run, in one line
     """
 
     def __init__(self, reason: str) -> None:
+        """Make a message from the reason."""
         super().__init__(
             f'{reason}. Only backend="auto" without strict mode falls back to eager PyTorch; '
             "`python -m grpo_kernels doctor` says more."
@@ -373,7 +406,8 @@ class KernelFailure(RuntimeError):
         self.reason = reason
 
 
-#: For kernels that failed once: how often to halve the full tile, or the reason why no tile runs.
+#: The outcome for kernels that failed once, by `compile_key`: the number of halvings of the tile
+#: that works (int), or the reason why no tile works (str).
 _remembered: dict[Hashable, int | str] = {}
 
 
@@ -385,24 +419,25 @@ def run(
     arguments: Mapping[str, Any],
     **flags: Any,
 ) -> None:
-    """Launch a kernel with the first tile that runs, each half the size of the one before.
+    """Launch a kernel. If it cannot run with its tile, retry with a tile of half the size.
 
     kind           of the kernel, see LAUNCH
-    tensors        see `choose`; they are on the device
-    num_programs   the number of programs, from the number of columns of a tile
-    arguments      runtime arguments by name
-    flags          compile-time arguments
+    tensors        the tensors that set the tile, see `launch_options`; the kernel runs on their
+                   device
+    num_programs   returns the number of programs, from the number of columns of a tile
+    arguments      runtime arguments of the kernel by name
+    flags          further compile-time arguments of the kernel
 
-    Raises KernelFailure if no tile runs. Errors of the device, such as running out of memory, pass
-    through: the kernel may have run in part, or would fail with a smaller tile as well.
+    Raises KernelFailure if no tile works. Errors of the device, such as running out of memory, are
+    raised as they are: the kernel may have run in part, or would fail with a smaller tile as well.
     """
     if num_programs(1) == 0:
         return
-    choose_tile = functools.partial(choose, kind, tensors)
+    choose_tile = functools.partial(launch_options, kind, tensors)
     halvings: int | str = 0
     if _remembered:  # usually empty, so that calls need not compute a key
         halvings = _remembered.get(compile_key(kernel, choose_tile, arguments, flags), 0)
-    if isinstance(halvings, str):
+    if isinstance(halvings, str):  # the reason why no tile works
         raise KernelFailure(halvings)
 
     def launch_with(options: dict[str, Any]) -> str | None:
@@ -422,10 +457,13 @@ def try_to_launch(
     arguments: Mapping[str, Any],
     compiled_for: Mapping[str, Any],
 ) -> str | None:
-    """Launch a kernel. Return why it failed before it started, or None if it started.
+    """Launch a kernel. Return None if it started, or the reason why it could not start.
 
-    x              a tensor on the device that runs it
-    compiled_for   compile-time arguments and options of the compiler
+    Raises the error if the kernel failed while it was running.
+
+    x              a tensor on the device to run on
+    num_programs   returns the number of programs, from the number of columns of a tile
+    compiled_for   compile-time arguments (TILE among them) and options of the compiler
     """
     grid = (num_programs(compiled_for["TILE"].BLOCK),)
     with on_device(x):
@@ -446,16 +484,16 @@ def search_smaller_tile(
     launch_with: Callable[[dict[str, Any]], str | None],
     reason: str,
 ) -> None:
-    """Launch a kernel with the largest smaller tile that runs, remember it, and warn.
+    """Launch a kernel with smaller and smaller tiles until one works. Remember it, and warn.
 
-    name          of the kernel
-    key           what the outcome is remembered for
-    choose_tile   options of a launch, from the number of halvings
-    halvings      of the tile that does not run
-    launch_with   launches with options. It returns why the kernel did not start, None if it did.
-    reason        why the first tile does not run
+    name          of the kernel, for messages
+    key           the `compile_key` of the call, under which the outcome is remembered
+    choose_tile   returns the options of a launch from the number of halvings
+    halvings      number of halvings of the tile that failed
+    launch_with   launches with options; returns None, or the reason why the kernel did not start
+    reason        why the kernel did not start with the first tile
 
-    Raises KernelFailure if no tile runs.
+    Raises KernelFailure if no tile works.
     """
     first = choose_tile(halvings)["TILE"]
     tile = first
@@ -482,7 +520,10 @@ def search_smaller_tile(
 def failed_before_start(
     error: Exception, kernel: Any, arguments: Mapping[str, Any], compiled_for: Mapping[str, Any]
 ) -> bool:
-    """Return whether a kernel failed in the compiler or at the launch, before it wrote anything."""
+    """Return whether a kernel failed in the compiler or at the launch, before it wrote anything.
+
+    error   what the launch raised
+    """
     if isinstance(error, triton.TritonError):  # OutOfResources, PTXASError, CompilationError
         # The interpreter does not compile, so there the kernel was running.
         return not isinstance(error, triton.InterpreterError)
@@ -490,8 +531,8 @@ def failed_before_start(
     if is_device_error or "Triton Error [" in str(error):
         # The only error of the driver that comes before the start.
         return "too many resources requested for launch" in str(error)
-    # Compiler passes fail with the same RuntimeError as launches. Compiled alone, only the former
-    # fail again.
+    # A RuntimeError may come from a pass of the compiler or from the launch. Compile the kernel
+    # without launching it: if that fails as well, the error came from the compiler.
     try:
         kernel.warmup(**arguments, grid=(1,), **compiled_for)
     except Exception:
@@ -508,9 +549,14 @@ def compile_key(
     """Return a hashable key that is equal for calls for which Triton compiles the same binary.
 
     It contains the kernel, dtypes and devices of runtime arguments, and compile-time arguments.
+
+    choose_tile   returns the options of a launch from the number of halvings
+    arguments     runtime arguments of the kernel by name
+    flags         further compile-time arguments
     """
 
     def argument_key(x: Any) -> Any:
+        """Return dtype and device of a tensor, or the type of a number, recursively in tuples."""
         if isinstance(x, Tensor):
             return x.dtype, x.device
         return tuple(map(argument_key, x)) if isinstance(x, tuple) else type(x)
@@ -521,19 +567,22 @@ def compile_key(
 
 
 def kernel_name(kernel: Any) -> str:
-    """Return the name of a kernel in messages."""
+    """Return the name of a kernel for messages, without "_kernel" at the end."""
     return str(kernel.__name__).removesuffix("_kernel")
 
 
 def one_line(error: BaseException) -> str:
-    """Return the message of an error in one line, without the source that Triton prints with it."""
+    """Return type and message of an error in one line, without the source code in Triton's errors.
+
+    The message of ptxas is included. For a CompilationError the line that it points to is given.
+    """
     while isinstance(error.__cause__, triton.CompilationError):
-        error = error.__cause__  # every function on the way up wraps the error
+        error = error.__cause__  # Triton wraps the error once for each function that was inlined
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     ptxas_lines = [line for line in lines[1:] if line.startswith("ptxas")]
     text = " ".join([lines[0], *ptxas_lines[:1]])
     if isinstance(error, triton.CompilationError) and error.error_message:
-        # The message comes after the location and its source.
+        # str(error) begins with the location and the source of the function. The message follows.
         definition = (error.src or "unknown source").strip().splitlines()[0]
         location = f"{lines[0].rstrip(':')} of `{definition}`"
         text = f"{error.error_message.strip().splitlines()[0]} ({location})"
@@ -544,9 +593,10 @@ def one_line(error: BaseException) -> str:
 
 
 def check_layout(name: str, x: Tensor, like: Tensor | None = None) -> None:
-    """Raise ValueError unless a kernel can take x as rows [A, T, V], or as the rows of `like`.
+    """Raise ValueError unless x is a tensor [A, T, V] (A * T rows of V) that a kernel can take.
 
-    name   what the error calls x
+    name   name of x in the message
+    like   if given, x must have its shape
     """
     has_unit_stride = x.dim() == 3 and (x.stride(2) == 1 or x.shape[2] == 1)
     has_right_shape = like is None or x.shape == like.shape
@@ -563,9 +613,9 @@ def check_layout(name: str, x: Tensor, like: Tensor | None = None) -> None:
 
 
 def check_vectors(n: int, **vectors: Tensor | None) -> dict[str, Tensor | None]:
-    """Return vectors [n] by name, made contiguous.
+    """Return arguments of a kernel by name: contiguous vectors [n], or None.
 
-    Raises ValueError naming a vector of another shape.
+    Raises ValueError if a vector has another shape.
     """
     for name, x in vectors.items():
         if x is not None and x.shape != (n,):
@@ -577,11 +627,11 @@ def check_vectors(n: int, **vectors: Tensor | None) -> dict[str, Tensor | None]:
 
 
 def check_table(name: str, n: int, x: Tensor) -> tuple[Tensor, int]:
-    """Return (table [num_names, n] with contiguous rows, stride of its rows).
+    """Return (x, stride of its rows) for a table x [num_names, n]; a copy if rows are not dense.
 
     Raises ValueError if x has another shape.
 
-    name   what the error calls x
+    name   name of x in the message
     """
     if x.dim() != 2 or x.shape[1] != n:
         raise ValueError(
@@ -594,13 +644,17 @@ def check_table(name: str, n: int, x: Tensor) -> tuple[Tensor, int]:
 
 
 class RowCall:
-    """A launch of a kernel with a program for each row: its arguments that follow from the rows.
+    """The arguments of a kernel that has one program for each row of logits, and its launch.
+
+    Methods and properties return arguments by name, which the caller merges into one dict for
+    `launch`. All tensors are checked; ValueError names one that a kernel cannot take.
 
     rows   the rows of logits, with a reference if the kernel takes one
-    out    [A, T, V]: memory for the gradient, or None
+    out    [A, T, V] like `rows.logits`: memory for the gradient, or None
     """
 
     def __init__(self, rows: LogitRows, out: Tensor | None = None) -> None:
+        """Check the layout of the logits and of the gradient."""
         num_groups, rows_per_group, _ = rows.logits.shape
         first, stop = rows.row_range or (0, num_groups * rows_per_group)
         self.rows = rows
@@ -617,9 +671,10 @@ class RowCall:
 
     @property
     def row_arguments(self) -> dict[str, Any]:
-        """Arguments of a kernel by name: logits, strides, transform, V and T.
+        """The arguments for the logits: tensor, strides, transform, and the sizes V and T.
 
-        With a reference also its logits, strides and transform.
+        Row number r of the logits [A, T, V] is logits[r // T, r % T]. With a reference its logits,
+        strides and transform are included.
         """
         rows = self.rows
         arguments = {
@@ -643,7 +698,7 @@ class RowCall:
 
     @property
     def gradient_arguments(self) -> dict[str, Any]:
-        """Arguments of a kernel by name: the gradient and its strides; None and 0 without one."""
+        """The arguments for the gradient: tensor and strides; None and 0 without a gradient."""
         if self.out is None:
             return {"out": None, "out_stride_a": 0, "out_stride_t": 0}
         return {
@@ -654,52 +709,62 @@ class RowCall:
 
     @property
     def mixture_weights(self) -> tuple[float, float]:
-        """The weights of reference and policy in the mixture."""
+        """(b, 1 - b): the weights of reference and policy in the mixture of "jsd"."""
         assert self.rows.reference is not None
         mixture = float(self.rows.reference.mixture)
         return mixture, 1.0 - mixture
 
     def inverse_temperature(self, transform: RowTransform) -> float | Tensor | None:
-        """Return the inverse temperature, a number or a vector [num_rows]."""
+        """Return the inverse temperature: a float, or a contiguous vector [num_rows]."""
         inverse = transform.inverse_temperature
         if isinstance(inverse, Tensor):
-            return self.vectors(inverse_temperature=inverse)["inverse_temperature"]
+            return self.vector_arguments(inverse_temperature=inverse)["inverse_temperature"]
         return float(inverse)
 
-    def vectors(self, **vectors: Tensor | None) -> dict[str, Tensor | None]:
-        """Return vectors [num_rows] by name, contiguous."""
+    def vector_arguments(self, **vectors: Tensor | None) -> dict[str, Tensor | None]:
+        """Return the vectors [num_rows] by name, contiguous; None stays None."""
         return check_vectors(self.num_rows, **vectors)
 
-    def table(self, name: str, x: Tensor) -> dict[str, Any]:
-        """Return a table [num_names, num_rows] and its row stride, as arguments by name."""
+    def table_arguments(self, name: str, x: Tensor) -> dict[str, Any]:
+        """Return two arguments: `name`, the table x [num_names, num_rows], and its row stride."""
         values, stride = check_table(name, self.num_rows, x)
         return {name: values, f"{name}_stride": stride}
 
-    def sums(self, sums: SoftmaxSums) -> dict[str, Any]:
-        """Return the table of the sums, with a reference also its rows from reference_max_logit on.
+    def sums_arguments(self, sums: SoftmaxSums) -> dict[str, Any]:
+        """Return the table of softmax sums and its row stride.
 
-        Both have the same stride.
+        With a reference there is also the argument `reference_sums`, the rows of the same table
+        from reference_max_logit on.
         """
-        arguments = self.table("sums", sums.values)
+        arguments = self.table_arguments("sums", sums.values)
         if self.rows.reference is not None:
             first_of_reference = sums.names.index("reference_max_logit")
             arguments["reference_sums"] = arguments["sums"][first_of_reference:]
         return arguments
 
     def launch(self, kind: str, kernel: Any, arguments: dict[str, Any], **flags: Any) -> None:
-        """Launch a kernel with one program per row.
+        """Launch a kernel with one program for each row.
 
         kind        of the kernel, see LAUNCH
         arguments   runtime arguments by name
         flags       compile-time arguments by name
+
+        Raises KernelFailure if the kernel cannot run.
         """
-        run(kind, kernel, tuple(self.tensors), lambda _: self.num_rows, arguments, **flags)
+        run(
+            kind=kind,
+            kernel=kernel,
+            tensors=tuple(self.tensors),
+            num_programs=lambda _: self.num_rows,
+            arguments=arguments,
+            **flags,
+        )
 
 
 def transform_argument(transform: RowTransform) -> Transform:
     """Return the transform of rows as the argument `transform` of a kernel.
 
-    Fields that a kernel must not compile code for are None.
+    A field is None if the kernel does not need it: Triton then compiles no code for it.
     """
     is_mirrored = transform.scale < 0 and not transform.softcap
     return Transform(
@@ -716,11 +781,15 @@ def run_over_columns(
     arguments: dict[str, Any],
     **flags: Any,
 ) -> None:
-    """Launch a kernel over pairs. Columns of matrices are split into blocks.
+    """Launch a kernel over (row, id) pairs, in which a program takes some columns of the matrices.
 
-    matrices       [., H] by name; the first sets the width of an access
-    num_programs   the number of programs, from the number of columns of a block
+    matrices       matrices with H columns and unit stride in H, by name. The first one sets the
+                   width of an access.
+    num_programs   returns the number of programs, from the number of columns of a program
     arguments      the other runtime arguments by name. The matrices, their strides and H are added.
+    flags          compile-time arguments by name
+
+    Raises ValueError if a matrix has another layout, and KernelFailure if the kernel cannot run.
     """
     tensors = tuple(matrices.values())
     width = tensors[0].shape[1]
@@ -735,13 +804,20 @@ def run_over_columns(
     for name, x in matrices.items():
         matrix_arguments[name] = x
         matrix_arguments[f"{name}_stride"] = x.stride(0)
-    run("pairs", kernel, tensors, num_programs, {**matrix_arguments, **arguments}, **flags)
+    run(
+        kind="pairs",
+        kernel=kernel,
+        tensors=tensors,
+        num_programs=num_programs,
+        arguments={**matrix_arguments, **arguments},
+        **flags,
+    )
 
 
 # ---- formulas
 
-#: Operations of a program in Triton. Its minimum and maximum drop NaN unless told otherwise, which
-#: would hide that a row is broken.
+#: Triton source of each operation of a traced formula. By default tl.minimum and tl.maximum drop
+#: NaN, which would hide a NaN of the logits.
 OPERATIONS = {
     "neg": "-{}",
     "abs": "tl.abs({})",
@@ -765,24 +841,34 @@ OPERATIONS = {
     "not": "{} == 0",
     "where": "tl.where({}, {}, {})",
 }
-#: Inputs that the kernel computes. The others are loaded.
+#: The inputs of a formula that a kernel computes. It loads the others from memory.
 COMPUTED_INPUTS = ("logps", "entropy")
-#: The normal numbers of fp32.
-SMALLEST_NUMBER = torch.finfo(torch.float32).tiny
-LARGEST_NUMBER = torch.finfo(torch.float32).max
+#: The smallest and largest positive normal number of fp32.
+SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
+LARGEST_NORMAL = torch.finfo(torch.float32).max
 
 
 @functools.lru_cache(maxsize=256)
 def formula_function(program: Program) -> tuple[Any, tuple[int, ...]]:
-    """Return the program of a loss formula as a Triton function (computed, i, inputs, numbers).
+    """Generate a Triton function that evaluates a traced loss formula for one row, or for a block.
 
-    Also returns which of the program's numbers the function takes. The others are constants in its
-    source. Programs with the same source are the same function, and so the same kernel.
+    program   the formula as a list of operations on registers. Registers hold the numbers of a call
+              (constants and parameters of the formula), then its inputs, then the results.
+
+    Returns (function, numbers_taken). The function has the parameters
+
+        computed   (log-prob, entropy) of the row
+        i          index of the row in the vectors `inputs`
+        inputs     pointers to vectors [num_rows], in the order of PROGRAM_INPUTS
+        numbers    those numbers of the call that are not constants in the source of the function
+
+    and returns the program's outputs. numbers_taken are the indices of `numbers` among all numbers
+    of the program. Programs with equal source share one function, and so one compiled kernel.
     """
     registers: list[str] = []  # the expression for each register of the program
     numbers_taken: list[int] = []
-    for k, place in enumerate(program.numbers_used):
-        operation, operands = program.sources[place]
+    for k, source_index in enumerate(program.numbers_used):
+        operation, operands = program.sources[source_index]
         if operation == "constant" and is_literal(operands[0]):
             registers.append(literal(operands[0]))
         else:
@@ -791,6 +877,7 @@ def formula_function(program: Program) -> tuple[Any, tuple[int, ...]]:
     lines = []
 
     def assign(expression: str) -> None:
+        """Assign an expression to a new variable, which is the next register."""
         name = f"x{len(registers)}"
         lines.append(f"    {name} = {expression}")
         registers.append(name)
@@ -802,8 +889,9 @@ def formula_function(program: Program) -> tuple[Any, tuple[int, ...]]:
             assign(f"tl.load(inputs[{PROGRAM_INPUTS.index(name)}] + i)")
     for operation, *operand_registers in program.steps:
         template = OPERATIONS[operation]
-        used = operand_registers[: template.count("{}")]
-        assign(template.format(*(f"({registers[r]})" for r in used)))
+        num_operands = template.count("{}")  # a step always lists three registers
+        expressions = [f"({registers[r]})" for r in operand_registers[:num_operands]]
+        assign(template.format(*expressions))
     lines.append(f"    return {', '.join(registers[r] for r in program.outputs)}\n")
     return make_function("\n".join(lines)), tuple(numbers_taken)
 
@@ -811,28 +899,30 @@ def formula_function(program: Program) -> tuple[Any, tuple[int, ...]]:
 def is_literal(number: Any) -> bool:
     """Return whether a constant may be written into the source of a Triton function.
 
-    Triton takes numbers outside of fp32's normal range as fp64.
+    Triton would treat a literal outside of fp32's normal range as fp64.
     """
     if isinstance(number, bool) or number == 0:
         return True
-    return SMALLEST_NUMBER <= abs(number) <= LARGEST_NUMBER
+    return SMALLEST_NORMAL <= abs(number) <= LARGEST_NORMAL
 
 
 def literal(number: Any) -> str:
-    """Return a constant as Python source: True, False or a float."""
+    """Return the Python source of a constant: True, False or a float."""
     return repr(number) if isinstance(number, bool) else repr(float(number))
 
 
 @functools.lru_cache(maxsize=256)
 def make_function(body: str) -> Any:
-    """Return a Triton function with this body.
+    """Compile a Triton function (computed, i, inputs, numbers) with this body.
 
-    Its name tells it from others, because Triton 3.5 finds kernels by the names of their functions.
+    Its name contains a hash of the body, because Triton 3.5 identifies functions by their names.
+
+    body   indented lines of Python source
     """
     name = f"formula_{hashlib.sha256(body.encode()).hexdigest()[:16]}"
     source = f"def {name}(computed, i, inputs, numbers):\n{body}"
     file = f"<{name}>"
-    # Triton reads the source of a function from here.
+    # Triton reads the source of a function through inspect, which finds it in linecache.
     linecache.cache[file] = len(source), None, source.splitlines(True), file
     namespace: dict[str, Any] = {"tl": tl, "tanh": tanh, "__name__": __name__}
     exec(compile(source, file, "exec"), namespace)
