@@ -90,11 +90,15 @@ AGGREGATES = (
 
 
 class Denominators(NamedTuple):
-    """The denominators of policy term, KL and entropy bonus, for `normalizer=` of a loss.
+    """The denominators of the loss terms, for the argument `normalizer=` of a loss.
 
-    Each is a number, a 0-d tensor or None, which stands for the denominator of this batch alone. If
-    the denominator of the KL or the entropy bonus is None and `Objective.kl_aggregate` or
-    `entropy_aggregate` too, the term has the denominator of the policy term.
+    policy    denominator of the policy term
+    kl        denominator of the KL
+    entropy   denominator of the entropy bonus
+
+    Each is a number, a 0-d tensor or None. None is the denominator of this batch alone. For KL and
+    entropy bonus None is the denominator of the policy term instead, unless the objective has a
+    `kl_aggregate` or an `entropy_aggregate`.
     """
 
     policy: float | Tensor | None
@@ -102,17 +106,20 @@ class Denominators(NamedTuple):
     entropy: float | Tensor | None = None
 
     def __truediv__(self, num_ranks: float) -> Denominators:
-        """Divide by the number of ranks, if gradients are averaged over ranks instead of summed."""
+        """Divide each denominator by a number, None excepted.
+
+        Divide by the number of ranks if gradients are averaged over ranks instead of summed.
+        """
         return Denominators(*(None if x is None else x / num_ranks for x in self))
 
 
 NO_DENOMINATORS = Denominators(None)
 
 
-def _check_normalizer(
+def _as_denominators(
     normalizer: float | Tensor | Denominators | None, batch: TokenBatch
 ) -> Denominators:
-    """Return `normalizer=` as `Denominators` of floats or 0-d fp32 tensors.
+    """Convert the argument `normalizer=` of a loss to `Denominators` of floats or 0-d fp32 tensors.
 
     A single number is the denominator of the policy term. Raises ValueError for a denominator that
     is not a finite number above 0.
@@ -120,12 +127,16 @@ def _check_normalizer(
     if normalizer is None:
         return NO_DENOMINATORS
     if not isinstance(normalizer, Denominators):
-        return Denominators(_check_denominator(normalizer, batch))
-    return Denominators(*(None if x is None else _check_denominator(x, batch) for x in normalizer))
+        return Denominators(_as_denominator(normalizer, batch))
+    return Denominators(*(None if x is None else _as_denominator(x, batch) for x in normalizer))
 
 
-def _check_denominator(denominator: float | Tensor, batch: TokenBatch) -> float | Tensor:
-    """Return a denominator as a float or a 0-d fp32 tensor on the device of the batch."""
+def _as_denominator(denominator: float | Tensor, batch: TokenBatch) -> float | Tensor:
+    """Convert a denominator to a float, or to a 0-d fp32 tensor on the device of the batch.
+
+    Raises ValueError if it is not a finite number above 0. A tensor may be 0 if the batch has no
+    trained token. The value of a tensor is only checked if that does not make the host wait.
+    """
     remedy = "the denominator is a finite number above 0, over all micro-batches and ranks."
     if not isinstance(denominator, Tensor):
         require_number("normalizer", denominator, remedy, SMALLEST, LARGEST)
@@ -144,28 +155,32 @@ def _check_denominator(denominator: float | Tensor, batch: TokenBatch) -> float 
 
 
 def _is_immutable(part: object) -> bool:
-    """Return whether an object always has the same attributes and properties.
+    """Return whether the attributes and properties of an object cannot change.
 
-    It does if its class is a frozen dataclass of this package. A class of the user may have
-    properties whose values change.
+    They cannot if its class is a frozen dataclass of this package. A class of the user may have
+    properties that change.
     """
     params = vars(type(part)).get("__dataclass_params__")
     return params is not None and params.frozen and is_own(type(part))
 
 
 def _refuse_unknown_fields(changes: dict[str, Any], surrogate: Any) -> None:
-    """Raise an error for the first name that is not a field of an Objective.
+    """Raise an error if a name in `changes` is not a field of `Objective`.
 
-    A number of the surrogate raises ValueError, any other name TypeError.
+    Raises ValueError for a field of the surrogate, with the surrogate to pass instead, and
+    TypeError for any other name.
+
+    changes     field names and new values, from the keyword arguments of `Objective.preset`
+    surrogate   the surrogate of the preset
     """
     unknown = {name: value for name, value in changes.items() if name not in FIELDS}
-    numbers = {
+    surrogate_changes = {
         name: value for name, value in unknown.items() if name in surrogate.__dataclass_fields__
     }
-    if numbers:
+    if surrogate_changes:
         raise ValueError(
-            f"{', '.join(numbers)} is a number of the surrogate, not of the Objective:"
-            f" pass surrogate={replace(surrogate, **numbers)!r}."
+            f"{', '.join(surrogate_changes)} is a number of the surrogate, not of the Objective:"
+            f" pass surrogate={replace(surrogate, **surrogate_changes)!r}."
         )
     if unknown:
         remedy = f"It has {', '.join(FIELDS)}. Clip bounds go into surrogate={surrogate!r}."
@@ -252,7 +267,10 @@ class Objective(Checked):
     )
 
     def __post_init__(self) -> None:
-        """Check the fields, then compute the cached properties."""
+        """Check the fields, then compute the cached properties.
+
+        Raises ValueError naming the field that is wrong.
+        """
         super().__post_init__()
         if not isinstance(self.surrogate, Surrogate):
             raise ValueError(
@@ -288,7 +306,7 @@ class Objective(Checked):
             require(False, "filters", self.filters, remedy)
 
     def _check_level_and_aggregates(self) -> None:
-        """Raise ValueError unless the level fits the surrogate and the aggregates are known."""
+        """Raise ValueError unless the surrogate has this level and the aggregates are known."""
         surrogate = self.surrogate
         require_one_of("level", self.level, LEVELS)
         levels = " or ".join(repr(level) for level in surrogate.levels)
@@ -301,10 +319,12 @@ class Objective(Checked):
 
     @classmethod
     def preset(cls, name: str, *, numerics: str | None = None, **changes: Any) -> Objective:
-        """Return a published objective by name (`PRESETS`), with fields replaced by `changes`.
+        """Return a published objective, such as "grpo" or "dapo".
 
-        numerics   "trl", "verl", "openrlhf", ...: take the constants, clamps and denominators of
-                   that trainer. None: those of the paper.
+        name       a name in `PRESETS`
+        numerics   the trainer whose constants, clamps and denominators to use, a name in
+                   `NUMERICS` such as "trl" or "verl". None: those of the paper.
+        changes    fields of `Objective` to replace
 
         Raises ValueError for an unknown name or trainer, and for a trainer without this objective.
         Raises TypeError for an unknown field.
@@ -325,7 +345,7 @@ class Objective(Checked):
         return cls(**{**values, **changes_of_trainer, **changes})
 
     def filter(self, kind: type[F]) -> F | None:
-        """Return the filter of this class, None if there is none."""
+        """Return the filter of the objective that is an instance of `kind`, or None."""
         for candidate in self.filters:
             if isinstance(candidate, kind):
                 return candidate
@@ -340,7 +360,7 @@ class Objective(Checked):
 
     @cached_property
     def kl_spec(self) -> Kl:
-        """`kl` as a `Kl`. If `kl` is an `Exact`, it is the default `Kl` and not used."""
+        """`kl` as a `Kl`, or the default `Kl()`, which is then not used, if `kl` is an `Exact`."""
         return Kl() if isinstance(self.kl, Exact) else as_kl(self.kl)
 
     @cached_property
@@ -356,9 +376,10 @@ class Objective(Checked):
 
     @property
     def aggregates(self) -> tuple[str, str, str]:
-        """The aggregates of policy term, KL and entropy bonus.
+        """The aggregates of policy term, KL and entropy bonus, three names in AGGREGATES.
 
-        A term that the loss does not have gets that of the policy term.
+        A term without an aggregate, or with the coefficient 0, has the aggregate of the policy
+        term.
         """
         kl = self.kl_aggregate if self.beta != 0 else None
         entropy = self.entropy_aggregate if self.entropy_coef != 0 else None
@@ -386,7 +407,7 @@ class Objective(Checked):
 
     @cached_property
     def gradient_is_per_sequence(self) -> bool:
-        """Whether the gradient of a token depends on the tokens of its sequence at most."""
+        """Whether the gradient of a token depends on no token of another sequence."""
         if self.surrogate.selects:
             return False
         return all(f.is_per_token or f.is_per_sequence for f in self.filters)
@@ -394,24 +415,31 @@ class Objective(Checked):
     @cached_property
     def reads_advantages(self) -> bool:
         """Whether a batch must have advantages."""
-        no_term = isinstance(self.surrogate, NoPolicyTerm) and self.listed is None
-        return not no_term or any(f.reads_advantages for f in self.filters)
+        has_policy_term = not isinstance(self.surrogate, NoPolicyTerm) or self.listed is not None
+        return has_policy_term or any(f.reads_advantages for f in self.filters)
 
     @cached_property
     def reads_sequences(self) -> bool:
-        """Whether the loss depends on which tokens form a sequence, apart from its aggregate."""
+        """Whether level, filters or `future_kl` depend on which tokens form a sequence.
+
+        The aggregate is not included.
+        """
         if self.level != "token" or self.future_kl is not None:
             return True
         return any(isinstance(f, (OffPolicySequences, SamplerMismatch)) for f in self.filters)
 
     @cached_property
     def needs_entropy(self) -> bool:
-        """Whether entropy has a gradient."""
+        """Whether the loss has a gradient through the entropy, which is an entropy bonus."""
         return self.entropy_coef != 0
 
     @cached_property
     def through_sequence(self) -> bool:
-        """Whether a gradient flows through the log-ratio of a sequence to all of its tokens."""
+        """Whether the gradient of a token reaches all tokens of its sequence.
+
+        It does through the log-ratio of the sequence, which is a mean or sum over these tokens. The
+        ratio may be part of the surrogate, or at level "sequence" the weight of the KL.
+        """
         if self.level == "sequence" and self.beta != 0 and self.kl_spec.weighting == "ratio":
             return True
         is_sequence = self.level in ("sequence", "sequence-sum")
@@ -419,35 +447,54 @@ class Objective(Checked):
 
     @cached_property
     def gradient_mask(self) -> str:
-        """The name of a mask of the batch outside of which all gradients are exactly 0.
+        """The name of a mask of the batch, outside of which all gradients are exactly 0.
 
-        "trained"        the loss mask
-        "contributing"   its tokens with a policy or likelihood term that is not always 0
-        "sequences"      its tokens in sequences that have such a token
+        `TokenBatch.named_mask` returns the mask:
 
-        `TokenBatch.named_mask` returns the mask.
+        "trained"        all trained tokens (the loss mask)
+        "contributing"   trained tokens with a nonzero weight and a nonzero advantage or listed ids,
+                         or with a nonzero `nll_weights`
+        "sequences"      trained tokens of sequences that have a contributing token
         """
-        if not self.surrogate.zero_at_zero_advantage or self.beta != 0 or self.entropy_coef != 0:
+        # KL and entropy bonus have a gradient at tokens with advantage 0, and so have some
+        # surrogates.
+        has_other_terms = self.beta != 0 or self.entropy_coef != 0
+        if has_other_terms or not self.surrogate.zero_at_zero_advantage:
             return "trained"
+        # The gradient of a contributing token may reach all tokens of its sequence.
         return "sequences" if self.through_sequence else "contributing"
 
     # ---- denominators
 
     def normalizer(self, batch: TokenBatch) -> float | Tensor:
-        """Return the denominator D of one batch, a number or a 0-d tensor.
+        """Return the denominator D of the policy term for one batch, a number or a 0-d tensor.
 
-        Sum it over micro-batches and ranks, see `distributed.global_normalizer`. It may be 0, which
-        a loss replaces by 1. If ranks share sequences (`TokenBatch.context_group`), each rank gets
-        its share.
+        `distributed.global_normalizer` sums it over micro-batches and ranks. It is 0 if the batch
+        has no trained token, and a loss then divides by 1. If ranks share sequences
+        (`TokenBatch.context_group`), each rank gets its share of D, and the shares add up to D.
         """
         return self._denominator(batch, self.aggregate)
 
     def denominators(self, batch: TokenBatch) -> Denominators:
-        """Return `normalizer` for each term, with its own aggregate."""
+        """Return the denominator of each loss term for one batch, computed as in `normalizer`."""
         return Denominators(*(self._denominator(batch, name) for name in self.aggregates))
 
     def _denominator(self, batch: TokenBatch, aggregate: str) -> float | Tensor:
-        """Return the denominator of an aggregate for one batch, this rank's share of it."""
+        """Return the denominator of an aggregate for one batch.
+
+        "token-sum"     1
+        "token-mean"    number of trained tokens
+        "group-mean"    number of groups
+        "constant"      B * max_tokens
+        other names     B, the number of sequences
+
+        Unless `count_empty`, B and groups count only if they have a trained token. If ranks share
+        sequences, return this rank's share.
+
+        aggregate   one of AGGREGATES
+
+        Raises ValueError if the batch or the objective lacks what the aggregate needs.
+        """
         if aggregate == "token-sum":
             return 1.0
         if aggregate == "token-mean":
@@ -455,13 +502,15 @@ class Objective(Checked):
                 return float(batch.tokens)
             return batch.mask.sum(dtype=torch.float32)  # exact up to 2^24 tokens
         if aggregate == "group-mean":
+            # fp64 [B, B], 1 for two sequences of one group. A product with it sums over each group.
             is_same_group = batch.same_group()
-            counts = torch.ones_like(is_same_group[0])
+            is_counted = torch.ones_like(is_same_group[0])
             if not self.count_empty:
                 tokens_of_group = is_same_group @ self._with_sequences(batch).lengths
-                counts = (tokens_of_group > 0).to(is_same_group.dtype)
-            # Each sequence counts as 1 / (sequences of its group).
-            return (counts / is_same_group.sum(1)).sum().float() / batch.context_ranks
+                is_counted = (tokens_of_group > 0).to(is_same_group.dtype)
+            # Count groups by their sequences: each counts as 1 / (sequences of its group).
+            sequences_of_group = is_same_group.sum(1)
+            return (is_counted / sequences_of_group).sum().float() / batch.context_ranks
         num_sequences: Any = self._with_sequences(batch).sequences
         if not self.count_empty:
             num_sequences = (batch.lengths > 0).sum().float()
@@ -477,20 +526,23 @@ class Objective(Checked):
         return share * self.max_tokens
 
     def _denominator_over_ranks(self, batch: TokenBatch, aggregate: str) -> float | Tensor:
-        """Return the denominator of a batch over all ranks that share its sequences, at least 1."""
+        """Return the denominator of an aggregate for one batch, at least 1.
+
+        If ranks share sequences, add up their shares.
+        """
         denominator = self._denominator(batch, aggregate)
         if batch.context_group is not None and aggregate != "token-sum":
             share = torch.zeros((), dtype=torch.float64, device=batch.targets.device) + denominator
             denominator = batch.over_context(share).float()
-        # A batch without trained tokens has the loss 0 / 1.
+        # A batch without trained tokens has the denominator 0, and its loss shall be 0, not 0 / 0.
         if isinstance(denominator, Tensor):
             return denominator.clamp(min=1.0)
         return max(denominator, 1.0)
 
     def _with_sequences(self, batch: TokenBatch) -> TokenBatch:
-        """Return the batch, after checking that it tells which tokens form a sequence.
+        """Return the batch unchanged if it tells which tokens form a sequence.
 
-        Raises ValueError if it does not, which happens for packed targets without cu_seqlens.
+        Raises ValueError for packed targets without cu_seqlens, which do not.
         """
         if batch.sequences is not None:
             return batch
@@ -506,17 +558,22 @@ class Objective(Checked):
         normalizer: float | Tensor | Denominators | None = None,
         skip_inactive: bool = False,
     ) -> TokenInputs:
-        """Return the flat tokens of a batch with the weight of each loss term.
+        """Return the tokens of a batch as flat tensors, with the weight of each loss term.
 
-        It does not wait for the device. Raises ValueError if the batch lacks something that the
-        objective needs.
+        The host does not wait for a GPU.
 
-        skip_inactive   whether to leave out of `processed` the tokens that change neither loss nor
-                        gradient: advantage or weight 0, without KL and entropy bonus. Only if the
-                        gradient is per token.
+        batch           the batch
+        normalizer      denominators of the loss terms, or that of the policy term alone. None:
+                        those of this batch.
+        skip_inactive   whether to leave tokens that change neither loss nor gradient out of
+                        `TokenInputs.processed`: tokens with advantage or weight 0, if the objective
+                        has no KL and no entropy bonus. Has no effect unless the gradient is per
+                        token.
+
+        Raises ValueError if the batch lacks something that the objective needs.
         """
         self._check_batch(batch)
-        denominators = _check_normalizer(normalizer, batch)
+        denominators = _as_denominators(normalizer, batch)
         mask = batch.named_mask("trained")
         processed = mask
         if skip_inactive and self.gradient_is_per_token:
@@ -557,7 +614,7 @@ class Objective(Checked):
 
     @cached_property
     def _names_of_tensors(self) -> tuple[str, ...]:
-        """The fields of a batch that the loss of a token reads, as far as the batch has them."""
+        """The float fields of a batch that the loss of a token reads. A batch may lack some."""
         names = ["advantages", "weights", "nll_weights", "old_logps"]
         if self.has_kl_estimate:
             names.append("ref_logps")
@@ -600,6 +657,7 @@ class Objective(Checked):
         weights = batch.weights
         if weights is None or not self.surrogate.absorbs_weights:
             return
+        # The ratio of a sequence contains the weight of each of its tokens.
         name = type(self.surrogate).__name__
         if weights.shape != batch.targets.shape:
             raise ValueError(
@@ -615,12 +673,14 @@ class Objective(Checked):
         aggregate: str | None,
         denominator: float | Tensor | None,
     ) -> Tensor:
-        """Return the weight of the KL or the entropy bonus of each token, without its coefficient.
+        """Return the weight of the KL or the entropy bonus of each token, fp32 [num_tokens].
 
-        weight        fp32 [num_tokens], weight of the policy term
-        aggregate     aggregate of this term; None: that of the policy term
-        denominator   denominator of this term; None: that of this batch, or with aggregate=None
-                      that of the policy term
+        The coefficient of the term (beta or entropy_coef) is not included.
+
+        weight        fp32 [num_tokens], weight of the policy term in its aggregate
+        aggregate     aggregate of this term; None: the aggregate of the policy term
+        denominator   denominator of this term; None: the denominator of this batch. If both
+                      `aggregate` and `denominator` are None, the result is `weight`.
         """
         if aggregate is None and denominator is None:
             return weight
@@ -629,13 +689,16 @@ class Objective(Checked):
     def _token_weight(
         self, batch: TokenBatch, aggregate: str, denominator: float | Tensor | None
     ) -> Tensor:
-        """Return the weight of each token in the mean `aggregate`, fp32 [num_tokens].
+        """Return the weight of each token in an aggregate, fp32 [num_tokens].
 
-        The loss is the sum of weight * loss over tokens. Masked tokens have the weight 0.
+        The sum of weight * loss over the tokens is the aggregate of their losses. Masked tokens
+        have the weight 0.
 
-        denominator   of the mean over tokens, sequences or groups; None: that of this batch
+        aggregate     one of AGGREGATES
+        denominator   the denominator D of the aggregate; None: the denominator of this batch
         """
-        is_callers = isinstance(denominator, Tensor)
+        # A tensor of the caller was not checked, because the host would have to wait for its value.
+        may_be_zero = isinstance(denominator, Tensor)
         if denominator is None:
             denominator = self._denominator_over_ranks(batch, aggregate)
         divisor = self._divisor_of_token(batch, aggregate, denominator)
@@ -643,23 +706,26 @@ class Objective(Checked):
             shape = batch.targets.shape
             ones = torch.ones(shape, dtype=torch.float32, device=batch.targets.device)
             return (ones / divisor).flatten()
-        # bool / fp32 tensor is fp32, so the mask needs no conversion, which would be a launch.
+        # bool / fp32 tensor is fp32. Without a conversion of the mask, a GPU has one launch less.
         gives_fp32 = isinstance(divisor, Tensor) and divisor.dtype == torch.float32
         mask = batch.mask if gives_fp32 else batch.mask.float()
         weight = mask / divisor
-        if is_callers:
-            # It may be 0 if no token is trained, and 0 / 0 must not reach the loss.
+        if may_be_zero:
+            # The denominator is 0 if no token is trained, and 0 / 0 must not reach the loss.
             weight = torch.where(batch.mask, weight, 0.0)
         return weight.flatten()
 
     def _divisor_of_token(
         self, batch: TokenBatch, aggregate: str, denominator: float | Tensor
     ) -> float | Tensor:
-        """Return the divisor of each token's loss, a number or fp32 that broadcasts to targets.
+        """Return what the loss of each token is divided by in an aggregate.
 
         "seq-mean-token-mean"   denominator * number of trained tokens of its sequence
-        "group-mean"            denominator * number of trained tokens of all answers to its prompt
+        "group-mean"            denominator * number of trained tokens of its group, which is all
+                                answers to its prompt
         other aggregates        denominator
+
+        Return a number, or an fp32 tensor that broadcasts to the shape of targets.
         """
         if aggregate not in ("seq-mean-token-mean", "group-mean"):
             return denominator
@@ -672,11 +738,12 @@ class Objective(Checked):
         """Return the weight of the policy term of each token, fp32 [num_tokens].
 
         It is weight * weights. If the surrogate multiplies `weights` into the ratio of the sequence
-        instead (`absorbs_weights`), it is `weight`, and 0 for a token whose weight in the batch
-        is 0.
+        instead (`absorbs_weights`), it is `weight` where `weights` is nonzero, otherwise 0.
 
         weight    fp32 [num_tokens], weight of each token in the aggregate
-        weights   fp32 [num_tokens], the weights of the batch
+        weights   fp32 [num_tokens], `TokenBatch.weights`
+
+        Raises ValueError for a negative weight, if the surrogate takes its logarithm.
         """
         if not self.surrogate.absorbs_weights:
             return weight * weights
@@ -691,7 +758,10 @@ class Objective(Checked):
 
     @property
     def formula(self) -> ObjectiveFormula:
-        """The loss of a token. It is made once, unless an object of the user may change it."""
+        """The loss of a token as a formula: its functions and numbers, without a batch.
+
+        The formula is made once, unless it contains objects of the user, which may change.
+        """
         formula: ObjectiveFormula | None = self.__dict__.get("_formula")
         if formula is None:
             formula = self._make_formula()
@@ -701,11 +771,11 @@ class Objective(Checked):
 
     @cached_property
     def _formula_is_fixed(self) -> bool:
-        """Whether the formula depends on objects of this package alone, which do not change."""
+        """Whether surrogate, KL and filters are objects of this package, which cannot change."""
         return all(_is_immutable(x) for x in (self.surrogate, self.kl_spec, *self.filters))
 
     def _make_formula(self) -> ObjectiveFormula:
-        """Return the loss of a token: the functions and the numbers of all terms of this objective.
+        """Make the formula of a token: the functions and numbers of all terms of the objective.
 
         Raises ValueError for a NaN among the parameters of the surrogate.
         """
@@ -714,7 +784,7 @@ class Objective(Checked):
         if not torch.compiler.is_compiling() and any(math.isnan(x) for x in params):
             name = getattr(surrogate.function, "__qualname__", repr(surrogate))
             raise ValueError(
-                f"the parameters of {name} are {params}: a NaN among them would make the loss one."
+                f"the parameters of {name} are {params}: a NaN among them would make the loss NaN."
             )
         trust = self.filter(TrustRegion)
         floor = self.filter(EntropyFloor)
@@ -737,14 +807,20 @@ class Objective(Checked):
         return ObjectiveFormula(functions, numbers)
 
     def loss_formula(self, inputs: TokenInputs) -> TokenLossFormula:
-        """Return the loss of tokens as the kernels receive it.
+        """Return the loss of tokens as the kernels receive it: the formula with its inputs.
 
-        The gradient must be per token. `inputs` is what `token_inputs` returned, or a part of it.
+        The gradient of the objective must be per token.
+
+        inputs   from `token_inputs`, of all or some of the tokens of a batch
         """
         return TokenLossFormula(self.formula, inputs)
 
     def extra_id_terms(self, batch: TokenBatch) -> ExtraIdTerms:
-        """Return the functions of the extra ids of a batch, which must have such ids."""
+        """Return the functions for the ids that the tokens of a batch list, with their values.
+
+        They are `listed` for the ids of `TokenBatch.logp_terms` (by default `logp_term`) and
+        `prob_term` for those of `prob_terms`. The batch must have at least one of both.
+        """
         assert batch.extra_ids is not None
         parts: list[tuple[ExtraIdFunction, Tensor]] = []
         for function, sets in (
@@ -813,7 +889,13 @@ class Objective(Checked):
     def _with_selection(
         self, formula: ObjectiveFormula, logps: Tensor, inputs: TokenInputs
     ) -> ObjectiveFormula:
-        """Return the formula with the tokens that the surrogate selects as its last parameter."""
+        """Return the formula with the selected tokens as the last parameter of the surrogate.
+
+        The parameter is 1 for tokens that the surrogate selects, otherwise 0, fp32 [num_tokens].
+
+        logps    fp32 [num_tokens], log-prob of each token under the policy
+        inputs   of the same tokens
+        """
         old_logps = inputs.old_or_current(logps)
         selected = self.surrogate.select(logps, old_logps, inputs.advantages, inputs.mask)
         return formula.with_surrogate_params((*formula.numbers.surrogate_params, selected))
@@ -823,33 +905,40 @@ class Objective(Checked):
     ) -> Tensor:
         """Return the part of d loss / d logp that flows through the log-ratio of a sequence.
 
-        The log-ratio is a mean or sum of f(x_s) over the trained tokens s of the sequence, where
-        x_s is the log-ratio of a token and f is `Surrogate.in_sequence`. So the gradient of token s
-        is f'(x_s) times the mean or sum of `grad_log_ratios` over the sequence.
+        The log-ratio of a sequence is the mean (level "sequence") or sum ("sequence-sum") of f(x_s)
+        over its trained tokens s, where x_s is the log-ratio of token s and f is
+        `Surrogate.clip_log_ratios`. All tokens t of the sequence share this log-ratio, so
+
+            d loss / d logp_s = f'(x_s) * mean or sum over t of grad_log_ratios[t]
 
         grad_log_ratios   fp32 [num_tokens], d (loss of token t) / d (log-ratio of its sequence)
         logps             fp32 [num_tokens], log-prob of each token under the policy
+        inputs            of the same tokens; has the old log-probs and the mask
+        batch             of the same tokens; knows which tokens form a sequence
 
         Return fp32 [num_tokens], 0 in masked tokens.
         """
         grads = self._reduce_over_sequences(grad_log_ratios, batch)
         grads = torch.where(inputs.mask, grads, 0.0)
         log_ratios = _token_log_ratios(logps, inputs)
-        _, derivative = self.surrogate.in_sequence(log_ratios, inputs.advantages)
+        _, derivative = self.surrogate.clip_log_ratios(log_ratios, inputs.advantages)
         return grads * derivative
 
     def log_ratio(self, logps: Tensor, inputs: TokenInputs, batch: TokenBatch) -> Tensor:
         """Return the log-ratio of each token at the objective's `level`, fp32 [num_tokens].
 
         At level "token" it is x_t = logp_t - old_logp_t (0 if on-policy). At the other levels all
-        tokens of a sequence share one number, over the trained tokens s of the sequence:
+        tokens of a sequence have the same log-ratio, computed from its trained tokens s:
 
-            "sequence", "sequence-token"   mean of (f(x_s) + log w_s)
-            "sequence-sum"                 sum of (f(x_s) + log w_s)
+            "sequence", "sequence-token"   mean over s of f(x_s)
+            "sequence-sum"                 sum over s of f(x_s)
 
-        f is `Surrogate.in_sequence`: the identity, except that GMPO and VESPO clamp x_s. The second
-        term exists only if the surrogate multiplies the weights w of the batch into the ratio
-        instead of the loss (`absorbs_weights`, VESPO). Then w_s = 0 adds no log-weight.
+        f is `Surrogate.clip_log_ratios`: the identity, except that GMPO and VESPO clamp x_s.
+        "sequence" and "sequence-token" have the same log-ratio and differ in its gradient alone.
+
+        If the surrogate multiplies the weights w of the batch into the ratio instead of the loss
+        (`absorbs_weights`, VESPO), log |w_s| is added to f(x_s), clamped to [log 1e-8, 20], and 0
+        for w_s = 0.
 
         logps    fp32 [num_tokens], log-prob of each token under the policy
         inputs   of the same tokens; has the old log-probs, the mask and the weights
@@ -858,19 +947,21 @@ class Objective(Checked):
         log_ratios = _token_log_ratios(logps, inputs)
         if self.level == "token":
             return log_ratios
-        terms, _ = self.surrogate.in_sequence(log_ratios, inputs.advantages)
+        terms, _ = self.surrogate.clip_log_ratios(log_ratios, inputs.advantages)
         if self.surrogate.absorbs_weights and inputs.weights is not None:
             log_weights = inputs.weights.abs().log().clamp(*LOG_WEIGHT_BOUNDS)
-            # A weight of 0 drops its token from the loss (`_policy_weight`), not from the ratio.
+            # A token with weight 0 has no loss (`_policy_weight`), but stays part of the ratio.
             terms = terms + torch.where(inputs.weights == 0, 0.0, log_weights)
         return self._reduce_over_sequences(torch.where(inputs.mask, terms, 0.0), batch)
 
     def kl_terms(self, logps: Tensor, inputs: TokenInputs, log_ratio: Tensor) -> KlTerms:
         """Return the KL estimate of each token and its derivatives, fp32 [num_tokens] each.
 
+        They contain the weighting of the `Kl`, but not beta. See `formulas.kl.KlTerms`.
+
         logps       fp32 [num_tokens], log-prob of each token under the policy
         inputs      of the same tokens, with log-probs under the reference
-        log_ratio   fp32 [num_tokens], what `log_ratio` returns
+        log_ratio   fp32 [num_tokens], from the method `log_ratio`
         """
         old_logps = inputs.old_or_current(logps)
         kl = self.kl_spec
@@ -886,21 +977,30 @@ class Objective(Checked):
     def _reduce_over_sequences(self, x: Tensor, batch: TokenBatch) -> Tensor:
         """Return the sum or mean of x over the sequence of each token, fp32 [num_tokens].
 
-        It is the sum at level "sequence-sum", otherwise the mean over the trained tokens. x is
-        [num_tokens] and must be 0 in masked tokens.
+        It is the sum at level "sequence-sum", otherwise the mean over the trained tokens.
+
+        x       float [num_tokens], 0 in masked tokens
+        batch   of the same tokens; knows which tokens form a sequence
         """
-        total = batch.sequence_sum(x)
+        reduced = batch.sequence_sum(x)
         if self.level != "sequence-sum":
-            total = total / batch.lengths.clamp(min=1.0)
-        return batch.spread(total).float()
+            num_trained = batch.lengths
+            reduced = reduced / num_trained.clamp(min=1.0)
+        return batch.spread(reduced).float()
 
     def _apply_filters(
         self, logps: Tensor, entropy: Tensor | None, inputs: TokenInputs, batch: TokenBatch
     ) -> TokenInputs:
-        """Return the inputs with weight 0 for the tokens that filters of the batch drop.
+        """Return the inputs with weight 0 for the tokens that filters drop.
 
-        A token that a filter of entropy keeps although its entropy is NaN gets the weight NaN.
-        `token_loss` computes the filters that decide per token.
+        Filters that decide about each token alone (`Filter.is_per_token`) are not applied here,
+        because `token_loss` computes them.
+
+        logps     fp32 [num_tokens], log-prob of each token under the policy
+        entropy   fp32 [num_tokens] in nats; None if no filter needs it. A kept token with a NaN
+                  gets the weight NaN from a filter of entropy.
+        inputs    of the same tokens
+        batch     of the same tokens
         """
         for f in self.filters:
             if f.is_per_token:
@@ -911,8 +1011,9 @@ class Objective(Checked):
                 continue
             policy_weight = torch.where(keep, inputs.policy_weight, 0.0)
             if f.filters_entropy and entropy is not None:
-                is_unknown = entropy.isnan() & (policy_weight != 0)
-                policy_weight = torch.where(is_unknown, entropy, policy_weight)
+                # A filter of entropy keeps NaN. Make the loss NaN, instead of hiding it.
+                is_nan = entropy.isnan() & (policy_weight != 0)
+                policy_weight = torch.where(is_nan, entropy, policy_weight)
             inputs = replace(inputs, policy_weight=policy_weight)
             if f.filters_entropy and inputs.entropy_weight is not None:
                 entropy_weight = self._filter_entropy_weight(inputs.entropy_weight, keep, batch)
@@ -922,92 +1023,110 @@ class Objective(Checked):
     def _drop_sequences(
         self, inputs: TokenInputs, keep: Tensor, normalize: bool, batch: TokenBatch
     ) -> TokenInputs:
-        """Return the inputs with weight 0 in all terms of dropped sequences.
+        """Return the inputs with weight 0 in all terms of the tokens of dropped sequences.
 
+        inputs      all tokens of the batch
         keep        bool [num_tokens], the same for all tokens of a sequence
-        normalize   whether the denominators count the sequences that are left
+        normalize   True: divide by the denominators of the sequences that are left, except for the
+                    NLL, which has no denominator. False: leave the other weights unchanged.
+        batch       the batch
         """
         policy, kl, entropy = self.aggregates
         aggregates = {"policy_weight": policy, "kl_weight": kl, "entropy_weight": entropy}
-        weights: dict[str, Any] = {}
+        new_weights: dict[str, Any] = {}
         for name, aggregate in aggregates.items():
             weight = getattr(inputs, name)
             if weight is not None:
                 if normalize:
                     weight = weight * self._denominator_ratio(keep, batch, aggregate)
-                weights[name] = torch.where(keep, weight, 0.0)
+                new_weights[name] = torch.where(keep, weight, 0.0)
         if inputs.nll_weight is not None:
-            weights["nll_weight"] = torch.where(keep, inputs.nll_weight, 0.0)
-        return replace(inputs, **weights)
+            new_weights["nll_weight"] = torch.where(keep, inputs.nll_weight, 0.0)
+        return replace(inputs, **new_weights)
 
     def _denominator_ratio(self, keep: Tensor, batch: TokenBatch, aggregate: str) -> float | Tensor:
-        """Return the factor by which weights grow if dropped sequences are not counted.
+        """Return the factor by which weights grow if dropped sequences do not count.
 
-        The weight of a token contains 1 / denominator. The factor is the denominator of all
-        sequences over that of the sequences that are left. With "group-mean" the weight also
-        contains 1 / (trained tokens of the group), which is replaced in the same way.
+        The weight of a token contains 1 / denominator, so the factor is
+
+            denominator of all sequences / denominator of the sequences that are left
+
+        With "group-mean" the weight also contains 1 / (trained tokens of the group). The factor
+        then also contains (trained tokens of the group / those that are left).
 
         keep        bool [num_tokens], the same for all tokens of a sequence
+        batch       the batch of these tokens
         aggregate   one of AGGREGATES
 
         Return a number, a 0-d fp32 tensor or fp32 [num_tokens].
         """
         if aggregate == "token-sum":
             return 1.0
-        lengths = batch.lengths
-        kept_lengths = batch.sequence_sum(keep & batch.trained)
+        num_trained = batch.lengths
+        num_left = batch.sequence_sum(keep & batch.trained)
         if aggregate == "token-mean":
-            return (lengths.sum() / kept_lengths.sum().clamp(min=1.0)).float()
-        is_left = (lengths == 0) | (kept_lengths > 0)
-        share = torch.ones_like(lengths)
-        more_per_token = share
+            return (num_trained.sum() / num_left.sum().clamp(min=1.0)).float()
+        # A sequence without trained tokens is not dropped.
+        is_left = (num_trained == 0) | (num_left > 0)
+        # Sequences add up to the denominator. With "group-mean" each adds 1 / (sequences of its
+        # group), and counts if any sequence of its group does.
+        part = torch.ones_like(num_trained)
+        token_factor = torch.ones_like(num_trained)
         if aggregate == "group-mean":
-            # Each sequence counts as its share of the group.
-            same = batch.same_group()
-            share = share / same.sum(1)
-            is_left = same @ is_left.double() > 0
-            lengths = same @ lengths
-            kept_lengths = same @ kept_lengths
-            more_per_token = lengths / kept_lengths.clamp(min=1.0)
+            is_same_group = batch.same_group()
+            part = part / is_same_group.sum(1)
+            is_left = is_same_group @ is_left.double() > 0
+            num_trained = is_same_group @ num_trained
+            num_left = is_same_group @ num_left
+            token_factor = num_trained / num_left.clamp(min=1.0)
         if self.count_empty:
-            count = share.sum()
-            count_left = (share * is_left).sum()
+            denominator = part.sum()
+            denominator_left = (part * is_left).sum()
         else:
-            count = (share * (lengths > 0)).sum()
-            count_left = (share * (kept_lengths > 0)).sum()
-        return batch.spread(more_per_token * count / count_left.clamp(min=1.0)).float()
+            denominator = (part * (num_trained > 0)).sum()
+            denominator_left = (part * (num_left > 0)).sum()
+        factor = token_factor * denominator / denominator_left.clamp(min=1.0)
+        return batch.spread(factor).float()
 
     def _filter_entropy_weight(
         self, entropy_weight: Tensor, keep: Tensor, batch: TokenBatch
     ) -> Tensor:
         """Return the weight of the entropy bonus of each token after a filter, fp32 [num_tokens].
 
-        Dropped tokens have the weight 0. With entropy_aggregate="token-mean" the weights of the
-        others grow so that their sum stays the same: the bonus is a mean over the kept tokens of
-        this batch. Ranks that share its sequences (`TokenBatch.context_group`) count them together.
+        Dropped tokens have the weight 0. With entropy_aggregate="token-mean" the bonus is a mean
+        over the kept tokens, so the weights of these are multiplied by one factor, with which their
+        sum is the same as that of all weights before the filter. Ranks that share sequences
+        (`TokenBatch.context_group`) add up their sums.
 
-        entropy_weight   fp32 [num_tokens], before the filter
-        keep             bool [num_tokens]
+        entropy_weight   fp32 [num_tokens], weight before the filter
+        keep             bool [num_tokens], tokens that the filter keeps
+        batch            the batch of these tokens
         """
         kept_weight = torch.where(keep, entropy_weight, 0.0)
         if self.entropy_aggregate != "token-mean":
             return kept_weight
         sums = [x.sum(dtype=torch.float64) for x in (kept_weight, entropy_weight)]
         kept_sum, total = batch.over_context(torch.stack(sums)).unbind()
-        return kept_weight * torch.where(kept_sum == 0, 0.0, total / kept_sum).float()
+        factor = torch.where(kept_sum == 0, 0.0, total / kept_sum)
+        return kept_weight * factor.float()
 
 
-#: The KL of an objective without one, so that all of these objectives share a compiled formula.
+#: The `Kl` in the formula of an objective without a KL. It is the same for all of these objectives,
+#: so that they share a compiled formula.
 NO_KL = Kl()
-#: Bounds of the log of a batch's weight in the ratio of a sequence: log(1e-8) and 20.
+#: Bounds of the log of a token's weight if it is part of the ratio of a sequence: log(1e-8) and 20.
 LOG_WEIGHT_BOUNDS = (-18.420680743952367, 20.0)
 
 
 def _token_log_ratios(logps: Tensor, inputs: TokenInputs) -> Tensor:
-    """Return logp - old_logp of each token, fp32 [num_tokens], whatever the objective's level is.
+    """Return the log-ratio logp - old_logp of each token itself, fp32 [num_tokens].
 
-    An on-policy token has no old log-prob: its log-ratio is 0, or NaN if its logp is NaN. A token
-    is on-policy if the inputs have no old_logps, or if the old log-prob is the mark ON_POLICY.
+    The log-ratio of an on-policy token, which has no old log-prob, is 0, or NaN if its logp is NaN.
+    A token is on-policy if the inputs have no old_logps, or if its old log-prob is the mark
+    ON_POLICY.
+
+    logps    fp32 [num_tokens], log-prob of each token under the policy
+    inputs   of the same tokens
     """
     if inputs.old_logps is not None and not inputs.marks_on_policy:
         return logps - inputs.old_logps
@@ -1018,7 +1137,8 @@ def _token_log_ratios(logps: Tensor, inputs: TokenInputs) -> Tensor:
     return torch.where(inputs.old_logps >= ON_POLICY, on_policy, logps - inputs.old_logps)
 
 
-#: The functions of cached properties. A function may read the properties before it.
+#: The cached properties of `Objective` in the order of the class: name -> function that computes
+#: the property. A function may read the properties before it.
 COMPUTED_ONCE = {
     name: value.func
     for name, value in vars(Objective).items()
@@ -1031,9 +1151,9 @@ Changes = dict[str, Any]
 FIELDS = tuple(f.name for f in fields(Objective))
 _BY_SEQUENCE = "seq-mean-token-mean"
 
-#: Published objectives, by the papers. dapo and bnpo differ in the normaliser only: DAPO's is the
-#: token count of the whole batch (pass `normalizer=` when it is split), BNPO's the count of the
-#: micro-batch at hand.
+#: Published objectives by name, with the constants of their papers. "dapo" and "bnpo" differ in
+#: their clip widths and in the denominator: DAPO counts the tokens of the whole batch (pass
+#: `normalizer=` if the batch is split), BNPO those of one micro-batch.
 PRESETS: dict[str, Objective] = {
     "grpo": Objective(aggregate=_BY_SEQUENCE),
     "dapo": Objective(Clip(0.2, 0.28)),
@@ -1063,24 +1183,27 @@ PRESETS: dict[str, Objective] = {
     "sampled_distillation": Objective(PolicyGradient(), beta=1.0, kl="distillation"),
 }
 
-#: What a trainer's KL is, where it has one in the loss; its weight is part of a trainer's numbers
-#: where the KL is on by default.
+#: The KL of verl and SkyRL.
 _VERL_KL = Kl("k3", clamp_log=20.0, clamp=10.0)
 
 
-#: The clip widths of PPO, where the paper of an objective has others.
+#: The clip widths of PPO, for a trainer that does not use those of the paper.
 _SYMMETRIC: Changes = {"surrogate": Clip(0.2, 0.2)}
-#: Bounds of log-ratios.
+#: Bounds of the log-ratio.
 _WITHIN_20: Changes = {"log_ratio_bounds": (-20.0, 20.0)}
 _BELOW_10: Changes = {"log_ratio_bounds": (-math.inf, 10.0)}
 
 
-def _each(common: Changes, presets: dict[str, Changes]) -> dict[str, Changes]:
-    """Return the changes of each preset, after the changes that all of them have in common."""
+def _with_common(common: Changes, presets: dict[str, Changes]) -> dict[str, Changes]:
+    """Return the changes of each preset, with changes that all presets of a trainer have in common.
+
+    common    fields of `Objective` and their values, for all presets
+    presets   preset -> further fields and values, which take precedence
+    """
     return {name: {**common, **changes} for name, changes in presets.items()}
 
 
-#: The loss types of TRL, which Liger and Unsloth have taken over, clip widths included.
+#: The loss types of TRL, which Liger and Unsloth share, with the clip widths of TRL.
 _LOSS_TYPES: dict[str, Changes] = {
     "grpo": {},
     "dapo": _SYMMETRIC,
@@ -1092,10 +1215,10 @@ _LOSS_TYPES: dict[str, Changes] = {
     "vespo": {},
 }
 
-#: trainer -> its own names of presets -> changes to that preset. Versions: see
-#: integrations/README.md.
+#: trainer -> preset that the trainer has -> fields of `Objective` that the trainer sets in another
+#: way than the preset. Versions of the trainers: see integrations/README.md.
 NUMERICS: dict[str, dict[str, Changes]] = {
-    "trl": _each(
+    "trl": _with_common(
         {"kl": Kl("k3", weighting="ratio"), "entropy_aggregate": "token-mean"},
         {
             **_LOSS_TYPES,
@@ -1105,7 +1228,7 @@ NUMERICS: dict[str, dict[str, Changes]] = {
             "a2po": {},
         },
     ),
-    "liger": _each(
+    "liger": _with_common(
         {"beta": 0.04},
         {
             **_LOSS_TYPES,
@@ -1113,7 +1236,7 @@ NUMERICS: dict[str, dict[str, Changes]] = {
         },
     ),
     "unsloth": {**_LOSS_TYPES, "dr_grpo": {"max_tokens": 8192}},
-    "verl": _each(
+    "verl": _with_common(
         {"kl": _VERL_KL, "count_empty": False},
         {
             "grpo": {
@@ -1141,7 +1264,7 @@ NUMERICS: dict[str, dict[str, Changes]] = {
             "dro": {},
         },
     ),
-    "openrlhf": _each(
+    "openrlhf": _with_common(
         {
             "kl": Kl("k1", clamp=10.0),
             "kl_aggregate": "token-mean",
@@ -1153,11 +1276,10 @@ NUMERICS: dict[str, dict[str, Changes]] = {
             "gspo": {**_SYMMETRIC, "count_empty": False},
         },
     ),
-    "slime": _each(
+    "slime": _with_common(
         {"kl": "k1"},
         {
-            # A mean of its own for every rollout, unless it is told to calculate_per_token_loss, as
-            # DAPO wants it.
+            # Each rollout has its own mean, unless calculate_per_token_loss is set, as DAPO needs.
             "grpo": {},
             "dapo": {},
             "gspo": _SYMMETRIC,
@@ -1170,7 +1292,7 @@ NUMERICS: dict[str, dict[str, Changes]] = {
         "gspo": {**_SYMMETRIC, "aggregate": "token-mean"},
         "sapo": {"aggregate": "token-mean"},
     },
-    "nemo-rl": _each(
+    "nemo-rl": _with_common(
         {"beta": 0.01, "kl": Kl("k3", weighting="score", clamp_log=20.0, clamp=10.0)},
         {
             "grpo": {"aggregate": "token-mean"},
@@ -1180,7 +1302,7 @@ NUMERICS: dict[str, dict[str, Changes]] = {
             "reinforce": {},
         },
     ),
-    "skyrl": _each(
+    "skyrl": _with_common(
         {
             "beta": 1e-3,
             "kl": _VERL_KL,
@@ -1203,8 +1325,8 @@ NUMERICS: dict[str, dict[str, Changes]] = {
         },
     ),
     "prime-rl": {
-        # kappa (log r)^2 to the sampler, which is also the anchor of the ratio: pass its log-probs
-        # as old_logps and ref_logps.
+        # The loss has kappa (log r)^2, where r is the ratio to the sampler. Pass the log-probs of
+        # the sampler as old_logps and as ref_logps.
         "dppo_tv": {"beta": 2e-3, "kl": "k2"},
         "ipo": {"beta": 2e-3, "kl": "k2"},
         "sampled_distillation": {},

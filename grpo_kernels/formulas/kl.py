@@ -29,7 +29,7 @@ from .ops import (
     ComparisonPoints,
     bounded_exp,
     check_returned,
-    compare,
+    check_slope,
     finite,
     ops,
     random_log_probs,
@@ -367,7 +367,7 @@ class Kl(Checked):
         require(is_estimator, "estimator", self.estimator, remedy + suggestion_for(self.estimator))
         if callable(self.estimator):
             remedy = "the estimator and its derivative with respect to logp"
-            check_returned(self.estimator, "value and slope", remedy)
+            check_returned(self.estimator, ("value", "slope"), remedy)
         require_one_of("weighting", self.weighting, WEIGHTINGS)
         if self.estimator == "distillation":
             has_defaults = (
@@ -473,7 +473,7 @@ def check_kl(
         moved_ref_logp = moved_logp + ref_distance.to(dtype) if detached else ref_logp.to(dtype)
         return estimator(moved_logp, old_logp.to(dtype), moved_ref_logp)
 
-    compare(
+    check_slope(
         formula_name=f"the KL estimator {name}",
         value_and_slope=value_and_slope,
         points=ComparisonPoints(

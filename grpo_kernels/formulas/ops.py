@@ -1,8 +1,8 @@
-"""The functions that a formula may call, in torch and in the kernels.
+"""The functions that a formula may call, and the checks of formulas that users write.
 
-Under torch (the eager backend, tests) `ops` stands for torch; for the kernels in C++ and Triton a
-formula is run once with symbols in place of tensors, see program.py. So each formula of this
-package exists once.
+A formula computes a number of each token, such as its loss, in arithmetic, comparisons and `ops`.
+On tensors `ops` calls torch. For the kernels in C++ and Triton the same formula is run once on
+symbols in place of tensors, see program.py. So each formula of this package is written once.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ LOG_RATIO_BOUND = 60.0
 class ops:
     """The functions that a formula may call, besides arithmetic and comparisons.
 
-    They work element by element. The result is NaN if an argument is NaN. For slopes: the
-    derivative of tanh(x) is 1 - tanh(x) ** 2.
+    They work element by element, and the result is NaN if an argument is NaN. If you need the
+    derivative of ops.tanh(x), write 1 - ops.tanh(x) ** 2.
     """
 
     exp = torch.exp
@@ -37,8 +37,8 @@ class ops:
     @staticmethod
     def sigmoid(x):
         """Return 1 / (1 + e^-x)."""
-        # torch.sigmoid rounds the last elements of a tensor differently: a token's bits would
-        # depend on where a block ends.
+        # torch.sigmoid rounds the last elements of a tensor differently than the others, so the
+        # result of a token would depend on its position in the batch.
         return 1.0 / (1.0 + torch.exp(-x))
 
     @staticmethod
@@ -65,19 +65,20 @@ class ops:
 
 
 def bounded_exp(x):
-    """Return exp(min(x, LOG_RATIO_BOUND)).
+    """Return exp(min(x, 60)), which is at most e^60 = 1.1e26 (LOG_RATIO_BOUND).
 
-    Formulas use it for ratios. The derivative that they return for a ratio beyond the bound is the
-    bounded ratio, not 0, so such a token still has a gradient, which moves it back.
+    Formulas compute ratios with it: e^60 times any reasonable weight is still finite in fp32. As
+    the derivative of a ratio they return the bounded ratio itself. Beyond the bound this is not
+    the derivative, which would be 0, but the token keeps a gradient that moves it back.
     """
     return ops.exp(x.clamp(max=LOG_RATIO_BOUND))
 
 
 def finite(x):
-    """Return x, clamped to [-1e30, 1e30].
+    """Return x clamped to [-1e30, 1e30].
 
-    A product of bounded ratios (`bounded_exp`) may overflow fp32. Clamped, it is finite, and so is
-    its product with a weight.
+    A product of ratios may overflow fp32, although each is bounded by `bounded_exp`. The clamped
+    product is finite, and stays finite if it is multiplied by a reasonable weight.
     """
     return x.clamp(-1e30, 1e30)
 
@@ -90,21 +91,23 @@ def times(weight: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     return x if weight is None else (weight * x).masked_fill_(weight == 0, 0.0)
 
 
-# ---- what a formula has to return, its slope from autograd, and the comparison of both
+# ---- checks of a formula that a user writes: what it returns, and its slope against autograd
 
 
 def check_returned(
-    function: Callable[..., Any], returns: str, remedy: str, *last_arguments: Any
+    function: Callable[..., Any],
+    result_names: tuple[str, ...],
+    remedy: str,
+    *last_arguments: Any,
 ) -> None:
-    """Raise ValueError unless a formula returns a number for each token.
+    """Raise ValueError unless a formula returns a value, or a value and a slope, of each token.
 
-    The formula is called once, with three tensors [3] and the last arguments. Its first result, the
-    loss, must have the shape [3]; its second, the slope, [3] or []; a number of Python passes for
-    both. Without this check a tensor [2, n] would pass for a pair (loss, slope).
+    The formula is called once, with three tensors [3] and then `last_arguments`. The value must
+    have the shape [3], the slope [3] or []. A number of Python passes for both. Without this check
+    a tensor [2, num_tokens] would pass for a pair (value, slope).
 
-    returns   what the formula shall return, one or two words joined by " and ", such as "loss" or
-              "loss and slope"
-    remedy    the end of the error message
+    result_names   names of the results for the error message, one or two: ("loss", "slope")
+    remedy         the end of the error message
     """
     if torch.compiler.is_compiling():
         return
@@ -113,8 +116,8 @@ def check_returned(
     third = torch.tensor((1.0, 0.0, -1.0), device="cpu")
     returned = without_branches(function, first, second, third, *last_arguments)
     results = returned if isinstance(returned, tuple) else (returned,)
-    is_right = len(results) == len(returns.split(" and "))
-    allowed_shapes: Any = ([(3,)], [(3,), ()])
+    is_right = len(results) == len(result_names)
+    allowed_shapes: Any = ([(3,)], [(3,), ()])  # of the value, of the slope
     for result, shapes in zip(results, allowed_shapes, strict=False):
         if isinstance(result, Tensor):
             is_right = is_right and result.shape in shapes
@@ -128,15 +131,15 @@ def check_returned(
         name = getattr(function, "__qualname__", type(function).__name__)
         raise ValueError(
             f"{name} returned {', '.join(descriptions) or 'nothing'} for tensors of shape [3]:"
-            f" return {returns} of each token, {remedy}."
+            f" return {' and '.join(result_names)} of each token, {remedy}."
         )
 
 
 def without_branches(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return function(*arguments), with a helpful error for a Python branch on a tensor.
+    """Return function(*arguments), or raise a helpful error for a Python branch on a tensor.
 
-    If the function uses a tensor of several values as a condition of Python, torch raises a
-    RuntimeError. It becomes a ValueError that names the line and says what to write in a formula.
+    torch raises RuntimeError if the function uses a tensor of several values as the condition of an
+    `if`. Raises ValueError instead, which names the line and says what to write in a formula.
     """
     try:
         return function(*arguments)
@@ -156,30 +159,31 @@ def without_branches(function: Callable[..., Any], *arguments: Any) -> Any:
 def by_autograd(
     function: Callable[..., Tensor], logp: Tensor, *others: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of each token and d loss / d logp by autograd, in the shape of logp.
+    """Return the loss of each token and d loss / d logp, which autograd computes.
 
-    function       (logp, *others) -> loss of each token. The loss of a token must depend on no
-                   other token.
-    logp, others   tensors of one shape
+    function       function (logp, *others) -> loss of each token. The loss of a token must depend
+                   on no other token.
+    logp, others   float tensors of one shape, in which both results are returned
     """
     with torch.inference_mode(False), torch.enable_grad():
-        # Copies, because a graph cannot save a tensor made in inference mode.
+        # Copy the tensors, because a graph cannot save one that was made in inference mode.
         variable = logp.detach().clone().requires_grad_()
         constants = [x.detach().clone() for x in others]
         loss = torch.as_tensor(function(variable, *constants))
         if not loss.requires_grad:  # the loss does not depend on logp
             loss = loss.detach().to(logp.dtype)
             return loss.expand_as(logp), torch.zeros_like(logp)
+        # The gradient of the sum has the derivative of each token.
         total = loss.expand_as(variable).sum()
         (slope,) = torch.autograd.grad(total, variable, materialize_grads=True)
     return loss.detach().expand_as(logp), slope
 
 
 def random_log_probs(num_points: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw random log-probs, and how much other log-probs differ from them.
+    """Return random log-probs and random differences, fp64 [num_points] each.
 
-    Return fp64 [num_points] each: log-probs, uniform in [-5, 0], and differences, uniform in
-    [-3, 3], at every fourth point in [-20, 20].
+    The log-probs are uniform in [-5, 0]. The differences, for other log-probs of the same tokens,
+    are uniform in [-3, 3], at every fourth point in [-20, 20].
     """
     logp = -5.0 * torch.rand(num_points, generator=generator, dtype=torch.float64)
     uniform = torch.rand(num_points, generator=generator, dtype=torch.float64)
@@ -189,19 +193,20 @@ def random_log_probs(num_points: int, generator: torch.Generator) -> tuple[Tenso
 
 
 #: Slopes are compared first at points with at most this distance between log-probs.
-MODERATE = 3.0
+MODERATE_DISTANCE = 3.0
 
-#: A function of log-probs [n] that returns a value and a slope of each, in the dtype of these.
+#: A function of log-probs [num_points] that returns (value, slope) at each point, in their dtype.
 ValueAndSlope = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class ComparisonPoints(NamedTuple):
     """Random points at which the slope of a formula is compared with its derivative.
 
-    logp            log-prob under the policy, fp64 [num_points]
-    distance        difference between another log-prob and logp, fp64 [num_points]
-    distance_name   what error messages call the distance
-    other_numbers   further numbers of the points, fp64 [num_points] each, for error messages
+    logp            log-prob of a token under the policy, fp64 [num_points]
+    distance        difference between logp and another log-prob of the token, fp64 [num_points]
+    distance_name   name of the distance in error messages, such as "log-ratio"
+    other_numbers   further numbers of the points by name, fp64 [num_points] each, for error
+                    messages
     """
 
     logp: Tensor
@@ -215,30 +220,39 @@ class ComparisonPoints(NamedTuple):
         return ", ".join(f"{name}={float(x[point]):.4g}" for name, x in numbers.items())
 
 
-def compare(
+def check_slope(
     formula_name: str, value_and_slope: ValueAndSlope, points: ComparisonPoints, tolerance: float
 ) -> None:
     """Raise ValueError if the slope of a formula is not the derivative of its value.
 
-    The derivative is that of autograd, with respect to the log-prob under the policy. Three errors
-    are looked for in this order, each at all points that it may concern:
-    1. a wrong slope, where value and slope are finite and the distance is at most 3 (MODERATE)
+    Autograd computes the derivative with respect to the log-prob under the policy. The first of
+    these errors that occurs at any point is raised:
+    1. a wrong slope, if value and slope are finite and the distance is at most 3
+       (MODERATE_DISTANCE)
     2. an infinite or NaN value or slope (`refuse_overflow`)
     3. a wrong slope at any other point
 
-    formula_name      what error messages call the formula
-    value_and_slope   (log-probs [num_points]) -> value and slope at each point, in their dtype
-    points            log-probs, and further numbers of the points for messages
-    tolerance         largest |slope - derivative| / (1 + |derivative|)
+    formula_name      name of the formula in error messages
+    value_and_slope   function: log-probs [num_points] -> (value, slope) at each point, in their
+                      dtype
+    points            the log-probs, and further numbers of the points for error messages
+    tolerance         largest allowed |slope - derivative| / (1 + |derivative|)
     """
-    _, derivative = by_autograd(lambda logp: value_and_slope(logp)[0], points.logp)
-    slope = torch.as_tensor(value_and_slope(points.logp)[1]).detach().expand_as(derivative)
+
+    def value_alone(logp: Tensor) -> Tensor:
+        """Return the value of the formula at each point."""
+        value, _ = value_and_slope(logp)
+        return value
+
+    _, derivative = by_autograd(value_alone, points.logp)
+    _, slope = value_and_slope(points.logp)
+    slope = torch.as_tensor(slope).detach().expand_as(derivative)
     error = (slope - derivative).abs() / (1.0 + derivative.abs())
     error = error.nan_to_num(nan=torch.inf)  # NaN is as wrong as infinity
 
-    is_moderate = points.distance.abs() <= MODERATE
-    is_first = is_moderate & is_finite(value_and_slope, points.logp)
-    first_error = torch.where(is_first, error, 0.0)
+    is_moderate = points.distance.abs() <= MODERATE_DISTANCE
+    is_compared_first = is_moderate & is_finite(value_and_slope, points.logp)
+    first_error = torch.where(is_compared_first, error, 0.0)
     if first_error.max() > tolerance:
         worst = int(first_error.argmax())
     else:
@@ -254,9 +268,9 @@ def compare(
 def refuse_overflow(
     formula_name: str, value_and_slope: ValueAndSlope, points: ComparisonPoints
 ) -> None:
-    """Raise ValueError if a value or a slope is infinite or NaN, in fp32 or fp64.
+    """Raise ValueError if a value or a slope of a formula is infinite or NaN, in fp32 or fp64.
 
-    The message shows the point at the smallest distance. Arguments as in `compare`.
+    The message shows the point at the smallest distance. Arguments as in `check_slope`.
     """
     overflows = ~is_finite(value_and_slope, points.logp)
     if not overflows.any():
@@ -274,10 +288,12 @@ def refuse_overflow(
 
 
 def is_finite(value_and_slope: ValueAndSlope, logp: Tensor) -> Tensor:
-    """Return whether value and slope at each log-prob are finite, bool [num_points].
+    """Return at which points value and slope of a formula are finite, bool [num_points].
 
-    They must be finite in fp64 and in fp32, in which the kernels compute them. logp is fp64
-    [num_points].
+    They must be finite in fp64 and also in fp32, in which the kernels compute them.
+
+    value_and_slope   function: log-probs [num_points] -> (value, slope) at each point
+    logp              fp64 [num_points]
     """
     result = torch.ones_like(logp, dtype=torch.bool)
     for logp_in_dtype in (logp, logp.float()):

@@ -4,9 +4,9 @@ Notation: logp and old_logp are the log-probs of the sampled token under the pol
 start of the update, x = logp - old_logp is the log-ratio, r = exp(x) the ratio and A the advantage.
 sg stops the gradient. The slope is d loss / d logp.
 
-Every surrogate function is (logp, old_logp, advantage, params) -> (loss, slope) of a token, fp32.
-params are the numbers of its class, in the order of the fields. The function is written in `ops`
-(see there), so the fused kernels run the same source. To write your own, see `Custom`.
+A surrogate function is a function (logp, old_logp, advantage, params) -> (loss, slope) of a token,
+fp32. params are the fields of its class, in their order. The function is written in arithmetic and
+`ops`, so the fused kernels run the same source. To write your own, see `Custom`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .ops import (
     bounded_exp,
     by_autograd,
     check_returned,
-    compare,
+    check_slope,
     ops,
     random_log_probs,
     refuse_overflow,
@@ -39,8 +39,10 @@ from .ops import (
 def clip(logp, old_logp, advantage, params):
     """Return the clipped loss of PPO and its slope, see `Clip`.
 
-    loss = -min(min(r, delta) A, clip(r, 1 - eps_low, 1 + eps_high) A), r = exp(logp - old_logp).
-    params is (eps_low, eps_high, delta).
+        loss  = -min(min(r, delta) A, clip(r, 1 - eps_low, 1 + eps_high) A)
+        slope = loss where the minimum is r A, otherwise 0
+
+    r = exp(logp - old_logp), and params is (eps_low, eps_high, delta).
     """
     low = 1.0 - params[0]
     high = 1.0 + params[1]
@@ -53,7 +55,7 @@ def clip(logp, old_logp, advantage, params):
     is_inside_if_negative = (r >= low) & (r <= ops.maximum(delta, high))
     is_inside = ops.where(advantage > 0.0, is_inside_if_positive, is_inside_if_negative)
     loss = -ops.minimum(unclipped, clipped)
-    # Inside, the loss is -r A, which is its own derivative with respect to logp.
+    # Inside, the loss is -r A, and so is its derivative, because d r / d logp = r.
     return loss, ops.where(is_inside, loss, 0.0)
 
 
@@ -65,46 +67,50 @@ def cispo(logp, old_logp, advantage, params):
     cap = params[0]
     low = params[1]
     r = bounded_exp(logp - old_logp)
-    return weighted(r.clamp(low, cap) * advantage, logp)
+    return weighted_nll(r.clamp(low, cap) * advantage, logp)
 
 
 def policy_gradient(logp, old_logp, advantage, params):
     """Return the loss -A logp of REINFORCE and its slope -A, see `PolicyGradient`."""
-    return weighted(advantage, logp)
+    return weighted_nll(advantage, logp)
 
 
-def weighted(weight, logp):
-    """Return the loss -weight * logp and its slope -weight, for a weight without gradient.
+def weighted_nll(weight, logp):
+    """Return the loss -weight * logp and its slope -weight. The weight is a constant.
 
-    The loss is 0 if the weight is 0, even if logp is -inf.
+    If the weight is 0 the loss is 0, even if logp is -inf.
     """
     return ops.where(weight == 0.0, 0.0, -weight * logp), -weight
 
 
 def no_policy_term(logp, old_logp, advantage, params):
-    """Return the loss 0 and the slope 0, see `NoPolicyTerm`."""
-    zero = advantage * 0.0
+    """Return the loss 0 and the slope 0 of each token, see `NoPolicyTerm`."""
+    zero = advantage * 0.0  # in the shape of the advantages
     return zero, zero
 
 
 def importance_sampling(logp, old_logp, advantage, params):
-    """Return the loss -r A, r = exp(logp - old_logp), and its slope -r A.
+    """Return the loss -r A and its slope -r A, with r = exp(logp - old_logp).
 
-    See `ImportanceSampling`.
+    Loss and slope are equal, because d r / d logp = r. See `ImportanceSampling`.
     """
     loss = -bounded_exp(logp - old_logp) * advantage
     return loss, loss
 
 
 def sapo(logp, old_logp, advantage, params):
-    """Return the loss -(4 / tau) sigmoid(tau (r - 1)) A of SAPO and its slope, see `Sapo`.
+    """Return the loss of SAPO and its slope, see `Sapo`.
 
-    r = exp(logp - old_logp). params is (tau for A > 0, tau for A <= 0).
+        loss  = -(4 / tau) g A
+        slope = -4 g (1 - g) r A
+
+    g = sigmoid(tau (r - 1)), r = exp(logp - old_logp), and params is (tau for A > 0, tau for
+    A <= 0).
     """
     tau = ops.where(advantage > 0.0, params[0], params[1])
     r = bounded_exp(logp - old_logp)
     gate = ops.sigmoid(tau * (r - 1.0))
-    # The subtraction 1.0 - gate would cancel digits.
+    # 1 - sigmoid(x) = sigmoid(-x). The subtraction 1.0 - gate would cancel digits.
     one_minus_gate = ops.sigmoid(tau * (1.0 - r))
     return -4.0 / tau * gate * advantage, -4.0 * gate * one_minus_gate * r * advantage
 
@@ -113,12 +119,12 @@ def vespo(logp, old_logp, advantage, params):
     """Return the loss -phi A logp of VESPO and its slope -phi A, see `Vespo`.
 
     phi = sg(exp(lambda + k log w - lambda w)), where log w = logp - old_logp is clamped to
-    [log(1e-8), 20]. params is (k, lambda for A >= 0, k, lambda for A < 0).
+    [log(1e-8), 20]. params is (k and lambda for A >= 0, k and lambda for A < 0), four numbers.
     """
     k = ops.where(advantage >= 0.0, params[0], params[2])
     rate = ops.where(advantage >= 0.0, params[1], params[3])
     log_w = (logp - old_logp).clamp(-18.420680743952367, 20.0)
-    return weighted(bounded_exp(rate + k * log_w - rate * ops.exp(log_w)) * advantage, logp)
+    return weighted_nll(bounded_exp(rate + k * log_w - rate * ops.exp(log_w)) * advantage, logp)
 
 
 def dro(logp, old_logp, advantage, params):
@@ -148,8 +154,9 @@ CLIP_WIDTHS = (
     ("eps_low", "the lower clip width is a number in [0, 1].", 0, 1),
     ("eps_high", "the upper clip width is a finite number >= 0.", 0, LARGEST),
 )
-#: The range of the field `low` of a surrogate that clips the ratio to [low, cap].
+#: The error message for the field `low` of a surrogate that clips the ratio to [low, cap].
 LOW = "the lower bound is a ratio in [0, cap]."
+#: The range of the field `share` of a surrogate that selects a share of the tokens.
 SHARE = ("share", "the share of tokens is in [0, 1].", 0, 1)
 
 LEVELS = ("token", "sequence", "sequence-token", "sequence-sum")
@@ -158,15 +165,16 @@ LEVELS = ("token", "sequence", "sequence-token", "sequence-sum")
 class Surrogate(Checked):
     """A surrogate function with its parameters. Subclasses are frozen dataclasses of floats.
 
-    The class attributes tell an `Objective` how the surrogate may be used.
+    The class attributes tell an `Objective` how the surrogate may be used. `function` is the
+    surrogate function (logp, old_logp, advantage, params) -> (loss, slope).
     """
 
     function: Callable[..., Any]
     #: The values of `Objective.level` that the surrogate is defined for.
     levels: tuple[str, ...] = LEVELS
-    #: True: the ratio is a constant weight and the gradient flows through logp itself (CISPO). At
-    #: sequence levels the loss of a token then has a gradient at this token alone. Otherwise its
-    #: gradient reaches all tokens of the sequence through their common log-ratio.
+    #: True: the ratio is a constant weight, and the gradient flows through logp itself (CISPO). At
+    #: sequence levels the loss of a token then has a gradient at this token alone. False: the
+    #: gradient flows through the ratio, at sequence levels to all tokens of the sequence.
     detached_ratio: bool = False
     #: True: a token with advantage 0 has loss 0 and slope 0 whatever its ratio is, so a kernel may
     #: skip its logits.
@@ -174,15 +182,16 @@ class Surrogate(Checked):
     #: True: the weights of a batch are multiplied into the ratio of the sequence instead of the
     #: loss (VESPO).
     absorbs_weights: bool = False
-    #: True: `function` may use logp in other ways than in logp - old_logp. Then log_ratio_bounds
-    #: are refused, unless the ratio is detached.
+    #: True: `function` may use logp in other ways than in logp - old_logp. An objective then
+    #: refuses log_ratio_bounds, unless the ratio is detached.
     reads_logp: bool = False
-    #: True: `select` marks some tokens, for which it needs the log-probs of the whole batch.
+    #: True: the surrogate treats some tokens differently. `select` marks them, for which it needs
+    #: the log-probs of the whole batch.
     selects: bool = False
 
     @property
     def in_torch(self) -> bool:
-        """Whether autograd computes the slope, because `function` returns the loss alone.
+        """Whether `function` returns the loss alone, so that autograd computes the slope.
 
         The formula then runs in torch only, between two passes over the logits.
         """
@@ -192,80 +201,86 @@ class Surrogate(Checked):
     def formula(self) -> Callable[..., tuple[Any, Any]]:
         """The function (logp, old_logp, advantage, params) -> (loss, slope) of each token.
 
-        It is `function`, unless that returns the loss alone (`in_torch`).
+        It is `function`, or, if `function` returns the loss alone (`in_torch`), a function that
+        adds the slope.
         """
         return self.function
 
     @property
     def params(self) -> tuple[float, ...]:
-        """The numbers that `function` receives as its last argument, all fields as floats.
+        """The last argument of `function`: all fields as floats.
 
-        Compiled formulas take them at each call, so a schedule of a clip width recompiles nothing.
-        If the surrogate `selects`, the result of `select` is appended.
+        Compiled formulas receive them at each call, so nothing is compiled again if a clip width
+        changes. If the surrogate `selects`, the caller appends the result of `select`.
         """
         return tuple(float(getattr(self, f.name)) for f in fields(self))  # type: ignore[arg-type]
 
     @property
     def ratio_bounds(self) -> tuple[float, float]:
-        """(low, high) of the ratio, for the metrics.
-
-        A token counts as clipped if its ratio is below low and A < 0, or above high and A > 0.
-        """
+        """(low, high): outside of them a ratio counts as clipped in the metrics, see `clipped`."""
         return (0.0, math.inf)
 
     def clipped(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        """Return which tokens the metrics count as clipped at the lower and at the upper bound.
+        """Return which tokens the metrics count as clipped: (is_clipped_low, is_clipped_high).
 
-        The first mask has the tokens with a ratio below the lower bound and A < 0, the second those
-        with a ratio above the upper bound and A > 0. Both are bool, in the shape of the arguments.
+        A token is clipped at the lower bound if its ratio is below the bound and A < 0, and at the
+        upper bound if its ratio is above the bound and A > 0. Both results are bool, in the shape
+        of the arguments.
         """
         low, high = self.ratio_bounds
         return (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
 
-    def in_sequence(self, x: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Return f(x) and f'(x), where the log-ratio of a sequence is the mean or sum of f(x).
+    def clip_log_ratios(self, x: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Return f(x) and f'(x), the clipped log-ratio of each token and its derivative.
 
-        f is the identity, unless a surrogate clips the log-ratio of each token first.
+        At sequence levels the log-ratio of a sequence is the mean or the sum of f(x) over its
+        tokens. f is the identity unless a subclass overrides this method.
 
         x            fp32 [num_tokens], log-ratio of each token
         advantages   fp32 [num_tokens]
 
-        Return fp32 [num_tokens] each. A derivative of 1 may be a number.
+        Return fp32 [num_tokens] each. The derivative may be a number if all tokens have the same.
         """
         return x, 1.0
 
     def select(
         self, logps: Tensor, old_logps: Tensor, advantages: Tensor, trained: Tensor
     ) -> Tensor:
-        """Return 1 for the tokens that the surrogate treats differently, otherwise 0, fp32 [n].
+        """Return 1 for the tokens that the surrogate treats differently, otherwise 0.
 
         Only a surrogate with `selects=True` implements it.
 
-        logps, old_logps, advantages   fp32 [n], of all tokens of the batch
-        trained                        bool [n], the loss mask
+        logps, old_logps, advantages   fp32 [num_tokens], of all tokens of the batch
+        trained                        bool [num_tokens], the loss mask
+
+        Return fp32 [num_tokens].
         """
         raise NotImplementedError
 
     def __call__(
         self, logp: Tensor, old_logp: Tensor, advantage: Tensor, *selected: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the loss of each token and its slope d loss / d logp, fp32, in the shape of logp.
+        """Return the loss of each token and its slope d loss / d logp, in the shape of logp.
 
-        logp, old_logp, advantage   tensors of one shape
-        selected                    the result of `select`, if the surrogate `selects`
+        logp, old_logp, advantage   float tensors of one shape
+        selected                    the result of `select`, only if the surrogate `selects`
         """
         return self.formula(logp, old_logp, advantage, (*self.params, *selected))
 
 
 @dataclass(frozen=True)
 class Clip(Surrogate):
-    """PPO / GRPO clipping with separate bounds: loss = -min(min(r, delta) A, clip(r, 1 - eps_low, 1
-    + eps_high) A).
+    """The clipped surrogate of PPO and GRPO, with separate clip widths.
 
-    Sources: PPO arXiv 1707.06347 eq. 7; clip-higher (eps_high > eps_low) DAPO arXiv 2503.14476; the
-    two-sided bound `delta`, which caps the loss for A < 0, INTELLECT-2 arXiv 2505.07291. `delta`
-    equals dual clip (arXiv 1912.09729) with c = delta for delta >= 1 + eps_high. Infinity switches
-    it off.
+        loss = -min(min(r, delta) A, clip(r, 1 - eps_low, 1 + eps_high) A)
+
+    eps_low, eps_high   clip widths (PPO, arXiv 1707.06347 eq. 7). "Clip-higher" is eps_high >
+                        eps_low (DAPO, arXiv 2503.14476).
+    delta               two-sided bound above 1, which caps the loss for A < 0 (INTELLECT-2, arXiv
+                        2505.07291). For delta >= 1 + eps_high it is the dual clip of arXiv
+                        1912.09729 with c = delta. math.inf: no such bound.
+
+    Raises ValueError naming the field that is wrong.
     """
 
     eps_low: float = 0.2
@@ -289,12 +304,17 @@ class Clip(Surrogate):
 
 @dataclass(frozen=True)
 class Cispo(Surrogate):
-    """CISPO: loss = -sg(clip(r, low, cap)) A logp. The clipped ratio is a constant weight, so every
-    token keeps a gradient.
+    """The surrogate of CISPO (MiniMax-M1, arXiv 2506.13585 eq. 4).
 
-    `cap` and `low` are absolute bounds of the ratio, not offsets from 1 (TRL passes the cap as
-    `epsilon_high`). Sources: MiniMax-M1 arXiv 2506.13585 eq. 4; cap 5 as in ScaleRL arXiv
-    2510.13786. low = 0 is one-sided.
+        loss = -sg(clip(r, low, cap)) A logp
+
+    The clipped ratio is a constant weight, so every token keeps a gradient.
+
+    cap   upper bound of the ratio itself, not an offset from 1 (TRL passes it as `epsilon_high`).
+          5 is the value of ScaleRL, arXiv 2510.13786.
+    low   lower bound of the ratio; 0: none
+
+    Raises ValueError naming the field that is wrong.
     """
 
     cap: float = 5.0
@@ -319,9 +339,11 @@ class Cispo(Surrogate):
 
 @dataclass(frozen=True)
 class PolicyGradient(Surrogate):
-    """REINFORCE: loss = -A logp, without a ratio (Williams 1992; GPG arXiv 2504.02546).
+    """The surrogate of REINFORCE (Williams 1992; GPG, arXiv 2504.02546).
 
-    With A = 1 it is the cross-entropy.
+        loss = -A logp
+
+    With A = 1 it is the cross-entropy. `old_logps` are not used.
     """
 
     function = staticmethod(policy_gradient)
@@ -330,7 +352,7 @@ class PolicyGradient(Surrogate):
 
 @dataclass(frozen=True)
 class NoPolicyTerm(Surrogate):
-    """loss = 0, for an objective that is a KL, an entropy bonus or `nll_weights` alone.
+    """The surrogate 0, for an objective that is a KL, an entropy bonus or `nll_weights` alone.
 
     Distillation is such an objective. The advantages are not used.
     """
@@ -340,8 +362,11 @@ class NoPolicyTerm(Surrogate):
 
 @dataclass(frozen=True)
 class ImportanceSampling(Surrogate):
-    """loss = -r A, no clip (Tinker's "importance_sampling"; DPPO's ratio, together with a
-    `filters.TrustRegion`).
+    """The ratio without a clip (Tinker's "importance_sampling").
+
+        loss = -r A
+
+    Together with a `filters.TrustRegion` it is the surrogate of DPPO.
     """
 
     function = staticmethod(importance_sampling)
@@ -349,10 +374,16 @@ class ImportanceSampling(Surrogate):
 
 @dataclass(frozen=True)
 class Sapo(Surrogate):
-    """SAPO: a soft gate instead of a clip, loss = -(4 / tau) sigmoid(tau (r - 1)) A, of slope -A at
-    r = 1.
+    """The surrogate of SAPO, with a soft gate instead of a clip (arXiv 2511.20347).
 
-    tau_pos for A > 0, tau_neg otherwise. Source: arXiv 2511.20347.
+        loss = -(4 / tau) sigmoid(tau (r - 1)) A
+
+    At r = 1 the slope is -A.
+
+    tau_pos   tau for A > 0
+    tau_neg   tau for A <= 0
+
+    Raises ValueError naming the field that is wrong.
     """
 
     tau_pos: float = 1.0
@@ -370,12 +401,18 @@ class Sapo(Surrogate):
 
 @dataclass(frozen=True)
 class Vespo(Surrogate):
-    """VESPO: loss = -phi A logp, phi = sg(exp(lambda + k log w - lambda w)) with w the ratio of the
-    whole sequence.
+    """The surrogate of VESPO (arXiv 2602.10693), for level="sequence-sum".
 
-    log w is the sum of log-ratios, each within +-20, and of the logs of the batch's weights, which
-    enter here instead of multiplying the term; log w itself is kept in [log 1e-8, 20]. (k, lambda)
-    is (k_pos, lambda_pos) for A >= 0, else (k_neg, lambda_neg). Source: arXiv 2602.10693.
+        loss = -phi A logp,   phi = sg(exp(lambda + k log w - lambda w))
+
+    w is the ratio of the whole sequence: log w is the sum over its trained tokens of the log-ratio,
+    clamped to [-20, 20], and of the log of the token's weight in the batch. The weights of the
+    batch are part of w instead of multiplying the policy term. log w is clamped to [log 1e-8, 20].
+
+    k_pos, lambda_pos   k and lambda for A >= 0
+    k_neg, lambda_neg   k and lambda for A < 0
+
+    Raises ValueError naming the field that is wrong.
     """
 
     k_pos: float = 2.0
@@ -391,16 +428,24 @@ class Vespo(Surrogate):
         ("lambda_pos lambda_neg", "the rate is a finite number of at least 1e-4.", 1e-4, LARGEST),
     )
 
-    def in_sequence(self, x: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Return x clamped to [-20, 20]. Its derivative is not used, as the ratio is detached."""
+    def clip_log_ratios(self, x: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Return x clamped to [-20, 20], and 1 as the derivative.
+
+        The derivative is not used, because no gradient flows through the ratio.
+        """
         return x.clamp(-20.0, 20.0), 1.0
 
 
 @dataclass(frozen=True)
 class Gmpo(Surrogate):
-    """GMPO: loss = -A exp(mean of clipped log-ratios), with the geometric mean of a sequence's
-    ratios in place of the arithmetic one. Each token's log-ratio is clipped at eps_high for A > 0
-    and at -eps_low for A < 0. Source: arXiv 2507.20673.
+    """The surrogate of GMPO (arXiv 2507.20673), for level="sequence".
+
+        loss = -A exp(mean over the sequence of clipped x)
+
+    So the ratio is the geometric mean of the ratios of the tokens. The log-ratio x of a token is
+    clipped to at most eps_high for A > 0, and to at least -eps_low for A < 0.
+
+    Raises ValueError naming the field that is wrong.
     """
 
     eps_low: float = 0.4
@@ -409,28 +454,32 @@ class Gmpo(Surrogate):
     levels = ("sequence",)
     ranges = (("eps_low eps_high", "the clip width in log space is a number >= 0.", 0),)
 
-    def in_sequence(self, x: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Return the clipped log-ratio of each token and its derivative (see `Surrogate`).
+    def clip_log_ratios(self, x: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Return the clipped log-ratio of each token and its derivative, 1 inside and 0 outside.
 
-        It is min(x, eps_high) for A > 0, max(x, -eps_low) for A < 0, and 0 for A = 0. A NaN stays.
+        The clipped log-ratio is min(x, eps_high) for A > 0, max(x, -eps_low) for A < 0, and 0 for
+        A = 0. A NaN stays NaN. x and advantages are fp32 [num_tokens], and so are the results.
         """
-        counts = (advantages != 0) | x.isnan()
+        is_nonzero = (advantages != 0) | x.isnan()
         clipped = torch.where(
             advantages > 0, x.clamp(max=self.eps_high), x.clamp(min=-self.eps_low)
         )
-        return torch.where(counts, clipped, 0.0), (counts & (clipped == x)).to(x.dtype)
+        is_inside = is_nonzero & (clipped == x)
+        return torch.where(is_nonzero, clipped, 0.0), is_inside.to(x.dtype)
 
     @property
     def params(self) -> tuple[float, ...]:
-        """(): `in_sequence` uses the clip widths, and `function` needs none."""
+        """(), because `clip_log_ratios` uses the clip widths and `function` needs no numbers."""
         return ()
 
 
 @dataclass(frozen=True)
 class Dro(Surrogate):
-    """DRO: loss = -A logp + beta x^2 / 2, with x = logp - old_logp (verl's "dro").
+    """The surrogate of DRO (verl's "dro"), with a quadratic penalty instead of a clip.
 
-    A quadratic penalty of the log-ratio takes the place of a clip.
+        loss = -A logp + beta x^2 / 2,   x = logp - old_logp
+
+    Raises ValueError naming the field that is wrong.
     """
 
     beta: float = 1.0
@@ -443,11 +492,12 @@ class Dro(Surrogate):
 
 @dataclass(frozen=True)
 class A2po(Surrogate):
-    """A*-PO: loss = (beta sum_t log(pi / pi_ref) - A)^2 per sequence, a regression onto A = reward
-    - V* (arXiv 2505.20686).
+    """The regression of A*-PO onto A = reward - V* (arXiv 2505.20686), for level="sequence-sum".
+
+        loss of a sequence = (beta * sum over its tokens of log(pi / pi_ref) - A)^2
 
     Pass the reference's log-probs as the batch's old_logps, and reward - V* as its advantages (see
-    `a2po_values`).
+    `a2po_values`). Raises ValueError naming the field that is wrong.
     """
 
     beta: float = 1e-3
@@ -473,16 +523,26 @@ class Custom(Surrogate):
 
         from grpo_kernels.formulas.surrogates import Custom, ops
 
-        def squared(logp, old_logp, advantage, params):       # params a tuple of floats
+        def squared(logp, old_logp, advantage, params):
+            (beta,) = params
             x = logp - old_logp
-            return -advantage * logp + 0.5 * params[0] * x * x, -advantage + params[0] * x
+            return -advantage * logp + 0.5 * beta * x * x, -advantage + beta * x
 
         objective = Objective(surrogate=Custom(squared, (0.1,)))
 
+    function         function (logp, old_logp, advantage, params) -> (loss, slope), where the slope
+                     is d loss / d logp. `check_surrogate` compares the slope with autograd.
+    parameters       tuple of floats, which `function` receives as `params`
+    detached_ratio   see `Surrogate`
+    zero_at_zero_advantage   see `Surrogate`
+    slope            "formula": `function` returns the slope. "autograd", for prototypes: it returns
+                     the loss alone, and autograd computes the slope. The formula then runs in torch
+                     with every backend, between two passes over the logits.
+
     Write `function` as if for one token, in arithmetic, comparisons and the names of `ops`, without
-    Python branches on values. It receives `parameters` as its last argument. `check_surrogate`
-    compares its slope with autograd. At sequence levels, unless detached_ratio, logp is the
-    log-ratio of the sequence and old_logp is 0, so the formula may use their difference only.
+    Python branches on values. At sequence levels, unless detached_ratio, logp is the log-ratio of
+    the sequence and old_logp is 0, so the formula may use their difference only. With
+    slope="autograd" use any operations that torch can differentiate, and detach constants.
 
     For the C++ and Triton kernels the function is traced: it is called once with symbols in place
     of tensors. It is traced again if a function, a number, a list or a dictionary that it uses has
@@ -491,12 +551,7 @@ class Custom(Surrogate):
     a warning. Strict mode and backend="triton" raise ValueError instead. Strict mode also compares
     the traced program with torch before its first use.
 
-    With slope="autograd", which is meant for prototypes, `function` returns the loss alone, in
-    operations that torch can differentiate, and autograd computes the slope. The formula then runs
-    in torch with every backend, between two passes over the logits. Detach in it what shall have no
-    gradient.
-
-    Raises ValueError if the function does not return what it should.
+    Raises ValueError naming the field that is wrong, or if the function returns something else.
     """
 
     function: Callable[..., Any]
@@ -515,13 +570,13 @@ class Custom(Surrogate):
         is_iterable = isinstance(self.parameters, Iterable)
         require(is_iterable, "parameters", self.parameters, "pass a tuple of numbers.")
         object.__setattr__(self, "parameters", tuple(float(p) for p in self.parameters))
-        returns = "loss" if self.in_torch else "loss and slope"
+        result_names = ("loss",) if self.in_torch else ("loss", "slope")
         remedy = 'or, for a loss alone, pass slope="autograd"'
-        check_returned(self.function, returns, remedy, self.parameters)
+        check_returned(self.function, result_names, remedy, self.parameters)
 
     @property
     def in_torch(self) -> bool:
-        """Whether autograd computes the slope, because `function` returns the loss alone."""
+        """Whether `function` returns the loss alone, so that autograd computes the slope."""
         return self.slope == "autograd"
 
     @property
@@ -532,35 +587,46 @@ class Custom(Surrogate):
     def _with_slope(
         self, logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[float, ...]
     ) -> tuple[Tensor, Tensor]:
-        """Return the loss of each token and its slope by autograd, in the shape of logp."""
+        """Return the loss of each token and its slope, which autograd computes.
 
-        def loss_of(logp: Tensor, old_logp: Tensor, advantage: Tensor) -> Tensor:
+        logp, old_logp, advantage   float tensors of one shape, in which both results are returned
+        params                      the last argument of `function`
+        """
+
+        def loss(logp: Tensor, old_logp: Tensor, advantage: Tensor) -> Tensor:
+            """Return the loss of each token."""
             return self.function(logp, old_logp, advantage, params)
 
-        return by_autograd(loss_of, logp, old_logp, advantage)
+        return by_autograd(loss, logp, old_logp, advantage)
 
     @property
     def params(self) -> tuple[float, ...]:
-        """The last argument of `function`."""
+        """`parameters`, the last argument of `function`."""
         return self.parameters
 
 
 def check_surrogate(
     surrogate: Surrogate, *, points: int = 4096, tolerance: float = 1e-6, seed: int = 0
 ) -> None:
-    """Compare a surrogate's slope with autograd's derivative of its loss, in fp64. It is meant for
-    surrogates of your own.
+    """Check that the slope of a surrogate is the derivative of its loss with respect to logp.
 
-    `points` random points are drawn with `seed`: log-probs, ratios between e^-3 and e^3 (one in
-    four between e^-20 and e^20), and advantages of both signs and 0. An error above `tolerance`
-    times (1 + the derivative) is refused, and so is a surrogate with zero_at_zero_advantage=True
-    whose loss or slope is not 0 at advantage 0. With detached_ratio=True old_logp moves along with
-    logp, so that the ratio is constant. Points on a kink, where a derivative does not exist, have
-    probability 0.
+    Both are computed in float64, the derivative by autograd, at random points: log-probs, ratios
+    between e^-3 and e^3 (at every fourth point between e^-20 and e^20), and advantages of both
+    signs and 0. With detached_ratio=True the check moves old_logp along with logp, so that the
+    ratio stays constant for autograd. A point without a derivative (a kink) has probability 0.
 
-    Raises ValueError naming the worst point at ratios between e^-3 and e^3, if the slope is wrong
-    there; else the log-ratio from which on a loss or slope overflows in fp32; else the worst point
-    of all. So does a function that is no Surrogate.
+    surrogate   a `Surrogate`, for example a `Custom`
+    points      number of random points
+    tolerance   largest allowed |slope - derivative| / (1 + |derivative|)
+    seed        seed of the random points
+
+    Raises ValueError
+    - with the worst point, if the slope is wrong at a ratio between e^-3 and e^3
+    - otherwise with the smallest log-ratio at which loss or slope overflows in fp32
+    - otherwise with the worst point, if the slope is wrong at any ratio
+    - if the surrogate has zero_at_zero_advantage=True, but its loss or slope is not 0 at advantage
+      0
+    - if `surrogate` is not a `Surrogate`
     """
     remedy = "pass a Surrogate, Custom(function) for a function of your own."
     require(isinstance(surrogate, Surrogate), "surrogate", surrogate, remedy)
@@ -570,6 +636,7 @@ def check_surrogate(
     advantage = torch.randn(points, generator=generator, dtype=torch.float64)
     advantage[::16] = 0.0
     is_selected = (torch.rand(points, generator=generator) < 0.5).double()
+    # The further argument of a surrogate that treats selected tokens differently.
     selected = (is_selected,) if surrogate.selects else ()
     if surrogate.zero_at_zero_advantage:
         check_zero_at_zero_advantage(surrogate, logp, old_logp, selected)
@@ -592,18 +659,19 @@ def check_surrogate(
     if surrogate.in_torch:  # autograd computes its slope, so there is nothing to compare
         refuse_overflow(repr(surrogate), value_and_slope, comparison_points)
     else:
-        compare(repr(surrogate), value_and_slope, comparison_points, tolerance)
+        check_slope(repr(surrogate), value_and_slope, comparison_points, tolerance)
 
 
 def check_zero_at_zero_advantage(
     surrogate: Surrogate, logp: Tensor, old_logp: Tensor, selected: tuple[Tensor, ...]
 ) -> None:
-    """Raise ValueError unless loss and slope are 0 for tokens with advantage 0.
+    """Raise ValueError unless loss and slope of a surrogate are 0 for tokens with advantage 0.
 
     A NaN passes: it comes from 0 * infinity, which `check_surrogate` reports as an overflow.
 
     logp, old_logp   fp64 [num_points]
-    selected         () or (fp64 [num_points],): the tokens that the surrogate selects
+    selected         (), or (x,) if the surrogate `selects`, where x [num_points] is 1 for the
+                     selected tokens
     """
     loss, slope = surrogate(logp, old_logp, torch.zeros_like(logp), *selected)
     for name, value in (("loss", loss), ("slope", slope)):
@@ -618,8 +686,8 @@ def check_log_ratio_bounds(bounds: Any, surrogate: Surrogate) -> None:
     """Raise ValueError unless the log-ratio of a surrogate can be clamped to `bounds`.
 
     Two conditions must hold:
-    1. `bounds` is a tuple (low, high) of real numbers with low < 0 < high, so that an on-policy
-       token, whose log-ratio is 0, is inside.
+    1. `bounds` is a tuple (low, high) of real numbers with low < 0 < high. So the log-ratio 0 of an
+       on-policy token is inside.
     2. The gradient of the surrogate flows through the log-ratio alone. A clamp stops that gradient
        outside of the bounds; it must not stop a gradient through logp itself, as in -A * logp.
        A surrogate with a detached ratio is fine: its gradient does not flow through the log-ratio.
@@ -641,7 +709,7 @@ def check_log_ratio_bounds(bounds: Any, surrogate: Surrogate) -> None:
 
 
 # ---- surrogates that treat tokens with a large covariance of log-prob and advantage differently
-# (arXiv 2505.22617). The last parameter of their functions is 1.0 for such a token, otherwise 0.0
+# (arXiv 2505.22617). The last of params is 1.0 for such a token, a selected one, otherwise 0.0
 
 
 # ---- formulas
@@ -650,10 +718,12 @@ def check_log_ratio_bounds(bounds: Any, surrogate: Surrogate) -> None:
 def clip_cov(logp, old_logp, advantage, params):
     """Return the loss of `clip` and its slope, both 0 for selected tokens, see `ClipCov`.
 
-    params is (eps_low, eps_high, ..., selected), where selected is 1.0 or 0.0.
+    params is (eps_low, eps_high, share, low, high, selected), the fields of `ClipCov` and 1.0 for a
+    selected token, otherwise 0.0. share, low and high are not used.
     """
-    clip_params = (params[0], params[1], math.inf)
-    loss, slope = clip(logp, old_logp, advantage, clip_params)
+    eps_low = params[0]
+    eps_high = params[1]
+    loss, slope = clip(logp, old_logp, advantage, (eps_low, eps_high, math.inf))
     is_kept = params[-1] == 0.0
     return ops.where(is_kept, loss, 0.0), ops.where(is_kept, slope, 0.0)
 
@@ -661,8 +731,8 @@ def clip_cov(logp, old_logp, advantage, params):
 def kl_cov(logp, old_logp, advantage, params):
     """Return the loss -r A, plus coef |x| for selected tokens, and its slope, see `KlCov`.
 
-    x = logp - old_logp and r = exp(x). params is (coef, ..., selected), where selected is 1.0 or
-    0.0.
+    x = logp - old_logp and r = exp(x). params is (coef, share, selected), the fields of `KlCov` and
+    1.0 for a selected token, otherwise 0.0. share is not used.
     """
     coef = params[0]
     is_selected = params[-1]
@@ -677,44 +747,54 @@ def kl_cov(logp, old_logp, advantage, params):
 
 
 def covariance(logps: Tensor, advantages: Tensor, trained: Tensor) -> Tensor:
-    """Return (A - mean A) (logp - mean logp) of each token, fp64 [n] (arXiv 2505.22617, eq. 9).
+    """Return (A - mean A) (logp - mean logp) of each token (arXiv 2505.22617, eq. 9).
 
     The means are over the trained tokens of the batch. Other tokens get 0.
 
-    logps, advantages   fp32 [n]
-    trained             bool [n], the loss mask
+    logps, advantages   fp32 [num_tokens]
+    trained             bool [num_tokens], the loss mask
+
+    Return fp64 [num_tokens].
     """
-    count = trained.sum().clamp(min=1)
-    x = torch.where(trained, logps.double(), 0.0)
-    y = torch.where(trained, advantages.double(), 0.0)
-    centered_x = x - x.sum() / count
-    centered_y = y - y.sum() / count
-    return torch.where(trained, centered_x * centered_y, 0.0)
+    num_trained = trained.sum().clamp(min=1)
+    trained_logps = torch.where(trained, logps.double(), 0.0)
+    trained_advantages = torch.where(trained, advantages.double(), 0.0)
+    centered_logps = trained_logps - trained_logps.sum() / num_trained
+    centered_advantages = trained_advantages - trained_advantages.sum() / num_trained
+    return torch.where(trained, centered_logps * centered_advantages, 0.0)
 
 
-def _select_lowest(score: Tensor, eligible: Tensor, share: float, trained: Tensor) -> Tensor:
-    """Return 1 for the eligible tokens with the lowest scores, otherwise 0, fp32 [n].
+def _select_lowest(scores: Tensor, eligible: Tensor, share: float, trained: Tensor) -> Tensor:
+    """Return 1 for the eligible tokens with the lowest scores, otherwise 0, fp32 [num_tokens].
 
     The number of selected tokens is `share` times the number of trained tokens, rounded down, but
-    at least 1 and at most the number of eligible tokens. It does not wait for the device.
+    at least 1 and at most the number of eligible tokens. The numbers stay on the device, so the
+    host does not wait for a GPU.
 
-    score               float [n]
-    eligible, trained   bool [n]
+    scores              float [num_tokens]
+    eligible, trained   bool [num_tokens]
     """
-    count = (share * trained.sum().double()).floor().clamp(min=1)
-    order = torch.argsort(torch.where(eligible, score, math.inf), stable=True)
-    ranks_in_order = torch.arange(order.numel(), device=order.device)
-    rank = torch.zeros_like(order).scatter_(0, order, ranks_in_order)
-    return (eligible & (rank < count)).float()
+    num_selected = (share * trained.sum().double()).floor().clamp(min=1)
+    order = torch.argsort(torch.where(eligible, scores, math.inf), stable=True)
+    # The rank of a token is its position in the sorted order.
+    positions = torch.arange(order.numel(), device=order.device)
+    ranks = torch.zeros_like(order).scatter_(0, order, positions)
+    return (eligible & (ranks < num_selected)).float()
 
 
 @dataclass(frozen=True)
 class ClipCov(Surrogate):
-    """Clip-Cov: `Clip` with eps_low and eps_high, without a random `share` of the tokens (at least
-    one). These are drawn from the tokens that are not clipped and whose covariance of log-prob and
-    advantage is between `low` and `high`. Source: arXiv 2505.22617.
+    """The surrogate of Clip-Cov: `Clip` without some random tokens (arXiv 2505.22617).
 
-    The random choice follows torch's global seed.
+    The tokens are drawn from those that are not clipped and whose covariance of log-prob and
+    advantage (see `covariance`) is between `low` and `high`. Their loss is 0. The random choice
+    follows torch's global seed.
+
+    eps_low, eps_high   clip widths, see `Clip`
+    share               share of the trained tokens to draw, at least one token
+    low, high           bounds of the covariance
+
+    Raises ValueError naming the field that is wrong.
     """
 
     eps_low: float = 0.2
@@ -738,20 +818,32 @@ class ClipCov(Surrogate):
     def select(
         self, logps: Tensor, old_logps: Tensor, advantages: Tensor, trained: Tensor
     ) -> Tensor:
-        """Select random tokens that are not clipped and whose covariance is between the bounds."""
+        """Return 1 for random tokens that are not clipped, with a covariance inside of the bounds.
+
+        Other tokens get 0. Arguments and result as in `Surrogate.select`.
+        """
         ratio = bounded_exp(logps - old_logps)
         is_clipped_low, is_clipped_high = self.clipped(ratio, advantages)
         cov = covariance(logps, advantages, trained)
         is_in_band = (cov > self.low) & (cov < self.high)
         eligible = trained & ~is_clipped_low & ~is_clipped_high & is_in_band
-        random_score = torch.rand(logps.shape, device=logps.device)
-        return _select_lowest(random_score, eligible, self.share, trained)
+        random_scores = torch.rand(logps.shape, device=logps.device)
+        return _select_lowest(random_scores, eligible, self.share, trained)
 
 
 @dataclass(frozen=True)
 class KlCov(Surrogate):
-    """KL-Cov: loss = -r A, plus coef |x| for the `share` of the tokens (at least one) with the
-    largest covariance of log-prob and advantage. Source: arXiv 2505.22617.
+    """The surrogate of KL-Cov: a KL penalty for tokens with a large covariance (arXiv 2505.22617).
+
+        loss = -r A + coef |x|   for the tokens with the largest covariance
+        loss = -r A              for all other tokens
+
+    x = log r, and the covariance is that of log-prob and advantage (see `covariance`).
+
+    coef    weight of the penalty
+    share   share of the trained tokens with the penalty, at least one token
+
+    Raises ValueError naming the field that is wrong.
     """
 
     coef: float = 1.0
@@ -765,6 +857,9 @@ class KlCov(Surrogate):
     def select(
         self, logps: Tensor, old_logps: Tensor, advantages: Tensor, trained: Tensor
     ) -> Tensor:
-        """Select the trained tokens with the largest covariance."""
+        """Return 1 for the trained tokens with the largest covariance, otherwise 0.
+
+        Arguments and result as in `Surrogate.select`.
+        """
         cov = covariance(logps, advantages, trained)
         return _select_lowest(-cov, eligible=trained, share=self.share, trained=trained)
