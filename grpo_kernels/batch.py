@@ -1,4 +1,4 @@
-"""`TokenBatch`: the tokens of a batch with all that a loss reads beside the policy, checked."""
+"""`TokenBatch`: the tokens of a batch with all that a loss reads besides the policy, with checks."""
 
 from __future__ import annotations
 
