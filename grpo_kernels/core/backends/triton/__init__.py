@@ -244,14 +244,19 @@ class Kernels(Backend):
     def evaluate_formula(
         self, loss_formula: TokenLossFormula, logps: Tensor, entropy: Tensor
     ) -> TokenLosses:
-        """Return the loss of each row and its gradients, fp32 [num_rows].
+        """Return the loss of each row and its gradients, fp32 [num_rows], from one kernel call.
+
+        Raises FormulaRefused if the loss formula cannot be traced, and KernelFailure if the kernel
+        cannot run.
 
         logps, entropy   fp32 [num_rows]
         """
         if self.strict:
+            # On the first use of a formula: compare its program with the formula, see
+            # `loss_in_one_call`, which also says what program, numbers and formula are.
             loss_formula.compare_once(Program.__call__)
         program, numbers = loss_formula.program()
-        formula, numbers_taken = formula_function(program)
+        formula, argument_indices = formula_function(program)
         inputs = loss_formula.program_inputs(program)
         num_rows = logps.numel()
         num_outputs = len(program.outputs)
@@ -259,16 +264,16 @@ class Kernels(Backend):
         vectors = {name: inputs.get(name) for name in PROGRAM_INPUTS}
         arguments = {
             **check_vectors(num_rows, logps=logps, entropy=entropy, **vectors),
-            "numbers": tuple(numbers[i] for i in numbers_taken),
+            "numbers": tuple(numbers[i] for i in argument_indices),
             "num_rows": num_rows,
             "outputs": outputs,
         }
         launch.run(
-            "vectors",
-            evaluate_formula_kernel,
-            (logps,),
-            lambda rows_per_program: -(-num_rows // rows_per_program),
-            arguments,
+            kind="vectors",
+            kernel=evaluate_formula_kernel,
+            tensors=(logps,),
+            num_programs=lambda rows_per_program: triton.cdiv(num_rows, rows_per_program),
+            arguments=arguments,
             FORMULA=formula,
             NUM_OUTPUTS=num_outputs,
         )

@@ -1,15 +1,16 @@
 """A row of logits and the reference's in a Triton kernel: the formulas of core/divergence.py.
 
-Unlike in the kernels of one row, exponents are relative to the maxima themselves, and
-multiplications and additions are fused only by `fma`: the difference of two nearly equal rows is
-accurate only if z - w uses rounded z and w.
-
 z and w are the transformed logits of policy and reference, p and q their softmax, and
 
     d = (z - max_logit) - (w - reference_max_logit)
     psi(x) = exp(x) - 1 - x
 
 b is the weight of the reference in the mixture m = (1 - b) p + b q of "jsd".
+
+softmax_rows.py computes exponentials from unscaled logits u. Here they are computed from z and w
+relative to their maxima, because z - w of two nearly equal rows is accurate only if z and w are
+rounded in the same way. For the same reason multiplications and additions are fused only by `fma`.
+Tiles and pieces are defined in softmax_rows.py.
 """
 
 import math
@@ -34,26 +35,28 @@ from .softmax_rows import (
 
 INF = tl.constexpr(float("inf"))
 # The same constants and polynomials as in core/divergence.py and csrc/simd.h.
-#: Up to here exp(-x) - 1 + x is a polynomial.
+#: The largest |x| for which psi(x) is computed by a polynomial.
 PSI_LIMIT = tl.constexpr(0.5)
-#: If the maxima of two rows differ by more, z - w would be rounded to the precision of the
-#: distance.
+#: The largest difference of the maxima of two rows for which d is computed from z - w. Beyond it
+#: z - w would be rounded to the precision of the difference.
 MAX_CLOSE_DISTANCE = tl.constexpr(4.0)
-#: Beyond this difference of log-probs the smaller of the two probabilities is negligible.
+#: The limit of |log p - log q|. Beyond it the smaller of the two probabilities is negligible.
 MAX_LOG_RATIO = tl.constexpr(80.0)
-#: Up to here log(1 + x) is a polynomial of x: 1 + x is below sqrt(2).
+#: The largest x for which log(1 + x) is computed by a polynomial of x: 1 + x is below sqrt(2).
 LOG1P_LIMIT = tl.constexpr(0.41)
 #: The bits of sqrt(1/2) as fp32, and the mask of sign and exponent.
 SQRT_HALF_BITS = tl.constexpr(0x3F3504F3)
 EXPONENT_MASK = tl.constexpr(-0x800000)
-#: log 2 for each unit of an exponent that is held as fp32 bits.
+#: log 2 / 2^23: an exponent in the bits of an fp32 number, times this, is exponent * log 2.
 LN2_PER_EXPONENT_BIT = tl.constexpr(math.log(2.0) / 2**23)
 
-#: What turns the logits of both rows into probabilities and log-ratios:
+#: Numbers of a row that turn the logits z and w into probabilities p and q:
 #:
-#:     base, reference_base                   p = exp(z - base) * inverse_sum
-#:     inverse_sum, reference_inverse_sum     likewise for q
+#:     base, inverse_sum                      p = exp(z - base) * inverse_sum
+#:     reference_base, reference_inverse_sum  q = exp(w - reference_base) * reference_inverse_sum
 #:     log_sum_ratio                          log p - log q = d + log_sum_ratio
+#:
+#: base and reference_base are the maxima of z and w, or 0 in place of -inf.
 BothSoftmaxes = namedtuple(
     "BothSoftmaxes", "base reference_base inverse_sum reference_inverse_sum log_sum_ratio"
 )
@@ -64,9 +67,10 @@ BothSoftmaxes = namedtuple(
 
 @triton.jit
 def psi_of_negative(x):
-    """Return psi(-x) = exp(-x) - 1 + x for |x| <= PSI_LIMIT.
+    """Return psi(-x) = exp(-x) - 1 + x for |x| <= PSI_LIMIT, by a polynomial.
 
-    Its argument is -x, because a version of Triton changes a sign by subtracting from 0.
+    The function is defined for -x, and not x, so that callers need no negation: one version of
+    Triton negates by subtracting from 0.
     """
     p = fma(x, -0.00019875608, 0.0013981997)
     p = fma(p, x, -0.008333452)
@@ -78,7 +82,7 @@ def psi_of_negative(x):
 
 @triton.jit
 def x_minus_log1p(t):
-    """Return t - log(1 + t) for 1 + t from sqrt(1/2) to sqrt(2)."""
+    """Return t - log(1 + t) for 1 + t from sqrt(1/2) to sqrt(2), by a polynomial."""
     p = fma(t, 0.08700264, -0.14267462)
     p = fma(p, t, 0.1491481)
     p = fma(p, t, -0.16577588)
@@ -90,13 +94,16 @@ def x_minus_log1p(t):
 
 @triton.jit
 def fast_exp(x):
-    """Return exp(x), with the exponent rounded once more than in tl.exp."""
+    """Return exp(x) as 2^(x * log2(e)). The rounded product is less accurate than tl.exp."""
     return tl.exp2(x * LOG2E)
 
 
 @triton.jit
 def finite_max(max_logit):
-    """Return the maximum of a row, or 0 in place of -inf: z - 0 is then -inf, and not NaN."""
+    """Return max_logit, or 0 in place of -inf.
+
+    If all logits z of a row are -inf, z - max_logit would be NaN. With 0 it is -inf.
+    """
     return tl.where(max_logit == NEG_INF, 0.0, max_logit)
 
 
@@ -104,8 +111,8 @@ def finite_max(max_logit):
 def logit_difference(z, w, base, reference_base):
     """Return d = (z - base) - (w - reference_base).
 
-    If the bases are close, z - w comes first: it is exact for nearly equal z and w, so small
-    differences are accurate.
+    If the bases are close, d is computed as (z - w) - (base - reference_base): z - w is exact for
+    nearly equal z and w, so small differences are accurate.
     """
     distance = base - reference_base
     close = (z - w) - distance
@@ -115,7 +122,7 @@ def logit_difference(z, w, base, reference_base):
 
 @triton.jit
 def exp_of_negative(x):
-    """Return (exp(-x), psi(-x) = exp(-x) - 1 + x, exp(-x) - 1) for finite x."""
+    """Return (exp(-x), exp(-x) - 1 + x, exp(-x) - 1) for finite x, without cancellation near 0."""
     exp = tl.exp2(x * -LOG2E)
     is_small = tl.abs(x) <= PSI_LIMIT
     psi = psi_of_negative(x)
@@ -125,10 +132,11 @@ def exp_of_negative(x):
 
 @triton.jit
 def log_parts(v, v_minus_1):
-    """Return (n, t, r) with v = 2^n (1 + t) and r = t - log(1 + t): log v = n log 2 + (t - r).
+    """Return (n, t, r), from which log v = n * LN2_PER_EXPONENT_BIT + (t - r) follows.
 
-    n is the bits of an exponent. v_minus_1 may have digits that v lacks. It is t if n is 0, for v
-    from sqrt(1/2) to sqrt(2).
+    v is 2^k (1 + t) with 1 + t from sqrt(1/2) to sqrt(2), n is k * 2^23, and r = t - log(1 + t).
+
+    v_minus_1   v - 1, as accurate as the caller knows it. It is taken as t if k is 0.
     """
     bits = v.to(tl.int32, bitcast=True)
     exponent = (bits - SQRT_HALF_BITS) & EXPONENT_MASK
@@ -139,7 +147,7 @@ def log_parts(v, v_minus_1):
 
 @triton.jit
 def half_sign(d):
-    """Return sign(p - q) / 2 from d = log p - log q; 0 if they are equal or d is NaN."""
+    """Return sign(p - q) / 2 from d = log p - log q. It is 0 if p = q or d is NaN."""
     return tl.where(d > 0.0, 0.5, tl.where(d < 0.0, -0.5, 0.0))
 
 
@@ -148,11 +156,11 @@ def half_sign(d):
 
 @triton.jit
 def transformed_tile(row, xs, start, END):
-    """Return transformed logits z of a tile, a tuple of pieces.
+    """Return the transformed logits z of a tile, a tuple of pieces.
 
-    xs      logits of the tile, a tuple of pieces
-    start   column of the tile
-    END     whether the tile may reach beyond the end of the row, where z is -inf
+    xs      logits of the tile in memory, a tuple of pieces
+    start   first column of the tile
+    END     whether the tile may reach beyond the end of the row. z is -inf there.
     """
     zs = ()
     for i in tl.static_range(len(xs)):
@@ -165,9 +173,13 @@ def transformed_tile(row, xs, start, END):
 
 @triton.jit
 def load_both_tiles(row, reference, start, PIECES, END):
-    """Load a tile of both rows. Returns (z, w), their transformed logits."""
-    xs = load_tile(row, start, PIECES, END, "")
-    ys = load_tile(reference, start, PIECES, END, "")
+    """Load the tile at column `start` of both rows.
+
+    Returns (z, w), the transformed logits of policy and reference, a tuple of PIECES pieces each.
+    They are -inf beyond the end of the row, which a tile may reach if END.
+    """
+    xs = load_tile(row, start, PIECES, END, HINT="")
+    ys = load_tile(reference, start, PIECES, END, HINT="")
     return transformed_tile(row, xs, start, END), transformed_tile(reference, ys, start, END)
 
 
@@ -190,14 +202,16 @@ def rescale_sums(
 ):
     """Convert sums relative to the maxima of both rows to sums relative to other bases.
 
-    sum_exp, for example, is sum_j exp(z_j - max_logit) and becomes sum_j exp(z_j - base). The
-    formulas for log_ratio and excess are in `merge_log_ratio_sums` of core/divergence.py.
+    For example sum_exp is sum_j exp(z_j - max_logit) and becomes sum_j exp(z_j - base).
+    `merge_log_ratio_sums` of core/divergence.py has the formulas for log_ratio and excess.
 
-    base, reference_base   what exponents of policy and reference are relative to afterwards
+    base, reference_base   replace max_logit and reference_max
+    FORWARD                whether the divergence is KL(q || p), whose sums swap p and q
     max_logit, ...         the sums of `add_both_tiles`
 
-    Returns the sums without the maxima, in their order.
+    Returns (sum_exp, reference_sum_exp, log_ratio, excess, shifted, squared), rescaled.
     """
+    # Factors of the policy's and of the reference's exponentials. They are 0 for empty sums.
     f = tl.where(max_logit == NEG_INF, 0.0, fast_exp(max_logit - base))
     g = tl.where(reference_max == NEG_INF, 0.0, fast_exp(reference_max - reference_base))
     is_empty = (max_logit == NEG_INF) | (reference_max == NEG_INF)
@@ -229,15 +243,17 @@ def rescale_sums(
 
 @triton.jit
 def add_both_tiles(sums, tiles, FORWARD, LEVEL):
-    """Add a tile of both rows to the running sums of each lane, and return the new sums.
+    """Add a tile of both rows to the running sums of each lane (thread), and return the new sums.
 
     sums      (max_logit, reference_max_logit, sum_exp, reference_sum_exp, sum_log_ratio,
               sum_log_ratio_excess, sum_exp_shifted, sum_exp_squared), [LANES] each, see `SUMS` in
-              core/softmax.py. The last two are computed from LEVEL = ENTROPY and SQUARES on.
-    tiles     (z, w) of the tile
+              core/softmax.py
+    tiles     (z, w), the transformed logits of policy and reference, a tuple of pieces each
     FORWARD   whether the divergence is KL(q || p), whose sums swap p and q
+    LEVEL     sum_exp_shifted is computed only from ENTROPY on, sum_exp_squared only with SQUARES
 
-    Both maxima are updated together, so that nearly equal rows keep nearly equal bases.
+    Both maxima are updated together for a whole tile, so that the sums of nearly equal rows stay
+    relative to nearly equal maxima.
     """
     old_max, old_reference_max = sums[:2]
     zs, ws = tiles
@@ -303,17 +319,25 @@ def add_both_tiles(sums, tiles, FORWARD, LEVEL):
 
 @triton.jit
 def compute_sums_of_both(row, reference, FORWARD, LEVEL, TILE):
-    """Return the sums of `add_both_tiles` over whole rows, relative to the maxima of the rows."""
+    """Compute the sums of both rows in one pass over them, relative to the maxima of the rows.
+
+    Returns (max_logit, reference_max_logit, sum_exp, reference_sum_exp, sum_log_ratio,
+    sum_log_ratio_excess, sum_exp_shifted, sum_exp_squared), see `SUMS` in core/softmax.py.
+
+    FORWARD   whether the divergence is KL(q || p), whose sums swap p and q
+    LEVEL     sum_exp_shifted is computed only from ENTROPY on, sum_exp_squared only with SQUARES
+    """
     lowest = tl.full((TILE.LANES,), NEG_INF, tl.float32)
     zero = tl.full((TILE.LANES,), 0.0, tl.float32)
     sums = (lowest, lowest, zero, zero, zero, zero, zero, zero)
     end = (row.V - 1) // TILE.BLOCK * TILE.BLOCK
     for start in range(0, end, TILE.BLOCK):
-        tiles = load_both_tiles(row, reference, start, TILE.ACCESSES, False)
+        tiles = load_both_tiles(row, reference, start, PIECES=TILE.ACCESSES, END=False)
         sums = add_both_tiles(sums, tiles, FORWARD, LEVEL)
-    tiles = load_both_tiles(row, reference, end, TILE.ACCESSES, True)
+    tiles = load_both_tiles(row, reference, end, PIECES=TILE.ACCESSES, END=True)
     sums = add_both_tiles(sums, tiles, FORWARD, LEVEL)
 
+    # Combine the sums of the lanes, relative to the maxima of the rows.
     max_logit = tl.max(sums[0], axis=0)
     reference_max = tl.max(sums[1], axis=0)
     sum_exp, reference_sum_exp, log_ratio, excess, shifted, squared = rescale_sums(
@@ -321,7 +345,7 @@ def compute_sums_of_both(row, reference, FORWARD, LEVEL, TILE):
     )
     sum_exp = tl.sum(sum_exp, axis=0)
     reference_sum_exp = tl.sum(reference_sum_exp, axis=0)
-    # Rounding can make a sum smaller, although the maximum itself adds 1.
+    # The maximum itself adds 1. Rounding can make a sum slightly smaller than 1.
     sum_exp = tl.where((sum_exp < 1.0) & (max_logit > NEG_INF), 1.0, sum_exp)
     is_too_small = (reference_sum_exp < 1.0) & (reference_max > NEG_INF)
     reference_sum_exp = tl.where(is_too_small, 1.0, reference_sum_exp)
@@ -349,28 +373,33 @@ def log_probability_ratio(z, w, softmaxes):
 
 @triton.jit
 def log_ratio_to_mixture(d, b, one_minus_b):
-    """Return log(p / m) of columns from d = log p - log q, with m = one_minus_b p + b q.
+    """Return log(p / m) of columns from d = log p - log q, with m = one_minus_b * p + b * q.
 
-    |d| is limited to MAX_LOG_RATIO, so the result is finite.
+    d is limited to +-MAX_LOG_RATIO, so the result is finite.
     """
     d = tl.minimum(tl.maximum(d, -MAX_LOG_RATIO), MAX_LOG_RATIO)
-    ratio, _, ratio_minus_1 = exp_of_negative(d)  # of q / p
-    # log(m / p) = n log 2 + t - r, with m / p = one_minus_b + b q / p
+    ratio, _, ratio_minus_1 = exp_of_negative(d)  # ratio is q / p
+    # m / p = one_minus_b + b * ratio, and log(m / p) follows from its `log_parts`.
     n, t, r = log_parts(fma(ratio, b, one_minus_b), b * ratio_minus_1)
     return fma(n, -LN2_PER_EXPONENT_BIT, r - t)
 
 
 @triton.jit
 def jsd_terms(policy_is_larger, distance, ratio, psi, ratio_minus_1, b, one_minus_b):
-    """Return m - p + p log(p / m) and m - q + q log(q / m), both divided by max(p, q).
+    """Return m - p + p log(p / m) and m - q + q log(q / m), both divided by M = max(p, q).
 
-    Let M be the larger of p and q, ratio * M the smaller one, x = m / M - 1 and
-    y = m / (ratio M) - 1. The terms are M (x - log(1 + x)) and ratio M (y - log(1 + y)), and
-    log(1 + y) = log(1 + x) - log(ratio): one logarithm gives both. It is that of 1 + x, but that of
-    1 + y if M has the smaller weight in m, which may be so small that y would be lost.
+    These are the terms of KL(p || m) and KL(q || m), m = one_minus_b * p + b * q. m - p and m - q,
+    which sum to 0 over a row, make each term nonnegative.
 
-    distance                    |log p - log q| = -log(ratio)
-    ratio, psi, ratio_minus_1   exp_of_negative(distance)
+    With ratio * M the smaller of p and q, x = m / M - 1 and y = m / (ratio * M) - 1, the terms are
+    x - log(1 + x) for the larger of p and q, and ratio * (y - log(1 + y)) for the smaller one.
+    Because log(1 + y) = log(1 + x) - log(ratio), one logarithm gives both. It is log(1 + x), or
+    log(1 + y) if M has the smaller weight in m: that weight may be so small that 1 + x would not
+    determine y.
+
+    distance             |log p - log q|
+    ratio, ratio_minus_1   exp(-distance) and exp(-distance) - 1
+    psi                  exp(-distance) - 1 + distance
     """
     weight_of_larger = tl.where(policy_is_larger, one_minus_b, b)
     weight_of_smaller = tl.where(policy_is_larger, b, one_minus_b)
@@ -391,10 +420,15 @@ def jsd_terms(policy_is_larger, distance, ratio, psi, ratio_minus_1, b, one_minu
 
 @triton.jit
 def mixture_terms(z, w, softmaxes, b, one_minus_b, DIRECTION):
-    """Return (policy_term / M, reference_term / M, M) of columns, with M the larger of p and q.
+    """Return (policy_term / M, reference_term / M, M) of columns, with M = max(p, q).
 
-    The sums of the terms over a row are KL(p || m) and KL(q || m) for DIRECTION "jsd", and
-    sum_j p_j sign(p_j - q_j) / 2 and sum_j |p_j - q_j| / 2 for "tv".
+    The sums over a row of policy_term and reference_term are
+
+        DIRECTION "jsd"   KL(p || m) and KL(q || m), with m = one_minus_b * p + b * q
+        DIRECTION "tv"    sum_j p_j sign(p_j - q_j) / 2 and sum_j |p_j - q_j| / 2
+
+    z, w        transformed logits of policy and reference
+    softmaxes   what turns them into p and q, see `BothSoftmaxes`
     """
     d = log_probability_ratio(z, w, softmaxes)
     policy_is_larger = d >= 0.0
@@ -416,10 +450,13 @@ def mixture_terms(z, w, softmaxes, b, one_minus_b, DIRECTION):
 def add_mixture_tile(
     sums, row, reference, start, softmaxes, mixture_weights, DIRECTION, PIECES, END
 ):
-    """Add the terms of a tile to both sums of a mixture, see `mixture_terms`. Returns the new sums.
+    """Add the `mixture_terms` of the tile at column `start` to running sums; return the new sums.
 
-    sums              [LANES] each: of the policy's terms, and of the reference's
-    mixture_weights   (b, 1 - b), b the weight of the reference
+    sums              (sum of policy terms, sum of reference terms), [LANES, COLS] each
+    row, reference    rows of logits of policy and reference
+    softmaxes         what turns their logits into p and q, see `BothSoftmaxes`
+    mixture_weights   (b, 1 - b), with b the weight of the reference in the mixture
+    PIECES, END       number of pieces of the tile; whether it may reach beyond the end of the row
     """
     policy_sum, reference_sum = sums
     zs, ws = load_both_tiles(row, reference, start, PIECES, END)
@@ -437,10 +474,18 @@ def add_mixture_tile(
 
 @triton.jit
 def divergence_gradient(p, w, d, softmaxes, coefficient, center, b, one_minus_b, DIRECTION):
-    """Return coefficient times d divergence / dz of columns, 0 if the coefficient is 0.
+    """Return coefficient * d divergence / dz of columns, 0 if the coefficient is 0.
 
-    p is the policy's probability, w the reference's logit, and d = log p - log q. See
-    `divergence_gradient` in core/divergence.py.
+    `divergence_gradient` in core/divergence.py has the formulas.
+
+    p                probabilities of the policy
+    w                transformed logits of the reference
+    d                log p - log q
+    coefficient      d loss / d divergence of the row
+    center           mean over the row that is subtracted in each column, see
+                     `SoftmaxSums.gradient_center`
+    b, one_minus_b   weights of reference and policy in the mixture of "jsd"
+    DIRECTION        "reverse", "forward", "jsd" or "tv"
     """
     if DIRECTION == "forward":
         q = fast_exp(w - softmaxes.reference_base) * softmaxes.reference_inverse_sum
@@ -451,6 +496,7 @@ def divergence_gradient(p, w, d, softmaxes, coefficient, center, b, one_minus_b,
         grad = p * (half_sign(d) - center)
     else:
         grad = tl.where(p == 0.0, 0.0, p * (d - center))
+    # NaN if a row has a NaN or only -inf, else 0.
     nan_without_divergence = 0.0 * softmaxes.log_sum_ratio
     return tl.where(coefficient == 0.0, 0.0, coefficient * grad + nan_without_divergence)
 
@@ -469,18 +515,26 @@ def write_gradient_of_both(
     PIECES,
     END,
 ):
-    """Write d loss / dx of the tile at column `start`, without the target's own term.
+    """Write d loss / dx of the tile at column `start`, except at the target.
 
     It is dz / dx times the gradient of the divergence plus
 
-        p_j (constant + per_logp (z_j - max z) + per_prob p_j)
+        p_j * (constant + per_logp * (z_j - max z) + per_prob * p_j)
 
-    factors      (constant, per_logp, per_prob)
-    divergence   (coefficient, center, b, 1 - b) of `divergence_gradient`
+    The value at the target lacks a term, and the caller overwrites it.
+
+    row, reference   rows of logits of policy and reference
+    out              pointer to the gradient of the row
+    softmaxes        what turns the logits into p and q, see `BothSoftmaxes`
+    factors          (constant, per_logp, per_prob)
+    divergence       (coefficient, center, b, 1 - b) of `divergence_gradient`
+    DIRECTION        of the divergence: "reverse", "forward", "jsd" or "tv"
+    LEVEL            per_logp is used only from ENTROPY on, per_prob only with SQUARES
+    PIECES, END      number of pieces of the tile; whether it may reach beyond the end of the row
     """
     constant, per_logp, per_prob = factors
-    xs = load_tile(row, start, PIECES, END, "")
-    ys = load_tile(reference, start, PIECES, END, "")
+    xs = load_tile(row, start, PIECES, END, HINT="")
+    ys = load_tile(reference, start, PIECES, END, HINT="")
     ws = transformed_tile(reference, ys, start, END)
     for i in tl.static_range(PIECES):
         u = unscaled_logit(xs[i], row)
@@ -495,4 +549,4 @@ def write_gradient_of_both(
         d = log_probability_ratio(z, ws[i], softmaxes)
         grad = p * factor
         grad += divergence_gradient(p, ws[i], d, softmaxes, *divergence, DIRECTION)
-        store_piece(out, start, i, row, grad * transform_derivative(u, row), END, "")
+        store_piece(out, start, i, row, grad * transform_derivative(u, row), END, HINT="")

@@ -1,12 +1,14 @@
 """The Triton kernels over rows of logits (softmax sums, gradients, fused loss) and over vectors.
 
-There is one program per row, on grid axis 0; the other axes are limited to 65 535. Logits are
-x [A, T, V]: row r of their A * T rows is x[r // T, r % T], V logits with unit stride. z are the
-logits after scale, softcap and temperature, and z = u_to_z * u with the unscaled logits u of
-`softmax_rows.Transform`.
+There is one program (instance of a kernel) for each row of logits, on grid axis 0; the other axes
+are limited to 65 535. Logits are x [A, T, V]: row r of their A * T rows is x[r // T, r % T], V
+logits with unit stride. Row i of a call is row first_row + i of these; vectors are [num_rows].
 
-Sums and coefficients are tables: a pointer to fp32 [num_names, num_rows], the stride of its rows,
-and at compile time the names of these rows, as one string separated by spaces.
+z are the logits after scale, softcap and temperature, and z = u_to_z * u with the unscaled logits u
+of `softmax_rows.Transform`. Softmax sums (see `SUMS` in core/softmax.py) and coefficients are
+tables: a pointer to fp32 [num_names, num_rows], the stride of its rows, and at compile time the
+names of these rows, as one string separated by spaces. Upper-case arguments are compile-time
+values. TILE is a `launch.Tile`: what a program processes of a row at a time.
 """
 
 import inspect
@@ -56,12 +58,14 @@ SPECIALIZED = {"logits", "reference", "out", "V", "hidden", "weight", "partial_s
 def compile_kernel(function: Any) -> Any:
     """Return a Triton kernel that is specialized for the arguments in SPECIALIZED only.
 
-    Calls with another number of rows, or with vectors of another alignment, do not recompile it.
+    By default Triton compiles a kernel again if an integer becomes divisible by 16 or equal to 1,
+    or if the alignment of a pointer changes. Here a new number of rows, for example, does not
+    recompile it.
     """
     parameters = inspect.signature(function).parameters.values()
-    runtime = [x.name for x in parameters if x.annotation is not tl.constexpr]
-    others = [name for name in runtime if name not in SPECIALIZED]
-    return triton.jit(function, do_not_specialize=others)
+    runtime_names = [x.name for x in parameters if x.annotation is not tl.constexpr]
+    not_specialized = [name for name in runtime_names if name not in SPECIALIZED]
+    return triton.jit(function, do_not_specialize=not_specialized)
 
 
 # ---- optional arguments
@@ -81,10 +85,10 @@ def load_or(x, i, default):
 
 @triton.constexpr_function
 def row_of_name(names, all_names, k):
-    """Return which row of a table holds the k-th of all names, -1 if the table does not have it.
+    """Return the index of the table row for the k-th of all names, or -1 if there is none.
 
-    names       the names of the table's rows, separated by spaces
-    all_names   all names that a table may have, in their order
+    names       names of the table's rows, separated by spaces
+    all_names   all names that a table may have, separated by spaces
     """
     names = names.split()
     name = all_names.split()[k]
@@ -93,13 +97,14 @@ def row_of_name(names, all_names, k):
 
 @triton.constexpr_function
 def level_of(names, *names_by_level):
-    """Return the highest level of the names of a table, 0 if none of them has a level.
+    """Return the level of computation that a table needs, see `softmax_rows.ENTROPY`.
 
-    level_of("target logp", "constant logp", "prob") is 1: "logp" is among the names of level 1, and
-    no name of level 2 is in the table. See `softmax_rows.ENTROPY`.
+    It is the highest level of which a name is in the table, or 0. For example
+    level_of("target logp", "constant logp", "prob") is 1: the table has "logp", a name of level 1,
+    and no name of level 2.
 
-    names            the names of the table's rows, separated by spaces
-    names_by_level   the names of level 1, those of level 2, ...
+    names            names of the table's rows, separated by spaces
+    names_by_level   names of level 1, names of level 2, ..., each separated by spaces
     """
     table_names = set(names.split())
     levels = enumerate(names_by_level, 1)
@@ -109,9 +114,11 @@ def level_of(names, *names_by_level):
 
 @triton.jit
 def store_policy_sums(table, stride, i, values, NAMES):
-    """Store values of row i in the table's rows of their names. Others are dropped.
+    """Store softmax sums of row i of the call: table[index of name, i] = value.
 
-    values   of the first names of POLICY_SUMS, in their order
+    table, stride   fp32 [num_names, num_rows], with a row for each of NAMES
+    values          values of the first names of POLICY_SUMS, in this order. A value is dropped if
+                    its name is not in NAMES.
     """
     for k in tl.static_range(len(values)):
         if row_of_name(NAMES, POLICY_NAMES, k) >= 0:
@@ -120,31 +127,41 @@ def store_policy_sums(table, stride, i, values, NAMES):
 
 @triton.jit
 def store_entries(table, stride, i, values):
-    """Store values[k] as entry i of row k of a table."""
+    """Store table[k, i] = values[k] for each k; `stride` is the stride of the table's rows."""
     for k in tl.static_range(len(values)):
         tl.store(table + k * stride + i, values[k])
 
 
 @triton.jit
 def int_bits(x):
-    """Return a whole number as an fp32 number with the same bits as its int32."""
+    """Return the fp32 number that has the same bits as x converted to int32.
+
+    An fp32 table can thus hold an exact int32.
+    """
     return x.to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def store_masked_sums(table, stride, i, NAMES):
-    """Store the sums of a masked row, see MASKED_VALUES in core/softmax.py."""
+    """Store constants as the softmax sums of a masked row i.
+
+    sum_exp is 1, argmax is -1 (in the bits of an int32), and other sums are 0, as in MASKED_VALUES
+    of core/softmax.py. Log-prob and entropy are then 0.
+    """
     no_id = int_bits(tl.full((), -1, tl.int32))
-    store_policy_sums(table, stride, i, (0.0, 1.0, 0.0, 0.0, 0.0, no_id), NAMES)
+    # max_logit, sum_exp, target_logit, sum_exp_shifted, sum_exp_squared, argmax
+    values = (0.0, 1.0, 0.0, 0.0, 0.0, no_id)
+    store_policy_sums(table, stride, i, values, NAMES)
 
 
 @triton.jit
 def load_coefficients(table, stride, i, NAMES):
     """Return (coefficients of row i, whether any of them is not 0).
 
-    The coefficients are a tuple in the order of COEFFICIENTS, 0 for those that are not in NAMES.
+    The coefficients are a tuple in the order of COEFFICIENTS of core/softmax.py: target, constant,
+    logp, prob, divergence. They are 0 for names that are not in NAMES.
     """
-    values = (tl.load(table + i),)
+    values = (tl.load(table + i),)  # "target" is the first row of every table
     for k in tl.static_range(1, NUM_COEFFICIENTS):
         x = values[0] * 0.0
         if row_of_name(NAMES, COEFFICIENT_NAMES, k) > 0:
@@ -170,20 +187,29 @@ def softmax_sums_kernel(
     transform,
     V,
     T,
+    # row i of the call is row first_row + i of the A * T rows of logits
     first_row: tl.int64,
-    # [num_rows]; the mask may be None
+    # int64 [num_rows], and bool [num_rows] or None: rows to process
     targets,
     mask,
-    # [num_names, num_rows]
+    # the results, fp32 [num_names, num_rows], with a row for each of NAMES
     sums,
     sums_stride: tl.int64,
     NAMES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Compute the softmax sums NAMES, some of POLICY_SUMS, of each row; masked rows get constants.
+    """Compute softmax sums of each row of logits, one program for each row.
 
-    With z the logits of the row after its transform: max_j z_j, sum_j exp(z_j - max z), z of the
-    target, sum_j exp(z_j - max z) (z_j - max z), sum_j exp(2 (z_j - max z)) and argmax_j z_j.
+    With z the logits of the row after scale, softcap and temperature, the possible NAMES are
+
+        max_logit         max_j z_j
+        sum_exp           sum_j exp(z_j - max z)
+        target_logit      z of the target
+        sum_exp_shifted   sum_j exp(z_j - max z) (z_j - max z)
+        sum_exp_squared   sum_j exp(2 (z_j - max z))
+        argmax            argmax_j z_j, as the bits of an int32
+
+    Masked rows get constants, see `store_masked_sums`.
     """
     i = tl.program_id(0).to(tl.int64)
     if load_or(mask, i, True):
@@ -193,8 +219,8 @@ def softmax_sums_kernel(
         row = Row(*fields, *transform)
         target_u = load_unscaled_logit(row, tl.load(targets + i))
         LEVEL: tl.constexpr = level_of(NAMES, "sum_exp_shifted", "sum_exp_squared")
-        max_u, sum_exp, shifted, squared, _ = compute_softmax_sums(row, LEVEL, 0, TILE)
-        argmax = max_u  # any number: it is not stored if NAMES has no argmax
+        max_u, sum_exp, shifted, squared, _ = compute_softmax_sums(row, LEVEL, KEPT=0, TILE=TILE)
+        argmax = max_u  # a placeholder, which is not stored: NAMES has no argmax
         if level_of(NAMES, "argmax") > 0:
             argmax = int_bits(find_first_maximum(row, max_u, TILE))
         max_logit = row.u_to_z * max_u
@@ -215,7 +241,8 @@ def softmax_gradient_kernel(
     out,
     out_stride_a: tl.int64,
     out_stride_t: tl.int64,
-    # scale, softcap and temperature, which make z of x; inverse_temperature: a number or [num_rows]
+    # scale, softcap and temperature, which turn x into z; inverse_temperature: a number or
+    # [num_rows]
     inverse_temperature,
     transform,
     V,
@@ -235,14 +262,17 @@ def softmax_gradient_kernel(
 ):
     """Write the gradient of a loss with respect to the logits x of each row, one program per row.
 
-    With p = softmax(z), and a row's coefficients target, constant, logp and prob (0 without a name
-    in NAMES), see `GradientCoefficients`, it is dz_j / dx_j times
+    A row has coefficients target, constant, logp and prob, see `GradientCoefficients`; a
+    coefficient whose name is not in NAMES is 0. With p = softmax(z) the gradient at column j is
+    dz_j / dx_j times
 
         d loss / d z_j = target * (1[j = targets[i]] - p_j)
                        + p_j * (constant + logp * log p_j + prob * p_j)
 
-    A row whose coefficients are all 0 becomes 0, and its logits are not read. In names u are the
-    logits before scale and temperature (tanh(x * scale / softcap), x or -x), so z = u_to_z * u.
+    If all coefficients of a row are 0, its gradient is 0 and its logits are not read.
+
+    In the code u is the logit before scale and temperature: tanh(x * scale / softcap) with a
+    softcap, else x, or -x for a negative scale. z = u_to_z * u with u_to_z > 0.
     """
     i = tl.program_id(0).to(tl.int64)
     values, has_gradient = load_coefficients(coefficients, coefficients_stride, i, NAMES)
@@ -261,22 +291,23 @@ def softmax_gradient_kernel(
         target_id = tl.load(targets + i)
         target_u = tl.div_rn(target_logit, row.u_to_z)
         target_logp = (target_logit - max_logit) - tl.log(sum_exp)
-        # In `write_gradient` p is exp(v_to_z * (v - max_v)) / sum_exp with v = u_to_v * u. Here v
-        # is z, whose maximum is stored. Divided by u_to_z it might not be the maximum of u.
+        # `write_gradient` computes p as exp(v_to_z * (v - max_v)) / sum_exp with v = u_to_v * u.
+        # Here v is z, because the table has the maximum of z: divided by u_to_z it might differ
+        # from the maximum of u by a rounding.
         write_gradient(
             row,
             out_row,
-            None,  # no tile of the row is in registers
-            target_id,
-            target_u,
-            target_logp,
-            row.u_to_z,  # u_to_v
-            1.0,  # v_to_z
-            max_logit,
-            sum_exp,
-            LEVEL,
-            values[:4],
-            TILE,
+            kept=None,  # no tile of the row is in registers
+            target_id=target_id,
+            target_u=target_u,
+            target_logp=target_logp,
+            u_to_v=row.u_to_z,
+            v_to_z=1.0,
+            max_v=max_logit,
+            sum_exp=sum_exp,
+            LEVEL=LEVEL,
+            coefficients=values[:4],  # without "divergence"
+            TILE=TILE,
         )
     else:
         write_zero_row(out_row, V, TILE)
@@ -291,15 +322,15 @@ def fused_loss_kernel(
     out,
     out_stride_a: tl.int64,
     out_stride_t: tl.int64,
-    # the transform of the logits; inverse_temperature is a number or [num_rows]
+    # scale, softcap and temperature of the logits; inverse_temperature is a number or [num_rows]
     inverse_temperature,
     transform,
     V,
     T,
-    # [num_rows]; the mask may be None
+    # int64 [num_rows], and bool [num_rows] or None: rows to process
     targets,
     mask,
-    # inputs of the formula, [num_rows] or None
+    # inputs of the loss formula, fp32 [num_rows], or None if the formula does not read them
     old_logps,
     ref_logps,
     sampler_logps,
@@ -308,9 +339,9 @@ def fused_loss_kernel(
     kl_weight,
     entropy_weight,
     nll_weight,
-    # numbers of the formula, a tuple
+    # scalars of the formula that are not constants in its source, such as clip bounds: a tuple
     numbers,
-    # [3, num_rows]: log-probs, entropies, losses, see `FusedLossValues`
+    # fp32 [3, num_rows]: log-probs, entropies, losses, see `FusedLossValues`
     loss_values,
     num_rows,
     FORMULA: tl.constexpr,
@@ -318,27 +349,33 @@ def fused_loss_kernel(
 ):
     """Compute log-prob, entropy and loss of each row, and write d loss / d logits.
 
-    Each program computes the softmax sums of its row, then FORMULA from the log-prob of the target
-    and the entropy, then the gradient of the row from d loss / d log-prob and d loss / d entropy.
-    Masked rows get 0 in all results.
+    Each program (one for each row of logits) computes the softmax sums of its row, then the loss
+    formula from the log-prob of the target and the entropy, then the gradient of the row from
+    d loss / d log-prob and d loss / d entropy. Masked rows get 0 in all results.
 
-    FORMULA   ((logp, entropy), i, inputs, numbers) -> (loss, d loss / d logp, d loss / d entropy)
+    FORMULA   the loss formula as a Triton function ((logp, entropy), i, inputs, numbers) ->
+              (loss, d loss / d logp, d loss / d entropy), see `launch.formula_function`
+
+    In the code u is the logit before scale and temperature, see `softmax_rows.Transform`, and
+    z = u_to_z * u.
     """
     LEVEL: tl.constexpr = 1 if entropy_weight is not None else 0
     i = tl.program_id(0).to(tl.int64)
-    # All are loaded before the first is used, so that the program waits once.
+    # All three are loaded before the first one is used, so that the program waits once.
     target = tl.load(targets + i)
     temperature = load_number(inverse_temperature, i)
     is_processed = load_or(mask, i, True)
     if is_processed:
         fields = row_fields(logits, stride_a, stride_t, temperature, transform, V, T, 0, i, TILE)
         row = Row(*fields, *transform)
-        # Loaded before the first store, since the gradient may overwrite the logits. The reductions
-        # below act as the barrier.
+        # Load the target's logit before any store, because the gradient may overwrite the logits.
+        # No barrier is needed: the reductions of compute_softmax_sums synchronize the threads.
         target_u = load_unscaled_logit(row, target)
-        max_u, sum_exp, shifted, _, kept = compute_softmax_sums(row, ENTROPY, TILE.KEPT, TILE)
+        max_u, sum_exp, shifted, _, kept = compute_softmax_sums(
+            row, LEVEL=ENTROPY, KEPT=TILE.KEPT, TILE=TILE
+        )
         log_sum = tl.log(sum_exp)
-        # The order of operations gives the bits of `SoftmaxSums.logps`.
+        # This order of operations gives the same bits as `SoftmaxSums.logps`.
         logp = (row.u_to_z * target_u - row.u_to_z * max_u) - log_sum
         entropy = log_sum - shifted / sum_exp
         entropy = tl.where(entropy < 0.0, 0.0, entropy)  # unlike maximum, keeps NaN
@@ -361,27 +398,29 @@ def fused_loss_kernel(
         if out is not None:
             out_row = row_pointer(out, i, T, out_stride_a, out_stride_t, TILE)
             if (grad_logp != 0.0) | (grad_entropy != 0.0):
-                # (target, constant, logp, prob): d entropy / d z_j = -p_j (log p_j + entropy)
+                # target, constant, logp, prob of `GradientCoefficients`, because
+                # d entropy / d z_j = -p_j (log p_j + entropy)
                 coefficients = (
                     grad_logp.to(tl.float32),
                     -grad_entropy * entropy,
                     -grad_entropy,
                     0.0,
                 )
+                # The sums are relative to max u, so the v of `write_gradient` is u.
                 write_gradient(
                     row,
                     out_row,
-                    kept if TILE.KEPT > 0 else None,
-                    target,
-                    target_u,
-                    logp,
-                    1.0,  # u_to_v: the sums are relative to max u, so v is u
-                    row.u_to_z,  # v_to_z
-                    max_u,
-                    sum_exp,
-                    LEVEL,
-                    coefficients,
-                    TILE,
+                    kept=kept if TILE.KEPT > 0 else None,
+                    target_id=target,
+                    target_u=target_u,
+                    target_logp=logp,
+                    u_to_v=1.0,
+                    v_to_z=row.u_to_z,
+                    max_v=max_u,
+                    sum_exp=sum_exp,
+                    LEVEL=LEVEL,
+                    coefficients=coefficients,
+                    TILE=TILE,
                 )
             else:
                 write_zero_row(out_row, V, TILE)
@@ -398,10 +437,10 @@ def fused_loss_kernel(
 
 @compile_kernel
 def evaluate_formula_kernel(
-    # [num_rows]
+    # fp32 [num_rows]
     logps,
     entropy,
-    # inputs of the formula, [num_rows] or None
+    # inputs of the loss formula, fp32 [num_rows], or None if the formula does not read them
     old_logps,
     ref_logps,
     sampler_logps,
@@ -412,24 +451,26 @@ def evaluate_formula_kernel(
     nll_weight,
     log_ratios,
     auxiliary_loss,
-    # numbers of the formula, a tuple
+    # scalars of the formula that are not constants in its source, such as clip bounds: a tuple
     numbers,
     num_rows,
-    # [NUM_OUTPUTS, num_rows], contiguous
+    # the results, fp32 [NUM_OUTPUTS, num_rows], contiguous
     outputs,
     FORMULA: tl.constexpr,
     NUM_OUTPUTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Compute the loss of each row and its gradients from logps and entropy, all [num_rows].
+    """Compute the loss of each row and its gradients from the log-prob and entropy of the row.
 
-    A program takes TILE.BLOCK rows.
+    Each program (instance of the kernel) computes TILE.BLOCK rows.
 
-    FORMULA   ((logp, entropy), i, inputs, numbers) -> the outputs of row i, a tuple
+    FORMULA   the loss formula as a Triton function ((logp, entropy), i, inputs, numbers) -> outputs
+              of row i, a tuple of NUM_OUTPUTS, see `launch.formula_function`
     """
     rows = tl.program_id(0).to(tl.int64) * TILE.BLOCK + tl.arange(0, TILE.BLOCK)
     is_inside = rows < num_rows
-    # A formula loads its inputs without a mask, so rows behind the last compute the last one.
+    # A formula loads its inputs without a mask. So rows behind the last row compute the last row
+    # again, and are not stored.
     i = tl.minimum(rows, num_rows - 1)
     inputs = (
         old_logps,
@@ -455,29 +496,31 @@ def evaluate_formula_kernel(
 def scale_tile(row, start, factor, PIECES, END):
     """Multiply the tile of a row at column `start` by a factor in place.
 
-    END   whether the tile may reach beyond the end of the row
+    PIECES   number of pieces (one access of each thread) of the tile
+    END      whether the tile may reach beyond the end of the row
     """
-    xs = load_tile(row, start, PIECES, END, "")
+    xs = load_tile(row, start, PIECES, END, HINT="")
     for i in tl.static_range(PIECES):
-        store_piece(row.start, start, i, row, xs[i].to(tl.float32) * factor, END, "")
+        product = xs[i].to(tl.float32) * factor
+        store_piece(row.start, start, i, row, product, END, HINT="")
 
 
 @compile_kernel
 def scale_kernel(
-    # [A, T, num_columns] with num_rows = A * T
+    # [A, T, num_columns], num_rows = A * T rows
     out,
     stride_a: tl.int64,
     stride_t: tl.int64,
     num_columns: tl.int64,
     T: tl.int64,
     num_rows: tl.int64,
-    # 0-d
+    # pointer to a single number
     factor,
     TILE: tl.constexpr,
 ):
-    """Multiply `out` by a 0-d factor in place, unless it is 1.
+    """Multiply `out` by a factor in place. Write nothing if the factor is 1.
 
-    Of N programs, program n takes tiles n, n + N, n + 2 N, ... of all rows.
+    The rows are divided into tiles. Of N programs, program n takes tiles n, n + N, n + 2 N, ...
     """
     scale = tl.load(factor).to(tl.float32)
     if scale != 1.0:
@@ -487,11 +530,12 @@ def scale_kernel(
         for tile in range(first_tile, num_rows * tiles_per_row, tl.num_programs(0)):
             start = (tile % tiles_per_row) * TILE.BLOCK
             pointer = row_pointer(out, tile // tiles_per_row, T, stride_a, stride_t, TILE)
+            # Only its first three fields are used here: there is no transform.
             row = Row(pointer, num_columns, columns, None, None, None, None, None)
             if start + TILE.BLOCK <= num_columns:
-                scale_tile(row, start, scale, TILE.ACCESSES, False)
+                scale_tile(row, start, scale, PIECES=TILE.ACCESSES, END=False)
             else:
-                scale_tile(row, start, scale, TILE.ACCESSES, True)
+                scale_tile(row, start, scale, PIECES=TILE.ACCESSES, END=True)
 
 
 # ---- rows of the policy and a reference
@@ -515,7 +559,10 @@ def fields_of_both_rows(
     i,
     TILE,
 ):
-    """Return the `row_fields` of row i of the policy's logits, and of the reference's."""
+    """Return (policy fields, reference fields) of row i of a call, see `row_fields`.
+
+    logits, reference   logits [A, T, V] of policy and reference, each with strides and a transform
+    """
     fields = row_fields(
         logits, stride_a, stride_t, inverse_temperature, transform, V, T, first_row, i, TILE
     )
@@ -536,12 +583,19 @@ def fields_of_both_rows(
 
 # ---- sums and gradients with a reference
 #
-# reference_sums are the rows of the table `sums` from reference_max_logit on, with the same stride.
+# `reference_sums` is a pointer to row "reference_max_logit" of the table `sums`. The rows
+# "reference_sum_exp", "sum_log_ratio" and "sum_log_ratio_excess" follow.
 
 
 @triton.jit
 def load_softmaxes(sums, reference_sums, stride, log_sum_ratio, i):
-    """Return (`BothSoftmaxes` of row i, the policy's sum_exp) from the tables of sums."""
+    """Return (`BothSoftmaxes`, the policy's sum_exp) of row i, from the sums of a first pass.
+
+    sums             fp32 [num_names, num_rows]: max_logit, sum_exp, ... of the policy
+    reference_sums   reference_max_logit, reference_sum_exp, ... in the same table
+    stride           stride of the table's rows
+    log_sum_ratio    fp32 [num_rows]: log(reference_sum_exp / sum_exp)
+    """
     base = finite_max(tl.load(sums + i))
     reference_base = finite_max(tl.load(reference_sums + i))
     sum_exp = tl.load(sums + stride + i)
@@ -581,11 +635,12 @@ def reference_sums_kernel(
     DIRECTION: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Compute the policy's softmax sums NAMES, and all REFERENCE_SUMS, of each row.
+    """Compute softmax sums of each row of policy and reference, one program for each row.
 
-    `SUMS` in core/softmax.py has their formulas. Masked rows get constants.
+    They are the policy's sums NAMES, and reference_max_logit, reference_sum_exp, sum_log_ratio and
+    sum_log_ratio_excess. `SUMS` in core/softmax.py has their formulas. Masked rows get constants.
 
-    DIRECTION   "forward", or "reverse", whose sums serve all other directions
+    DIRECTION   "forward" for KL(reference || policy), or "reverse" for all other divergences
     """
     i = tl.program_id(0).to(tl.int64)
     if load_or(mask, i, True):
@@ -619,7 +674,9 @@ def reference_sums_kernel(
             excess,
             shifted,
             squared,
-        ) = compute_sums_of_both(row, reference_row, DIRECTION == "forward", LEVEL, TILE)
+        ) = compute_sums_of_both(
+            row, reference_row, FORWARD=DIRECTION == "forward", LEVEL=LEVEL, TILE=TILE
+        )
         policy_values = (max_logit, sum_exp, row.u_to_z * target_u, shifted, squared)
         store_policy_sums(sums, sums_stride, i, policy_values, NAMES)
         reference_values = (reference_max_logit, reference_sum_exp, log_ratio, excess)
@@ -648,22 +705,24 @@ def mixture_sums_kernel(
     first_row: tl.int64,
     # [num_rows] or None
     mask,
-    # [num_sums, num_rows], its rows from reference_max_logit on, and [num_rows]
+    # the sums of the first pass, fp32 [num_sums, num_rows], and its rows from reference_max_logit
+    # on
     sums,
     reference_sums,
     sums_stride: tl.int64,
+    # fp32 [num_rows], log(reference_sum_exp / sum_exp)
     log_sum_ratio,
-    # weights of the reference and of the policy in the mixture, a tuple of two numbers
+    # (b, 1 - b), the weights of the reference and of the policy in the mixture
     mixture_weights,
-    # [2, num_rows]
+    # the results, fp32 [2, num_rows]
     mixture_sums,
     mixture_sums_stride: tl.int64,
     DIRECTION: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Compute two sums over the vocabulary of each row, see `mixture_terms` in core/divergence.py.
+    """Compute the two sums over the vocabulary that the divergences "jsd" and "tv" follow from.
 
-    With p the policy's softmax, q the reference's and m = (1 - b) p + b q they are
+    With p the policy's softmax, q the reference's and m = (1 - b) p + b q they are, for each row,
 
         DIRECTION "jsd"   KL(p || m) and KL(q || m)
         DIRECTION "tv"    sum_j p_j sign(p_j - q_j) / 2 and sum_j |p_j - q_j| / 2
@@ -702,8 +761,8 @@ def mixture_sums_kernel(
                 softmaxes,
                 mixture_weights,
                 DIRECTION,
-                TILE.ACCESSES,
-                False,
+                PIECES=TILE.ACCESSES,
+                END=False,
             )
         lane_sums = add_mixture_tile(
             lane_sums,
@@ -713,10 +772,11 @@ def mixture_sums_kernel(
             softmaxes,
             mixture_weights,
             DIRECTION,
-            TILE.ACCESSES,
-            True,
+            PIECES=TILE.ACCESSES,
+            END=True,
         )
-        # 0, or NaN if log_sum_ratio is NaN or infinite: a row has a NaN or only -inf.
+        # If a row has a NaN or only -inf, log_sum_ratio is NaN or infinite and both sums must be
+        # NaN. Else this is 0.
         nan_without_divergence = 0.0 * softmaxes.log_sum_ratio
         for k in tl.static_range(2):
             total = tl.sum(tl.sum(lane_sums[k], axis=1), axis=0)
@@ -746,17 +806,18 @@ def reference_gradient_kernel(
     V,
     T,
     first_row: tl.int64,
-    # [num_rows], then [num_sums, num_rows], and its rows from reference_max_logit on
+    # int64 [num_rows]
     targets,
+    # softmax sums, fp32 [num_sums, num_rows], and its rows from reference_max_logit on
     sums,
     reference_sums,
     sums_stride: tl.int64,
-    # [num_rows], see `SoftmaxSums`
+    # fp32 [num_rows], see `SoftmaxSums.log_sum_ratio` and `SoftmaxSums.gradient_center`
     log_sum_ratio,
     centers,
-    # weights of the reference and of the policy in the mixture, a tuple of two numbers
+    # (b, 1 - b), the weights of the reference and of the policy in the mixture of "jsd"
     mixture_weights,
-    # [num_coefficients, num_rows]
+    # fp32 [num_coefficients, num_rows], with a row for each of NAMES
     coefficients,
     coefficients_stride: tl.int64,
     NAMES: tl.constexpr,
@@ -765,8 +826,10 @@ def reference_gradient_kernel(
 ):
     """Write d loss / d logits of each row, for a loss with a divergence from the reference.
 
-    It is the gradient of `softmax_gradient_kernel` plus the coefficient "divergence" times the
-    gradient of the divergence, see `divergence_gradient` in core/divergence.py.
+    It is the gradient that `softmax_gradient_kernel` writes, plus the coefficient "divergence"
+    times the gradient of the divergence DIRECTION ("reverse", "forward", "jsd" or "tv"), see
+    `divergence_gradient` in core/divergence.py. If all coefficients of a row are 0, its gradient is
+    0. There is one program for each row.
     """
     LEVEL: tl.constexpr = level_of(NAMES, "logp", "prob")
     i = tl.program_id(0).to(tl.int64)
@@ -795,11 +858,15 @@ def reference_gradient_kernel(
         reference_row = Row(*reference_fields, *reference_transform)
         softmaxes, sum_exp = load_softmaxes(sums, reference_sums, sums_stride, log_sum_ratio, i)
         log_sum = tl.log(sum_exp)
+        # (coefficient, center, b, 1 - b), the last arguments of `divergence_gradient`
         divergence = (per_divergence, tl.load(centers + i), mixture_weights[0], mixture_weights[1])
+        # (constant, per_logp, per_prob) of `write_gradient_of_both`, where z_j - max z stands for
+        # log p_j: the difference log_sum is part of the constant.
         factors = ((constant - per_target) - per_logp * log_sum, per_logp, per_prob)
         target = tl.load(targets + i)
         target_w = reference_row.u_to_z * load_unscaled_logit(reference_row, target)
-        # Between this load and the first store: the gradient may overwrite the reference's row.
+        # The target's logit must be loaded before the first store of any thread, because the
+        # gradient may overwrite the reference's row.
         tl.debug_barrier()
         end = (V - 1) // TILE.BLOCK * TILE.BLOCK
         for start in range(0, end, TILE.BLOCK):
@@ -813,8 +880,8 @@ def reference_gradient_kernel(
                 divergence,
                 DIRECTION,
                 LEVEL,
-                TILE.ACCESSES,
-                False,
+                PIECES=TILE.ACCESSES,
+                END=False,
             )
         write_gradient_of_both(
             row,
@@ -826,20 +893,21 @@ def reference_gradient_kernel(
             divergence,
             DIRECTION,
             LEVEL,
-            TILE.ACCESSES,
-            True,
+            PIECES=TILE.ACCESSES,
+            END=True,
         )
-        # The target's gradient is computed separately, see `store_target_gradient`.
+        # The gradient at the target is computed separately, see `store_target_gradient`.
         target_z = tl.load(sums + 2 * sums_stride + i)
         logp = (target_z - softmaxes.base) - log_sum
-        # As in `write_gradient_of_both`, so that it is 0 if it is 0 there.
+        # fast_exp as in `write_gradient_of_both`: both probabilities must be 0 or neither.
         prob = fast_exp(target_z - softmaxes.base) * softmaxes.inverse_sum
         factor = constant + per_logp * tl.maximum(logp, LOWEST) + per_prob * prob
         grad = -per_target * expm1(logp) + prob * factor
         d = log_probability_ratio(target_z, target_w, softmaxes)
         grad += divergence_gradient(prob, target_w, d, softmaxes, *divergence, DIRECTION)
         grad *= transform_derivative(tl.div_rn(target_z, row.u_to_z), row)
-        tl.debug_barrier()  # the store follows those of the row's tiles
+        # A tile above has stored a gradient of this column, which this store must overwrite.
+        tl.debug_barrier()
         is_inside = (target >= 0) & (target < V)
         tl.store(out_row + target, grad.to(out.dtype.element_ty), mask=is_inside)
     else:

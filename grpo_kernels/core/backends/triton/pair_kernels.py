@@ -1,8 +1,8 @@
-"""The Triton kernels over (row, id) pairs of hidden states and weight.
+"""The Triton kernels over (row, id) pairs: rows of hidden states and rows (ids) of the weight.
 
-num_rows is the number of rows of hidden states. Matrices are [., H] with a stride and unit stride
-in H. A program takes one block of columns of a row, see `block_of_program`, except in
-`pair_logits_kernel`.
+Hidden states are [num_rows, H], the weight is [V, H], and matrices have unit stride in H. In
+`pair_logits_kernel` a program (instance of the kernel) computes one pair. In the other kernels it
+computes TILE.BLOCK columns of one row of the output, see `block_of_program`.
 """
 
 import triton
@@ -11,30 +11,33 @@ import triton.language as tl
 from .kernels import compile_kernel
 from .softmax_rows import NEG_INF, row_pointer
 
-#: Rows of a matrix that a program loads at once. They are summed one after the other.
+#: Rows of a matrix whose loads a program issues together. They are summed one after the other.
 ROWS_AT_ONCE = tl.constexpr(8)
 
 
 @triton.jit
 def matrix_row(x, i, stride, TILE):
-    """Return a pointer to row i of a matrix with this row stride."""
+    """Return a pointer to row i of the matrix x, whose row stride is `stride`."""
     return row_pointer(x, i.to(tl.int64), None, None, stride, TILE)
 
 
 @triton.jit
 def columns_to_read(H, is_wanted, TILE):
-    """Return how many columns of a row to read: H if the row is wanted, else 0."""
+    """Return the number of columns of a row to read: H if is_wanted, else 0."""
     width = tl.where(is_wanted, H, 0)
     if TILE.ALIGNED:
-        # H is a multiple of 16 here. Rounding it tells the compiler so, which then reads the end of
-        # a row in wide accesses, too: tl.multiple_of is lost if is_wanted is a constant.
+        # H is a multiple of 16 here. This division tells the compiler so, and it then reads the end
+        # of a row in wide accesses. tl.multiple_of has no effect if is_wanted is a constant.
         width = width // 16 * 16
     return width
 
 
 @triton.jit
 def block_of_program(H, TILE):
-    """Return (row, columns [TILE.BLOCK]) of this program: programs of a row are consecutive."""
+    """Return (row, columns) of this program: it computes `columns`, [TILE.BLOCK], of one row.
+
+    Consecutive programs compute the blocks of columns of the same row.
+    """
     program = tl.program_id(0).to(tl.int64)
     blocks_per_row = tl.cdiv(H, TILE.BLOCK)
     first_column = (program % blocks_per_row).to(tl.int32) * TILE.BLOCK
@@ -43,9 +46,9 @@ def block_of_program(H, TILE):
 
 @triton.jit
 def load_columns(x, i, stride, columns, H, is_wanted, TILE):
-    """Load columns of row i of a matrix in fp32.
+    """Load columns of row i of the matrix x, as fp32 [TILE.BLOCK].
 
-    They are 0 if the row is not wanted, and from column H on.
+    They are 0 from column H on. If is_wanted is False, nothing is read and all are 0.
     """
     pointer = matrix_row(x, i, stride, TILE) + columns
     is_inside = columns < columns_to_read(H, is_wanted, TILE)
@@ -54,7 +57,10 @@ def load_columns(x, i, stride, columns, H, is_wanted, TILE):
 
 @triton.jit
 def add_to_columns(out, i, stride, columns, H, total, TILE):
-    """Add total, fp32 [TILE.BLOCK], to columns of row i of a matrix. The sum is rounded once."""
+    """Add total, fp32 [TILE.BLOCK], to columns of row i of the matrix `out`.
+
+    The sum is in fp32 and is rounded once, to the dtype of `out`.
+    """
     pointer = matrix_row(out, i, stride, TILE) + columns
     is_inside = columns < columns_to_read(H, True, TILE)
     before = tl.load(pointer, mask=is_inside).to(tl.float32)
@@ -69,13 +75,16 @@ def pair_logits_kernel(
     weight,
     weight_stride: tl.int64,
     H,
-    # [num_pairs]
+    # int64 [num_pairs] each, and the results, fp32 [num_pairs]
     ids,
     rows,
     logits,
     TILE: tl.constexpr,
 ):
-    """Compute hidden[row] . weight[id] of each pair, one program a pair; -inf of an unused pair."""
+    """Compute the dot product hidden[row] . weight[id] of each pair, one program for each pair.
+
+    The result is -inf for the id -1, which marks an unused pair.
+    """
     pair = tl.program_id(0).to(tl.int64)
     id = tl.load(ids + pair)
     if id >= 0:
@@ -83,8 +92,9 @@ def pair_logits_kernel(
         total = tl.full((TILE.BLOCK,), 0.0, tl.float32)
         for start in range(0, H, TILE.BLOCK):
             columns = start + tl.arange(0, TILE.BLOCK)
-            x = load_columns(hidden, i, hidden_stride, columns, H, True, TILE)
-            total += x * load_columns(weight, id, weight_stride, columns, H, True, TILE)
+            x = load_columns(hidden, i, hidden_stride, columns, H, is_wanted=True, TILE=TILE)
+            y = load_columns(weight, id, weight_stride, columns, H, is_wanted=True, TILE=TILE)
+            total += x * y
         tl.store(logits + pair, tl.sum(total, axis=0))
     else:
         tl.store(logits + pair, NEG_INF)
@@ -92,7 +102,7 @@ def pair_logits_kernel(
 
 @compile_kernel
 def grad_hidden_of_pairs_kernel(
-    # [num_pairs], [num_pairs], [num_rows + 1]
+    # fp32 [num_pairs], int64 [num_pairs], int64 [num_rows + 1]
     values,
     ids,
     offsets,
@@ -113,7 +123,7 @@ def grad_hidden_of_pairs_kernel(
     begin = tl.load(offsets + i)
     end = tl.load(offsets + i + 1)
     total = tl.full((TILE.BLOCK,), 0.0, tl.float32)
-    has_pair = begin > end
+    has_pair = begin > end  # False, as a variable of the type that the loop assigns
     for first in range(0, end - begin, ROWS_AT_ONCE):
         for k in tl.static_range(ROWS_AT_ONCE):
             pair = begin + first + k
@@ -132,31 +142,36 @@ def grad_hidden_of_pairs_kernel(
 
 # ---- the gradient of the weight
 #
-# Pairs are sorted by id. The pairs of an id that has 2 PIECE or more are cut into pieces of PIECE
-# pairs, the last of which is longer, so that several programs share a frequent id. The sorted pairs
-# are also divided into windows of PIECE pairs. At most one piece starts in a window, apart from
-# first pieces.
+# Pairs are sorted by id. If an id has 2 * PIECE pairs or more, they are divided into pieces of
+# PIECE pairs (the last piece is longer), so that several programs share a frequent id. The first
+# kernel sums pieces, the second kernel adds the sums of an id's pieces.
 #
-#     ids                [num_pairs], sorted
-#     window_id_begins   [num_pairs // PIECE], see `id_begins_of_windows`: where the pairs of the id
-#                        begin that each window ends with
-#     partial_sums       fp32 [num_pairs // PIECE + 1, H], the sum of the piece that starts in each
-#                        window
+# The sorted pairs are also divided into windows of PIECE pairs. Apart from the first piece of an
+# id, at most one piece starts in a window. So a piece is found by its window, and its sum is stored
+# in the window's row of `partial_sums`, without a list of the pieces.
+#
+#     ids                int32 [num_pairs], ascending; -1 for unused pairs
+#     window_id_begins   int64 [num_pairs // PIECE], from `id_begins_of_windows`: for the last pair
+#                        of each window, where the pairs of its id begin
+#     partial_sums       fp32 [num_pairs // PIECE + 1, H], for each window the sum of the piece that
+#                        starts in it
 
 
 @triton.jit
 def is_id_at(ids, position, end, id):
-    """Return whether the sorted ids have this id at a position, which is before `end`."""
+    """Return whether position < end and ids[position] is `id`."""
     return tl.load(ids + position, mask=position < end, other=-1) == id
 
 
 @triton.jit
 def piece_in_window(ids, window_id_begins, window, num_pairs, PIECE):
-    """Find the piece that starts in a window and continues the id before that window.
+    """Find the piece that starts in a window and continues the last id of the window before it.
 
-    Returns (begin, id, start, exists): where the pairs of that id begin, the id, where the piece
-    would start, and whether there is such a piece. Pieces of an id start at begin, begin + PIECE,
-    begin + 2 PIECE, ... The first window has none.
+    Returns (begin, id, start, exists): the position where the pairs of that id begin, the id, the
+    position where the piece would start, and whether the id has a piece there. Pieces of an id
+    start at begin, begin + PIECE, begin + 2 * PIECE, ...
+
+    window   at least 1: the first window has no window before it
     """
     begin = tl.load(window_id_begins + window - 1)
     start = begin + (window - begin // PIECE) * PIECE
@@ -166,17 +181,17 @@ def piece_in_window(ids, window_id_begins, window, num_pairs, PIECE):
 
 @compile_kernel
 def grad_weight_of_pairs_kernel(
-    # [num_pairs]
+    # fp32 [num_pairs] and int64 [num_pairs], in the order of the pairs
     values,
     rows,
-    # [num_pairs]: sorted ids, and the pair of each
+    # [num_pairs]: ascending ids, and the index of the pair that has each of them
     ids,
     order,
     num_pairs,
-    # [num_firsts]: the position of the first pair of each used id, then num_pairs
+    # [num_firsts]: the position of the first pair of each distinct id, filled up with num_pairs
     first_positions,
     num_firsts,
-    # [num_pairs // PIECE] and fp32 [num_pairs // PIECE + 1, H]
+    # [num_pairs // PIECE] and fp32 [num_pairs // PIECE + 1, H], see above
     window_id_begins,
     partial_sums,
     # [num_rows, H] and [V, H]
@@ -190,10 +205,12 @@ def grad_weight_of_pairs_kernel(
 ):
     """Add the sum of values * hidden[row] over the pairs of each id to out[id].
 
-    There is a program for each first position and for each window. The sums of an id that is cut
-    into pieces go to partial_sums instead.
+    If an id has several pieces, the sum of each piece is stored in partial_sums instead, for
+    `add_partial_sums_kernel`. Programs i < num_firsts compute the first piece of an id (or all of
+    its pairs), the others compute the piece that starts in window i - num_firsts + 1, if any.
     """
     i, columns = block_of_program(H, TILE)
+    # position: where the piece of this program begins; num_pairs if it has none
     position = num_pairs.to(tl.int64)
     if i < num_firsts:
         position = tl.load(first_positions + i)
@@ -204,6 +221,7 @@ def grad_weight_of_pairs_kernel(
             position = num_pairs.to(tl.int64)
     if position < num_pairs:
         id = tl.load(ids + position)
+        # The next piece has at least PIECE pairs, so the last of these must have the same id.
         has_next_piece = is_id_at(ids, position + 2 * PIECE - 1, num_pairs, id)
         end = tl.where(has_next_piece, position + PIECE, num_pairs)
         first = position
@@ -218,7 +236,8 @@ def grad_weight_of_pairs_kernel(
                 x = load_columns(hidden, row, hidden_stride, columns, H, is_same_id, TILE)
                 total += value * x
             position += ROWS_AT_ONCE
-        if has_next_piece | (i >= num_firsts):
+        is_one_of_several_pieces = has_next_piece | (i >= num_firsts)
+        if is_one_of_several_pieces:
             pointer = matrix_row(partial_sums, first // PIECE, H, TILE) + columns
             tl.store(pointer, total, mask=columns < columns_to_read(H, True, TILE))
         else:
@@ -227,10 +246,10 @@ def grad_weight_of_pairs_kernel(
 
 @compile_kernel
 def add_partial_sums_kernel(
-    # [num_pairs], sorted
+    # [num_pairs], ascending
     ids,
     num_pairs,
-    # [num_pairs // PIECE] and fp32 [num_pairs // PIECE + 1, H]
+    # [num_pairs // PIECE] and fp32 [num_pairs // PIECE + 1, H], see above
     window_id_begins,
     partial_sums,
     # [V, H]
@@ -240,15 +259,16 @@ def add_partial_sums_kernel(
     PIECE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Add the sums of its pieces, in their order, to out[id] of each id that was cut.
+    """Add the sums of the pieces of an id, in their order, to out[id], if it has several pieces.
 
-    There is a program for each window but the first. The window behind that in which an id begins
-    adds up its pieces.
+    There is a program for each window but the first. The pieces of an id are added by the program
+    of the window in which its second piece starts.
     """
     i, columns = block_of_program(H, TILE)
     window = i + 1
     begin, id, _, has_piece = piece_in_window(ids, window_id_begins, window, num_pairs, PIECE)
-    if has_piece & (begin // PIECE + 1 == window):
+    is_second_piece = begin // PIECE + 1 == window
+    if has_piece & is_second_piece:
         total = tl.full((TILE.BLOCK,), 0.0, tl.float32)
         has_next = True
         position = begin

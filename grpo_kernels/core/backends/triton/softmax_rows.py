@@ -1,17 +1,19 @@
 """One row of logits inside a Triton kernel: tiles, transform, softmax sums and gradient.
 
-A *tile* is ACCESSES pieces of shape [LANES, COLS]; a lane is a thread of the program. A lane
+A row is processed in *tiles*. A tile is a tuple of ACCESSES *pieces* of shape [LANES, COLS]: a lane
+is a thread of the program, and a piece is one access (load or store) of each thread. A thread
 reduces its own elements of all pieces without exchange between threads, and all loads of a tile are
-issued before the first value is needed. Names of compile-time values are upper-case; TILE is a
+issued before the first value is needed. Compile-time values have upper-case names. TILE is a
 `launch.Tile`.
 
 x are the logits in memory, z the logits after scale, softcap and temperature. The softmax of z is
 computed from *unscaled* logits u, with z = u_to_z * u and u_to_z > 0, so that the loop over a row
 has one multiplication less. See `Transform`.
 
-The sums of unaligned rows (an odd vocabulary) are read by single elements, and only their gradient
-is written in 128-bit accesses. Sums from a 16-byte boundary on would have another order, and so
-other bits, for each offset that a row may have.
+For the softmax sums, unaligned rows (of an odd vocabulary) are read by single elements. If the
+accesses began at the first 16-byte boundary of a row, the order of the sums, and so their bits,
+would depend on the row's offset from the boundary. Only the gradient of such rows is written in
+16-byte accesses.
 """
 
 import math
@@ -23,31 +25,33 @@ import triton.language as tl
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2.0))
 NEG_INF = tl.constexpr(-math.inf)
-#: Stands for -inf if a factor of exactly 0 follows: 0 * -inf would be NaN.
+#: Replaces -inf where it is multiplied by an exponential that may be 0: 0 * -inf would be NaN.
 LOWEST = tl.constexpr(-1e30)
-#: Exponents beyond this are too coarse for fp32: the exponentials of adjacent numbers differ by a
-#: factor of e^22 or more. See `count_maxima`.
+#: The largest exponent of 2 whose spacing in fp32 is fine enough. Beyond it the exponentials of
+#: adjacent logits differ by a factor of e^22 or more. See `count_maxima`.
 MAX_EXPONENT = tl.constexpr(2.0**29)
-#: No column.
+#: Marks that no column was found.
 NO_COLUMN = tl.constexpr(2**31 - 1)
+#: Whether Triton's interpreter runs the kernels.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
-#: Levels of the statistics that sums and gradients are for: log-probs, or also the entropy, or also
-#: the sum of squares.
+#: Levels of computation, the argument LEVEL of many functions. Level 0: only what log-probs need.
+#: ENTROPY: also what the entropy needs. SQUARES: also what the sum of squared probabilities needs.
 ENTROPY = tl.constexpr(1)
 SQUARES = tl.constexpr(2)
 
-#: A `RowTransform` in a kernel. With a softcap u = tanh(x * scale / softcap). Without one (None)
-#: u = x, or -x if `mirrored` is not None, for a negative scale.
+#: The transform of logits x to z, in the form that kernels use. With a softcap, u is
+#: tanh(x * scale / softcap). Without one (softcap None) u is x, or -x for a negative scale
+#: (mirrored not None). z = u_to_z * u, where u_to_z contains the temperature.
 Transform = namedtuple("Transform", "scale softcap mirrored")
 
-#: A row of logits, and how it is read.
+#: A row of logits in memory.
 #:
 #:     start                 pointer to its first logit
 #:     V                     number of columns
-#:     columns               [LANES, COLS], the columns that each thread takes of a piece
-#:     u_to_z                z = u_to_z * u, see `Transform`
-#:     inverse_temperature   of the row
+#:     columns               [LANES, COLS], the columns of a piece that each thread processes
+#:     u_to_z                factor from unscaled to transformed logits: z = u_to_z * u
+#:     inverse_temperature   of this row
 #:     scale, softcap, mirrored   see `Transform`
 Row = namedtuple("Row", "start V columns u_to_z inverse_temperature scale softcap mirrored")
 
@@ -57,18 +61,22 @@ Row = namedtuple("Row", "start V columns u_to_z inverse_temperature scale softca
 
 @triton.jit
 def thread_columns(TILE, WIDE):
-    """Return the columns of a piece that each thread takes, [LANES, COLS]."""
-    if WIDE:  # neighbours belong to one thread: a 128-bit access
+    """Return the columns of a piece that each thread processes, [LANES, COLS].
+
+    WIDE   whether a thread takes COLS neighbouring columns in one 16-byte access, or single
+           columns, of which neighbouring ones belong to neighbouring threads
+    """
+    if WIDE:
         return tl.arange(0, TILE.LANES)[:, None] * TILE.COLS + tl.arange(0, TILE.COLS)[None, :]
-    else:  # neighbours belong to neighbouring threads: single elements
+    else:
         return tl.arange(0, TILE.LANES)[:, None] + tl.arange(0, TILE.COLS)[None, :] * TILE.LANES
 
 
 @triton.jit
 def row_pointer(x, row, T, stride_a, stride_t, TILE):
-    """Return a pointer to row a * T + t of x [A, T, V], which is x[a, t].
+    """Return a pointer to row number a * T + t of x [A, T, V], which is x[a, t].
 
-    If T is None, x is [num_rows, V] with the row stride stride_t.
+    If T is None, x is a matrix [num_rows, V] with row stride stride_t, and stride_a is not used.
     """
     offset = row * stride_t if T is None else (row // T) * stride_a + (row % T) * stride_t
     if TILE.ALIGNED:
@@ -78,13 +86,14 @@ def row_pointer(x, row, T, stride_a, stride_t, TILE):
 
 @triton.constexpr_function
 def is_number(x):
-    """Return whether an argument is a number and not a pointer."""
-    return isinstance(x, float) or not x.dtype.is_ptr()  # a float in the interpreter
+    """Return whether a kernel argument is a number, and not a pointer to a vector."""
+    # In the interpreter a number is a Python float, which has no dtype.
+    return isinstance(x, float) or not x.dtype.is_ptr()
 
 
 @triton.jit
 def load_number(x, i):
-    """Return x if it is a number for all rows, or else x[i] of a vector [num_rows]."""
+    """Return the value of row i: x if it is one number for all rows, or x[i] of a vector."""
     if is_number(x):
         return x
     else:
@@ -95,13 +104,15 @@ def load_number(x, i):
 def row_fields(
     logits, stride_a, stride_t, inverse_temperature, transform, V, T, first_row, i, TILE
 ):
-    """Return the fields of a `Row` but scale, softcap and mirrored.
+    """Return the first five fields of a `Row`: start, V, columns, u_to_z, inverse_temperature.
 
-    A Triton function cannot return these, since they may be None: the caller adds `*transform`.
+    The other fields, scale, softcap and mirrored, may be None, which a Triton function cannot
+    return. So the caller makes Row(*fields, *transform).
 
-    logits, stride_a, stride_t   the rows of logits [A, T, V], see `row_pointer`
-    inverse_temperature          a number, or [num_rows]
-    first_row, i                 row i of the call is row first_row + i of the logits
+    logits, stride_a, stride_t   logits [A, T, V] and the strides of A and T
+    inverse_temperature          a number, or a vector [num_rows]
+    first_row, i                 the row is row i of the call, row number first_row + i of the
+                                 A * T rows of logits
     """
     temperature = load_number(inverse_temperature, i)
     start = row_pointer(logits, first_row + i, T, stride_a, stride_t, TILE)
@@ -116,17 +127,20 @@ def row_fields(
 def piece_columns(start, i, columns):
     """Return the columns [LANES, COLS] of piece i of the tile at column `start`.
 
-    If `start` is a pointer, pointers to these columns are returned.
+    If `start` is a pointer to the first element of the tile, the result is pointers.
+
+    columns   [LANES, COLS], the columns of a piece, see `Row`
     """
     return start + i * (columns.shape[0] * columns.shape[1]) + columns
 
 
 @triton.jit
 def load_tile(row, start, PIECES, END, HINT):
-    """Load PIECES pieces of a row from column `start` on. Returns a tuple of [LANES, COLS].
+    """Load a tile of a row, from column `start` on. Returns a tuple of pieces [LANES, COLS].
 
-    END    whether they may reach beyond the end of the row, where 0 is returned
-    HINT   cache hint of the loads
+    PIECES   number of pieces of the tile
+    END      whether the tile may reach beyond the end of the row. Elements there are 0.
+    HINT     cache hint of the loads, "" for none
     """
     xs = ()
     for i in tl.static_range(PIECES):
@@ -141,11 +155,12 @@ def load_tile(row, start, PIECES, END, HINT):
 
 @triton.jit
 def store_piece(out, start, i, row, x, END, HINT):
-    """Write x [LANES, COLS] as piece i of the tile at column `start` of a row.
+    """Store x [LANES, COLS] as piece i of the tile at column `start` of an output row.
 
-    out    pointer to the row
-    END    whether the piece may reach beyond the end of the row, where nothing is written
-    HINT   cache hint of the stores
+    out    pointer to the output row
+    row    the `Row` of logits, whose columns the output row has
+    END    whether the piece may reach beyond the end of the row. Nothing is stored there.
+    HINT   cache hint of the stores, "" for none
     """
     columns = piece_columns(start, i, row.columns)
     values = x.to(out.dtype.element_ty)
@@ -157,7 +172,7 @@ def store_piece(out, start, i, row, x, END, HINT):
 
 @triton.jit
 def write_zero_row(out, V, TILE):
-    """Write 0 into the V columns of the row at the pointer `out`."""
+    """Store 0 into the V columns of an output row. `out` is a pointer to its first element."""
     columns = thread_columns(TILE, TILE.ALIGNED)
     PIECE: tl.constexpr = TILE.LANES * TILE.COLS
     zeros = tl.zeros(columns.shape, out.dtype.element_ty)
@@ -173,7 +188,8 @@ def write_zero_row(out, V, TILE):
 def elements_to_boundary(row, V, COLS):
     """Return how many elements of a row come before its first 16-byte boundary, at most V.
 
-    COLS elements are 16 bytes.
+    row    pointer to the first element of the row
+    COLS   number of elements in 16 bytes
     """
     ELEMENT_BYTES: tl.constexpr = row.dtype.element_ty.primitive_bitwidth // 8
     past = (row.to(tl.int64) // ELEMENT_BYTES) % COLS
@@ -185,14 +201,15 @@ def elements_to_boundary(row, V, COLS):
 
 @triton.jit
 def unscaled_logit(x, row):
-    """Return the unscaled logits u of logits x: tanh(x * scale / softcap), x or -x.
+    """Return the unscaled logits u of logits x.
 
-    See `Transform`.
+    With a softcap u = tanh(x * scale / softcap). Without one u = x, or -x for a negative scale. The
+    transformed logits are z = row.u_to_z * u.
     """
     x = x.to(tl.float32)
     if row.softcap is not None:
-        # tanh(v) = 1 - 2 / (e^2v + 1) is off by 6e-8: times the cap, the spacing of fp32 numbers
-        # near it.
+        # tanh(v) = 1 - 2 / (e^(2v) + 1) has an absolute error of 6e-8. Times the softcap, this is
+        # the spacing of fp32 numbers near the softcap.
         return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E * row.scale / row.softcap)) + 1.0)
     elif row.mirrored is not None:
         return -x
@@ -202,7 +219,10 @@ def unscaled_logit(x, row):
 
 @triton.jit
 def transform_derivative(u, row):
-    """Return dz / dx at unscaled logits u: scale * inverse_temperature, times 1 - u^2 of tanh."""
+    """Return dz / dx at unscaled logits u, where z are the transformed logits of x.
+
+    It is scale * inverse_temperature, with a softcap times 1 - u^2, the derivative of tanh.
+    """
     derivative = row.scale * row.inverse_temperature
     if row.softcap is not None:
         derivative = derivative * (1.0 - u * u)
@@ -211,7 +231,7 @@ def transform_derivative(u, row):
 
 @triton.jit
 def load_unscaled_logit(row, column):
-    """Load u of a single column, NaN if it is outside of the row."""
+    """Load the unscaled logit u of a single column. It is NaN if the column is not in the row."""
     is_inside = (column >= 0) & (column < row.V)
     x = tl.load(row.start + column, mask=is_inside, other=float("nan"))
     return unscaled_logit(x, row)
@@ -219,16 +239,16 @@ def load_unscaled_logit(row, column):
 
 # ---- softmax sums
 #
-# The exponentials of a row are 2^(c u - base), with c = u_to_z * log2(e) and a whole number `base`
-# near the maximum of c u. One fused multiply-add, which rounds once, computes the exponent. So a
-# shift of the logits costs no precision, and sums relative to two bases can be added without
-# rounding.
+# exp(z_j) is computed as 2^(c u_j), with c = u_to_z * log2(e). Each exponential is divided by
+# 2^base, where `base` is an integer near the maximum of c u: it is 2^(c u_j - base). One fused
+# multiply-add, which rounds once, computes this exponent, so logits far from 0 lose no precision.
+# Changing the base multiplies a sum by a power of two, which is exact.
 
 
 @triton.jit
 def fma(x, y, z):
-    """Return x y + z, rounded once."""
-    if INTERPRETED:  # tl.fma of Triton 3.6 and before rounds twice there
+    """Return x * y + z, rounded once (fused multiply-add)."""
+    if INTERPRETED:  # in the interpreter tl.fma of Triton up to 3.6 rounds twice
         return (x.to(tl.float64) * y + z).to(tl.float32)
     else:
         return tl.fma(x, y, z)
@@ -236,29 +256,30 @@ def fma(x, y, z):
 
 @triton.jit
 def exponent_base(max_u, c):
-    """Return the base of exponents for a maximum of u: max_u * c rounded up, at least -2^29."""
+    """Return the base of the exponents 2^(c u - base): max_u * c rounded up, at least -2^29."""
     return tl.maximum(tl.ceil(max_u * c), -MAX_EXPONENT)
 
 
 @triton.jit
 def add_tile(sums, xs, start, row, c, END, LEVEL):
-    """Add a tile to the running sums of each lane.
+    """Add a tile to the running softmax sums of each lane (thread), as online softmax does.
 
-    sums    (max_u, base, sum of 2^d for d = c u - base, sum of 2^d d, sum of 2^2d), [LANES] each.
-            The last two are computed from LEVEL = ENTROPY and SQUARES on.
+    sums    (max_u, base, sum 2^d, sum 2^d d, sum 2^(2d)) with d = c u - base, [LANES] each. max_u
+            is the maximum of the unscaled logits u, and base = exponent_base(max_u, c).
     xs      logits of the tile, a tuple of pieces
-    start   column of the tile
+    start   first column of the tile
     c       u_to_z * log2(e)
-    END     whether columns from V on are left out
+    END     whether the tile may reach beyond the end of the row. Such columns are left out.
+    LEVEL   sum 2^d d is computed only from ENTROPY on, sum 2^(2d) only with SQUARES
 
-    Returns the new sums. Where the maximum rises, older sums are rescaled to the new base.
+    Returns the new sums. If the maximum rises, the old sums are rescaled to the new base.
     """
     max_u, base, sum_exp, shifted, squared = sums
     us = ()
     for i in tl.static_range(len(xs)):
         u = unscaled_logit(xs[i], row)
         if END:
-            # After u is computed: tanh would turn -inf into a finite number, the mirror into +inf.
+            # u is set to -inf, and not x: tanh(-inf) is finite, and -x would be +inf.
             is_inside = piece_columns(start, i, row.columns) < row.V
             u = tl.where(is_inside, u, NEG_INF)
         us = us + (u,)  # type: ignore[assignment]  # noqa: RUF005
@@ -289,9 +310,9 @@ def add_tile(sums, xs, start, row, c, END, LEVEL):
 
 @triton.jit
 def load_unscaled_piece(row, start):
-    """Load a piece that may reach beyond the row's end.
+    """Load the unscaled logits u of a piece at column `start`, which may reach beyond the row.
 
-    Returns (which columns are inside, their u), [LANES, COLS] each.
+    Returns (is_inside, u), [LANES, COLS] each: whether a column is in the row, and its u.
     """
     is_inside = start + row.columns < row.V
     x = tl.load(row.start + start + row.columns, mask=is_inside, other=0.0)
@@ -300,10 +321,11 @@ def load_unscaled_piece(row, start):
 
 @triton.jit
 def count_maxima(row, max_u, TILE):
-    """Count the columns with u = max_u; NaN if a logit is NaN.
+    """Count the columns of a row with u = max_u, in another pass over it; NaN if a logit is NaN.
 
-    This is the sum of exponentials of a row far from 0 (all logits the smallest finite number, for
-    example), where all other exponentials are below e^-22.
+    This is sum_j exp(z_j - max z) of a row whose maximum is huge, for example if all logits are the
+    smallest finite number. There every exponential but those of the maximum is below e^-22, and
+    rounding of the exponents would give wrong results (see MAX_EXPONENT).
     """
     count = tl.full((TILE.LANES,), 0.0, tl.float32)
     for start in range(0, row.V, TILE.LANES * TILE.COLS):
@@ -315,7 +337,10 @@ def count_maxima(row, max_u, TILE):
 
 @triton.jit
 def find_first_maximum(row, max_u, TILE):
-    """Return the first column with u = max_u, or -1. Reads the row once more."""
+    """Return the first column with u = max_u, or -1 if there is none, in another pass over the row.
+
+    u are unscaled logits, and max_u is their maximum.
+    """
     first = tl.full((TILE.LANES,), NO_COLUMN, tl.int32)
     for start in range(0, row.V, TILE.LANES * TILE.COLS):
         is_inside, u = load_unscaled_piece(row, start)
@@ -329,10 +354,17 @@ def find_first_maximum(row, max_u, TILE):
 def compute_softmax_sums(row, LEVEL, KEPT, TILE):
     """Compute the softmax sums of a row in one pass over it.
 
-    Returns (max u, sum of e, sum of e d, sum of e^2, tiles) with e = exp(d) and d = z - max z =
-    u_to_z * (u - max u). The sums with d and e^2 are right from LEVEL = ENTROPY and SQUARES on.
-    `tiles` are the logits x of the last KEPT tiles, which stay in registers for the gradient. The
-    last TILE.ENDS tiles are loaded at once.
+    Returns (max u, sum_j e_j, sum_j e_j d_j, sum_j e_j^2, xs), where
+
+        u    unscaled logits, z = u_to_z * u the transformed ones
+        d_j  z_j - max z = u_to_z * (u_j - max u)
+        e_j  exp(d_j)
+        xs   logits of the last KEPT tiles of the row, a tuple of pieces, which the caller keeps in
+             registers for the gradient
+
+    LEVEL   sum e_j d_j is computed only from ENTROPY on, sum e_j^2 only with SQUARES
+
+    The last TILE.ENDS tiles of the row are loaded together.
     """
     ACCESSES: tl.constexpr = TILE.ACCESSES
     ENDS: tl.constexpr = TILE.ENDS
@@ -345,21 +377,27 @@ def compute_softmax_sums(row, LEVEL, KEPT, TILE):
     sums = (max_u, base, zero, zero, zero)
     end = ((row.V + TILE.BLOCK - 1) // TILE.BLOCK - ENDS) * TILE.BLOCK
     for start in tl.range(0, end, TILE.BLOCK, num_stages=TILE.STAGES):
-        xs = load_tile(row, start, ACCESSES, False, HINT)
-        sums = add_tile(sums, xs, start, row, c, False, LEVEL)
-    xs = load_tile(row, end, ACCESSES * (ENDS - 1), False, LAST_HINT if KEPT >= ENDS else HINT)
+        xs = load_tile(row, start, ACCESSES, END=False, HINT=HINT)
+        sums = add_tile(sums, xs, start, row, c, END=False, LEVEL=LEVEL)
+    # Tiles that stay in registers are not read again, so they may leave the cache.
+    FULL_TILES_HINT: tl.constexpr = LAST_HINT if KEPT >= ENDS else HINT
+    LAST_TILE_HINT: tl.constexpr = LAST_HINT if KEPT > 0 else HINT
+    xs = load_tile(row, end, ACCESSES * (ENDS - 1), END=False, HINT=FULL_TILES_HINT)
     last = end + (ENDS - 1) * TILE.BLOCK
-    xs = xs + load_tile(row, last, ACCESSES, True, LAST_HINT if KEPT > 0 else HINT)
+    xs = xs + load_tile(row, last, ACCESSES, END=True, HINT=LAST_TILE_HINT)
     for i in tl.static_range(ENDS):
         tile = xs[i * ACCESSES : (i + 1) * ACCESSES]
-        sums = add_tile(sums, tile, end + i * TILE.BLOCK, row, c, i == ENDS - 1, LEVEL)
+        start = end + i * TILE.BLOCK
+        sums = add_tile(sums, tile, start, row, c, END=i == ENDS - 1, LEVEL=LEVEL)
 
+    # Combine the sums of the lanes, relative to the maximum of the row.
     lane_max, lane_base, lane_sum_exp, lane_shifted, lane_squared = sums
     max_u = tl.max(lane_max, axis=0)
     base = exponent_base(max_u, c)
     shift = lane_base - base
     scale = tl.exp2(shift)
-    # From sums of 2^(c u - base) to sums of exp(u_to_z * (u - max_u)).
+    # From sums of 2^(c u - base) to sums of 2^(c u - c max_u) = exp(u_to_z * (u - max_u)): multiply
+    # by 2^-remainder, with remainder = c max_u - base.
     remainder = tl.where(max_u == NEG_INF, 0.0, fma(max_u, c, -base))
     up = tl.exp2(-remainder)
     sum_exp2 = tl.sum(lane_sum_exp * scale, axis=0)
@@ -367,7 +405,7 @@ def compute_softmax_sums(row, LEVEL, KEPT, TILE):
     shifted = (shifted2 - remainder * sum_exp2) * up * LN2
     squared = tl.sum(lane_squared * scale * scale, axis=0) * up * up
     sum_exp = sum_exp2 * up
-    # Rounding can make it smaller, although the maximum itself adds 1.
+    # The maximum itself adds 1. Rounding can make the sum slightly smaller than 1.
     sum_exp = tl.where((sum_exp < 1.0) & (max_u > NEG_INF), 1.0, sum_exp)
     if (tl.abs(max_u * c) >= MAX_EXPONENT) & (tl.abs(max_u) < -NEG_INF):
         sum_exp = count_maxima(row, max_u, TILE)
@@ -381,24 +419,25 @@ def compute_softmax_sums(row, LEVEL, KEPT, TILE):
 
 @triton.jit
 def expm1(x):
-    """Return exp(x) - 1 without cancellation."""
+    """Return exp(x) - 1 without cancellation near x = 0, where it is a Taylor series."""
     series = 1.0 + x * (1 / 5 + x * (1 / 30 + x * (1 / 210)))
     series = x + x * x * (1 / 2 + x * (1 / 6 + x * (1 / 24) * series))
-    # The series is off by less than 1e-8 there.
+    # For |x| < 0.35 the series has a relative error below 1e-8.
     return tl.where(tl.abs(x) < 0.35, series, tl.exp(x) - 1.0)
 
 
 @triton.jit
 def tanh(x):
-    """Return tanh(x): with e = exp(-2 |x|) - 1 it is -e / (2 + e), with the sign of x."""
+    """Return tanh(x) = sign(x) * -e / (2 + e) with e = exp(-2 |x|) - 1."""
     e = expm1(-2.0 * tl.abs(x))
     return tl.where(x < 0.0, e, -e) / (2.0 + e)
 
 
 # ---- the gradient
 #
-# The softmax sums of a row are relative to a maximum of u (`fused_loss_kernel`) or of z (stored
-# sums). The functions here take either as v:
+# z = u_to_z * u, with unscaled logits u. `fused_loss_kernel` has the maximum of u,
+# `softmax_gradient_kernel` has the maximum of z from a table. The functions here take either, as
+# the maximum of v:
 #
 #     v_j = u_to_v * u_j      z_j = v_to_z * v_j      p_j = exp(v_to_z * (v_j - max_v)) / sum_exp
 #
@@ -408,21 +447,25 @@ def tanh(x):
 
 @triton.jit
 def gradient_factors(max_v, sum_exp, v_to_z, LEVEL, target, constant, logp, prob):
-    """Return (c, base, per_exp, per_exponent, per_square), the numbers of `column_gradient`.
+    """Return (c, base, per_exp, per_exponent, per_square), numbers of a row for `column_gradient`.
 
-    With d = c v_j - base, in which c = v_to_z * log2(e), the gradient of a row is
+    With d = c * v_j - base the gradient at column j is
 
-        d loss / d z_j = 2^d (per_exp + per_exponent d + per_square 2^d)
+        d loss / d z_j = 2^d (per_exp + per_exponent * d + per_square * 2^d)
 
-    without the term target * 1[j = y] of the target y.
+    without the term target * 1[j = y] of the target y. c is v_to_z * log2(e).
 
-    max_v, sum_exp                  of the row, see above
-    target, constant, logp, prob    its `GradientCoefficients`; those beyond LEVEL are not used
+    max_v, sum_exp, v_to_z         p_j = exp(v_to_z * (v_j - max_v)) / sum_exp, where v are the
+                                   logits up to a factor
+    LEVEL                          constant and logp are used only from ENTROPY on, prob only with
+                                   SQUARES
+    target, constant, logp, prob   coefficients of the row, see `GradientCoefficients`
     """
     c = v_to_z * LOG2E
     base = exponent_base(max_v, c)
-    # Far from 0 only columns equal to the maximum count. Any c will do that separates them from the
-    # others and keeps c * max_v finite: 2^30 / |max_v|.
+    # If the maximum is huge, all probabilities but those of the maximum are 0 (see `count_maxima`).
+    # Then c only has to separate the maximum from other columns and keep c * max_v finite, as a
+    # power of two near 2^30 / |max_v| does.
     is_far = (tl.abs(max_v * c) >= MAX_EXPONENT) & (tl.abs(max_v) < -NEG_INF)
     c = tl.where(is_far, tl.exp2(30.0 - tl.ceil(tl.log2(tl.abs(max_v)))), c)
     base = tl.where(is_far, c * max_v, base)
@@ -441,9 +484,11 @@ def gradient_factors(max_v, sum_exp, v_to_z, LEVEL, target, constant, logp, prob
 
 @triton.jit
 def column_gradient(x, row, LEVEL, u_to_v, c, base, per_exp, per_exponent, per_square):
-    """Return d loss / dx of logits x [LANES, COLS]: dz / dx times the sum in `gradient_factors`.
+    """Return d loss / dx of logits x [LANES, COLS], without the term target * 1[j = y].
 
-    The target's own term is not in it, see `store_target_gradient`.
+    It is dz / dx * 2^d (per_exp + per_exponent * d + per_square * 2^d) with d = c * v - base and
+    v = u_to_v * u, where u are the unscaled logits of x. `gradient_factors` returns the numbers.
+    The gradient at the target y is stored by `store_target_gradient`.
     """
     u = unscaled_logit(x, row)
     derivative = transform_derivative(u, row)
@@ -459,16 +504,20 @@ def column_gradient(x, row, LEVEL, u_to_v, c, base, per_exp, per_exponent, per_s
 
 @triton.jit
 def store_target_gradient(out, target_id, row, u, logp, LEVEL, target, constant, logp_factor, prob):
-    """Store d loss / dx of the target's logit, which `column_gradient` does not compute right.
+    """Store d loss / dx at the column of the target, over the value from `column_gradient`.
 
-    It is target (1 - p) + p (constant + logp_factor * logp + prob * p), times dz / dx, with
-    p = exp(logp). 1 - p cancels as p -> 1, and -expm1(logp) does not. Adding the target's term to a
-    stored 16-bit value would lose digits.
+    With p = exp(logp) it is
+
+        dz / dx * (target * (1 - p) + p * (constant + logp_factor * logp + prob * p))
+
+    1 - p is computed as -expm1(logp), which is accurate as p -> 1. Adding the term `target` to the
+    value from `column_gradient`, stored in 16 bits, would lose digits.
 
     out         pointer to the gradient of the row
     target_id   column of the target; nothing is stored if it is outside of the row
-    u, logp     its unscaled logit and log-prob
-    target, constant, logp_factor, prob   `GradientCoefficients` of the row
+    row         the logits of the row
+    u, logp     unscaled logit and log-prob of the target
+    target, constant, logp_factor, prob   coefficients of the row, see `GradientCoefficients`
     """
     grad = -target * expm1(logp)
     if LEVEL >= ENTROPY:
@@ -477,17 +526,20 @@ def store_target_gradient(out, target_id, row, u, logp, LEVEL, target, constant,
             factor += prob * tl.exp(logp)
         grad += tl.exp(logp) * factor
     grad = (grad * transform_derivative(u, row)).to(tl.float32)
-    tl.debug_barrier()  # the store follows those of the row's tiles
+    tl.debug_barrier()  # the store follows the stores of the row's tiles, of all threads
     is_inside = (target_id >= 0) & (target_id < row.V)
     tl.store(out + target_id, grad.to(out.dtype.element_ty), mask=is_inside)
 
 
 @triton.jit
 def write_gradient_tile(xs, out, start, row, LEVEL, END, HINT, u_to_v, factors):
-    """Write d loss / dx of the tile at column `start`, without the target's own term.
+    """Store d loss / dx of the tile at column `start`, by `column_gradient`.
 
     xs        logits of the tile, a tuple of pieces
     out       pointer to the gradient of the row
+    row       the logits of the row
+    END       whether the tile may reach beyond the end of the row
+    HINT      cache hint of the stores
     factors   the result of `gradient_factors`
     """
     for i in tl.static_range(len(xs)):
@@ -511,22 +563,25 @@ def write_gradient(
     coefficients,
     TILE,
 ):
-    """Write d loss / dx of a row, the formula of `GradientCoefficients` times dz / dx.
+    """Write d loss / dx of a row. It is dz / dx times
 
-    row             the logits
-    out             pointer to the gradient of the row, which may overwrite the logits
-    kept            the last tiles of the row if they are in registers, else None
-    target_id       column of the target
-    target_u        its unscaled logit
-    target_logp     its log-prob
-    u_to_v, v_to_z  what the exponents are made of, see "the gradient" above
-    max_v, sum_exp  p_j = exp(v_to_z * (u_to_v * u_j - max_v)) / sum_exp
-    LEVEL           0: only the coefficient `target` counts; ENTROPY: also constant and logp;
-                    SQUARES: also prob
-    coefficients    (target, constant, logp, prob)
+        target * (1[j = y] - p_j) + p_j * (constant + logp * log p_j + prob * p_j)
 
-    If TILE.PEELED, 128-bit accesses are used between the first and last 16-byte boundary of the
-    row, and single elements outside of them.
+    with p the softmax of the transformed logits z and y the target. p is computed from unscaled
+    logits u: p_j = exp(v_to_z * (u_to_v * u_j - max_v)) / sum_exp.
+
+    row                     the logits x of the row
+    out                     pointer to the gradient of the row, which may overwrite the logits
+    kept                    the last tiles of the row, if they are in registers; else None
+    target_id               column of the target
+    target_u, target_logp   unscaled logit and log-prob of the target
+    u_to_v, v_to_z, max_v, sum_exp   numbers in the formula of p. u_to_v * v_to_z is u_to_z.
+    LEVEL                   0: only the coefficient `target` is used; ENTROPY: also constant and
+                            logp; SQUARES: also prob
+    coefficients            (target, constant, logp, prob)
+
+    If TILE.PEELED, 16-byte accesses are used between the first and the last 16-byte boundary of the
+    row, and single elements before and behind.
     """
     ACCESSES: tl.constexpr = TILE.ACCESSES
     COLS: tl.constexpr = TILE.COLS
@@ -538,28 +593,29 @@ def write_gradient(
     if TILE.PEELED:
         head = elements_to_boundary(row.start, row.V, COLS)
         width = (row.V - head) // COLS * COLS
-        # The elements before the first boundary, then those behind the last.
+        # The elements before the first boundary, and then the elements behind the last boundary.
         i = tl.arange(0, 2 * COLS)
         columns = tl.where(i < COLS, i, head + width + i - COLS)
         is_outside = tl.where(i < COLS, i < head, columns < row.V)
         x = tl.load(row.start + columns, mask=is_outside, other=0.0, eviction_policy=HINT)
         grad = column_gradient(x, row, LEVEL, u_to_v, *factors)
-        tl.debug_barrier()  # every warp loads these few elements, and one of them stores them
+        # Every warp loads these few elements, and one warp stores them over the logits.
+        tl.debug_barrier()
         values = grad.to(out.dtype.element_ty)
         tl.store(out + columns, values, mask=is_outside, eviction_policy=HINT)
         first = tl.multiple_of(row.start + head, 16)
         aligned_width = tl.multiple_of(width, COLS)
         aligned_row = Row(first, aligned_width, thread_columns(TILE, True), *row[3:])
-        # Rows of the gradient have the same offset from a boundary, in elements, as those of the
-        # logits (see `launch.choose`). A thread stores COLS elements at a time: of a 16-bit
-        # gradient of fp32 logits these are 8 bytes.
+        # Rows of the gradient have the same offset from a boundary, in elements, as rows of the
+        # logits (see `launch.access_offsets`). A thread stores COLS elements at a time, which are 8
+        # bytes if the gradient is 16-bit and the logits are fp32.
         ELEMENT_BYTES: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
         aligned_out = tl.multiple_of(out + head, COLS * ELEMENT_BYTES)
-    # Backwards: the columns that were read last are the most likely to be in L2.
+    # Process the row backwards: the columns that were read last are most likely in the L2 cache.
     end = tl.maximum(tl.cdiv(aligned_row.V, TILE.BLOCK) - ENDS, 0) * TILE.BLOCK
     ends = kept
     if kept is None:
-        ends = load_tile(aligned_row, end, ACCESSES, True, HINT)
+        ends = load_tile(aligned_row, end, ACCESSES, END=True, HINT=HINT)
     for i in tl.static_range(ENDS - 1, -1, -1):
         tile = ends[i * ACCESSES : (i + 1) * ACCESSES]
         start = end + i * TILE.BLOCK
@@ -568,7 +624,7 @@ def write_gradient(
         )
     for done in tl.range(0, end, TILE.BLOCK, num_stages=TILE.STAGES):
         start = end - TILE.BLOCK - done
-        tile = load_tile(aligned_row, start, ACCESSES, False, HINT)
+        tile = load_tile(aligned_row, start, ACCESSES, END=False, HINT=HINT)
         write_gradient_tile(
             tile, aligned_out, start, aligned_row, LEVEL, False, HINT, u_to_v, factors
         )
