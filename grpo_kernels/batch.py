@@ -721,9 +721,15 @@ class TokenBatch(Checked):
             )
         return (self.groups[:, None] == self.groups).double()
 
-    def spread(self, values: Tensor) -> Tensor:
-        """Give each token the value of its sequence: values [B] -> [N]."""
-        return self.broadcast(values).expand(self.targets.shape).flatten()
+    def spread(self, values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Give each token the value of its sequence: values [B] -> [N].
+
+        dtype   of the result; None: that of values
+        """
+        per_token = self.broadcast(values).expand(self.targets.shape)
+        if dtype is not None:
+            per_token = per_token.to(dtype)  # copies, so that flatten need not copy again
+        return per_token.flatten()
 
     def broadcast(self, values: Tensor) -> Tensor:
         """Give each token the value of its sequence, in a shape that broadcasts to targets.

@@ -12,6 +12,7 @@ first and then the loss of these, which costs one more pass over the logits, or 
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -52,7 +53,7 @@ from .loss_checks import (
     refuse_nan,
 )
 from .loss_output import LossOutput
-from .objective import Denominators, Evaluate, Objective
+from .objective import Denominators, Objective
 from .options import (
     DEFAULT_OPTIONS,
     Head,
@@ -443,26 +444,29 @@ class BatchLoss:
             formula = self.objective.loss_formula(tokens)
             return self.output_of_scaled(source.fused_loss(formula, tokens.processed, reference))
         assert isinstance(source, ProjectedLogits)
-        order = self.row_order()
         if self.objective.gradient_is_per_token:
             formula = self.objective.loss_formula(tokens)
-            return self.output_of_scaled(source.fused_loss(formula, order, reference))
-        callback = SequenceLossCallback(self.batch, self.objective, tokens, self.evaluate_formula)
-        rows_per_sequence = self.batch.counts_by_sequence(
-            self.objective.gradient_mask, self.tokens_with_gradient()
+            return self.output_of_scaled(source.fused_loss(formula, self.row_order(), reference))
+        compute_losses = functools.partial(
+            self.objective.token_losses,
+            inputs=tokens,
+            batch=self.batch,
+            evaluate=self.evaluate_formula,
         )
-        result = source.fused_sequence_loss(tokens.targets, callback, order, rows_per_sequence)
-        if result is None:
-            return None
-        return self.output_of_scaled(result, callback.log_ratio)
+        rows_per_sequence = self.batch.counts_by_sequence(
+            self.objective.gradient_mask, self.tokens_with_gradient
+        )
+        order = self.row_order(num_with_gradient=sum(rows_per_sequence))
+        result = source.fused_sequence_loss(
+            tokens.targets, compute_losses, order, rows_per_sequence
+        )
+        return None if result is None else self.output_of_scaled(result)
 
     def scaled_tokens(self) -> TokenInputs:
         """Return the tokens with weights for a loss that is multiplied by grad_scale."""
         return self.tokens if self.grad_scale is None else self.tokens.weighted(self.grad_scale)
 
-    def output_of_scaled(
-        self, result: FormulaResult, log_ratio: Tensor | None = None
-    ) -> LossOutput:
+    def output_of_scaled(self, result: FormulaResult) -> LossOutput:
         """Return the output for the loss of `scaled_tokens`.
 
         Autograd divides the upstream gradient by grad_scale too. If the upstream gradient is
@@ -470,7 +474,7 @@ class BatchLoss:
         """
         if self.grad_scale is not None:
             result = replace(result, loss=result.loss / self.grad_scale)
-        return self.output(result, log_ratio)
+        return self.output(result)
 
     # ---- the loss of differentiable statistics
 
@@ -505,15 +509,11 @@ class BatchLoss:
             constant_entropy = torch.full_like(constant_logps, math.nan)
         else:
             constant_entropy = entropy.detach()
-        log_ratio = None
-        if objective.level != "token":
-            log_ratio = objective.log_ratio(constant_logps, tokens, self.batch)
         token_losses = objective.token_losses(
             constant_logps,
             constant_entropy,
             tokens,
             self.batch,
-            log_ratio,
             None if auxiliary_loss is None else auxiliary_loss.detach(),
             self.evaluate_formula,
         )
@@ -531,8 +531,10 @@ class BatchLoss:
             assert tokens.divergence_weight is not None
             loss = loss + sum_losses(times(tokens.divergence_weight, divergence))
             divergence = divergence.detach()
-        result = FormulaResult(loss, constant_logps, constant_entropy, divergence)
-        return self.output(result, log_ratio)
+        result = FormulaResult(
+            loss, constant_logps, constant_entropy, divergence, token_losses.log_ratios
+        )
+        return self.output(result)
 
     def evaluate_formula(
         self, formula: TokenLossFormula, logps: Tensor, entropy: Tensor
@@ -545,11 +547,8 @@ class BatchLoss:
             return formula.compute(logps, entropy)
         return self.kernels.evaluate_formula(formula, logps.contiguous(), entropy.contiguous())
 
-    def output(self, result: FormulaResult, log_ratio: Tensor | None = None) -> LossOutput:
-        """Return the loss with its statistics in the shape of targets.
-
-        log_ratio   at the objective's level, fp32 [num_tokens], if it was computed
-        """
+    def output(self, result: FormulaResult) -> LossOutput:
+        """Return the loss with its statistics in the shape of targets."""
         shape = self.batch.targets.shape
         divergence = None if result.divergence is None else result.divergence.view(shape)
         return LossOutput(
@@ -559,7 +558,7 @@ class BatchLoss:
             self.objective,
             self.batch,
             self.tokens,
-            log_ratio,
+            result.log_ratios,
             divergence,
         )
 
@@ -571,54 +570,36 @@ class BatchLoss:
             return source
         return source.with_known_order(self.tokens.processed, self.row_order())
 
+    @functools.cached_property
     def tokens_with_gradient(self) -> Tensor | None:
-        """Return which processed tokens may have a gradient, bool [num_tokens]; None for all."""
+        """Which processed tokens may have a gradient, bool [num_tokens]; None for all."""
         all_processed_have_one = self.objective.gradient_mask == "trained"
         if all_processed_have_one or self.tokens.processed is not self.tokens.loss_mask:
             return self.tokens.processed
         return self.batch.named_mask(self.objective.gradient_mask)
 
-    def row_order(self) -> RowOrder:
+    def row_order(self, num_with_gradient: int | None = None) -> RowOrder:
         """Return the rows to process, those that may have a gradient first.
 
         The host does not wait for a CUDA or XPU device: the batch has sent its row counts ahead.
+
+        num_with_gradient   number of `tokens_with_gradient`, if the caller has it from the batch
         """
         tokens = self.tokens
         batch = self.batch
         device = tokens.targets.device
-        has_gradient = self.tokens_with_gradient()
+        has_gradient = self.tokens_with_gradient
         if has_gradient is None:  # None means all tokens, so all are processed too
             return RowOrder.of_all_rows(tokens.targets.numel(), device)
         if device.type == "cpu" and not sends_counts_early(device):
             return RowOrder.from_masks(has_gradient, tokens.processed)
-        num_with_gradient = batch.count_in_mask(self.objective.gradient_mask, has_gradient)
+        if num_with_gradient is None:
+            num_with_gradient = batch.count_in_mask(self.objective.gradient_mask, has_gradient)
         num_processed = num_with_gradient
         if has_gradient is not tokens.processed:
             num_processed = batch.count_in_mask("trained", tokens.processed)
         return RowOrder.from_counted_masks(
             has_gradient, tokens.processed, num_with_gradient, num_processed
-        )
-
-
-@dataclass(eq=False)
-class SequenceLossCallback:
-    """Compute the losses of tokens whose gradients depend on their sequences.
-
-    evaluate    see `Objective.token_losses`
-    log_ratio   of the last call, at the objective's level, fp32 [num_tokens]
-    """
-
-    batch: TokenBatch
-    objective: Objective
-    tokens: TokenInputs
-    evaluate: Evaluate
-    log_ratio: Tensor | None = None
-
-    def __call__(self, logps: Tensor, entropy: Tensor) -> TokenLosses:
-        """Return losses and gradients from log-probs and entropies, fp32 [num_tokens] each."""
-        self.log_ratio = self.objective.log_ratio(logps, self.tokens, self.batch)
-        return self.objective.token_losses(
-            logps, entropy, self.tokens, self.batch, self.log_ratio, evaluate=self.evaluate
         )
 
 

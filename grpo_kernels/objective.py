@@ -837,7 +837,6 @@ class Objective(Checked):
         entropy: Tensor | None,
         inputs: TokenInputs,
         batch: TokenBatch | None = None,
-        log_ratio: Tensor | None = None,
         auxiliary_loss: Tensor | None = None,
         evaluate: Evaluate = TokenLossFormula.compute,
     ) -> TokenLosses:
@@ -851,7 +850,6 @@ class Objective(Checked):
         inputs           of these tokens
         batch            the batch of the tokens, for its sequences. An objective whose gradient is
                          per token does not need it, and takes any part of the tokens.
-        log_ratio        what `log_ratio` returns, if the caller has computed it
         auxiliary_loss   fp32 [num_tokens], the terms of extra ids
         evaluate         evaluates the formula: in torch, or `Backend.evaluate_formula`, which needs
                          the entropy. A formula that is torch-only runs in torch.
@@ -867,9 +865,8 @@ class Objective(Checked):
                 formula = self._with_selection(formula, logps, inputs)
         if self.level != "token":
             assert batch is not None
-            if log_ratio is None:
-                log_ratio = self.log_ratio(logps, inputs, batch)
-            changed["log_ratios"] = log_ratio
+            ratio = self._sequence_ratio(logps, inputs, batch)
+            changed["log_ratios"] = ratio.log_ratios()
         if auxiliary_loss is not None:
             changed["auxiliary_loss"] = auxiliary_loss
         if changed:
@@ -879,10 +876,7 @@ class Objective(Checked):
             evaluate = TokenLossFormula.compute
         losses = evaluate(TokenLossFormula(formula, inputs), logps, entropy)
         if self.through_sequence:
-            assert batch is not None
-            grad_logps = self._gradient_through_sequence(
-                losses.grad_log_ratios, logps, inputs, batch
-            )
+            grad_logps = ratio.gradient(losses.grad_log_ratios)
             losses = losses._replace(grad_logps=losses.grad_logps + grad_logps)
         return losses
 
@@ -899,30 +893,6 @@ class Objective(Checked):
         old_logps = inputs.old_or_current(logps)
         selected = self.surrogate.select(logps, old_logps, inputs.advantages, inputs.mask)
         return formula.with_surrogate_params((*formula.numbers.surrogate_params, selected))
-
-    def _gradient_through_sequence(
-        self, grad_log_ratios: Tensor, logps: Tensor, inputs: TokenInputs, batch: TokenBatch
-    ) -> Tensor:
-        """Return the part of d loss / d logp that flows through the log-ratio of a sequence.
-
-        The log-ratio of a sequence is the mean (level "sequence") or sum ("sequence-sum") of f(x_s)
-        over its trained tokens s, where x_s is the log-ratio of token s and f is
-        `Surrogate.clip_log_ratios`. All tokens t of the sequence share this log-ratio, so
-
-            d loss / d logp_s = f'(x_s) * mean or sum over t of grad_log_ratios[t]
-
-        grad_log_ratios   fp32 [num_tokens], d (loss of token t) / d (log-ratio of its sequence)
-        logps             fp32 [num_tokens], log-prob of each token under the policy
-        inputs            of the same tokens; has the old log-probs and the mask
-        batch             of the same tokens; knows which tokens form a sequence
-
-        Return fp32 [num_tokens], 0 in masked tokens.
-        """
-        grads = self._reduce_over_sequences(grad_log_ratios, batch)
-        grads = torch.where(inputs.mask, grads, 0.0)
-        log_ratios = _token_log_ratios(logps, inputs)
-        _, derivative = self.surrogate.clip_log_ratios(log_ratios, inputs.advantages)
-        return grads * derivative
 
     def log_ratio(self, logps: Tensor, inputs: TokenInputs, batch: TokenBatch) -> Tensor:
         """Return the log-ratio of each token at the objective's `level`, fp32 [num_tokens].
@@ -944,15 +914,23 @@ class Objective(Checked):
         inputs   of the same tokens; has the old log-probs, the mask and the weights
         batch    of the same tokens; knows which tokens form a sequence
         """
-        log_ratios = _token_log_ratios(logps, inputs)
         if self.level == "token":
-            return log_ratios
-        terms, _ = self.surrogate.clip_log_ratios(log_ratios, inputs.advantages)
+            return _token_log_ratios(logps, inputs)
+        return self._sequence_ratio(logps, inputs, batch).log_ratios()
+
+    def _sequence_ratio(
+        self, logps: Tensor, inputs: TokenInputs, batch: TokenBatch
+    ) -> SequenceRatio:
+        """Return the log-ratio of each sequence. Arguments as in `log_ratio`."""
+        terms, derivative = self.surrogate.clip_log_ratios(
+            _token_log_ratios(logps, inputs), inputs.advantages
+        )
         if self.surrogate.absorbs_weights and inputs.weights is not None:
             log_weights = inputs.weights.abs().log().clamp(*LOG_WEIGHT_BOUNDS)
             # A token with weight 0 has no loss (`_policy_weight`), but stays part of the ratio.
             terms = terms + torch.where(inputs.weights == 0, 0.0, log_weights)
-        return self._reduce_over_sequences(torch.where(inputs.mask, terms, 0.0), batch)
+        num_tokens = None if self.level == "sequence-sum" else batch.lengths.clamp(min=1.0)
+        return SequenceRatio(terms, derivative, num_tokens, inputs.loss_mask, batch)
 
     def kl_terms(self, logps: Tensor, inputs: TokenInputs, log_ratio: Tensor) -> KlTerms:
         """Return the KL estimate of each token and its derivatives, fp32 [num_tokens] each.
@@ -973,20 +951,6 @@ class Objective(Checked):
             clamps=kl.clamps,
             **kl.formula,
         )
-
-    def _reduce_over_sequences(self, x: Tensor, batch: TokenBatch) -> Tensor:
-        """Return the sum or mean of x over the sequence of each token, fp32 [num_tokens].
-
-        It is the sum at level "sequence-sum", otherwise the mean over the trained tokens.
-
-        x       float [num_tokens], 0 in masked tokens
-        batch   of the same tokens; knows which tokens form a sequence
-        """
-        reduced = batch.sequence_sum(x)
-        if self.level != "sequence-sum":
-            num_trained = batch.lengths
-            reduced = reduced / num_trained.clamp(min=1.0)
-        return batch.spread(reduced).float()
 
     def _apply_filters(
         self, logps: Tensor, entropy: Tensor | None, inputs: TokenInputs, batch: TokenBatch
@@ -1109,6 +1073,57 @@ class Objective(Checked):
         kept_sum, total = batch.over_context(torch.stack(sums)).unbind()
         factor = torch.where(kept_sum == 0, 0.0, total / kept_sum)
         return kept_weight * factor.float()
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceRatio:
+    """The log-ratio of each sequence: a mean or sum of terms over its trained tokens.
+
+    terms        fp32 [num_tokens], 0 in masked tokens
+    derivative   of each term with respect to the token's log-prob, fp32 [num_tokens] or 1.0
+    num_tokens   trained tokens of each sequence, fp64 [num_sequences], at least 1; None for a sum
+    mask         bool [num_tokens]: the trained tokens; None: all
+    batch        knows which tokens form a sequence
+    """
+
+    terms: Tensor
+    derivative: Tensor | float
+    num_tokens: Tensor | None
+    mask: Tensor | None
+    batch: TokenBatch
+
+    def log_ratios(self) -> Tensor:
+        """Return the log-ratio of each token's sequence, fp32 [num_tokens]."""
+        return self._reduce(self.terms)
+
+    def gradient(self, grad_log_ratios: Tensor) -> Tensor:
+        """Return the part of d loss / d logp that flows through `log_ratios`, fp32 [num_tokens].
+
+        All tokens t of a sequence share its log-ratio, so for a trained token s of it
+
+            d loss / d logp_s = derivative[s] * mean or sum over t of grad_log_ratios[t]
+
+        The result is 0 in masked tokens.
+
+        grad_log_ratios   fp32 [num_tokens], d (loss of token t) / d (log-ratio of its sequence),
+                          0 in masked tokens
+        """
+        grad_terms = self._reduce(grad_log_ratios)
+        if self.mask is not None:
+            grad_terms = torch.where(self.mask, grad_terms, 0.0)
+        if isinstance(self.derivative, Tensor):
+            grad_terms = grad_terms * self.derivative
+        return grad_terms
+
+    def _reduce(self, x: Tensor) -> Tensor:
+        """Return the mean or sum of x over the sequence of each token, fp32 [num_tokens].
+
+        x   fp32 [num_tokens], 0 in masked tokens
+        """
+        total = self.batch.sequence_sum(x)
+        if self.num_tokens is not None:
+            total = total / self.num_tokens
+        return self.batch.spread(total, torch.float32)
 
 
 #: The `Kl` in the formula of an objective without a KL. It is the same for all of these objectives,

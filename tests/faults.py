@@ -128,7 +128,7 @@ FAULTS: list[Fault] = [
         ),
         (
             "the log-ratio of a loss is that of other log-probs",
-            "self.output_of_scaled(result, callback.log_ratio)", "self.output_of_scaled(result, torch.zeros_like(callback.log_ratio))",
+            "            result.log_ratios,", "            None if result.log_ratios is None else 0 * result.log_ratios,",
             "tests/core/test_composed_arguments.py",
         ),
         (
@@ -830,6 +830,8 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/objective.py", OBJECTIVES,
         ("the gradient of a sequence's log-ratio does not reach its tokens", "losses._replace(grad_logps=losses.grad_logps + grad_logps)", "losses"),
+        ("the gradient of a mean is that of a sum", "grad_terms = self._reduce(grad_log_ratios)", "grad_terms = self.batch.spread(self.batch.sequence_sum(grad_log_ratios), torch.float32)"),
+        ("masked tokens have the gradient of their sequence", "grad_terms = torch.where(self.mask, grad_terms, 0.0)", "pass"),
     ),
     *of("grpo_kernels/losses.py", "tests/core/test_waits.py",
         ("torch evaluates a formula on vectors", "if self.kernels is None:", "if True:"),

@@ -26,12 +26,14 @@ class FormulaResult:
     logps        log-prob of each target, fp32 [num_rows], 0 in rows that were not processed
     entropy      entropy of each row in nats, the same shape
     divergence   divergence from the reference, the same shape; None without a reference
+    log_ratios   log-ratio of each row's sequence, the same shape; None at token level
     """
 
     loss: Tensor
     logps: Tensor
     entropy: Tensor
     divergence: Tensor | None
+    log_ratios: Tensor | None = None
 
 
 class TokenFormula:
@@ -102,8 +104,7 @@ class SequenceFormula:
         self.compute_losses = compute_losses
         self.order = order
         device = order.row_ids.device
-        self.logps = torch.zeros(order.num_rows, device=device)
-        self.entropy = torch.zeros(order.num_rows, device=device)
+        self.logps, self.entropy = torch.zeros(2, order.num_rows, device=device)
         self._losses: TokenLosses | None = None
 
     def process_chunk(self, chunk: slice, rows: LogitRows, grad_logits: Tensor | None) -> None:
@@ -148,8 +149,9 @@ class SequenceFormula:
 
     def result(self) -> FormulaResult:
         """Return the loss of all rows that were processed."""
-        loss = sum_losses(self.losses_so_far().losses)
-        return FormulaResult(loss, self.logps, self.entropy, None)
+        token_losses = self.losses_so_far()
+        loss = sum_losses(token_losses.losses)
+        return FormulaResult(loss, self.logps, self.entropy, None, token_losses.log_ratios)
 
 
 def sum_losses(losses: Tensor) -> Tensor:

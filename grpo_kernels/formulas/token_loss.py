@@ -156,6 +156,7 @@ class TokenLosses(NamedTuple):
     grad_log_ratios       d loss / d log-ratio of the sequence, which is not part of grad_logps;
                           None at token level
     grad_auxiliary_loss   d loss / d auxiliary loss; None without one
+    log_ratios            log-ratio of the token's sequence, an input; None at token level
     """
 
     losses: Any
@@ -163,6 +164,7 @@ class TokenLosses(NamedTuple):
     grad_entropy: Any
     grad_log_ratios: Any = None
     grad_auxiliary_loss: Any = None
+    log_ratios: Any = None
 
 
 # ---- the sum
@@ -481,7 +483,7 @@ class TokenLossFormula(NamedTuple):
         named = dict(zip(self.output_names(), outputs, strict=True))
         if self.inputs.entropy_weight is None:
             named["grad_entropy"] = None
-        return TokenLosses(**named)
+        return TokenLosses(**named, log_ratios=self.inputs.log_ratios)
 
     def output_names(self) -> tuple[str, ...]:
         """Return the names of the program's outputs, see `output_names`."""
