@@ -1,4 +1,4 @@
-"""What the loss of each token depends on, besides the log-prob and entropy of the policy."""
+"""`TokenInputs`: all that the loss of a token depends on, except its log-prob and entropy."""
 
 from __future__ import annotations
 
@@ -40,33 +40,38 @@ TERM_WEIGHTS = (
 
 
 def old_or_current(old_logp: Any, logp: Any) -> Any:
-    """Return the old log-prob of a token, or logp if the token is marked as on-policy."""
+    """Return old_logp, or logp for a token that is marked as on-policy (old_logp = ON_POLICY).
+
+    old_logp, logp   tensors of one shape, or symbols of a `program.Tracer`
+    """
     return ops.where(old_logp >= ON_POLICY, logp, old_logp)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TokenInputs:
-    """The tokens of a batch as flat tensors [num_tokens], with the weight of each loss term.
+    """The tokens of a batch as flat tensors, with the weight of each loss term.
 
-    `Objective.token_inputs` makes them. All tensors but `targets` and the masks are fp32. Except
-    for `weights`, they hold 0 in masked tokens.
+    `Objective.token_inputs` makes them. All tensors are [num_tokens], and fp32 unless it says int64
+    or bool. In masked tokens they are 0, except for `weights`. A weight contains the coefficient of
+    its term and 1 / denominator, so the loss is the sum of weight * term.
 
-    targets             int64: the chosen token
+    targets             int64: id of the sampled token
     processed           bool: tokens whose logits are read, `loss_mask` or a part of it; None: all
     advantages          advantage of each token
     policy_weight       weight of the policy term, the weights of the batch included
-    old_logps           log-prob at the start of the update, or ON_POLICY; None: on-policy
+    old_logps           log-prob at the start of the update, or the mark ON_POLICY; None: all tokens
+                        are on-policy
     ref_logps           log-prob under the reference; None without a KL estimate
     kl_weight           weight of the KL estimate; None without one
     entropy_weight      weight of the entropy bonus; None without one
     nll_weight          weight of -log-prob; None without `TokenBatch.nll_weights`
     divergence_weight   weight of the divergence of whole distributions; None without one
-    sampler_logps       log-prob that a trust region compares with; None: it takes old_logps
-    log_ratios          log-ratio of the token's sequence; None: the token has its own
+    sampler_logps       log-prob that a trust region compares with; None: it compares with old_logps
+    log_ratios          log-ratio of the token's sequence; None: use the log-ratio of the token
     auxiliary_loss      loss of further ids, added to the surrogate; None without such ids
     weights             `TokenBatch.weights`; None if the batch has none
-    loss_mask           bool: the mask of the batch; None: all tokens
-    marks_on_policy     whether old_logps may hold ON_POLICY
+    loss_mask           bool: the mask of the batch; None: all tokens are trained
+    marks_on_policy     whether old_logps may contain the mark ON_POLICY
     """
 
     targets: Tensor
@@ -89,15 +94,15 @@ class TokenInputs:
 
     @property
     def mask(self) -> Tensor:
-        """bool [num_tokens]: `loss_mask`, also if that is None."""
+        """The loss mask as a tensor, bool [num_tokens], all True if `loss_mask` is None."""
         if self.loss_mask is None:
             return torch.ones_like(self.targets, dtype=torch.bool)
         return self.loss_mask
 
     def old_or_current(self, logps: Tensor) -> Tensor:
-        """Return old_logps, and the current log-probs where a token is on-policy.
+        """Return the old log-prob of each token, which is `logps` for on-policy tokens.
 
-        logps   fp32 [num_tokens]
+        logps   fp32 [num_tokens], log-prob of each token under the policy
         """
         if self.old_logps is None:
             return logps
@@ -106,9 +111,13 @@ class TokenInputs:
         return old_or_current(self.old_logps, logps)
 
     def formula_inputs(self, logps: Tensor, entropy: Tensor | None) -> dict[str, Any]:
-        """Return what a formula reads in torch, by name.
+        """Return all tensors that a formula reads if it runs in torch, by name.
 
-        logps, entropy   fp32 [num_tokens]
+        They are "logps", "entropy" and the fields PROGRAM_INPUTS that are not None. The old
+        log-probs of on-policy tokens are replaced by `logps`.
+
+        logps     fp32 [num_tokens], log-prob of each token under the policy
+        entropy   fp32 [num_tokens] in nats; None if no term reads it
         """
         named: dict[str, Any] = {"logps": logps, "entropy": entropy, **self.program_inputs()}
         if self.marks_on_policy:
@@ -116,12 +125,18 @@ class TokenInputs:
         return named
 
     def program_inputs(self) -> dict[str, Tensor]:
-        """Return the tensors that a formula reads, by name, without those that are None."""
+        """Return the fields PROGRAM_INPUTS by name, without those that are None."""
         fields = self.__dict__
         return {name: fields[name] for name in PROGRAM_INPUTS if fields[name] is not None}
 
     def select(self, token_ids: slice | Tensor) -> TokenInputs:
-        """Return what a formula and a divergence read of some tokens, without their masks."""
+        """Return the inputs of some of the tokens, for a formula and a divergence.
+
+        The result has the fields PROGRAM_INPUTS, `targets` and `divergence_weight`. It has no
+        masks, because a formula does not read them.
+
+        token_ids   slice, or int64 [num_selected]
+        """
         tensors = self.program_inputs()
         if self.divergence_weight is not None:
             tensors["divergence_weight"] = self.divergence_weight
@@ -139,9 +154,11 @@ class TokenInputs:
         )
 
     def weighted(self, factor: Tensor) -> TokenInputs:
-        """Return the inputs with every term multiplied by factor, fp32 [num_tokens] or 0-d.
+        """Return the inputs with the weight of every loss term multiplied by a factor.
 
         A weight of 0 stays 0 if the factor is infinite or NaN.
+
+        factor   fp32 [num_tokens] or 0-d
         """
         weights: dict[str, Any] = {}
         for name in TERM_WEIGHTS:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from .formula_keys import key_of, name_of_function, users_functions
-from .kl import kl_terms
+from .kl import KlTerms, kl_terms
 from .ops import ops, random_log_probs
 from .program import Program, Run, TracedProgram, Tracer, traced_program
 from .token_inputs import PROGRAM_INPUTS, TokenInputs, old_or_current
@@ -35,14 +35,14 @@ from .token_inputs import PROGRAM_INPUTS, TokenInputs, old_or_current
 
 @dataclass(frozen=True)
 class FormulaFunctions:
-    """The functions and choices of an objective, which are fixed when a formula is compiled.
+    """The functions and choices of an objective. A compiled formula contains them as constants.
 
-    surrogate           (logp, old_logp, advantage, params) -> (loss, d loss / d logp)
-    ratio_is_detached   whether the ratio is a constant weight of logp
+    surrogate           function (logp, old_logp, advantage, params) -> (loss, d loss / d logp)
+    ratio_is_detached   whether the ratio is a constant weight, see `Surrogate.detached_ratio`
     level               `Objective.level`
-    trust_region        (logp, anchor_logp, advantage, params) -> whether to keep the token; None
-                        without one
-    kl                  arguments of `kl_terms`, from `Kl.formula`
+    trust_region        function (logp, anchor_logp, advantage, params) -> whether to keep the
+                        token; None without a trust region
+    kl                  keyword arguments of `kl_terms`, from `Kl.formula`
     """
 
     surrogate: Callable[..., Any]
@@ -52,7 +52,7 @@ class FormulaFunctions:
     kl: dict[str, Any]
 
     def values(self) -> list[Any]:
-        """Return all functions and choices in one list."""
+        """Return all functions and choices in one list, which determines the compiled formula."""
         return [
             self.surrogate,
             self.ratio_is_detached,
@@ -64,13 +64,15 @@ class FormulaFunctions:
 
 @dataclass(frozen=True)
 class FormulaNumbers:
-    """The numbers of an objective. A compiled formula receives them at each call.
+    """The numbers of an objective, such as clip widths. A compiled formula gets them at each call.
 
     surrogate_params   the last argument of the surrogate
-    trust_params       the last argument of the trust region, () without one
-    entropy_floor      (threshold,) of `EntropyFloor`; None without one
-    ratio_bounds       (low, high) of the log-ratio; None without bounds
-    kl_clamps          `Kl.clamps`; None without them
+    trust_params       the last argument of the trust region; () without one
+    entropy_floor      (threshold,) of an `EntropyFloor`; None without one
+    ratio_bounds       (low, high), bounds of the log-ratio; None without bounds
+    kl_clamps          `Kl.clamps`, two numbers; None without clamps
+
+    In a formula that is traced, the numbers are symbols of a `Tracer`.
     """
 
     surrogate_params: tuple[Any, ...] = ()
@@ -80,15 +82,18 @@ class FormulaNumbers:
     kl_clamps: tuple[Any, Any] | None = None
 
     def values(self) -> list[Any]:
-        """Return all numbers in one list."""
+        """Return all numbers in one list, field after field."""
         return list(chain.from_iterable(x for x in vars(self).values() if x is not None))
 
     def counts(self) -> tuple[int | None, ...]:
-        """Return how many numbers each field has, None where it is None."""
+        """Return how many numbers each field has, or None for a field that is None."""
         return tuple(None if x is None else len(x) for x in vars(self).values())
 
     def as_symbols(self, tracer: Tracer) -> FormulaNumbers:
-        """Return symbols in place of the numbers, in the order of `values`."""
+        """Return these fields with a new parameter of the tracer in place of each number.
+
+        The parameters are made in the order of `values`.
+        """
         fields = [
             None if count is None else tuple(tracer.parameter() for _ in range(count))
             for count in self.counts()
@@ -97,16 +102,21 @@ class FormulaNumbers:
 
 
 class TokenValues(NamedTuple):
-    """What `token_loss` reads of a token: tensors [num_tokens], or symbols of a `Tracer`.
+    """The inputs of `token_loss`: fp32 tensors [num_tokens], or symbols of a `Tracer`.
 
-    A weight that is None leaves its term out.
-
-    logp, entropy    of the policy now
-    old_logp         log-prob at the start of the update, or `logp` itself if on-policy
+    logp             log-prob of the token under the policy
+    entropy          entropy of the policy at the token, in nats
+    old_logp         log-prob at the start of the update. If all tokens are on-policy, it is the
+                     same object as `logp`.
     anchor_logp      log-prob that a trust region compares with
-    ref_logp         log-prob under the reference, None without a KL estimate
-    log_ratio        logp - old_logp at the level of the objective
-    auxiliary_loss   added to the surrogate, None without one
+    ref_logp         log-prob under the reference; None without a KL estimate
+    log_ratio        log-ratio at the objective's level, of the token or of its sequence
+    advantage        advantage of the token
+    auxiliary_loss   loss of further ids, added to the surrogate; None without such ids
+    policy_weight    weight of the policy term
+    kl_weight        weight of the KL estimate; None leaves the term out
+    entropy_weight   weight of the entropy bonus; None leaves the term out
+    nll_weight       weight of -logp; None leaves the term out
     """
 
     logp: Any
@@ -124,9 +134,10 @@ class TokenValues(NamedTuple):
 
     @classmethod
     def from_names(cls, named: dict[str, Any]) -> TokenValues:
-        """Collect the values of a token by name.
+        """Make the inputs of `token_loss` from the fields of `TokenInputs`.
 
-        named   "logps", "entropy" and PROGRAM_INPUTS, as far as they exist
+        named   name -> tensor or symbol, for "logps", "entropy" and those of PROGRAM_INPUTS that
+                the tokens have
         """
         logp = named["logps"]
         old_logp = named.get("old_logps", logp)
@@ -173,16 +184,19 @@ class TokenLosses(NamedTuple):
 def token_loss(
     token: TokenValues, functions: FormulaFunctions, numbers: FormulaNumbers
 ) -> TokenLosses:
-    """Return the loss of a token and its gradients.
+    """Return the loss of a token and its gradients: the sum at the top of this file.
 
-    If a number of a token with a nonzero policy weight is NaN, its loss and its gradient are NaN,
-    whatever the surrogate, the trust region, the entropy floor and the bounds of the ratio return
-    for it. The exception is anchor_logp: a NaN in `sampler_logps` means that the sampler did not
-    score the token, and the trust region drops it.
+    The policy term is 0 for a token that is dropped: if its weight is 0, if its entropy is below
+    the entropy floor, or if it is outside of the trust region.
+
+    If a number that the policy term reads is NaN and the policy weight is not 0, loss and gradient
+    are NaN, even if a comparison in the surrogate, the trust region or a bound hides the NaN. The
+    exception is anchor_logp: a NaN in `sampler_logps` means that the sampler did not score the
+    token, and the trust region drops it.
     """
     zero = token.policy_weight * 0.0
-    lowest = lowest_number(token, functions, numbers)
-    is_number = lowest == lowest
+    minimum = minimum_of_inputs(token, functions, numbers)  # NaN if an input is NaN
+    is_number = minimum == minimum
 
     is_dropped = token.policy_weight == 0.0
     entropy_weight = token.entropy_weight
@@ -191,7 +205,7 @@ def token_loss(
         is_dropped = is_dropped | is_low
         if entropy_weight is not None:
             entropy_weight = ops.where(is_low, 0.0, entropy_weight)
-    # A trust region drops the token that was sampled. The other ids of its row stay.
+    # A trust region drops the sampled token. The auxiliary loss of further ids stays.
     auxiliary_is_dropped = is_dropped
     if functions.trust_region is not None:
         is_trusted = functions.trust_region(
@@ -199,7 +213,7 @@ def token_loss(
         )
         is_dropped = is_dropped | (is_number & ~is_trusted)
 
-    policy_weight = ops.where(is_number, token.policy_weight, lowest)
+    policy_weight = ops.where(is_number, token.policy_weight, minimum)
     surrogate, grad_surrogate = policy_term(token, functions, numbers, zero)
     # A token of weight 0 contributes 0 even if its ratio is NaN.
     loss = ops.where(is_dropped, 0.0, policy_weight * surrogate)
@@ -208,19 +222,20 @@ def token_loss(
     if token.auxiliary_loss is not None:
         loss = loss + ops.where(auxiliary_is_dropped, 0.0, policy_weight * token.auxiliary_loss)
         grad_auxiliary_loss = ops.where(auxiliary_is_dropped, 0.0, policy_weight)
+    # For a ratio of the whole sequence, grad_surrogate is the derivative with respect to log-ratio.
     grad_log_ratio = zero
     if functions.level in ("sequence", "sequence-sum") and not functions.ratio_is_detached:
         grad_log_ratio = grad_logp
         grad_logp = zero
 
     if token.kl_weight is not None:
-        kl, grad_fixed_ratio, grad_through_ratio, grad_both = kl_term(token, functions, numbers)
-        loss = loss + token.kl_weight * kl
+        kl = kl_term(token, functions, numbers)
+        loss = loss + token.kl_weight * kl.value
         if functions.level == "sequence" and functions.kl["weighting"] == "ratio":
-            grad_logp = grad_logp + token.kl_weight * grad_fixed_ratio
-            grad_log_ratio = grad_log_ratio + token.kl_weight * grad_through_ratio
+            grad_logp = grad_logp + token.kl_weight * kl.grad_fixed_ratio
+            grad_log_ratio = grad_log_ratio + token.kl_weight * kl.grad_through_ratio
         else:
-            grad_logp = grad_logp + token.kl_weight * grad_both
+            grad_logp = grad_logp + token.kl_weight * kl.grad_both
 
     grad_entropy = zero
     if entropy_weight is not None:
@@ -230,28 +245,46 @@ def token_loss(
     if token.nll_weight is not None:
         loss = loss - ops.where(token.nll_weight == 0.0, 0.0, token.nll_weight * token.logp)
         grad_logp = grad_logp - token.nll_weight
-    return TokenLosses(loss, grad_logp, grad_entropy, grad_log_ratio, grad_auxiliary_loss)
+    return TokenLosses(
+        losses=loss,
+        grad_logps=grad_logp,
+        grad_entropy=grad_entropy,
+        grad_log_ratios=grad_log_ratio,
+        grad_auxiliary_loss=grad_auxiliary_loss,
+    )
 
 
-def lowest_number(token: TokenValues, functions: FormulaFunctions, numbers: FormulaNumbers) -> Any:
-    """Return the minimum of the numbers that the policy term reads, NaN if one of them is NaN."""
-    # A sum would also be NaN for inf - inf.
-    is_token_level = functions.level == "token"
-    lowest = ops.minimum(token.logp if is_token_level else token.log_ratio, token.advantage)
-    if is_token_level and token.old_logp is not token.logp:
-        lowest = ops.minimum(lowest, token.old_logp)
+def minimum_of_inputs(
+    token: TokenValues, functions: FormulaFunctions, numbers: FormulaNumbers
+) -> Any:
+    """Return the minimum of the inputs that the policy term reads, which is NaN if one is NaN.
+
+    These are the advantage, the log-probs or at other levels the log-ratio, and the entropy if
+    there is an entropy floor. Only whether the result is NaN matters. A sum of the inputs would
+    also be NaN for inf - inf.
+    """
+    if functions.level == "token":
+        minimum = ops.minimum(token.logp, token.advantage)
+        is_on_policy = token.old_logp is token.logp
+        if not is_on_policy:
+            minimum = ops.minimum(minimum, token.old_logp)
+    else:
+        minimum = ops.minimum(token.log_ratio, token.advantage)
     if numbers.entropy_floor is not None:
-        lowest = ops.minimum(lowest, token.entropy)
-    return lowest
+        minimum = ops.minimum(minimum, token.entropy)
+    return minimum
 
 
 def policy_term(
     token: TokenValues, functions: FormulaFunctions, numbers: FormulaNumbers, zero: Any
 ) -> tuple[Any, Any]:
-    """Return the surrogate of a token and its derivative, without the weight.
+    """Return (surrogate, derivative) of a token, without the policy weight.
 
-    It is the derivative with respect to logp at level "token" and for a detached ratio, otherwise
-    with respect to the log-ratio.
+    The derivative is with respect to logp at level "token" and for a detached ratio, otherwise with
+    respect to the log-ratio. A surrogate function takes two log-probs, so at other levels it gets
+    two numbers whose difference is the log-ratio of the sequence.
+
+    zero   0 in the shape of the token's values
     """
     surrogate = functions.surrogate
     params = numbers.surrogate_params
@@ -260,39 +293,49 @@ def policy_term(
         return surrogate(token.logp, token.old_logp, token.advantage, params)
     log_ratio = token.log_ratio
     if bounds is not None:
-        log_ratio = ops.minimum(ops.maximum(log_ratio, bounds[0]), bounds[1])
+        low, high = bounds
+        log_ratio = ops.minimum(ops.maximum(log_ratio, low), high)
     if functions.ratio_is_detached:
-        # The surrogate depends on logp and on the ratio: pass an old log-prob with this ratio.
+        # The surrogate depends on logp and on the ratio. Pass an old log-prob with this ratio.
         return surrogate(token.logp, token.logp - log_ratio, token.advantage, params)
-    # The surrogate depends on the ratio alone: pass any two log-probs with this ratio.
+    # The surrogate depends on the ratio alone. Pass any two numbers with this difference.
     loss, grad = surrogate(log_ratio, zero, token.advantage, params)
     if bounds is None:
         return loss, grad
+    # A clamped log-ratio is a constant.
     return loss, ops.where(log_ratio == token.log_ratio, grad, 0.0)
 
 
-def kl_term(
-    token: TokenValues, functions: FormulaFunctions, numbers: FormulaNumbers
-) -> tuple[Any, Any, Any, Any]:
-    """Return the KL estimate of a token and its derivatives, without the weight (`kl_terms`)."""
-    own_log_ratio = token.logp - token.old_logp
-    log_ratio = log_ratio_of_kl(token.log_ratio, own_log_ratio, functions.level)
+def kl_term(token: TokenValues, functions: FormulaFunctions, numbers: FormulaNumbers) -> KlTerms:
+    """Return the KL estimate of a token and its derivatives, without `kl_weight`."""
+    token_log_ratio = token.logp - token.old_logp
     return kl_terms(
-        token.logp, token.old_logp, token.ref_logp, log_ratio, numbers.kl_clamps, **functions.kl
+        token.logp,
+        token.old_logp,
+        token.ref_logp,
+        log_ratio=log_ratio_of_kl(token.log_ratio, token_log_ratio, functions.level),
+        clamps=numbers.kl_clamps,
+        **functions.kl,
     )
 
 
-def log_ratio_of_kl(log_ratio: Any, own_log_ratio: Any, level: str) -> Any:
-    """Return the log-ratio that weighs the KL estimate of a token.
+def log_ratio_of_kl(log_ratio: Any, token_log_ratio: Any, level: str) -> Any:
+    """Return the log-ratio for the weighting of the KL estimate of a token (`Kl.weighting`).
 
-    At level "sequence-sum" it is that of the token. The ratio of a whole sequence is a product of
-    many and would dominate the KL.
+    It is `log_ratio`, except that at level "sequence-sum" it is `token_log_ratio`: the ratio of a
+    whole sequence is a product of the ratios of all tokens and would dominate the KL.
+
+    log_ratio         log-ratio at the objective's level
+    token_log_ratio   log-ratio of the token itself
     """
-    return own_log_ratio if level == "sequence-sum" else log_ratio
+    return token_log_ratio if level == "sequence-sum" else log_ratio
 
 
 def below_floor(entropy: Any, floor: Any) -> Any:
-    """Return whether an entropy is below the floor, so that its token is dropped. False for NaN."""
+    """Return whether the entropy of a token is below the floor, so that the token is dropped.
+
+    It is False for NaN, so that the token is kept and the loss is NaN.
+    """
     return entropy < floor
 
 
@@ -300,11 +343,12 @@ def below_floor(entropy: Any, floor: Any) -> Any:
 
 
 class TracedLoss(NamedTuple):
-    """The program of an objective's formula.
+    """The formula of an objective, traced into a program for the kernels.
 
-    traced           the program, or the reason why there is none
-    numbers          the values of its number registers
-    user_functions   functions of the user in it, each with its key when the program was traced
+    traced           the program, or the reason why the formula cannot be traced
+    numbers          the values of the program's scalars, from `Program.numbers`
+    user_functions   the functions of the user in the formula, each with its key when the program
+                     was traced (`formula_keys.key_of`)
     """
 
     traced: TracedProgram
@@ -312,32 +356,42 @@ class TracedLoss(NamedTuple):
     user_functions: list[tuple[Any, Any]]
 
     def is_current(self) -> bool:
-        """Return whether all functions of the user have the keys that they had when traced."""
+        """Return whether no function of the user has changed since the program was traced."""
         return all(key_of(function) == key for function, key in self.user_functions)
 
 
 @dataclass(frozen=True, eq=False)
 class ObjectiveFormula:
-    """The loss of a token as an objective defines it, without the inputs of tokens."""
+    """The loss of a token as an objective defines it, without the inputs of tokens.
+
+    functions   the surrogate and other functions of the objective
+    numbers     the clip widths and other numbers of the objective
+    _traced     the programs that were traced from this formula, by the names of their inputs
+    """
 
     functions: FormulaFunctions
     numbers: FormulaNumbers
     _traced: dict[tuple[str, ...], TracedLoss] = field(default_factory=dict, repr=False)
 
     def compute(self, named: dict[str, Any]) -> TokenLosses:
-        """Return the losses of tokens and all gradients. named as in `TokenValues.from_names`."""
+        """Return the loss of each token and its gradients, computed in torch.
+
+        named   the inputs by name, fp32 [num_tokens] each, see `TokenValues.from_names`
+        """
         return token_loss(TokenValues.from_names(named), self.functions, self.numbers)
 
     def with_surrogate_params(self, params: tuple[Any, ...]) -> ObjectiveFormula:
-        """Return the formula with another last argument of the surrogate."""
+        """Return this formula with `params` as the last argument of the surrogate."""
         numbers = replace(self.numbers, surrogate_params=params)
         return ObjectiveFormula(self.functions, numbers)
 
     def traced_loss(self, input_names: tuple[str, ...]) -> TracedLoss:
-        """Return the program of tokens with these inputs, which are some of PROGRAM_INPUTS.
+        """Trace the formula into a program for tokens with these inputs.
 
-        It is traced again when a function of the user, or something that it uses, has changed.
-        Raises FormulaRefused if the formula cannot be traced.
+        A program that was traced before is returned again, unless a function of the user, or
+        something that it uses, has changed. Raises FormulaRefused if the formula cannot be traced.
+
+        input_names   those of PROGRAM_INPUTS that the tokens have
         """
         traced_before = self._traced.get(input_names)
         if traced_before is not None and traced_before.is_current():
@@ -346,7 +400,7 @@ class ObjectiveFormula:
         def trace(tracer: Tracer) -> list[Any]:
             """Run the formula on symbols, and return the symbols of its outputs."""
             named = {name: tracer.input(name) for name in ("logps", "entropy", *input_names)}
-            token = TokenValues.from_names(replace_marks(named))
+            token = TokenValues.from_names(replace_on_policy_marks(named))
             symbols = self.numbers.as_symbols(tracer)
             token_losses = token_loss(token, self.functions, symbols)
             return [getattr(token_losses, name) for name in output_names(input_names)]
@@ -354,7 +408,9 @@ class ObjectiveFormula:
         functions = self.functions.values()
         keys = [key_of(x) for x in functions]
         traced = traced_program(
-            (*keys, input_names, self.numbers.counts()), name_of_functions(functions), trace
+            keys=(*keys, input_names, self.numbers.counts()),
+            name=name_of_functions(functions),
+            trace=trace,
         )
         numbers = traced.require_program().numbers(self.numbers.values())
         users = users_functions(functions)
@@ -364,13 +420,14 @@ class ObjectiveFormula:
         return result
 
     def compare_once(self, input_names: tuple[str, ...], run: Run) -> None:
-        """Compare the outputs of the program in `run` with the formula in torch, on random inputs.
+        """Compare the outputs of the traced program with the formula in torch, on random inputs.
 
-        The comparison is skipped if it succeeded before for functions with the same keys. Raises
-        FormulaRefused if the outputs differ.
+        They differ if a function of the user does something else with symbols than with tensors.
+        Raises FormulaRefused then. Does nothing if a comparison has succeeded before for functions
+        with the same keys.
 
-        input_names   some of PROGRAM_INPUTS, those that the tokens have
-        run           runs a program in a kernel, see `Run`
+        input_names   those of PROGRAM_INPUTS that the tokens have
+        run           runs a program: (program, values of its scalars, inputs) -> outputs
         """
         names = ("logps", "entropy", *input_names)
         outputs = output_names(input_names)
@@ -379,17 +436,18 @@ class ObjectiveFormula:
         def compute_in_torch(inputs: list[Tensor]) -> list[Any]:
             """Return the outputs of the formula in torch, fp32 [num_tokens] each."""
             named = dict(zip(names, inputs, strict=True))
-            token_losses = self.compute(replace_marks(named))
+            token_losses = self.compute(replace_on_policy_marks(named))
             return [getattr(token_losses, name) for name in outputs]
 
         traced.compare_once(run, numbers, lambda: random_inputs(names), compute_in_torch, outputs)
 
 
-def replace_marks(named: dict[str, Any]) -> dict[str, Any]:
-    """Return the inputs, with logp in place of the mark ON_POLICY among "old_logps".
+def replace_on_policy_marks(named: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs of tokens with logp in place of the mark ON_POLICY among "old_logps".
 
-    Every program contains this step, so that it serves batches with and without such marks. named
-    has the inputs of tokens by name: tensors [num_tokens], or symbols of a `Tracer`.
+    Every program contains this step, so that one program serves batches with and without marks.
+
+    named   name -> tensor [num_tokens], or symbol of a `Tracer`
     """
     if "old_logps" not in named:
         return named
@@ -397,10 +455,12 @@ def replace_marks(named: dict[str, Any]) -> dict[str, Any]:
 
 
 def output_names(input_names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the outputs of a program with these inputs: fields of `TokenLosses`, in their order.
+    """Return the names of a program's outputs, which are fields of `TokenLosses`, in their order.
 
-    The first three are what the kernels over rows of logits need. The gradients of log-ratio and
-    auxiliary loss follow if the program has these inputs.
+    Every program computes the first three, which the kernels over rows of logits need. The
+    gradients of log-ratio and auxiliary loss follow if the program has these inputs.
+
+    input_names   those of PROGRAM_INPUTS that the program has
     """
     names = ["losses", "grad_logps", "grad_entropy"]
     names += [f"grad_{name}" for name in ("log_ratios", "auxiliary_loss") if name in input_names]
@@ -408,18 +468,20 @@ def output_names(input_names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def name_of_functions(functions: list[Any]) -> str:
-    """Return the names of the user's functions, separated by commas, for messages.
+    """Return the names of the user's functions, separated by commas, for error messages.
 
-    Without such functions return the name of the first, which is the surrogate.
+    If there are none, return the name of the first function, which is the surrogate.
     """
     named = users_functions(functions) or functions[:1]
     return ", ".join(dict.fromkeys(name_of_function(x) for x in named))
 
 
 def random_inputs(names: tuple[str, ...]) -> list[Tensor]:
-    """Return random numbers of tokens for each input, fp32 [512].
+    """Return random values of each input, fp32 [512] each, for a comparison of two formulas.
 
-    Some numbers of each input are 0, infinite or NaN.
+    Some values of each input are infinite or NaN, and some advantages and weights are 0.
+
+    names   "logps", "entropy" or names in PROGRAM_INPUTS
     """
     num_tokens = 512
     generator = torch.Generator().manual_seed(0)
@@ -452,15 +514,18 @@ class TokenLossFormula(NamedTuple):
     Otherwise it runs on vectors. What depends on other tokens is then among the inputs: log-ratios
     of sequences, and weights after filters.
 
-    objective_formula   functions and numbers
-    inputs              of each token
+    objective_formula   the functions and numbers of the objective
+    inputs              the inputs of each token
     """
 
     objective_formula: ObjectiveFormula
     inputs: TokenInputs
 
     def select(self, token_ids: slice | Tensor) -> TokenLossFormula:
-        """Return the formula of some of the tokens."""
+        """Return the formula with the inputs of some of the tokens.
+
+        token_ids   slice, or int64 [num_selected]
+        """
         if isinstance(token_ids, slice):
             num_tokens = self.inputs.targets.numel()
             if token_ids.indices(num_tokens) == (0, num_tokens, 1):
@@ -468,9 +533,10 @@ class TokenLossFormula(NamedTuple):
         return self._replace(inputs=self.inputs.select(token_ids))
 
     def compute(self, logps: Tensor, entropy: Tensor | None) -> TokenLosses:
-        """Compute the losses in torch.
+        """Return the loss of each token and its gradients, computed in torch.
 
-        logps, entropy   fp32 [num_tokens]. The entropy may be None if no term reads it.
+        logps     fp32 [num_tokens], log-prob of each token under the policy
+        entropy   fp32 [num_tokens] in nats; None if no term reads it
         """
         token_losses = self.objective_formula.compute(self.inputs.formula_inputs(logps, entropy))
         return self.named_outputs([getattr(token_losses, name) for name in self.output_names()])
@@ -490,24 +556,30 @@ class TokenLossFormula(NamedTuple):
         return output_names(self.input_names())
 
     def program(self) -> tuple[Program, list[float]]:
-        """Return the formula as a program, with the values of its number registers.
+        """Return (program, values of its scalars): the formula traced for the kernels.
 
-        It computes `output_names` from the log-prob, the entropy and those of PROGRAM_INPUTS that
-        are not None. Raises FormulaRefused if the formula cannot be traced.
+        The program computes the outputs `output_names` from log-prob, entropy and the inputs
+        `input_names`. Raises FormulaRefused if the formula cannot be traced.
         """
         traced, numbers, _ = self.objective_formula.traced_loss(self.input_names())
         return traced.require_program(), numbers
 
     def input_names(self) -> tuple[str, ...]:
-        """Return which of PROGRAM_INPUTS the tokens have."""
+        """Return those of PROGRAM_INPUTS that the tokens have, in this order."""
         fields = self.inputs.__dict__
         return tuple(name for name in PROGRAM_INPUTS if fields[name] is not None)
 
     def program_inputs(self, program: Program) -> dict[str, Tensor]:
-        """Return the inputs of a program after log-prob and entropy, contiguous tensors."""
+        """Return the inputs of a program by name, without log-prob and entropy, contiguous.
+
+        program   from the method `program`
+        """
         tensors = self.inputs.program_inputs()
         return {name: tensors[name].contiguous() for name in program.inputs if name in tensors}
 
     def compare_once(self, run: Run) -> None:
-        """Compare the program with torch, see `ObjectiveFormula.compare_once`."""
+        """Compare the traced program with torch, see `ObjectiveFormula.compare_once`.
+
+        run   runs a program: (program, values of its scalars, inputs) -> outputs
+        """
         self.objective_formula.compare_once(self.input_names(), run)
