@@ -1,5 +1,7 @@
-"""The parts of `python -m grpo_kernels doctor`, one question per file;
-`grpo_kernels/diagnosis/doctor.py` puts them together.
+"""The parts of `python -m grpo_kernels doctor`.
+
+machine.py has facts and settings of the machine, self_test.py the tests of the backends, step.py
+the timing of a training step, and doctor.py the report.
 """
 
 from __future__ import annotations
@@ -8,18 +10,22 @@ from typing import NamedTuple
 
 
 class Finding(NamedTuple):
-    """A problem, and what to do about it."""
+    """A problem of this machine, and its remedy.
+
+    grave    kernels are missing, wrong or slower than plain PyTorch. If False, they are right, but
+             may be slow or less accurate.
+    blocks   tests and timings mean nothing before this is repaired
+    slows    this may explain a slow step
+    """
 
     problem: str
     remedy: str
-    # kernels are missing, wrong or slower than plain PyTorch; else they may be slow or less
-    # accurate
     grave: bool = False
-    blocks: bool = False  # tests and timings mean nothing before this is repaired
-    slows: bool = False  # it may be why a step is slow
+    blocks: bool = False
+    slows: bool = False
 
 
 def first_line(error: BaseException) -> str:
-    """The type of an exception and the first line of its message that is not empty."""
+    """Return the type of an exception and the first line of its message that is not empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

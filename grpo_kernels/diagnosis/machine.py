@@ -1,5 +1,5 @@
-"""Processor, threads, memory, GPUs, the compiled module, versions and settings, and the findings
-about them.
+"""Facts about processor, memory, GPUs, compiled module, versions and settings of this machine, and
+the problems (`Finding`) that follow from them.
 """
 
 from __future__ import annotations
@@ -33,38 +33,42 @@ from ..integrations._swap import matches_version
 from . import Finding, first_line
 
 
-def _find(pattern: str, path: str | Path, otherwise: str = "") -> str:
-    """What the group of a pattern matches in a file of the system; `otherwise` where there is no
-    such file or match.
+def _search_file(pattern: str, path: str | Path, default: str = "") -> str:
+    """Return the first group of the first match of a pattern in a system file.
+
+    `^` and `$` match at each line. Returns `default` if the file cannot be read or has no match.
     """
     try:
         match = re.search(pattern, Path(path).read_text(), re.MULTILINE)
     except (OSError, UnicodeDecodeError):
-        return otherwise
-    return match[1] if match else otherwise
+        return default
+    return match[1] if match else default
 
 
 def processor() -> tuple[str, frozenset[str]]:
-    """(model, instruction set flags); no flags where the system does not list them. The family
-    tells generations of AMD apart (25: Zen 3 and 4, 26: Zen 5), which the name that a virtual
-    machine has may not.
+    """Return (model, instruction set flags) of the CPU, from /proc/cpuinfo.
+
+    The flags are empty if the system does not list them. The model includes the CPU family, because
+    virtual machines often hide the name: family 25 is AMD Zen 3 or 4, family 26 is Zen 5.
     """
-    model = _find(
-        r"^model name\s*:\s*(.+)$", "/proc/cpuinfo", platform.processor() or platform.machine()
-    ).strip()
-    family = _find(r"^cpu family\s*:\s*(\d+)$", "/proc/cpuinfo")
-    return f"{model}, family {family}" if family else model, frozenset(
-        _find(r"^flags\s*:\s*(.+)$", "/proc/cpuinfo").split()
-    )
+    default_model = platform.processor() or platform.machine()
+    model = _search_file(r"^model name\s*:\s*(.+)$", "/proc/cpuinfo", default_model).strip()
+    family = _search_file(r"^cpu family\s*:\s*(\d+)$", "/proc/cpuinfo")
+    if family:
+        model = f"{model}, family {family}"
+    flags = _search_file(r"^flags\s*:\s*(.+)$", "/proc/cpuinfo")
+    return model, frozenset(flags.split())
 
 
-def cpu() -> dict[str, Any]:
+def cpu_facts() -> dict[str, Any]:
+    """Return the entry "cpu" of the report, see grpo_kernels/diagnosis/doctor.py."""
     processors = os.cpu_count() or 1
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else processors
+    processor_limit, _ = cgroup_limits()
     return {
         "model": processor()[0],
         "processors": processors,
-        "usable_processors": min(affinity, cgroup_limits()[0]),
+        "usable_processors": min(affinity, processor_limit),
         "torch_threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 2),
         "free_gb": round(memory_available() / 1e9, 1),
@@ -72,71 +76,84 @@ def cpu() -> dict[str, Any]:
 
 
 def memory_available() -> float:
-    """Bytes that this process can still allocate; 2 GiB where the system does not say."""
-    return min(
-        1024 * float(_find(r"^MemAvailable:\s*(\d+) kB", "/proc/meminfo", "2097152")),
-        cgroup_limits()[1],
-    )
+    """Return the number of bytes that this process can still allocate.
+
+    Assumes 2 GiB if the system does not say.
+    """
+    available_kib = float(_search_file(r"^MemAvailable:\s*(\d+) kB", "/proc/meminfo", "2097152"))
+    _, memory_limit = cgroup_limits()
+    return min(1024 * available_kib, memory_limit)
 
 
 def cgroup_limits() -> tuple[float, float]:
-    """(processors, bytes still free) that control groups (version 2) grant; inf where they set no
-    limit. A container may see its own group as the root, so all groups above are read.
+    """Return (processors, free bytes of memory) that control groups (version 2) grant.
+
+    A limit that no group sets is inf. The limits of all parent groups are read as well, because a
+    container may see its own group as the root.
     """
     processors = math.inf
     memory = math.inf
-    own = Path("/sys/fs/cgroup") / _find(r"^0::/(.*)$", "/proc/self/cgroup")
-    for folder in (own, *own.parents):
-        quota, period = (
-            _find(pattern, folder / "cpu.max", "inf") for pattern in (r"^(\d+) \d+", r"^\d+ (\d+)")
-        )
-        cache = _find(r"^inactive_file (\d+)", folder / "memory.stat", "0")  # can be dropped
-        used = float(_find(r"^(\d+)", folder / "memory.current", "0")) - float(cache)
+    own_group = Path("/sys/fs/cgroup") / _search_file(r"^0::/(.*)$", "/proc/self/cgroup")
+    for folder in (own_group, *own_group.parents):
+        # cpu.max holds "QUOTA PERIOD", or "max PERIOD" if there is no limit.
+        quota = _search_file(r"^(\d+) \d+", folder / "cpu.max", "inf")
+        period = _search_file(r"^\d+ (\d+)", folder / "cpu.max", "inf")
         if quota != "inf":
             processors = min(processors, float(quota) / float(period))
-        memory = min(memory, float(_find(r"^(\d+)", folder / "memory.max", "inf")) - used)
+        limit = float(_search_file(r"^(\d+)", folder / "memory.max", "inf"))
+        used = float(_search_file(r"^(\d+)", folder / "memory.current", "0"))
+        # The kernel can drop this part of the file cache.
+        droppable = float(_search_file(r"^inactive_file (\d+)", folder / "memory.stat", "0"))
+        memory = min(memory, limit - (used - droppable))
     return processors, memory
 
 
 # ---- GPUs
 
 
-def where() -> torch.device:
-    """Where losses run here: on the accelerator if Triton has a driver for it, else on the CPU.
-    "cuda" (NVIDIA, AMD) is returned even if Triton cannot run, so that this is reported as a
-    problem.
+def device_of_losses() -> torch.device:
+    """Return the device whose kernels are tested: the accelerator if Triton has a driver for it,
+    else the CPU.
+
+    Returns "cuda" (NVIDIA, AMD) even if Triton cannot run, so that this is reported as a problem.
     """
-    device = torch.accelerator.current_accelerator(check_available=True)
-    served = device is not None and (
-        device.type == "cuda" or backends.native_backend(device)[1] is None
-    )
-    return torch.device(device.type if device is not None and served else "cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    _, reason_against_triton = backends.native_backend(accelerator)
+    if accelerator.type == "cuda" or reason_against_triton is None:
+        return torch.device(accelerator.type)
+    return torch.device("cpu")
 
 
-def gpus() -> dict[str, Any]:
-    """{"available", "reason" (why not), "devices"}, see grpo_kernels/diagnosis/doctor.py."""
-    kind = where().type
+def gpu_facts() -> dict[str, Any]:
+    """Return the entry "gpu" of the report, see grpo_kernels/diagnosis/doctor.py."""
+    device_type = device_of_losses().type
+    if device_type == "cpu":
+        return {"available": False, "reason": why_no_gpu(), "devices": []}
+    module = torch.get_device_module(device_type)
     devices = list[dict[str, Any]]()
-    if kind == "cpu":
-        return {"available": False, "reason": why_no_gpu(), "devices": devices}
-    module = torch.get_device_module(kind)
     for index in range(module.device_count()):
-        p = module.get_device_properties(index)
-        # "9.0" (NVIDIA), "gfx942:..." (AMD), "xpu".
-        capability = (
-            f"{p.major}.{p.minor}" if torch.version.cuda else getattr(p, "gcnArchName", kind)
+        properties = module.get_device_properties(index)
+        if torch.version.cuda:
+            capability = f"{properties.major}.{properties.minor}"
+        else:  # "gfx942:..." on AMD
+            capability = getattr(properties, "gcnArchName", device_type)
+        free_bytes, total_bytes = module.mem_get_info(index)
+        devices.append(
+            {
+                "name": properties.name,
+                "capability": capability,
+                "multiprocessors": getattr(properties, "multi_processor_count", None),
+                "memory_gb": round(total_bytes / 1e9, 1),
+                "free_gb": round(free_bytes / 1e9, 1),
+            }
         )
-        free, total = (round(size / 1e9, 1) for size in module.mem_get_info(index))
-        known = {
-            "name": p.name,
-            "capability": capability,
-            "multiprocessors": getattr(p, "multi_processor_count", None),
-        }
-        devices.append(known | {"memory_gb": total, "free_gb": free})
     return {"available": True, "reason": None, "devices": devices}
 
 
 def why_no_gpu() -> str:
+    """Return in a few words why losses cannot run on a GPU."""
     if torch.accelerator.is_available():
         return f"no kernels for {torch.accelerator.current_accelerator()} tensors"
     if not torch.backends.cuda.is_built():
@@ -149,14 +166,19 @@ def why_no_gpu() -> str:
 
 
 def device_present() -> bool:
-    """Whether the system has a GPU's driver loaded and a device for it, NVIDIA's or AMD's."""
+    """Return whether the system has a device file of an NVIDIA or AMD GPU."""
     return any(map(os.path.exists, ("/dev/nvidia0", "/dev/dxg", "/dev/kfd")))
 
 
 # ---- the compiled module
 
 
-def module() -> dict[str, Any]:
+def module_facts() -> dict[str, Any]:
+    """Return the entry "native" of the report, see grpo_kernels/diagnosis/doctor.py.
+
+    If the module cannot be imported, "reason" is the message of the ImportError, and all other
+    values are empty.
+    """
     facts: dict[str, Any] = {
         "path": None,
         "reason": None,
@@ -167,20 +189,21 @@ def module() -> dict[str, Any]:
     try:
         native = load()
     except ImportError as error:
-        return facts | {"reason": str(error)}
+        facts["reason"] = str(error)
+        return facts
     facts["path"] = native.__file__
     functions = {"compiler": "compiler", "instruction_set": "isa", "instruction_sets": "isas"}
-    # A module that is out of date may lack some.
-    return facts | {
-        name: getattr(native, function)()
-        for name, function in functions.items()
-        if hasattr(native, function)
-    }
+    for key, function in functions.items():
+        if hasattr(native, function):  # a module that is out of date may lack some
+            facts[key] = getattr(native, function)()
+    return facts
 
 
-def engine() -> str | None:
-    """What computes matmuls on the CPU; None if the setting names something that cannot, or the
-    module is out of date.
+def matmul_engine() -> str | None:
+    """Return the name of the engine that computes matmuls on the CPU.
+
+    Returns None if the setting names an engine that cannot run here, or if the compiled module is
+    out of date.
     """
     try:
         return cpu_matmuls.engine()
@@ -189,11 +212,11 @@ def engine() -> str | None:
 
 
 def best_isa(flags: frozenset[str]) -> str | None:
-    """The best instruction set of csrc/module.cpp for a processor with these flags; None if none of
-    them is known.
+    """Return the best instruction set of the C++ module for a processor with these flags.
+
+    Returns None if there is none, or if the flags are not known (empty). csrc/module.cpp chooses in
+    the same way.
     """
-    if not flags:
-        return None
     if flags >= {"avx512f", "avx512bw", "avx512dq", "avx512vl"}:
         return "avx512bf16" if "avx512_bf16" in flags else "avx512"
     return "avx2" if flags >= {"avx2", "fma"} else None
@@ -219,10 +242,10 @@ ISAS = ("avx2", "avx512", "avx512bf16")
 ISA_SETTING = "GRPO_KERNELS_ISA"
 SETTINGS = {
     "GRPO_KERNELS_BACKEND": (
-        "auto, eager, cpu or triton: what runs where a call leaves backend at auto"
+        "auto, eager, cpu or triton: the backend of calls that leave backend at auto"
     ),
     cpu_matmuls.SETTING: (
-        f"auto, {', '.join(cpu_matmuls.ENGINES)}: what computes the matmuls of losses from"
+        f"auto, {', '.join(cpu_matmuls.ENGINES)}: the engine that computes the matmuls of losses from"
         " hidden states on a CPU"
     ),
     ISA_SETTING: (
@@ -231,7 +254,7 @@ SETTINGS = {
     ),
     "GRPO_KERNELS_STRICT": "1: a fallback to eager raises instead of warning",
     "GRPO_KERNELS_CHECK": (
-        "1: ids, temperatures and offsets are checked on a GPU too, which waits for it at each call"
+        "1: ids, temperatures and offsets are checked on a GPU too; each call then waits for the GPU"
     ),
     "GRPO_KERNELS_ANY_VERSION": (
         "1: adapters do not compare their first step under a version of a trainer that was not"
@@ -241,14 +264,14 @@ SETTINGS = {
         '1: backend="triton" runs CPU tensors in Triton\'s interpreter (slow, for tests)'
     ),
 }
-#: Prefixes of variables that affect which device is seen, how threads wait and where kernels are
-#: compiled.
-WATCHED = ("OMP_", "KMP_", "GOMP_", "MKL_", "CUDA_", "HIP_", "ROCR_", "NVIDIA_TF32", "TORCH_", "TRITON_", "PYTORCH_", "LD_PRELOAD",
+#: Prefixes of environment variables that affect the visible devices, the threads, the precision of
+#: matmuls, or the compilation of kernels.
+REPORTED_PREFIXES = ("OMP_", "KMP_", "GOMP_", "MKL_", "CUDA_", "HIP_", "ROCR_", "NVIDIA_TF32", "TORCH_", "TRITON_", "PYTORCH_", "LD_PRELOAD",
            "CC", "CXX", "GRPO_KERNELS_")  # fmt: skip
 
 
 def version(package: str) -> str | None:
-    """The version of an installed package; None if it is not installed."""
+    """Return the version of a package, None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -256,82 +279,99 @@ def version(package: str) -> str | None:
 
 
 def versions() -> dict[str, str | None]:
+    """Return the versions of torch, Python, the system and `PACKAGES`; None if not installed."""
     build = {"torch": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}
     system = {"python": platform.python_version(), "os": platform.platform()}
     return build | system | {package: version(package) for package in PACKAGES}
 
 
 def version_findings() -> Iterator[Finding]:
-    """About trainers whose adapters were tested with other versions; that torch is new enough pip
-    sees to.
+    """Yield a finding for each installed trainer whose version its adapter was not tested with.
+
+    The version of torch needs no check: pip installs one that is new enough.
     """
     for adapter in adapters().values():
         installed = version(adapter.package)
-        if (
-            installed is not None
-            and adapter.tested
-            and not matches_version(installed, adapter.tested)
-        ):
+        if installed is None or not adapter.tested:
+            continue
+        if not matches_version(installed, adapter.tested):
             yield Finding(
                 f"{adapter.package} is {installed}, but its adapter was tested with"
                 f" {', '.join(adapter.tested)}",
-                "nothing, if the warning of the first step says that its arithmetic and ours agree;"
-                " else install that one",
+                "nothing, if the warning at the first step says that both compute the same; else"
+                " install a tested version",
             )
 
 
-def variables() -> dict[str, str]:
-    """The environment variables that are set and affect the kernels."""
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(WATCHED)}
+def environment_variables() -> dict[str, str]:
+    """Return the environment variables that are set and may affect the kernels."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(REPORTED_PREFIXES)
+    }
 
 
 def setting_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield a finding for each setting that has a wrong value or an unknown name."""
     engines = cpu_matmuls.engines()
-    able = [name for name, reason in engines.items() if reason is None]
-    choices = {
+    usable_engines = [name for name, reason in engines.items() if reason is None]
+    allowed_values = {
         "GRPO_KERNELS_BACKEND": ["auto", *BACKENDS],
-        cpu_matmuls.SETTING: ["", "auto", *able],
+        cpu_matmuls.SETTING: ["", "auto", *usable_engines],
         ISA_SETTING: ["", *ISAS],
     }
     for name, value in environ.items():
-        known = choices.get(name, ["", "0", "1"])
-        if name in SETTINGS and value not in known:
-            reason = engines.get(value) or "there is no such value"
-            consequence = "the C++ module does not load" if name == ISA_SETTING else "calls raise"
-            says = f"{reason}, and {consequence}" if name in choices else "it has no effect"
-            remedy = f"set it to one of {', '.join(filter(None, known))}, or unset it"
-            yield Finding(f"{name}={value}: {says}", remedy, grave=name in choices)
-        elif (
-            name.startswith("GRPO_KERNELS_")
-            and name not in SETTINGS
-            and not name.startswith("GRPO_KERNELS_TEST")
-        ):
-            there = ", ".join(s for s in SETTINGS if s.startswith("GRPO_KERNELS_"))
-            yield Finding(f"{name} is not a setting of this version", f"there are {there}")
+        if name in SETTINGS:
+            is_switch = name not in allowed_values
+            allowed = ["", "0", "1"] if is_switch else allowed_values[name]
+            if value in allowed:
+                continue
+            if is_switch:
+                consequence = "it has no effect"
+            else:
+                reason = engines.get(value) or "there is no such value"
+                effect = "the C++ module does not load" if name == ISA_SETTING else "calls raise"
+                consequence = f"{reason}, and {effect}"
+            choices = ", ".join(choice for choice in allowed if choice)
+            remedy = f"set it to one of {choices}, or unset it"
+            yield Finding(f"{name}={value}: {consequence}", remedy, grave=not is_switch)
+        elif name.startswith("GRPO_KERNELS_") and not name.startswith("GRPO_KERNELS_TEST"):
+            names = ", ".join(known for known in SETTINGS if known.startswith("GRPO_KERNELS_"))
+            yield Finding(f"{name} is not a setting of this version", f"there are {names}")
 
 
-# ---- what is found, and what to do about it
+# ---- the findings
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """What grpo_kernels/diagnosis/doctor.py says of machine, package and settings, before anything
-    runs.
+    """Return the part of the report that is known before any test runs.
+
+    device   where losses run, see `device_of_losses`
+
+    grpo_kernels/diagnosis/doctor.py lists the keys.
     """
     return {
         "versions": {"grpo_kernels": package_version(), **versions()},
         "package": package(),
-        "native": module(),
-        "matmuls": {"engine": engine(), "engines": cpu_matmuls.engines()},
-        "cpu": cpu(),
-        "gpu": gpus(),
+        "native": module_facts(),
+        "matmuls": {"engine": matmul_engine(), "engines": cpu_matmuls.engines()},
+        "cpu": cpu_facts(),
+        "gpu": gpu_facts(),
         "device": device.type,
-        "environment": variables(),
+        "environment": environment_variables(),
         "settings": SETTINGS,
     }
 
 
 def module_findings(report: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[Finding]:
-    """About the package, and the compiled module where the processor could run one."""
+    """Yield findings about the package and the compiled module.
+
+    If the processor cannot run the module, this is the only finding about the module.
+
+    report    the facts, see `facts`
+    environ   environment variables
+    """
     native = report["native"]
     shadows = report["package"]["shadows"]
     if shadows:
@@ -339,17 +379,20 @@ def module_findings(report: Mapping[str, Any], environ: Mapping[str, str]) -> It
             f"the checkout at {PACKAGE.parent} hides the installed package at {shadows}",
             "start Python in another directory to use the installed package",
         )
-    unserved = unsupported_machine() or (NO_AVX2 if native["instruction_set"] == "" else None)
-    if unserved:
+    # The module loads on a processor without AVX2 too. Its instruction set is then "".
+    lacks_avx2 = native["instruction_set"] == ""
+    reason = unsupported_machine() or (NO_AVX2 if lacks_avx2 else None)
+    if reason:
         yield Finding(
-            f"CPU tensors run in eager PyTorch: {unserved}",
-            "take a processor with AVX2, or a GPU",
+            f"CPU tensors run in eager PyTorch: {reason}",
+            "use a processor with AVX2, or a GPU",
             slows=True,
         )
         return
     command = build_command(report["package"])
-    needed = report["device"] == "cpu"  # elsewhere the tests mean something without it
-    if native["reason"] and needed:
+    # If losses run on a GPU, its kernels can be tested without the compiled module.
+    is_needed = report["device"] == "cpu"
+    if native["reason"] and is_needed:
         yield Finding(
             "the compiled module is missing, CPU tensors fall back to eager PyTorch:"
             f" {native['reason']}",
@@ -359,16 +402,18 @@ def module_findings(report: Mapping[str, Any], environ: Mapping[str, str]) -> It
             blocks=True,
         )
     path = native["path"]
-    if path and source_digest(PACKAGE.parent) not in (None, built_from(Path(path))):
+    digest = source_digest(PACKAGE.parent)  # None if the C++ sources are not here
+    if path and digest is not None and digest != built_from(Path(path)):
         yield Finding(
             f"the compiled module is out of date: {path} was built from other C++ sources than"
             f" those in {PACKAGE.parent}",
             command,
             grave=True,
-            blocks=needed,
+            blocks=is_needed,
         )
-    best = best_isa(processor()[1])
-    if native["instruction_set"] and best not in (None, native["instruction_set"]):
+    _, flags = processor()
+    best = best_isa(flags)
+    if native["instruction_set"] and best is not None and best != native["instruction_set"]:
         rebuild = f"{command} (with GCC 10 or Clang 9, or newer)"
         yield Finding(
             f"the compiled module runs {native['instruction_set']} code, but this processor has {best}",
@@ -378,7 +423,7 @@ def module_findings(report: Mapping[str, Any], environ: Mapping[str, str]) -> It
 
 
 def amx_findings() -> Iterator[Finding]:
-    """About AMX matmuls that failed the comparison before their first use."""
+    """Yield a finding if AMX matmuls were wrong when they were compared before their first use."""
     mismatch = cpu_matmuls.amx_mismatch()
     if mismatch is not None:
         yield Finding(
@@ -392,7 +437,11 @@ def amx_findings() -> Iterator[Finding]:
 
 
 def machine_findings(report: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[Finding]:
-    """About threads, load and GPUs."""
+    """Yield findings about threads, load, and GPUs that torch does not use well.
+
+    report    the facts, see `facts`
+    environ   environment variables
+    """
     cpu = report["cpu"]
     threads = cpu["torch_threads"]
     usable = max(1, int(cpu["usable_processors"]))
@@ -411,8 +460,8 @@ def machine_findings(report: Mapping[str, Any], environ: Mapping[str, str]) -> I
         )
     if cpu["load"] > cpu["processors"] and environ.get("OMP_WAIT_POLICY", "").lower() != "passive":
         yield Finding(
-            f"the machine is busy (load {cpu['load']:g}): threads that wait and spin take"
-            " processors from those that work",
+            f"the machine is busy (load {cpu['load']:g}): waiting threads that spin take processors"
+            " from working ones",
             "set OMP_WAIT_POLICY=PASSIVE before Python starts",
             slows=True,
         )
@@ -441,5 +490,5 @@ def machine_findings(report: Mapping[str, Any], environ: Mapping[str, str]) -> I
 
 
 def advice(report: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> list[Finding]:
-    """What `facts` say is wrong or slow."""
+    """Return all findings that follow from `facts`: what is missing, wrong or slow."""
     return [*module_findings(report, environ), *amx_findings(), *machine_findings(report, environ)]

@@ -1,6 +1,8 @@
-"""Whether a backend is right here: the loss with its KL, bonus and divergence against plain PyTorch
-in float64, which autograd differentiates, and all else that the kernels know against the eager
-backend, their readable reference. `CASES` is the table.
+"""Test whether a backend computes right results on this machine.
+
+Losses with the KL, the entropy bonus and an exact divergence are compared with plain PyTorch in
+float64, whose gradients come from autograd. Candidate sets and sequence-level ratios are compared
+with the eager backend. `CASES` lists all cases.
 """
 
 from __future__ import annotations
@@ -9,8 +11,8 @@ import itertools
 import math
 import time
 import warnings
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,68 +29,64 @@ from .step import Step, clipped_loss, make_inputs, plain_logits
 
 CPU = torch.device("cpu")
 
-#: The largest errors that rounding can cause. Those of values (loss, log-probs, entropy), which are
-#: fp32, are absolute. Those of gradients, by the dtype of logits or hidden states, are relative to
-#: the largest entry; those of d_logits and d_hidden to the largest entry of each row, so that a
-#: missing row shows. Gradients from hidden states are rounded to their dtype more than once.
+#: The largest errors that rounding can cause. "value": absolute error of loss, log-probs and
+#: entropy, which are fp32. The others: relative error of gradients, by the dtype of the logits or
+#: hidden states; see `largest_error`. Gradients of hidden states are rounded more than once.
 LIMITS = {"value": 5e-5, "float32": 2e-4, "bfloat16": 3e-2}
 
-#: The cases of every shape.
-PLAIN = ("clip", "clip + KL + entropy bonus")
-WHOLE = {"beta": 0.04, "entropy_coef": 0.02}
-#: What an objective has in addition to the clipped ratio; "kept": tokens have candidate sets.
+#: The cases that run at every shape.
+BASIC_CASES = ("clip", "clip + KL + entropy bonus")
+KL_AND_BONUS = {"beta": 0.04, "entropy_coef": 0.02}
+#: Each case with the arguments of `Objective.preset` in addition to the clipped ratio. "kept" is
+#: not one of them: it says that tokens have candidate sets.
 CASES: dict[str, dict[str, Any]] = {
-    PLAIN[0]: {},
-    PLAIN[1]: WHOLE,
-    "clip + KL + entropy bonus over kept sets": WHOLE | {"kept": True},
-    "sequence ratio": WHOLE | {"level": "sequence", "aggregate": "seq-mean-token-mean"},
-    **{f"clip + divergence, {way}": WHOLE | {"kl": Exact(way)} for way in DIRECTIONS},
+    BASIC_CASES[0]: {},
+    BASIC_CASES[1]: KL_AND_BONUS,
+    "clip + KL + entropy bonus over kept sets": KL_AND_BONUS | {"kept": True},
+    "sequence ratio": KL_AND_BONUS | {"level": "sequence", "aggregate": "seq-mean-token-mean"},
+    **{f"clip + divergence, {way}": KL_AND_BONUS | {"kl": Exact(way)} for way in DIRECTIONS},
 }
-#: Those that are compared with the eager backend, which has all others itself.
-BESIDE_EAGER = ("clip + KL + entropy bonus over kept sets", "sequence ratio")
-#: Rows, hidden size, vocabulary and cases: with an odd vocabulary, and with one of a model's size
-#: (rows of many tiles).
-SHAPES = ((12, 64, 1003, tuple(CASES)), (4, 8, 128_257, PLAIN))
+#: Cases that are compared with the eager backend, because plain PyTorch does not compute them here.
+COMPARED_WITH_EAGER = ("clip + KL + entropy bonus over kept sets", "sequence ratio")
+#: (rows, hidden size, vocabulary, cases). One vocabulary is odd, the other has the size of a
+#: model's, so that a row has many tiles.
+SHAPES = ((12, 64, 1003, tuple(CASES)), (4, 8, 128_257, BASIC_CASES))
 
 
 def self_test(backend: str, device: torch.device) -> dict[str, Any]:
-    """All checks of one backend with data on `device`, as doctor --json prints them."""
-    begin = time.perf_counter()
-    checks = []
-    worst = dict.fromkeys(LIMITS, 0.0)
+    """Run all checks of one backend with data on `device`.
+
+    Returns the entry of the backend in the report of `doctor --json`, see
+    grpo_kernels/diagnosis/doctor.py. A check that raises is reported as failed.
+    """
+    start = time.perf_counter()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for (rows, hidden, vocab, cases), dtype, level in itertools.product(
-            SHAPES, ("float32", "bfloat16"), ("logits", "hidden")
-        ):
-            step = Step(level, rows, None if level == "logits" else hidden, vocab, dtype)
-            for case in cases:
-                if (level == "hidden" and "kl" in CASES[case]) or (
-                    backend == "eager" and case in BESIDE_EAGER
-                ):
-                    continue  # the second stream of rows is logits
-                errors = dict[str, float]()
-                failure = None
-                try:
-                    errors = errors_of(question(case, step), case, backend, device, dtype)
-                except Exception as error:  # a kernel that does not compile must not end the report
-                    failure = first_line(error)
-                for name, off in errors.items():
-                    kind = dtype if name.startswith("d_") else "value"
-                    worst[kind] = max(worst[kind], off)
-                    if not off <= LIMITS[kind]:  # NaN as well
-                        failure = (
-                            failure or f"{name} is off by {off:.1e}, more than {LIMITS[kind]:.0e}"
-                        )
-                about = {"case": case, "level": level, "dtype": dtype, "vocab": vocab}
-                checks.append(about | {"errors": errors, "failure": failure})
+        checks = [
+            run_check(
+                case,
+                Step(level, rows, None if level == "logits" else hidden, vocab, dtype),
+                backend,
+                device,
+            )
+            for (rows, hidden, vocab, cases), dtype, level in itertools.product(
+                SHAPES, ("float32", "bfloat16"), ("logits", "hidden")
+            )
+            for case in cases
+            if can_be_checked(case, level, backend)
+        ]
+    worst = dict.fromkeys(LIMITS, 0.0)
+    for check in checks:
+        for name, error in check["errors"].items():
+            kind = error_kind(name, check["dtype"])
+            worst[kind] = max(worst[kind], error)
     return {
         "available": True,
         "reason": None,
         "passed": not any(check["failure"] for check in checks),
         "value_error": worst.pop("value"),
         "gradient_error": worst,
-        "seconds": round(time.perf_counter() - begin, 2),
+        "seconds": round(time.perf_counter() - start, 2),
         "warnings": sorted(
             {str(w.message) for w in caught if "grpo_kernels" in f"{w.message} {w.filename}"}
         ),
@@ -96,128 +94,234 @@ def self_test(backend: str, device: torch.device) -> dict[str, Any]:
     }
 
 
-class Question(NamedTuple):
-    """What a backend is asked."""
+def can_be_checked(case: str, level: str, backend: str) -> bool:
+    """Return whether a case can be computed at this level, and compared with something else.
 
-    leaves: list[Tensor]  # in the dtype of the check; rows that are masked are NaN
+    An exact divergence is only tested from logits: `make_case` has no reference hidden states.
+    """
+    needs_reference_logits = "kl" in CASES[case]
+    compares_eager_with_itself = backend == "eager" and case in COMPARED_WITH_EAGER
+    return not compares_eager_with_itself and not (level == "hidden" and needs_reference_logits)
+
+
+def run_check(case: str, step: Step, backend: str, device: torch.device) -> dict[str, Any]:
+    """Run one case and return its entry of "checks" in the report.
+
+    step   the size, the dtype and the level: "logits" or "hidden"
+
+    "failure" is None, the first error above its limit, or the exception that the case raised.
+    """
+    errors = dict[str, float]()
+    failure = None
+    try:
+        errors = largest_errors(make_case(case, step), backend, device, step.dtype)
+    except Exception as exception:  # a kernel that does not compile must not end the report
+        failure = first_line(exception)
+    for name, error in errors.items():
+        limit = LIMITS[error_kind(name, step.dtype)]
+        is_too_large = not error <= limit  # written so that a NaN is too large
+        if is_too_large and failure is None:
+            failure = f"{name} is off by {error:.1e}, more than {limit:.0e}"
+    return {
+        "case": case,
+        "level": step.level,
+        "dtype": step.dtype,
+        "vocab": step.vocab,
+        "errors": errors,
+        "failure": failure,
+    }
+
+
+def error_kind(name: str, dtype: str) -> str:
+    """Return the key of `LIMITS` for a result: the dtype for a gradient ("d_..."), else "value"."""
+    return dtype if name.startswith("d_") else "value"
+
+
+# ---- the inputs of a case
+
+
+@dataclass
+class CaseInputs:
+    """The inputs of one case, on the CPU.
+
+    leaves           [logits] or [hidden states, head], in the dtype of the check. Masked rows are
+                     NaN.
+    loss_arguments   keyword arguments of `grpo_loss` or `linear_grpo_loss`
+    expects_eager    whether the case is compared with the eager backend
+    """
+
+    leaves: list[Tensor]
     batch: TokenBatch
     objective: Objective
-    how: dict[str, Any]
+    loss_arguments: dict[str, Any]
+    expects_eager: bool
 
 
-def question(case: str, step: Step) -> Question:
-    """Make the inputs of a case. The first token has no advantage.
+def make_case(case: str, step: Step) -> CaseInputs:
+    """Make random inputs of a case. The advantage of the first token is 0.
 
-    Cases that are compared with the eager backend have sequences, whose last token is masked.
-    Candidate sets are the target alone, the target and some ids, or empty.
+    In cases that are compared with the eager backend, sequences have 4 tokens, and the last one is
+    masked. Candidate sets hold only the target, the target and some more ids, or nothing.
     """
     leaves, batch = make_inputs(step, CPU)
     assert batch.advantages is not None
     batch.advantages[0] = 0.0
-    old: Any = batch.old_logps
-    chosen = dict(CASES[case])
-    how = dict[str, Any]({"transform": LogitTransform(1.0 if case == PLAIN[0] else 0.9)})
-    kept = chosen.pop("kept", False)
-    batch = replace(batch, ref_logps=old - 0.2)
-    if case in BESIDE_EAGER:
+    old_logps: Any = batch.old_logps
+    preset_arguments = dict(CASES[case])
+    has_candidate_sets = preset_arguments.pop("kept", False)
+    temperature = 1.0 if case == BASIC_CASES[0] else 0.9
+    loss_arguments = dict[str, Any](transform=LogitTransform(temperature))
+    batch = replace(batch, ref_logps=old_logps - 0.2)
+    if case in COMPARED_WITH_EAGER:
         masked = torch.arange(step.rows) % 4 == 3
-        ends = torch.arange(0, step.rows + 1, 4)
         batch = replace(
-            batch, mask=~masked, cu_seqlens=ends, old_logps=old.masked_fill(masked, torch.nan)
+            batch,
+            mask=~masked,
+            cu_seqlens=torch.arange(0, step.rows + 1, 4),
+            old_logps=old_logps.masked_fill(masked, torch.nan),
         )
         leaves[0] = leaves[0].masked_fill(masked[:, None], torch.nan)
-    if kept:
-        lists = (
-            [(t + 7 * j) % step.vocab for j in range((0, 1, 20)[i % 3])]
-            for i, t in enumerate(batch.targets.tolist())
-        )
-        batch = replace(
-            batch, kept=TokenSets.from_lists([*map(sorted, lists)]), old_logps=None
-        )  # which are of no set
-    if "kl" in chosen:
+    if has_candidate_sets:
+        # The old log-probs are over the whole vocabulary, not over these sets.
+        batch = replace(batch, kept=make_candidate_sets(batch.targets, step.vocab), old_logps=None)
+    if "kl" in preset_arguments:
         batch = replace(batch, ref_logps=None)
-        how["ref_logits"] = leaves[0].float().roll(1, -1)
-    return Question(leaves, batch, Objective.preset("dapo", **chosen), how)
+        loss_arguments["ref_logits"] = leaves[0].float().roll(1, -1)
+    objective = Objective.preset("dapo", **preset_arguments)
+    return CaseInputs(leaves, batch, objective, loss_arguments, case in COMPARED_WITH_EAGER)
 
 
-def plain_results(q: Question) -> dict[str, Tensor]:
-    """Compute a case in plain PyTorch in float64, unless it is compared with the eager backend."""
-    leaves = [x.double().requires_grad_() for x in q.leaves]
-    b: Any = q.batch
-    objective = q.objective
-    temperature = q.how["transform"].temperature
-    log_p = torch.log_softmax(plain_logits(leaves) / temperature, -1)
-    logps = log_p.gather(-1, b.targets[:, None])[:, 0]
-    entropy = -(log_p.exp() * log_p).sum(-1)
-    if objective.exact is not None:
-        log_q = torch.log_softmax(q.how["ref_logits"].double() / temperature, -1)
-        kl = plain_divergence(log_p, log_q)[objective.exact.direction]
-    else:
-        apart = b.ref_logps - logps
-        kl = apart.exp() - apart - 1.0
-    terms = clipped_loss(logps, b.old_logps, b.advantages) + objective.beta * kl
-    return _with_gradients(
-        leaves, loss=(terms - objective.entropy_coef * entropy).mean(), logps=logps, entropy=entropy
+def make_candidate_sets(targets: Tensor, vocab: int) -> TokenSets:
+    """Return a set of 0, 1 or 20 ids for each target, which contains the target if it has any id.
+
+    An empty set stands for the whole vocabulary.
+    """
+    sizes = (0, 1, 20)
+    return TokenSets.from_lists(
+        [
+            sorted((target + 7 * k) % vocab for k in range(sizes[row % 3]))
+            for row, target in enumerate(targets.tolist())
+        ]
     )
 
 
-def plain_divergence(p: Tensor, q: Tensor) -> dict[str, Tensor]:
-    """That of each of DIRECTIONS, from the log-probs of rows."""
+# ---- expected results, and those of a backend
+
+
+def plain_results(inputs: CaseInputs) -> dict[str, Tensor]:
+    """Compute the loss of a case in plain PyTorch in float64, see `backend_results`.
+
+    The loss is the mean over tokens of clipped_loss + beta * kl - entropy_coef * entropy. kl is the
+    exact divergence if the objective has one, else the estimator k3 = exp(d) - d - 1 for
+    d = ref_logp - logp.
+    """
+    leaves = [x.double().requires_grad_() for x in inputs.leaves]
+    batch: Any = inputs.batch
+    objective = inputs.objective
+    temperature = inputs.loss_arguments["transform"].temperature
+    all_logps = torch.log_softmax(plain_logits(leaves) / temperature, -1)
+    logps = all_logps.gather(-1, batch.targets[:, None])[:, 0]
+    entropy = -(all_logps.exp() * all_logps).sum(-1)
+    if objective.exact is not None:
+        ref_logits = inputs.loss_arguments["ref_logits"].double()
+        all_ref_logps = torch.log_softmax(ref_logits / temperature, -1)
+        kl = plain_divergence(all_logps, all_ref_logps, objective.exact.direction)
+    else:
+        difference = batch.ref_logps - logps
+        kl = difference.exp() - difference - 1.0
+    losses = clipped_loss(logps, batch.old_logps, batch.advantages) + objective.beta * kl
+    loss = (losses - objective.entropy_coef * entropy).mean()
+    return with_gradients(leaves, loss=loss, logps=logps, entropy=entropy)
+
+
+def plain_divergence(p: Tensor, q: Tensor, direction: str) -> Tensor:
+    """Return the divergence of each row from the log-probs p and q [rows, vocab].
+
+    direction   "reverse": KL(p || q). "forward": KL(q || p). "jsd": the mean of KL(p || m) and
+                KL(q || m) for m = (p + q) / 2. "tv": half the sum of |p - q|.
+    """
 
     def kl(a: Tensor, b: Tensor) -> Tensor:
         return (a.exp() * (a - b)).sum(-1)
 
-    m = p.logaddexp(q) - math.log(2.0)
-    return {
-        "reverse": kl(p, q),
-        "forward": kl(q, p),
-        "jsd": (kl(p, m) + kl(q, m)) / 2,
-        "tv": (p.exp() - q.exp()).abs().sum(-1) / 2,
-    }
+    if direction == "reverse":
+        return kl(p, q)
+    if direction == "forward":
+        return kl(q, p)
+    if direction == "tv":
+        return (p.exp() - q.exp()).abs().sum(-1) / 2
+    assert direction == "jsd", direction
+    mixture = p.logaddexp(q) - math.log(2.0)
+    return (kl(p, mixture) + kl(q, mixture)) / 2
 
 
-def errors_of(
-    q: Question, case: str, backend: str, device: torch.device, dtype: str
-) -> dict[str, float]:
-    """Return the largest errors of values and gradients.
+def backend_results(
+    inputs: CaseInputs, backend: str, device: torch.device, dtype: str
+) -> dict[str, Tensor]:
+    """Compute loss, log-probs, entropy and gradients of a case with a backend.
 
-    The comparison is plain PyTorch in float64, or the eager backend in fp32 with torch's matmuls.
-    The error of a gradient is relative to its largest entry; for logits and hidden states, to the
-    largest entry of the same row.
+    Returns {"loss", "logps", "entropy", "d_logits"}, or "d_hidden" and "d_weight" in place of the
+    last, as float64 on the CPU. Strict mode raises instead of falling back to the eager backend,
+    which would then be tested in place of this one.
     """
-    found = results(q, backend, device, dtype)
-    errors = dict[str, float]()
-    if case not in BESIDE_EAGER:
-        expected = plain_results(q)
-    else:
-        with cpu_matmuls.using("torch"):
-            expected = results(q, "eager", CPU, "float32")
-    for name, wanted in expected.items():
-        off = (found[name] - wanted).abs()
-        size = wanted.abs()
-        largest = size.max() if name.startswith("d_") else 1.0
-        if name in (
-            "d_logits",
-            "d_hidden",
-        ):  # rows that are 0, or nearly, are compared with the largest row
-            off = off.amax(-1)
-            rows = size.amax(-1)
-            largest = torch.where(rows > 1e-2 * largest, rows, largest)
-        errors[name] = float((off / largest).max())
-    return errors
-
-
-def results(q: Question, backend: str, device: torch.device, dtype: str) -> dict[str, Tensor]:
-    """By a backend, in strict mode: otherwise a fallback could be tested in its place."""
-    leaves = [x.to(device, getattr(torch, dtype), copy=True).requires_grad_() for x in q.leaves]
-    how = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in q.how.items()}
-    loss_of: Any = grpo_loss if len(leaves) == 1 else linear_grpo_loss
+    leaves = [
+        x.to(device, getattr(torch, dtype), copy=True).requires_grad_() for x in inputs.leaves
+    ]
+    arguments = {
+        name: x.to(device) if isinstance(x, Tensor) else x
+        for name, x in inputs.loss_arguments.items()
+    }
+    loss_function: Any = grpo_loss if len(leaves) == 1 else linear_grpo_loss
     with use(backend=backend, strict=True):
-        out = loss_of(*leaves, q.batch.to(device), q.objective, **how)
-        return _with_gradients(leaves, loss=out.loss, logps=out.logps, entropy=out.entropy)
+        out = loss_function(*leaves, inputs.batch.to(device), inputs.objective, **arguments)
+        return with_gradients(leaves, loss=out.loss, logps=out.logps, entropy=out.entropy)
 
 
-def _with_gradients(leaves: list[Tensor], **values: Tensor) -> dict[str, Tensor]:
+def with_gradients(leaves: list[Tensor], **values: Tensor) -> dict[str, Tensor]:
+    """Return the values and the gradients of values["loss"], as float64 on the CPU.
+
+    The gradient of [logits] is named "d_logits", those of [hidden states, head] "d_hidden" and
+    "d_weight".
+    """
     names = ("d_logits",) if len(leaves) == 1 else ("d_hidden", "d_weight")
-    values |= dict(zip(names, torch.autograd.grad(values["loss"], leaves), strict=True))
-    return {name: tensor.detach().double().cpu() for name, tensor in values.items()}
+    gradients = torch.autograd.grad(values["loss"], leaves)
+    results = values | dict(zip(names, gradients, strict=True))
+    return {name: x.detach().double().cpu() for name, x in results.items()}
+
+
+# ---- errors
+
+
+def largest_errors(
+    inputs: CaseInputs, backend: str, device: torch.device, dtype: str
+) -> dict[str, float]:
+    """Return the largest error of each result of a backend, by name.
+
+    Expected are the results of plain PyTorch in float64, or of the eager backend in fp32 with
+    torch's matmuls.
+    """
+    results = backend_results(inputs, backend, device, dtype)
+    if inputs.expects_eager:
+        with cpu_matmuls.using("torch"):
+            expected = backend_results(inputs, "eager", CPU, "float32")
+    else:
+        expected = plain_results(inputs)
+    return {name: largest_error(name, results[name], expected[name]) for name in expected}
+
+
+def largest_error(name: str, result: Tensor, expected: Tensor) -> float:
+    """Return the largest absolute error of a value, or the largest relative error of a gradient.
+
+    The error of d_weight is relative to its largest entry. The errors of d_logits and d_hidden are
+    relative to the largest entry of the same row, so that a missing row shows. Rows below 1 % of
+    the largest entry, such as rows of zeros, are compared with the largest entry.
+    """
+    error = (result - expected).abs()
+    if not name.startswith("d_"):
+        return float(error.max())
+    largest = expected.abs().max()
+    if name == "d_weight":
+        return float((error / largest).max())
+    row_largest = expected.abs().amax(-1)
+    scale = torch.where(row_largest > 1e-2 * largest, row_largest, largest)
+    return float((error.amax(-1) / scale).max())
