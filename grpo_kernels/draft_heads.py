@@ -54,7 +54,7 @@ from .options import (
     Options,
     as_options,
     is_traced,
-    leaves_the_graph,
+    must_break_graph,
     refuse_keywords,
     run_outside_graph,
 )
@@ -143,7 +143,7 @@ def draft_head_loss(
     if unknown:
         refuse_keywords(draft_head_loss, unknown)
     options = as_options(options)
-    if is_traced() and leaves_the_graph(options, None, kind):
+    if is_traced() and must_break_graph(options, None, kind):
         return run_outside_graph(
             draft_head_loss,
             draft_hidden,

@@ -49,7 +49,7 @@ from .options import (
     Options,
     as_options,
     is_traced,
-    leaves_the_graph,
+    must_break_graph,
     refuse_keywords,
     run_outside_graph,
 )
@@ -243,7 +243,7 @@ def compute_logprobs(
     """Compute `token_logprobs` or `linear_logprobs`."""
     options = as_options(options)
     inputs.check_options(options)
-    if is_traced() and leaves_the_graph(options, None, kept, at, rows):
+    if is_traced() and must_break_graph(options, None, kept, at, rows):
         return run_outside_graph(
             compute_logprobs,
             inputs,
@@ -509,7 +509,7 @@ def compute_divergence(
     """
     options = as_options(options)
     inputs.check_options(options)
-    if is_traced() and leaves_the_graph(options, None, exact):
+    if is_traced() and must_break_graph(options, None, exact):
         return run_outside_graph(
             compute_divergence,
             inputs,

@@ -60,7 +60,7 @@ from .options import (
     Options,
     as_options,
     is_traced,
-    leaves_the_graph,
+    must_break_graph,
     refuse_keywords,
     run_outside_graph,
 )
@@ -307,7 +307,7 @@ def compute_loss(
     check_batch_and_objective(batch, objective)
     check_reference(reference, inputs.reference_name, batch, objective)
     exact = objective.exact
-    if is_traced() and leaves_the_graph(
+    if is_traced() and must_break_graph(
         options, batch.context_group, exact, batch.kept, batch.extra_ids, batch.rows
     ):
         return run_outside_graph(

@@ -1,4 +1,4 @@
-"""What a caller says about a head (`Head`) and about how a call computes (`Options`)."""
+"""Arguments that many public functions share: `Head`, an output head, and `Options` of a call."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from .transform import LogitTransform
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Head(Checked):
-    """An output head. Every `linear_*` function takes it instead of `weight`.
+    """An output head with a bias or a transform. Pass it as `weight` to any `linear_*` function.
 
         head = Head(model.lm_head.weight, model.lm_head.bias, LogitTransform.of(model))
         out = linear_grpo_loss(hidden, head, batch, objective)
 
-    weight      [V, H]
-    bias        [V] or None, added to the logits before the transform
-    transform   softcap, scale and temperature after the matmul
+    weight      float [V, H], where V is the vocabulary size and H the hidden size
+    bias        float [V], added to the logits before the transform; None: no bias
+    transform   softcap, scale and temperature of the logits; None: none
 
-    The function that takes it checks the tensors. It raises ValueError if it also gets a
-    `transform=`.
+    The function that takes the head checks the tensors. If you pass a `transform=` to that function
+    too, it raises ValueError.
     """
 
     weight: Tensor
@@ -39,25 +39,26 @@ class Head(Checked):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Options(Checked):
-    """Options of a call: `options=` of the loss, log-prob and divergence functions.
+    """Options of a call, for the argument `options=` of loss, log-prob and divergence functions.
 
         options = Options(backend="eager", strict=True)
         out = linear_grpo_loss(hidden, weight, batch, objective, options=options)
 
     backend         "auto", "eager", "cpu" or "triton". `use` sets it for all calls of a process.
-    strict          whether a fallback to another backend, or a NaN in the batch at a trained token,
-                    is an error
-    skip_inactive   whether a loss skips tokens that cannot contribute (zero advantage or weight,
-                    and neither KL nor entropy bonus, at token level). out.logps and out.entropy are
-                    0 there. Loss and gradient are the same.
-    shard           this rank's part of a vocabulary that is sharded over a group, of logits, or of
-                    weight and bias, and of those of a reference: see `distributed.VocabShard`
-    grad_in_backward   whether a loss computes its gradient in the backward instead of the forward.
+    strict          True: raise an error if the call would fall back to another backend, or if the
+                    batch has a NaN at a trained token
+    skip_inactive   True: a loss skips tokens that cannot contribute (zero advantage or weight, and
+                    neither KL nor entropy bonus, at token level). out.logps and out.entropy are 0
+                    there. Loss and gradient are the same.
+    shard           the ids that this rank holds, if the vocabulary is sharded over a process group.
+                    Logits, or weight and bias, and the same of a reference, then have only these
+                    ids. See `distributed.VocabShard`.
+    weight_grad     [V, H], fp32 or the dtype of the weight: the backward adds the gradient of the
+                    weight to this memory. Autograd then gives the weight no gradient.
+    grad_in_backward   True: a loss computes its gradient in the backward instead of the forward.
                        From logits this reads them twice. It is faster if the backward would
-                       multiply the gradient by a factor that `grad_scale` cannot say, such as the
-                       scale of a GradScaler. From hidden states it costs a fourth matmul.
-    weight_grad     [V, H], fp32 or the dtype of the weight: memory that the backward adds the
-                    gradient of the weight to. Autograd then gives the weight none.
+                       multiply the gradient by a factor that cannot be passed as `grad_scale`, such
+                       as the scale of a GradScaler. From hidden states it costs a fourth matmul.
 
     Raises ValueError naming the field that is wrong.
     """
@@ -71,6 +72,7 @@ class Options(Checked):
     __repr__ = describe
 
     def __post_init__(self) -> None:
+        """Raise ValueError naming the field that is wrong."""
         for name in ("skip_inactive", "strict", "grad_in_backward"):
             value = getattr(self, name)
             require(isinstance(value, bool), name, value, "pass True or False.")
@@ -83,7 +85,10 @@ DEFAULT_OPTIONS = Options()
 
 
 def as_options(options: Options | None) -> Options:
-    """Return the options of a call, the defaults for None."""
+    """Return the argument `options=` of a call, or the default options for None.
+
+    Raises ValueError for anything else.
+    """
     if options is None:
         return DEFAULT_OPTIONS
     if not isinstance(options, Options):
@@ -94,7 +99,7 @@ def as_options(options: Options | None) -> Options:
     return options
 
 
-# ---- keywords in the wrong place
+# ---- unknown keyword arguments
 
 
 def refuse_keywords(
@@ -103,28 +108,33 @@ def refuse_keywords(
     known: Sequence[str] = (),
     remedy: str = "",
 ) -> None:
-    """Raise TypeError for the first keyword that a function does not know.
+    """Raise TypeError if one of the keywords is not a parameter of a function.
 
-    The message says where the keyword belongs, or suggests a similar name.
+    The message says how to pass the keyword instead, or suggests a similar name.
 
-    known   the keywords that the function knows; its own parameters by default
+    function   the public function that got the keywords
+    keywords   the keyword arguments to check
+    known      the keywords that the function accepts; by default its parameters
+    remedy     the end of the message for a keyword that no other argument accepts
     """
     if not known:
         parameters = inspect.signature(function).parameters.values()
         known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
     for name in keywords:
         if name not in known:
-            refuse_unknown(
-                function.__name__, [name], known, place_of_keyword(name, known) or remedy
-            )
+            how_to_pass = how_to_pass_keyword(name, known)
+            refuse_unknown(function.__name__, [name], known, how_to_pass or remedy)
 
 
-def place_of_keyword(name: str, known: Sequence[str]) -> str:
-    """Return a sentence that says where a keyword belongs, "" if it belongs nowhere.
+def how_to_pass_keyword(name: str, known: Sequence[str]) -> str:
+    """Return how to pass a keyword to a function that does not accept it, as a sentence.
 
-    known   the parameters of the function that got it
+    For "strict" it is "Pass options=Options(strict=...)." Return "" if the keyword belongs to no
+    argument of the function.
+
+    known   the keywords that the function accepts
     """
-    if name in ("bias", "weight_grad") and "logits" in known:  # logits come without a head
+    if name in ("bias", "weight_grad") and "logits" in known:  # a function of logits has no head
         return ""
     if name in (f.name for f in fields(Options)):
         return f"Pass options=Options({name}=...)."
@@ -139,22 +149,26 @@ def place_of_keyword(name: str, known: Sequence[str]) -> str:
 
 
 def is_traced() -> bool:
-    """Return whether torch.compile, torch.export or a transform of torch.func traces this call."""
+    """Return whether torch.compile, torch.export or a transform of torch.func traces the caller."""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
-def leaves_the_graph(options: Options, context_group: Any, *features: Any) -> bool:
-    """Return whether a traced call must break the graph.
+def must_break_graph(options: Options, context_group: Any, *optional_arguments: Any) -> bool:
+    """Return whether a call that is traced must break the graph and run eagerly.
 
-    The operators of a graph have no process groups, no memory to add to, and none of `features`,
-    which are None if they are not used. Raises ValueError under torch.func for process groups and
-    for memory.
+    Under torch.compile it must if it uses a process group, `Options.weight_grad` or an optional
+    argument, because the operators of a graph do not support them. Under torch.func it must not.
+
+    context_group        process group of ranks that share sequences, or None
+    optional_arguments   arguments of the call that a graph does not support, None if not used
+
+    Raises ValueError for a process group or `weight_grad` under torch.func.
     """
     groups = {"shard": options.shard, "context_group": context_group}
     used_groups = [name for name, group in groups.items() if group is not None]
     if torch.compiler.is_compiling():
-        is_used = any(x is not None for x in (*features, options.weight_grad))
-        return bool(used_groups) or is_used
+        has_optional = any(x is not None for x in (*optional_arguments, options.weight_grad))
+        return bool(used_groups) or has_optional
     if used_groups:
         raise ValueError(
             f"{used_groups[0]} is given under torch.func, which does not support process groups:"
@@ -166,13 +180,13 @@ def leaves_the_graph(options: Options, context_group: Any, *features: Any) -> bo
 
 
 def run_outside_graph(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """Call a function eagerly, at a graph break.
+    """Call a function eagerly while torch.compile traces, which breaks the graph here.
 
-    The error of fullgraph=True names this function.
+    With fullgraph=True torch.compile raises an error that names `run_outside_graph`.
     """
     return torch.compiler.disable(function)(*arguments, **keywords)
 
 
-# The attribute that torch.compiler.disable sets. As a decorator it would import the whole compiler
-# with this package.
+# torch.compiler.disable sets this attribute too. As a decorator it would import the whole compiler
+# together with this package.
 run_outside_graph._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What a model does to its logits before the softmax."""
+"""`LogitTransform`: scale, softcap and temperature of the logits before the softmax."""
 
 from __future__ import annotations
 
@@ -25,17 +25,19 @@ from .core.softmax import RowTransform
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LogitTransform(Checked):
-    """Scale, softcap and temperature of logits: z = softcap * tanh(x * scale / softcap) /
-    temperature.
+    """What is applied to the logits x of a head before the softmax.
 
-    temperature   a number > 0, or a tensor > 0: 0-d, per sequence [B] or per token (the shape of
-                  targets)
-    softcap       a number > 0, or None for no softcap
-    scale         a finite number, not 0
+        z = softcap * tanh(x * scale / softcap) / temperature
+        z = x * scale / temperature                              without a softcap
 
-    The order is scale, softcap, temperature. Logits that a model's own forward returns already have
-    its scale and softcap: pass the temperature only. Hidden states do not:
-    `LogitTransform.of(model)` reads what the model does after its head.
+    temperature   a number above 0, or a float tensor above 0: 0-d, [num_sequences], or one per
+                  token in the shape of targets
+    softcap       a finite number above 0; None: no softcap
+    scale         a finite number other than 0
+
+    Logits that the forward of a model returns already have its scale and softcap, so pass the
+    temperature only. For hidden states pass all three: `LogitTransform.of(model)` reads softcap and
+    scale from the config of the model.
 
     Raises ValueError naming the field that is wrong.
     """
@@ -55,6 +57,7 @@ class LogitTransform(Checked):
     )
 
     def __post_init__(self) -> None:
+        """Raise ValueError naming the field that is wrong."""
         super().__post_init__()
         check_temperature(self.temperature)
         object.__setattr__(self, "temperature", as_number(self.temperature))
@@ -63,15 +66,15 @@ class LogitTransform(Checked):
 
     @classmethod
     def of(cls, model: Any, *, temperature: float | Tensor = 1.0) -> LogitTransform:
-        """Return what a causal language model of transformers does to head(hidden).
+        """Return the transform that a causal language model of transformers applies to its logits.
 
             transform = LogitTransform.of(model, temperature=0.7)
             logps, _ = linear_logprobs(hidden, model.lm_head.weight, targets, transform=transform)
 
-        model         the language model, also inside wrappers of PEFT, DDP or torch.compile.
+        model         the language model, also inside of a wrapper of PEFT, DDP or torch.compile.
                       Softcap and scale come from its config: Gemma-2, -3n and -4, Granite,
                       Cohere, HyperCLOVA X, MiniCPM, Falcon-H1 and others have one.
-        temperature   as in the fields
+        temperature   temperature of the transform, see the fields
 
         Raises ValueError for a model class that is not listed in architectures.py.
         """
@@ -85,20 +88,29 @@ class LogitTransform(Checked):
         cu_seqlens: Tensor | None,
         device: torch.device,
     ) -> RowTransform:
-        """Return the transform of the flat rows of targets of `shape`.
+        """Return the transform as kernels receive it, with one temperature for each row.
 
-        A temperature tensor becomes one inverse per row, which is checked where mask is set.
-        Packed targets are cut into sequences by `cu_seqlens`.
+        shape        shape of targets. A row is one of its elements, in row-major order.
+        mask         bool of this shape: only the temperatures of these rows are checked; None: all
+        cu_seqlens   int [num_sequences + 1], offsets of the sequences of packed targets; None if
+                     targets is [num_sequences, length]
+        device       device of the result
+
+        Raises ValueError for a temperature that has the wrong shape or is not above 0.
         """
         inverse = inverse_temperatures(self.temperature, shape, mask, cu_seqlens, device)
-        return RowTransform(float(self.scale), float(self.softcap or 0.0), inverse)
+        softcap = 0.0 if self.softcap is None else float(self.softcap)  # kernels: 0 is no softcap
+        return RowTransform(scale=float(self.scale), softcap=softcap, inverse_temperature=inverse)
 
 
 NO_TRANSFORM = LogitTransform()
 
 
 def as_transform(transform: LogitTransform | None) -> LogitTransform:
-    """Return a transform, or the identity for None. Raises ValueError for anything else."""
+    """Return the argument `transform=` of a call, or the identity for None.
+
+    Raises ValueError for anything else.
+    """
     if transform is None:
         return NO_TRANSFORM
     if not isinstance(transform, LogitTransform):
