@@ -1,4 +1,4 @@
-"""`TokenBatch`: the tokens of a batch with all that a loss reads besides the policy, with checks."""
+"""`TokenBatch`: the tokens of a batch with all that a loss reads besides the policy, checked."""
 
 from __future__ import annotations
 
