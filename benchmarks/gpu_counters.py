@@ -1,8 +1,8 @@
 """The measurements of the stages `counters` and `memcheck` of the GPU kit. For calls of every
-public function, which are recipes of the tests: what they compile, where they make the host wait,
+public function, which are cases of the tests: what they compile, where they make the host wait,
 how much host time they take, and whether a CUDA graph of them gives the same result.
 
-A new entry point of the package registers in RECIPES, and in CAPTURED if it is to be captured.
+A new entry point of the package registers in CASES, and in CAPTURED if it is to be captured.
 """
 
 from __future__ import annotations
@@ -28,9 +28,14 @@ from grpo_kernels import LogitTransform, Objective
 from grpo_kernels.formulas.surrogates import Clip
 
 sys.path.insert(0, str(ROOT / "tests"))
-from support.doors import Call, arguments_of, batch_of, called
+from support.call_cases import CallCase, problem
 from support.on_device import OnDevice
-from support.recipes import Recipe, problem
+from support.public_functions import (
+    PreparedCall,
+    bind_arguments,
+    function_and_arguments,
+    make_batch,
+)
 
 # ---- kernels that have run
 
@@ -59,25 +64,25 @@ def loaded_kernels() -> list[dict]:
 # ---- calls
 
 HEAD, ALL = {"source": "hidden"}, {"mask": "none"}
-LOGPS, DIVERGENCE = {"door": "logprobs"}, {"door": "divergence", "other": "whole"}
+LOGPS, DIVERGENCE = {"function": "logprobs"}, {"function": "divergence", "other": "whole"}
 EXACT = {**HEAD, "objective": "dapo, exact", "exact": "jsd"}
 #: {entry point: a call of it}. Where nothing else is said some tokens are masked.
-RECIPES = {
-    "grpo_loss": Recipe(objective="dapo, k3"),
-    "grpo_loss, in place": Recipe(objective="dapo, k3", inplace=True),
-    "linear_grpo_loss": Recipe(**HEAD, objective="dapo, k3"),
-    "linear_grpo_loss, kept sets": Recipe(**HEAD, kept="some"),
-    "linear_grpo_loss, wide kept sets": Recipe(**HEAD, kept="long"),
-    "linear_grpo_loss, divergence": Recipe(**EXACT, other="whole"),
-    "token_logprobs": Recipe(**LOGPS, **ALL),
-    "token_logprobs, masked": Recipe(**LOGPS),
-    "token_logprobs, masked, several ids": Recipe(**LOGPS, also="at"),
-    "linear_logprobs": Recipe(**LOGPS, **ALL, **HEAD),
-    "linear_logprobs, masked": Recipe(**LOGPS, **HEAD),
-    "linear_logprobs, several ids": Recipe(**LOGPS, **ALL, **HEAD, also="at"),
-    "token_divergence": Recipe(**DIVERGENCE, exact="forward"),
-    "linear_divergence": Recipe(**DIVERGENCE, **ALL, **HEAD, exact="jsd"),
-    "linear_divergence, masked": Recipe(**DIVERGENCE, **HEAD, exact="jsd"),
+CASES = {
+    "grpo_loss": CallCase(objective="dapo, k3"),
+    "grpo_loss, in place": CallCase(objective="dapo, k3", inplace=True),
+    "linear_grpo_loss": CallCase(**HEAD, objective="dapo, k3"),
+    "linear_grpo_loss, kept sets": CallCase(**HEAD, kept="some"),
+    "linear_grpo_loss, wide kept sets": CallCase(**HEAD, kept="long"),
+    "linear_grpo_loss, divergence": CallCase(**EXACT, other="whole"),
+    "token_logprobs": CallCase(**LOGPS, **ALL),
+    "token_logprobs, masked": CallCase(**LOGPS),
+    "token_logprobs, masked, several ids": CallCase(**LOGPS, also="at"),
+    "linear_logprobs": CallCase(**LOGPS, **ALL, **HEAD),
+    "linear_logprobs, masked": CallCase(**LOGPS, **HEAD),
+    "linear_logprobs, several ids": CallCase(**LOGPS, **ALL, **HEAD, also="at"),
+    "token_divergence": CallCase(**DIVERGENCE, exact="forward"),
+    "linear_divergence": CallCase(**DIVERGENCE, **ALL, **HEAD, exact="jsd"),
+    "linear_divergence, masked": CallCase(**DIVERGENCE, **HEAD, exact="jsd"),
 }
 #: Those that are documented to make the host wait, and why.
 WAITS = {
@@ -89,7 +94,7 @@ WAITS = {
 }
 #: Those that a trainer would capture in a CUDA graph.
 CAPTURED = (
-    *(name for name in RECIPES if name.startswith(("grpo_loss", "token_logprobs"))), "linear_grpo_loss", "linear_grpo_loss, kept sets",
+    *(name for name in CASES if name.startswith(("grpo_loss", "token_logprobs"))), "linear_grpo_loss", "linear_grpo_loss, kept sets",
     "linear_grpo_loss, wide kept sets", "linear_grpo_loss, divergence",
     "linear_divergence",
 )  # fmt: skip
@@ -111,20 +116,20 @@ class Made:
 def calls(
     device: str, rows: int, vocab: int, width: int, dtype: str = "bfloat16"
 ) -> dict[str, Made]:
-    """The calls of RECIPES over four sequences of equal length; each has been made once."""
+    """The calls of CASES over four sequences of equal length; each has been made once."""
     found = {}
     with OnDevice(device):
-        for name, recipe in RECIPES.items():
+        for name, case in CASES.items():
             size = {"lengths": (rows // 4,) * 4, "vocab": vocab, "width": width, "dtype": dtype}
-            call = Call(replace(recipe, **size))
-            found[name] = Made(call.leaves[0].detach(), stepped(call), recipe.source == "logits")
+            call = PreparedCall(replace(case, **size))
+            found[name] = Made(call.leaves[0].detach(), stepped(call), case.source == "logits")
             found[name].step()
     return found
 
 
-def stepped(call: Call) -> Step:
+def stepped(call: PreparedCall) -> Step:
     def step() -> tuple[Tensor, ...]:
-        values = call.values(*([call.leaves[0] * 1] if call.p.recipe.inplace else ()))
+        values = call.values(*([call.leaves[0] * 1] if call.p.case.inplace else ()))
         total = (
             values["loss"]
             if "loss" in values
@@ -139,13 +144,13 @@ def batches(device: str, rows: int, vocab: int, width: int) -> dict[str, Callabl
     """A batch that is made, alone and in a call."""
     with OnDevice(device):
         masked, whole = (
-            problem(Recipe(**HEAD, mask=mask, lengths=(rows // 4,) * 4, vocab=vocab, width=width))
+            problem(CallCase(**HEAD, mask=mask, lengths=(rows // 4,) * 4, vocab=vocab, width=width))
             for mask in ("some", "none")
         )
-        function, (_, objective), given = arguments_of(masked)
+        function, (_, objective), given = function_and_arguments(masked)
     return {
-        "TokenBatch, masked": lambda: batch_of(masked), "TokenBatch": lambda: batch_of(whole),
-        "TokenBatch and linear_grpo_loss": lambda: function(*masked.given.values(), batch_of(masked), objective, **given),
+        "TokenBatch, masked": lambda: make_batch(masked), "TokenBatch": lambda: make_batch(whole),
+        "TokenBatch and linear_grpo_loss": lambda: function(*masked.given.values(), make_batch(masked), objective, **given),
     }  # fmt: skip
 
 
@@ -157,7 +162,7 @@ def recompilations(
     """
     draw = random.Random(0)
     entries = [
-        RECIPES[name]
+        CASES[name]
         for name in (
             "grpo_loss",
             "linear_grpo_loss",
@@ -168,14 +173,12 @@ def recompilations(
 
     def step(length: int, low: float, high: float, beta: float, temperature: float) -> None:
         objective = Objective.preset("dapo", surrogate=Clip(low, high), beta=beta)
-        for recipe in entries:
-            call = Call(
-                replace(
-                    recipe, lengths=(length, length), vocab=vocab, width=width, dtype="bfloat16"
-                )
+        for case in entries:
+            call = PreparedCall(
+                replace(case, lengths=(length, length), vocab=vocab, width=width, dtype="bfloat16")
             )
-            function, after, given = arguments_of(call.p, objective=objective)
-            call.call = called(
+            function, after, given = function_and_arguments(call.p, objective=objective)
+            call.call = bind_arguments(
                 function, after, given | {"transform": LogitTransform(temperature=temperature)}
             )
             stepped(call)()

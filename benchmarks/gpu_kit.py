@@ -81,7 +81,7 @@ CASES = {
         ),
         12, 0.25,
     ),
-    "real sizes": Cases(("rows/triton_recipes.py",), 8, 0.4),
+    "real sizes": Cases(("rows/triton_call_cases.py",), 8, 0.4),
     "objectives": Cases(
         (
             "core/test_objectives.py", "core/test_combinations.py", "core/test_relations.py", "core/test_rows.py",

@@ -24,11 +24,11 @@ from grpo_kernels import (
     token_logprobs,
 )
 from support.bits import same_bits, snapshot
-from support.doors import Call, pull
-from support.recipes import DTYPES, Recipe
+from support.call_cases import DTYPES, CallCase
+from support.public_functions import PreparedCall, run_backward
 
-LOSS = Recipe(objective="grpo, k3 and entropy", transform="per sequence")
-LOGPS = replace(LOSS, objective="dapo", door="logprobs")
+LOSS = CallCase(objective="grpo, k3 and entropy", transform="per sequence")
+LOGPS = replace(LOSS, objective="dapo", function="logprobs")
 CALLS = {
     "loss of logits": LOSS,
     "loss of hidden states": replace(LOSS, source="hidden"),
@@ -41,7 +41,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
 def ready(name, backend, dtype="float32", **changes):
-    return Call(replace(CALLS[name], dtype=dtype, **changes), backend=backend)
+    return PreparedCall(replace(CALLS[name], dtype=dtype, **changes), backend=backend)
 
 
 def same(found, expected):
@@ -89,7 +89,7 @@ def test_gradients_add_up_where_tensors_are_used_twice(name, backend):
     call = ready(name, backend)
     once, twice = call.gradients(), [call.values(), call.values()]
     call.gradients(twice[0])
-    pull(call.p, twice[1])
+    run_backward(call.p, twice[1])
     for x, y in zip(call.leaves, once, strict=True):
         torch.testing.assert_close(x.grad, 2 * y, rtol=1e-6, atol=1e-7)
 
@@ -256,8 +256,8 @@ def test_in_place_over_what_is_read_is_refused(name, make):
 
 def with_memory(kept, backend, objective="dapo", into=None):
     """A loss from hidden states with memory for the weight's gradient, or without."""
-    return Call(
-        Recipe(source="hidden", objective=objective, kept=kept, seed=4),
+    return PreparedCall(
+        CallCase(source="hidden", objective=objective, kept=kept, seed=4),
         backend=backend,
         weight_grad=into,
     )

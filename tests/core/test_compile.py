@@ -21,9 +21,9 @@ from grpo_kernels import (
     TokenBatch,
     grpo_loss,
 )
-from support.doors import by_func, compare, run
+from support.call_cases import KINDS, VIEWS, CallCase, legal, problem
 from support.inside import rows_of_head, rows_of_logits, traced_stages
-from support.recipes import KINDS, VIEWS, Recipe, legal, problem
+from support.public_functions import assert_matches_oracle, run_call, with_func_vjp
 
 
 @pytest.fixture(autouse=True)
@@ -45,10 +45,10 @@ graph = partial(torch.compile, fullgraph=True, backend="aot_eager")
 
 
 def plain(**changes):
-    return legal(Recipe(**changes))
+    return legal(CallCase(**changes))
 
 
-# ---- recipes
+# ---- cases
 
 #: What puts another program, other operators or another layout into a graph.
 GRAPHS = [
@@ -65,17 +65,17 @@ GRAPHS = [
     ),
     plain(objective="distillation", transform="per token"),
     plain(objective="dapo, k3", source="hidden", frozen="weight", bias="column"),
-    plain(door="logprobs", also="entropy", transform="temperature"),
-    plain(door="logprobs", source="hidden", also="detached", bias="column"),
-    plain(door="logprobs", lengths=(0,), layout="without offsets"),
-    plain(door="logprobs", lengths=(0, 0), source="hidden"),
+    plain(function="logprobs", also="entropy", transform="temperature"),
+    plain(function="logprobs", source="hidden", also="detached", bias="column"),
+    plain(function="logprobs", lengths=(0,), layout="without offsets"),
+    plain(function="logprobs", lengths=(0, 0), source="hidden"),
 ]
 #: What is computed between two graphs.
 OUTSIDE = [
-    plain(door="logprobs", source="hidden", also="all", kept="some"),
+    plain(function="logprobs", source="hidden", also="all", kept="some"),
     plain(objective="dapo, entropy", kept="some", missing="full"),
     plain(objective="dapo, exact", source="hidden", other="whole", exact="jsd"),
-    plain(door="divergence", exact="jsd", other="listed", tail="ignore"),
+    plain(function="divergence", exact="jsd", other="listed", tail="ignore"),
     plain(objective="gspo", source="hidden", rows="shared"),
     plain(source="hidden", listed="some"),
 ]
@@ -86,29 +86,35 @@ COMPILED = [
 ]
 
 
-@pytest.mark.parametrize("recipe", GRAPHS, ids=str)
-def test_one_graph(recipe):
-    compare(problem(recipe), run(problem(recipe), call=graph))
+@pytest.mark.parametrize("case", GRAPHS, ids=str)
+def test_one_graph(case):
+    assert_matches_oracle(problem(case), run_call(problem(case), call=graph))
 
 
-@pytest.mark.parametrize("recipe", OUTSIDE, ids=str)
-def test_beside_graphs(recipe):
-    compare(problem(recipe), run(problem(recipe), call=partial(torch.compile, backend="aot_eager")))
+@pytest.mark.parametrize("case", OUTSIDE, ids=str)
+def test_beside_graphs(case):
+    assert_matches_oracle(
+        problem(case), run_call(problem(case), call=partial(torch.compile, backend="aot_eager"))
+    )
 
 
-@pytest.mark.parametrize("recipe", COMPILED, ids=str)
-def test_inductor(recipe):
-    compare(problem(recipe), run(problem(recipe), call=partial(torch.compile, fullgraph=True)))
+@pytest.mark.parametrize("case", COMPILED, ids=str)
+def test_inductor(case):
+    assert_matches_oracle(
+        problem(case), run_call(problem(case), call=partial(torch.compile, fullgraph=True))
+    )
 
 
 # ---- torch.func
 
 
 @pytest.mark.parametrize(
-    "recipe", [r for r in GRAPHS + OUTSIDE if r.also != "detached" and r.bias == "none"], ids=str
+    "case", [r for r in GRAPHS + OUTSIDE if r.also != "detached" and r.bias == "none"], ids=str
 )
-def test_torch_func(recipe, backend):
-    compare(problem(recipe), run(problem(recipe), backend=backend, call=by_func))
+def test_torch_func(case, backend):
+    assert_matches_oracle(
+        problem(case), run_call(problem(case), backend=backend, call=with_func_vjp)
+    )
 
 
 # ---- what compiles again

@@ -25,9 +25,9 @@ from grpo_kernels import (
     linear_logprobs,
     token_logprobs,
 )
-from support.doors import in_options
 from support.inside import Allocations, blocks_of_a_row, count_products, in_chunks
 from support.processes import said
+from support.public_functions import with_options
 
 B, T, V, H = 8, 7, 811, 96
 MASK = torch.arange(T) < torch.tensor([7, 4, 2, 1, 6, 3, 5, 7])[:, None]
@@ -56,7 +56,11 @@ def batch(**fields):
 
 def loss(x, objective, of=None, **options):
     return linear_grpo_loss(
-        x["hidden"], Head(x["weight"], x["bias"]), of or batch(), objective, **in_options(**options)
+        x["hidden"],
+        Head(x["weight"], x["bias"]),
+        of or batch(),
+        objective,
+        **with_options(**options),
     ).loss
 
 

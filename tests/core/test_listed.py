@@ -24,8 +24,8 @@ from grpo_kernels.formulas.centering import ScoreCentering
 from grpo_kernels.formulas.extra_id_terms import LEAST_OUTSIDE, probability_outside
 from grpo_kernels.formulas.surrogates import NoPolicyTerm, PolicyGradient
 from support import pages
-from support.doors import batch_of
-from support.recipes import Recipe, problem
+from support.call_cases import CallCase, problem
+from support.public_functions import make_batch
 
 V = 61
 
@@ -260,7 +260,7 @@ def test_what_the_page_shows():
 
 
 def test_a_batch_moves_with_one_list_of_ids():
-    batch = batch_of(problem(Recipe(listed="some")))
+    batch = make_batch(problem(CallCase(listed="some")))
     moved = batch._apply(torch.clone)
     assert moved.logp_terms.ids is moved.prob_terms.ids is not batch.logp_terms.ids
     assert torch.equal(moved.prob_terms.values, batch.prob_terms.values)

@@ -57,7 +57,7 @@ AT = (1, 2)
 TOKEN = torch.zeros(B, T, dtype=torch.bool)
 TOKEN[AT] = True
 SEQUENCE = MASK & (torch.arange(B) == AT[0])[:, None]
-DOORS = ("logits", "hidden", "frozen head", "logps")
+INPUTS = ("logits", "hidden", "frozen head", "logps")
 
 
 def ignoring(logp, old_logp, advantage, params):
@@ -147,7 +147,7 @@ class Problem:
     def run(
         self,
         objective: Objective,
-        door: str,
+        inputs: str,
         backend: str,
         broken: str = "",
         value: float = math.nan,
@@ -162,18 +162,18 @@ class Problem:
         batch = TokenBatch(self.targets, mask=MASK, **fields)
         hidden = self.hidden + poisoned[..., None]
         options, weight = Options(backend=backend), None
-        if door in ("hidden", "frozen head"):
+        if inputs in ("hidden", "frozen head"):
             if broken == "row":
                 hidden[AT] = value
             leaf, weight = (
                 hidden.requires_grad_(),
-                self.weight.clone().requires_grad_(door == "hidden"),
+                self.weight.clone().requires_grad_(inputs == "hidden"),
             )
             reference = (self.hidden + 0.1, self.weight) if objective.exact else None
             out = linear_grpo_loss(
                 leaf, weight, batch, objective, reference=reference, options=options
             )
-        elif door == "logits":
+        elif inputs == "logits":
             logits = hidden @ self.weight.T
             if broken == "row":
                 logits[AT] = value
@@ -207,13 +207,13 @@ class Found:
     weight: Tensor | None
 
 
-def sources_of(objective: Objective, door: str) -> list[str]:
+def sources_of(objective: Objective, inputs: str) -> list[str]:
     names = ["old_logps", "advantages", "weights", "nll_weights", "row"]
     if objective.beta and objective.exact is None:
         names.append("ref_logps")
     reads_entropy = objective.needs_entropy or any(f.filters_entropy for f in objective.filters)
     more = {"logits": ["logit"], "logps": ["entropy"] if reads_entropy else []}
-    return names + more.get(door, [])
+    return names + more.get(inputs, [])
 
 
 def reached(objective: Objective, source: str) -> Tensor:
@@ -233,7 +233,7 @@ def reached(objective: Objective, source: str) -> Tensor:
 
 
 def check(
-    objective: Objective, door: str, backend: str, signs: tuple[float, ...] = (1.0, -1.0)
+    objective: Objective, inputs: str, backend: str, signs: tuple[float, ...] = (1.0, -1.0)
 ) -> int:
     """Raise unless each source of NaN makes the loss and the gradients of the rows that it reaches
     NaN, and no others. Returns the number of calls.
@@ -241,12 +241,12 @@ def check(
     calls = 0
     for sign in signs:
         problem = Problem.drawn(objective, sign)
-        clean = problem.run(objective, door, backend)
+        clean = problem.run(objective, inputs, backend)
         assert clean.loss.isfinite()
         assert clean.rows.isfinite().all()
-        for source in sources_of(objective, door):
-            found = problem.run(objective, door, backend, source)
-            what = (objective, door, source, sign)
+        for source in sources_of(objective, inputs):
+            found = problem.run(objective, inputs, backend, source)
+            what = (objective, inputs, source, sign)
             rows = reached(objective, source)
             assert found.loss.isnan(), what
             assert found.rows[rows].isnan().all(), what
@@ -263,14 +263,19 @@ def check(
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets(name, backend):
     for objective in objectives(name):
-        signs = {door: (1.0, -1.0) if door in ("logits", "logps") else (1.0,) for door in DOORS}
-        assert sum(check(objective, door, backend, signs[door]) for door in DOORS) >= 30
+        signs = {
+            inputs: (1.0, -1.0) if inputs in ("logits", "logps") else (1.0,) for inputs in INPUTS
+        }
+        assert sum(check(objective, inputs, backend, signs[inputs]) for inputs in INPUTS) >= 30
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name, backend):
     assert (
-        sum(check(OPTIONS[name], door, backend, (1.0,)) for door in ("logits", "hidden", "logps"))
+        sum(
+            check(OPTIONS[name], inputs, backend, (1.0,))
+            for inputs in ("logits", "hidden", "logps")
+        )
         >= 15
     )
 
@@ -281,10 +286,10 @@ def test_presets_on_policy(backend):
         for objective in objectives(name):
             problem = Problem.drawn(objective, -1.0)
             del problem.fields["old_logps"]
-            for door in DOORS:
+            for inputs in INPUTS:
                 for source in ("row", "advantages"):
-                    found = problem.run(objective, door, backend, source)
-                    what = (objective, door, source)
+                    found = problem.run(objective, inputs, backend, source)
+                    what = (objective, inputs, source)
                     assert found.loss.isnan(), what
                     assert found.rows[reached(objective, source)].isnan().all(), what
 
@@ -338,8 +343,8 @@ def test_nan_wherever_autograd_has_it(name, source):
 # ---- what a NaN does not reach
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_a_token_of_weight_0_is_left_out(door, backend):
+@pytest.mark.parametrize("inputs", INPUTS)
+def test_a_token_of_weight_0_is_left_out(inputs, backend):
     """At the token level. At the others its log-ratio is a part of that of its sequence."""
     for name in PRESETS:
         objective = (
@@ -353,7 +358,7 @@ def test_a_token_of_weight_0_is_left_out(door, backend):
         problem.fields["weights"][AT] = 0.0
         problem.fields["nll_weights"][AT] = 0.0
         for source in ("old_logps", "advantages"):
-            found = problem.run(objective, door, backend, source)
+            found = problem.run(objective, inputs, backend, source)
             assert found.loss.isfinite(), (name, source)
             assert found.rows.isfinite().all(), (name, source)
             assert not found.rows[AT].any(), (name, source)
@@ -370,8 +375,8 @@ def test_a_token_without_a_sampler_is_dropped(kind, backend):
         problem = Problem.drawn(objective, sign)
         del problem.fields["nll_weights"]
         problem.fields["sampler_logps"] = problem.fields["old_logps"].clone()
-        for door in DOORS:
-            found = problem.run(objective, door, backend, "sampler_logps")
+        for inputs in INPUTS:
+            found = problem.run(objective, inputs, backend, "sampler_logps")
             assert found.loss.isfinite()
             assert found.rows.isfinite().all()
             assert not found.rows[AT].any()
@@ -389,16 +394,16 @@ def test_an_advantage_of_0(backend):
         objective = PRESETS[name]
         problem = Problem.drawn(objective, 0.0)
         del problem.fields["nll_weights"]
-        for door in DOORS:
+        for inputs in INPUTS:
             for source in ("old_logps", "row"):
-                found = problem.run(objective, door, backend, source)
-                assert found.loss.isnan(), (name, door, source)
+                found = problem.run(objective, inputs, backend, source)
+                assert found.loss.isnan(), (name, inputs, source)
                 rows = found.rows[reached(objective, source)]
                 assert rows.isnan().all() or (
-                    name == "dapo" and door in ("hidden", "frozen head") and not rows.any()
+                    name == "dapo" and inputs in ("hidden", "frozen head") and not rows.any()
                 ), (
                     name,
-                    door,
+                    inputs,
                     source,
                 )
 
@@ -415,12 +420,12 @@ def test_a_sequence_of_advantage_0(name, chunk, backend, monkeypatch):
     problem = Problem.drawn(objective, 0.0)
     del problem.fields["nll_weights"]
     problem.fields["advantages"][AT[0]] = 0.0
-    for door in ("hidden", "frozen head"):
-        clean = problem.run(objective, door, backend)
+    for inputs in ("hidden", "frozen head"):
+        clean = problem.run(objective, inputs, backend)
         for source in ("old_logps", "row"):
-            found = problem.run(objective, door, backend, source)
-            assert found.loss.isnan(), (door, source)
-            assert torch.equal(found.rows, clean.rows), (door, source)
+            found = problem.run(objective, inputs, backend, source)
+            assert found.loss.isnan(), (inputs, source)
+            assert torch.equal(found.rows, clean.rows), (inputs, source)
             assert found.rows.any()
             if found.weight is not None:
                 assert torch.equal(found.weight, clean.weight), source
@@ -433,9 +438,9 @@ def test_a_token_of_low_entropy_is_dropped(f, backend):
     problem = Problem.drawn(objective, 1.0)
     problem.hidden[AT] *= 20.0  # which makes its entropy the lowest
     del problem.fields["nll_weights"]
-    for door in DOORS:
+    for inputs in INPUTS:
         for source in ("old_logps", "advantages"):
-            found = problem.run(objective, door, backend, source)
+            found = problem.run(objective, inputs, backend, source)
             assert found.loss.isfinite()
             assert not found.rows[AT].any()
 
@@ -470,14 +475,14 @@ def test_terms_at_listed_ids(backend):
         values[AT[0] * T + AT[1], 0] = value
         sets = TokenSets.from_padded(ids, values=values)
         batch = TokenBatch(problem.targets, mask=MASK, logp_terms=sets, **problem.fields)
-        for door in ("logits", "hidden"):
+        for inputs in ("logits", "hidden"):
             leaf: Any = (
-                (problem.hidden if door == "hidden" else problem.hidden @ problem.weight.T)
+                (problem.hidden if inputs == "hidden" else problem.hidden @ problem.weight.T)
                 .clone()
                 .requires_grad_()
             )
             options = Options(backend=backend)
-            if door == "hidden":
+            if inputs == "hidden":
                 out = linear_grpo_loss(
                     leaf, problem.weight.clone().requires_grad_(), batch, objective, options=options
                 )
@@ -492,7 +497,7 @@ def test_terms_at_listed_ids(backend):
 def test_an_exact_divergence(direction, backend):
     """A NaN in the policy's row, or in the reference's."""
     objective = Objective(Clip(), beta=0.1, kl=Exact(direction))
-    assert sum(check(objective, door, backend, (1.0,)) for door in DOORS) >= 10
+    assert sum(check(objective, inputs, backend, (1.0,)) for inputs in INPUTS) >= 10
     problem = Problem.drawn(objective, 1.0)
     leaf = (problem.hidden @ problem.weight.T).requires_grad_()
     for at in (0, slice(None)):
@@ -511,8 +516,8 @@ def test_an_exact_divergence(direction, backend):
 
 
 @pytest.mark.parametrize("source", ["row", "ref_logps"])
-@pytest.mark.parametrize("door", ["logits", "logps"])
-def test_strict_mode_refuses_minus_infinity_beside_a_kl(door, source, backend):
+@pytest.mark.parametrize("inputs", ["logits", "logps"])
+def test_strict_mode_refuses_minus_infinity_beside_a_kl(inputs, source, backend):
     """Else the log-prob counts as -1e4, and the exponent of k3 is bounded at 60."""
     objective = Objective(beta=0.1)
     problem = Problem.drawn(objective, 1.0)
@@ -531,7 +536,7 @@ def test_strict_mode_refuses_minus_infinity_beside_a_kl(door, source, backend):
 
     def run(batch: TokenBatch, objective: Objective, strict: bool) -> Tensor:
         with grpo_kernels.use(strict=strict):
-            if door == "logits":
+            if inputs == "logits":
                 return grpo_loss(leaf, batch, objective, options=Options(backend=backend)).loss
             logps = leaf.log_softmax(-1).gather(-1, problem.targets[..., None])[..., 0]
             return objective_loss(logps, batch, objective).loss

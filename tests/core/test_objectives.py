@@ -15,16 +15,16 @@ from grpo_kernels import Custom, Objective, Options, TokenBatch, grpo_loss
 from grpo_kernels.formulas.ops import ops
 from grpo_kernels.losses import objective_loss
 from support import oracle
-from support.doors import batch_of, call_of, check, exact_of
+from support.call_cases import CallCase, problem
 from support.inside import executor, executors
 from support.objectives import OBJECTIVES
-from support.recipes import Recipe, problem
+from support.public_functions import check_case, expected_and_tolerance, make_batch, make_call
 
 LENGTHS = (7, 4, 2, 0, 6, 1, 5, 3)
 
 
 @cache
-def recipe(name, source, marked=False):
+def case(name, source, marked=False):
     """With the first seed for which no number lies at a bound.
 
     From hidden states on-policy, without weights, where that can be. marked: some tokens or
@@ -38,11 +38,11 @@ def recipe(name, source, marked=False):
         ("everything",) if source == "logits" or "sampler" in name else ("on-policy", "everything")
     )
     seeds = (
-        Recipe(source=source, objective=name, lengths=LENGTHS, given=x, seed=i, **own)
+        CallCase(source=source, objective=name, lengths=LENGTHS, given=x, seed=i, **own)
         for x in (("marked",) if marked else given)
         for i in range(5)
     )
-    return next(r for r in seeds if exact_of(r)[0].clear)
+    return next(r for r in seeds if expected_and_tolerance(r)[0].clear)
 
 
 @pytest.mark.parametrize("source", ["logits", "hidden"])
@@ -51,21 +51,22 @@ def test_an_objective_is_what_its_paper_says(name, source):
     """On every executor."""
     for each in executors():
         with executor(each) as backend:
-            check(recipe(name, source), backend=backend)
+            check_case(case(name, source), backend=backend)
 
 
 @pytest.mark.parametrize("source", ["logits", "hidden"])
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_marked_tokens_have_a_ratio_of_1(name, source, backend):
     """And its gradient, whatever their old log-probs are."""
-    marked = recipe(name, source, marked=True)
-    check(marked, backend=backend)
+    marked = case(name, source, marked=True)
+    check_case(marked, backend=backend)
     p = problem(marked)
-    batch = batch_of(p)
+    batch = make_batch(p)
     is_marked = batch.on_policy_tokens.view(p.shape)
     fields = {**p.fields, "old_logps": p.fields["old_logps"].masked_fill(is_marked, math.nan)}
     losses = [
-        call_of(x, backend=backend)(*x.given.values()).loss for x in (p, replace(p, fields=fields))
+        make_call(x, backend=backend)(*x.given.values()).loss
+        for x in (p, replace(p, fields=fields))
     ]
     assert torch.equal(*losses)
 
@@ -73,10 +74,10 @@ def test_marked_tokens_have_a_ratio_of_1(name, source, backend):
 @pytest.mark.parametrize("marked", [False, True])
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_metrics_of_every_objective(name, marked, backend):
-    p = problem(recipe(name, "logits", marked))
+    p = problem(case(name, "logits", marked))
     out, exact, spec, live = (
-        call_of(p, backend=backend)(p.given["logits"]),
-        exact_of(p.recipe)[0].values,
+        make_call(p, backend=backend)(p.given["logits"]),
+        expected_and_tolerance(p.case)[0].values,
         p.spec,
         p.trained,
     )
@@ -154,8 +155,8 @@ def test_token_weights_multiply_all_terms():
     """A sum over tokens whose weights are 1 / (B * length) is the mean of means; one weight per
     sequence is enough.
     """
-    p = problem(Recipe(objective="grpo, k3 and entropy"))
-    batch, trained = replace(batch_of(p), nll_weights=None), p.trained.view(p.shape)
+    p = problem(CallCase(objective="grpo, k3 and entropy"))
+    batch, trained = replace(make_batch(p), nll_weights=None), p.trained.view(p.shape)
     mean = Objective(beta=0.3, entropy_coef=0.1, aggregate="seq-mean-token-mean")
     leaf = (-torch.rand(p.shape)).requires_grad_()
 

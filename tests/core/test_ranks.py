@@ -34,10 +34,16 @@ from grpo_kernels.rewards.corrections import (
     off_policy_sequence_mask,
     rejection_mask,
 )
-from support.doors import batch_of, compare, exact_of, objective_of, run
+from support.call_cases import KINDS, CallCase, covering, each_value, legal, problem, sliced, taken
 from support.objectives import OBJECTIVES
 from support.oracle import Answer
-from support.recipes import KINDS, Recipe, covering, each_value, legal, problem, sliced, taken
+from support.public_functions import (
+    assert_matches_oracle,
+    expected_and_tolerance,
+    make_batch,
+    make_objective,
+    run_call,
+)
 
 MODULE = "test_ranks"
 LENGTHS = (7, 4, 2, 0, 6, 1, 5, 3)
@@ -90,12 +96,12 @@ def counted():
         yield sizes
 
 
-def recipe(name, **changes):
+def case(name, **changes):
     """With the first seed for which no number lies at a bound."""
     other = "near" if "exact" in name else "none"
     plain = {"objective": name, "layout": "packed", "lengths": LENGTHS, "other": other, **changes}
-    seeds = (legal(Recipe(**plain, seed=i)) for i in range(9))
-    return next(r for r in seeds if exact_of(r)[0].clear)
+    seeds = (legal(CallCase(**plain, seed=i)) for i in range(9))
+    return next(r for r in seeds if expected_and_tolerance(r)[0].clear)
 
 
 def owners(ranks):
@@ -153,14 +159,16 @@ def together(p, found, mine, group=None):
 
 
 def agree(p, mine, fields=None, **options):
-    compare(p, together(p, run(part(p, mine, **(fields or {})), **options), mine))
+    assert_matches_oracle(
+        p, together(p, run_call(part(p, mine, **(fields or {})), **options), mine)
+    )
 
 
 def same_as_whole(p, mine, objective=None):
     """What the ranks find is what one finds that has all."""
     found, whole = (
-        together(p, run(part(p, mine), objective=objective), mine),
-        run(p, objective=objective),
+        together(p, run_call(part(p, mine), objective=objective), mine),
+        run_call(p, objective=objective),
     )
     for kind in ("values", "gradients"):
         for name, x in getattr(whole, kind).items():
@@ -176,7 +184,7 @@ def check_every_objective(rank, ranks):
     for i, name in enumerate(names):
         if ranks == 4 and name not in KINDS:
             continue  # which two ranks have
-        p, cut_by = problem(recipe(name, source=("logits", "hidden")[i % 2])), owners(ranks)
+        p, cut_by = problem(case(name, source=("logits", "hidden")[i % 2])), owners(ranks)
         for owner in cut_by if i % 4 == 0 else [cut_by[i % 2]]:
             agree(p, owner == rank)
 
@@ -194,7 +202,7 @@ def check_sets_and_memory(rank, ranks):
     ):
         for more in ({}, {"source": "hidden", "weight_grad": "float32"}):
             p = problem(
-                recipe(name, kept="some", other="whole" if "exact" in name else "none", **more)
+                case(name, kept="some", other="whole" if "exact" in name else "none", **more)
             )
             for owner in owners(ranks):
                 agree(p, owner == rank)
@@ -205,9 +213,9 @@ def check_each_aggregate_of_sequence_ratios(rank, ranks):
 
     as one rank has it. And one denominator over micro-batches of shared sequences.
     """
-    p = problem(recipe("dapo, k3"))
+    p = problem(case("dapo, k3"))
     p = replace(p, fields=p.fields | {"groups": GROUPS})
-    whole = batch_of(p)
+    whole = make_batch(p)
     for aggregate in AGGREGATES:
         terms = {
             "beta": 0.2,
@@ -219,7 +227,7 @@ def check_each_aggregate_of_sequence_ratios(rank, ranks):
         expected = float(global_normalizer(objective, [whole, whole], reduce=False))
         for owner in owners(ranks):
             same_as_whole(p, owner == rank, objective)
-            batch = batch_of(part(p, owner == rank))
+            batch = make_batch(part(p, owner == rank))
             assert (
                 abs(float(global_normalizer(objective, [batch, batch])) - expected)
                 <= 1e-6 * expected
@@ -230,21 +238,21 @@ def check_masked_rank(rank, ranks):
     """A rank whose tokens are all masked and hold anything, and a batch in which all tokens are
     masked.
     """
-    p, owner = problem(recipe("gspo")), owners(ranks)[0]
+    p, owner = problem(case("gspo")), owners(ranks)[0]
     for mask in ((owner > 0) & p.trained, torch.zeros_like(p.trained)):
         logits = torch.where(mask[:, None], p.given["logits"], torch.nan)
         q = replace(p, given={"logits": logits}, fields=p.fields | {"mask": mask})
         same_as_whole(q, owner == rank)
-        found = run(part(q, owner == rank))
+        found = run_call(part(q, owner == rank))
         assert rank != 0 or not (found.values["loss"] or found.gradients["logits"].any())
 
 
 def check_quantile_over_ranks(rank, ranks):
     """The one filter that looks at the whole batch has a group of its own."""
-    p = problem(recipe("entropy quantile, bonus of its own"))
+    p = problem(case("entropy quantile, bonus of its own"))
     quantile = (EntropyQuantile(0.6, process_group=dist.group.WORLD),)
     for owner in owners(ranks):
-        agree(p, owner == rank, objective=replace(objective_of(p.recipe), filters=quantile))
+        agree(p, owner == rank, objective=replace(make_objective(p.case), filters=quantile))
 
 
 def check_a_mask_that_was_written(rank, ranks):
@@ -280,9 +288,9 @@ def check_a_mask_that_was_written(rank, ranks):
 
 def check_collectives(rank, ranks):
     """Lengths once a batch; the ratio and its slope once a loss; none at token level."""
-    p = problem(recipe("dapo, k3"))
+    p = problem(case("dapo, k3"))
     q, gspo = part(p, owners(ranks)[0] == rank), Objective(level="sequence", aggregate="token-sum")
-    leaf, batch = q.given["logits"].clone().requires_grad_(), batch_of(q)
+    leaf, batch = q.given["logits"].clone().requires_grad_(), make_batch(q)
     for first in (True, False):
         with counted() as sizes:
             out = grpo_loss(leaf, batch, gspo)
@@ -291,7 +299,7 @@ def check_collectives(rank, ranks):
         assert sizes == {"all_gather": [], "all_reduce": [8 * len(LENGTHS)] * (2 + first)}, sizes
     with counted() as sizes:
         grpo_loss(
-            leaf, batch_of(q), Objective(aggregate="token-mean"), normalizer=20.0
+            leaf, make_batch(q), Objective(aggregate="token-mean"), normalizer=20.0
         ).loss.backward()
     assert sizes == {"all_gather": [], "all_reduce": []}, sizes
 
@@ -309,11 +317,11 @@ CORRECTIONS = {
 
 
 def check_corrections(rank, ranks):
-    p = problem(recipe("dapo, k3"))
-    whole, logps = batch_of(p), p.seen["old_logps"].float() - 0.3
+    p = problem(case("dapo, k3"))
+    whole, logps = make_batch(p), p.seen["old_logps"].float() - 0.3
     for owner in owners(ranks):
         mine = owner == rank
-        batch = batch_of(part(p, mine))
+        batch = make_batch(part(p, mine))
         for name, make in CORRECTIONS.items():
             torch.testing.assert_close(
                 make(batch, logps[mine]), make(whole, logps)[mine], rtol=1e-6, atol=0, msg=name
@@ -327,7 +335,7 @@ def check_data_parallel_shards(rank, ranks):
     """
     ends = {2: [0, 3, 8], 4: [0, 2, 3, 4, 8]}[ranks]
     for name in ("dapo, k3", "grpo, k3 and entropy", "gspo", "luspo", "off-policy sequences"):
-        p = problem(recipe(name))
+        p = problem(case(name))
         offsets, own = p.fields["cu_seqlens"], slice(*ends[rank : rank + 2])
         lo, hi = (int(offsets[cut]) for cut in ends[rank : rank + 2])
         mine = (torch.arange(len(p.ids)) >= lo) & (torch.arange(len(p.ids)) < hi)
@@ -339,10 +347,10 @@ def check_data_parallel_shards(rank, ranks):
         }
         q = part(p, mine, **fields, advantages=p.fields["advantages"][mine if one_each else own])
         with counted() as sizes:
-            normalizer = float(global_normalizer(objective_of(p.recipe), batch_of(q)))
-            found = run(replace(q, recipe=replace(q.recipe, normalizer=normalizer)))
+            normalizer = float(global_normalizer(make_objective(p.case), make_batch(q)))
+            found = run_call(replace(q, case=replace(q.case, normalizer=normalizer)))
         assert sizes == {"all_gather": [], "all_reduce": [24]}, sizes
-        compare(p, together(p, found, mine))
+        assert_matches_oracle(p, together(p, found, mine))
 
 
 def check_tensor_and_context_parallel(rank, ranks):
@@ -357,12 +365,14 @@ def check_tensor_and_context_parallel(rank, ranks):
         (slice(0, 44), slice(44, 61))[rank % 2],
     )
     for name in ("gspo", "grpo, k3 and entropy", "vespo"):
-        p = problem(recipe(name))
+        p = problem(case(name))
         mine = owners(2)[1] == rank // 2
         q = part(p, mine, context_group=cp)
         q = replace(q, given=sliced(q.given, columns))
-        found = together(p, run(q, shard=VocabShard.of(q.given["logits"], tp, dim=-1)), mine, cp)
-        compare(replace(p, columns=columns), found)
+        found = together(
+            p, run_call(q, shard=VocabShard.of(q.given["logits"], tp, dim=-1)), mine, cp
+        )
+        assert_matches_oracle(replace(p, columns=columns), found)
 
 
 # ---- a vocabulary that is cut
@@ -376,11 +386,11 @@ EXCHANGED = "mask kept missing other exact tail also weight_grad transform extre
 #: What ranks add up beside the sums of rows: mixtures over sets, logits at listed ids. And squares
 #: that all ranks have a share of.
 FURTHER = [
-    *(Recipe(objective="dapo, exact", source=source, kept="some", other="whole", exact="jsd", ranks=2) for source in ("logits", "hidden")),
-    *(Recipe(source="hidden", listed="some", rows=rows, objective="dapo, k3", given="on-policy", ranks=2) for rows in ("own", "shared", "shuffled")),
-    *3 * (Recipe(door="logprobs", also="sum_squares", ranks=2),),  # in every cut
+    *(CallCase(objective="dapo, exact", source=source, kept="some", other="whole", exact="jsd", ranks=2) for source in ("logits", "hidden")),
+    *(CallCase(source="hidden", listed="some", rows=rows, objective="dapo, k3", given="on-policy", ranks=2) for rows in ("own", "shared", "shuffled")),
+    *3 * (CallCase(function="logprobs", also="sum_squares", ranks=2),),  # in every cut
 ]  # fmt: skip
-HEAD = Recipe(
+HEAD = CallCase(
     source="hidden", objective="grpo, k3 and entropy", vocab=V, bias="plain", lengths=LENGTHS
 )
 
@@ -421,7 +431,7 @@ def columns_of(p, widths, rank):
         }
         return {**tensors, **own}
 
-    lo, end = sum(widths[:rank]), p.recipe.vocab
+    lo, end = sum(widths[:rank]), p.case.vocab
     other = None if p.other is None else replace(p.other, given=of(p.other.given, 50.0))
     return replace(
         p,
@@ -447,24 +457,24 @@ def check_any_cut(rank, ranks):
 
     With reduce_hidden=False each has its own gradient of hidden states, and they add up.
     """
-    recipes = each_value(covering(ranks=2), ("source",), EXCHANGED) + FURTHER if ranks == 2 else []
-    for i, recipe in enumerate(recipes):
-        p, widths = problem(recipe), list(widths_of(recipe.vocab, ranks).values())[i % 3]
+    cases = each_value(covering(ranks=2), ("source",), EXCHANGED) + FURTHER if ranks == 2 else []
+    for i, case in enumerate(cases):
+        p, widths = problem(case), list(widths_of(case.vocab, ranks).values())[i % 3]
         mine, shard = (
             columns_of(p, widths, rank),
-            VocabShard.of(torch.empty(widths[rank], 1), vocab=recipe.vocab),
+            VocabShard.of(torch.empty(widths[rank], 1), vocab=case.vocab),
         )
         shard = replace(shard, reduce_hidden=i % 4 > 0)
-        found = run(mine, backend=BACKENDS[i % 2], shard=shard)
+        found = run_call(mine, backend=BACKENDS[i % 2], shard=shard)
         if "hidden" in found.gradients and not shard.reduce_hidden:
             share = found.gradients["hidden"].float()
             dist.all_reduce(share)
             found.gradients["hidden"] = share.to(p.clean["hidden"].dtype)
-        compare(mine, without_padding(found, mine))
+        assert_matches_oracle(mine, without_padding(found, mine))
         everyone = [None] * ranks
         dist.all_gather_object(everyone, found.values)
         assert all(torch.equal(x, everyone[0][name]) for name, x in found.values.items()), (
-            f"{recipe}: ranks disagree"
+            f"{case}: ranks disagree"
         )
 
 
@@ -491,17 +501,17 @@ def check_dtensors(rank, ranks):
         (p, {**head, "hidden": distribute_tensor(p.given["hidden"], mesh, [Replicate()])}, partial),
         (of_logits, {"logits": logits}, VocabShard.of(logits, dim=-1)),
     ):
-        found = run(replace(whole, given={**whole.given, **given}), backend="auto", shard=own)
+        found = run_call(replace(whole, given={**whole.given, **given}), backend="auto", shard=own)
         full = {
             name: x.full_tensor() if isinstance(x, DTensor) else x
             for name, x in found.gradients.items()
         }
-        compare(whole, replace(found, gradients=full))
+        assert_matches_oracle(whole, replace(found, gradients=full))
     refused(
         lambda: VocabShard.of(distribute_tensor(p.given["weight"], mesh, [Shard(1)])),
         "must be cut by Shard(0)",
     )
-    refused(lambda: run(replace(p, given={**p.given, **head})), "shard=VocabShard.of(weight)")
+    refused(lambda: run_call(replace(p, given={**p.given, **head})), "shard=VocabShard.of(weight)")
 
 
 def refused(call, words):
@@ -544,11 +554,11 @@ def check_collectives_of_a_cut_vocabulary(rank, ranks):
                 counted() as sizes,
                 mock.patch.object(LinearMemory, "plan", lambda *_, **__: ChunkPlan(10, 10)),
             ):
-                run(columns_of(q, widths, rank), backend="auto", shard=shard)
+                run_call(columns_of(q, widths, rank), backend="auto", shard=shard)
             assert (sorted(sizes["all_gather"]), sizes["all_reduce"]) == (
                 sorted(gathered),
                 reduced,
-            ), (q.recipe, sizes)
+            ), (q.case, sizes)
 
 
 def check_extremes(rank, ranks):

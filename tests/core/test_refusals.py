@@ -50,8 +50,8 @@ from grpo_kernels.rewards.corrections import CORRECTIONS
 from grpo_kernels.rewards.estimators import ADVANTAGES, Evidence
 from grpo_kernels.token_sets import check_sets
 from support.bits import snapshot
-from support.doors import in_options
 from support.inside import values_unseen
+from support.public_functions import with_options
 
 Call = Callable[[], Any]
 
@@ -94,24 +94,26 @@ def of_given(given):
 
 def loss(objective=PACKED, logits=LOGITS, **given):
     of = of_given(given)
-    return grpo_loss(logits, of, objective, **in_options(**{"backend": "eager", **given}))
+    return grpo_loss(logits, of, objective, **with_options(**{"backend": "eager", **given}))
 
 
 def linear(objective=PACKED, hidden=HIDDEN, weight=WEIGHT, **given):
     of = of_given(given)
     weight = Head(weight, given.pop("bias")) if "bias" in given else weight
     return linear_grpo_loss(
-        hidden, weight, of, objective, **in_options(**{"backend": "eager", **given})
+        hidden, weight, of, objective, **with_options(**{"backend": "eager", **given})
     )
 
 
 def logps(logits=LOGITS, targets=IDS, **options):
-    return token_logprobs(logits, targets, **in_options(**{"backend": "eager", **options}))
+    return token_logprobs(logits, targets, **with_options(**{"backend": "eager", **options}))
 
 
 def linear_logps(hidden=HIDDEN, weight=WEIGHT, targets=IDS, **options):
     weight = Head(weight, options.pop("bias")) if "bias" in options else weight
-    return linear_logprobs(hidden, weight, targets, **in_options(**{"backend": "eager", **options}))
+    return linear_logprobs(
+        hidden, weight, targets, **with_options(**{"backend": "eager", **options})
+    )
 
 
 def with_ids(value):

@@ -28,22 +28,22 @@ from grpo_kernels import Denominators
 from grpo_kernels.distributed import global_normalizer
 from grpo_kernels.losses import objective_loss
 from support.bits import same_bits
-from support.doors import (
-    batch_of,
-    call_of,
-    compare,
-    exact_of,
-    leaves_of,
-    named,
-    normalizer_of,
-    objective_of,
-    pull,
-    run,
-)
+from support.call_cases import DTYPES, KINDS, CallCase, legal, of_sequences, problem, random_case
 from support.inside import in_chunks, our_products
 from support.objectives import OBJECTIVES
 from support.oracle import Answer
-from support.recipes import DTYPES, KINDS, Recipe, legal, of_sequences, problem, random_recipe
+from support.public_functions import (
+    assert_matches_oracle,
+    expected_and_tolerance,
+    make_batch,
+    make_call,
+    make_leaves,
+    make_objective,
+    named_outputs,
+    normalizer_argument,
+    run_backward,
+    run_call,
+)
 
 PLAIN = {
     "mask": "some",
@@ -57,25 +57,25 @@ PLAIN = {
 
 
 def drawn(seed, **fixed):
-    return random_recipe(random.Random(seed), **{**PLAIN, **fixed})
+    return random_case(random.Random(seed), **{**PLAIN, **fixed})
 
 
 #: Each kind of objective at both levels, and log-probs and divergences.
-RECIPES = [
+CASES = [
     *(
-        drawn(i, door="loss", objective=kind, source=source)
+        drawn(i, function="loss", objective=kind, source=source)
         for source in ("logits", "hidden")
         for i, kind in enumerate(KINDS)
     ),
     *(
-        drawn(i, door=door, source=x)
-        for i, door in enumerate(("logprobs", "divergence"))
+        drawn(i, function=function, source=x)
+        for i, function in enumerate(("logprobs", "divergence"))
         for x in ("logits", "hidden")
     ),
 ]
 #: A loss of one pass, one of two, and log-probs.
 CALLS = (
-    {"objective": "grpo, k3 and entropy"}, {"objective": "gspo, k3 by the ratio"}, {"door": "logprobs"},
+    {"objective": "grpo, k3 and entropy"}, {"objective": "gspo, k3 by the ratio"}, {"function": "logprobs"},
 )  # fmt: skip
 #: Objectives that look at all tokens, or at those of a group.
 WHOLE_BATCH = (
@@ -87,7 +87,7 @@ WHOLE_BATCH = (
     "far from the sampler, groups",
 )
 PER_ROW = ("logps", "entropy", "hidden")
-each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=str)
+each_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
 def assert_same_bits(found, expected, what, names=None, rows=slice(None)):
@@ -101,14 +101,14 @@ def assert_same_bits(found, expected, what, names=None, rows=slice(None)):
                 assert same_bits(x, y), f"{what}: {name} differs by {(x - y).abs().max()}"
 
 
-@each_recipe
-def test_the_same_call_gives_the_same_bits(recipe, backend):
+@each_case
+def test_the_same_call_gives_the_same_bits(case, backend):
     """Again, and under activation checkpointing."""
-    p = problem(recipe)
-    first = run(p, backend=backend)
-    assert_same_bits(run(p, backend=backend), first, "again")
-    if not recipe.inplace and recipe.weight_grad == "none":
-        again = run(
+    p = problem(case)
+    first = run_call(p, backend=backend)
+    assert_same_bits(run_call(p, backend=backend), first, "again")
+    if not case.inplace and case.weight_grad == "none":
+        again = run_call(
             p, backend=backend, call=lambda f: lambda *x: checkpoint(f, *x, use_reentrant=False)
         )
         assert_same_bits(again, first, "checkpointed")
@@ -122,26 +122,26 @@ SHAPES = (
     (40_009, 3, "float32"),
 )
 OF_THREADS = [
-    legal(Recipe(lengths=(n,), vocab=vocab, dtype=dtype, **x))
+    legal(CallCase(lengths=(n,), vocab=vocab, dtype=dtype, **x))
     for n, vocab, dtype in SHAPES
     for x in CALLS
 ]
 
 
-@pytest.mark.parametrize("recipe", RECIPES + OF_THREADS, ids=str)
-def test_threads_change_no_bit(recipe, backend):
+@pytest.mark.parametrize("case", CASES + OF_THREADS, ids=str)
+def test_threads_change_no_bit(case, backend):
     """From hidden states a library's products may change with them:
 
     then the values are compared.
     """
-    p = problem(recipe)
-    first = run(p, backend=backend)
+    p = problem(case)
+    first = run_call(p, backend=backend)
     for threads in (2, 3, 7):
         torch.set_num_threads(threads)
-        found = run(p, backend=backend)
+        found = run_call(p, backend=backend)
         (
-            compare(p, found)
-            if recipe.source == "hidden"
+            assert_matches_oracle(p, found)
+            if case.source == "hidden"
             else assert_same_bits(found, first, f"{threads} threads")
         )
 
@@ -158,7 +158,7 @@ def test_with_our_products_a_row_depends_on_no_other(
     """Nor on how many are taken at a time, and all of the result not on threads."""
     p = problem(
         legal(
-            Recipe(
+            CallCase(
                 source="hidden",
                 lengths=(1,) * n,
                 width=width,
@@ -169,27 +169,27 @@ def test_with_our_products_a_row_depends_on_no_other(
             )
         )
     )
-    whole = run(p, backend=backend)
+    whole = run_call(p, backend=backend)
     for threads in (2, 7):
         torch.set_num_threads(threads)
-        assert_same_bits(run(p, backend=backend), whole, f"{threads} threads")
+        assert_same_bits(run_call(p, backend=backend), whole, f"{threads} threads")
     for rows in (torch.randperm(n).tolist(), [0], [n - 1], [*range(3, 20)]):
         assert_same_bits(
-            run(of_sequences(p, rows), backend=backend), whole, f"rows {rows}", PER_ROW, rows
+            run_call(of_sequences(p, rows), backend=backend), whole, f"rows {rows}", PER_ROW, rows
         )
     for rows in (1, 7, 16):
         in_chunks(monkeypatch, rows)
-        assert_same_bits(run(p, backend=backend), whole, f"{rows} at a time", PER_ROW)
+        assert_same_bits(run_call(p, backend=backend), whole, f"{rows} at a time", PER_ROW)
 
 
-@pytest.mark.parametrize("recipe", [r for r in RECIPES if r.door == "loss"], ids=str)
-def test_rows_that_are_skipped_contribute_nothing(recipe, backend):
+@pytest.mark.parametrize("case", [r for r in CASES if r.function == "loss"], ids=str)
+def test_rows_that_are_skipped_contribute_nothing(case, backend):
     skipping, reading = (
-        problem(legal(replace(recipe, skip_inactive=skip))) for skip in (True, False)
+        problem(legal(replace(case, skip_inactive=skip))) for skip in (True, False)
     )
-    found, whole = run(skipping, backend=backend), run(reading, backend=backend)
+    found, whole = run_call(skipping, backend=backend), run_call(reading, backend=backend)
     assert_same_bits(found, whole, "skipped", ("loss", "logits"))
-    compare(skipping, found)
+    assert_matches_oracle(skipping, found)
 
 
 ROWS = [
@@ -198,7 +198,7 @@ ROWS = [
     for x in CALLS
 ]
 OF_ROWS = [
-    Recipe(lengths=(1,) * 7, vocab=v, dtype=d, transform="temperature", **x) for x, v, d in ROWS
+    CallCase(lengths=(1,) * 7, vocab=v, dtype=d, transform="temperature", **x) for x, v, d in ROWS
 ]
 BY_ROWS = [
     legal(
@@ -212,40 +212,40 @@ BY_ROWS = [
             listed="none",
         )
     )
-    for r in RECIPES
+    for r in CASES
     if r.objective not in WHOLE_BATCH
 ]
 
 
-def in_parts(recipe, backend):
+def in_parts(case, backend):
     """Sequences in another order, fewer and more: from logits each row keeps its bits. With one
     denominator the losses and gradients of parts add up to those of the whole.
     """
-    recipe = legal(replace(recipe, normalizer=None))
-    p, n = problem(recipe), len(recipe.lengths)
+    case = legal(replace(case, normalizer=None))
+    p, n = problem(case), len(case.lengths)
     halves = [*range(n // 2)], [*range(n // 2, n)]
-    if recipe.door == "loss":
+    if case.function == "loss":
         found = global_normalizer(
-            objective_of(recipe), [batch_of(of_sequences(p, half)) for half in halves]
+            make_objective(case), [make_batch(of_sequences(p, half)) for half in halves]
         )
         numbers = tuple(map(float, found)) if isinstance(found, Denominators) else float(found)
-        p = replace(p, recipe=replace(recipe, normalizer=numbers))
-    whole = run(p, backend=backend)
+        p = replace(p, case=replace(case, normalizer=numbers))
+    whole = run_call(p, backend=backend)
     for rows in (torch.randperm(n).tolist(), [1], [*range(n)] * 3, *halves):
-        part = run(of_sequences(p, rows), backend=backend)
+        part = run_call(of_sequences(p, rows), backend=backend)
         for kind in ("values", "gradients"):
             for name, x in getattr(part, kind).items():
                 mine = getattr(whole, kind)[name]
                 if not x.dim() or name in ("weight", "bias", "at"):
                     continue
-                if recipe.source == "logits":
+                if case.source == "logits":
                     assert same_bits(x, mine[rows]), f"sequences {rows}: {name}"
                 else:
                     rtol = 2e-2 if x.dtype != torch.float32 else 1e-4
                     torch.testing.assert_close(x, mine[rows], rtol=rtol, atol=1e-4)
-    exact, room = exact_of(recipe)
+    exact, room = expected_and_tolerance(case)
     if exact.clear:
-        parts = [run(of_sequences(p, half), backend=backend) for half in halves]
+        parts = [run_call(of_sequences(p, half), backend=backend) for half in halves]
         for kind, name in (("values", "loss"), ("gradients", "weight"), ("gradients", "bias")):
             if name in getattr(exact, kind):
                 total = sum(getattr(part, kind)[name].double() for part in parts)
@@ -254,70 +254,68 @@ def in_parts(recipe, backend):
 
 
 BY_ROWS += [
-    Recipe(objective=x, lengths=(5, 3, 0, 4, 1, 6))
+    CallCase(objective=x, lengths=(5, 3, 0, 4, 1, 6))
     for x in OBJECTIVES
     if x not in WHOLE_BATCH and "exact" not in x
 ]
 
 
-@pytest.mark.parametrize("recipe", BY_ROWS, ids=str)
-def test_sequences_do_not_see_each_other(recipe, backend):
-    in_parts(recipe, backend)
+@pytest.mark.parametrize("case", BY_ROWS, ids=str)
+def test_sequences_do_not_see_each_other(case, backend):
+    in_parts(case, backend)
 
 
-@pytest.mark.parametrize("recipe", OF_ROWS, ids=str)
-def test_a_row_depends_on_no_other(recipe, backend):
+@pytest.mark.parametrize("case", OF_ROWS, ids=str)
+def test_a_row_depends_on_no_other(case, backend):
     """Each a sequence, beside masked ones of NaN."""
     torch.set_num_threads(1 if backend == "triton" else 7)
-    in_parts(recipe, backend)
+    in_parts(case, backend)
 
 
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize(
-    "recipe", [*(r for r in RECIPES if r.source == "hidden"), Recipe(source="hidden", bias="plain")], ids=str
+    "case", [*(r for r in CASES if r.source == "hidden"), CallCase(source="hidden", bias="plain")], ids=str
 )  # fmt: skip
-def test_rows_are_projected_some_at_a_time(recipe, rows, backend, monkeypatch):
+def test_rows_are_projected_some_at_a_time(case, rows, backend, monkeypatch):
     in_chunks(monkeypatch, rows)
-    compare(problem(recipe), run(problem(recipe), backend=backend))
+    assert_matches_oracle(problem(case), run_call(problem(case), backend=backend))
 
 
 @pytest.mark.parametrize(
-    "recipe", [r for r in RECIPES if r.door == "loss" and r.source == "logits"], ids=str
+    "case", [r for r in CASES if r.function == "loss" and r.source == "logits"], ids=str
 )
-def test_a_loss_is_log_probs_and_the_loss_of_these(recipe, backend):
+def test_a_loss_is_log_probs_and_the_loss_of_these(case, backend):
     """Layer 2 equals layer 1 with autograd through the token stage, beside divergences of their
     own; log-probs bit by bit: before the first update the ratio is 1.
     """
-    rows = (
-        recipe.rows if recipe.other == "none" else "own"
-    )  # a divergence alone has no rows of tokens
+    rows = case.rows if case.other == "none" else "own"  # a divergence alone has no rows of tokens
     p = problem(
         legal(
             replace(
-                recipe, kept="none", listed="none", skip_inactive=False, dtype="float32", rows=rows
+                case, kept="none", listed="none", skip_inactive=False, dtype="float32", rows=rows
             )
         )
     )
-    leaves, given = leaves_of(p), {"normalizer": normalizer_of(p.recipe)}
+    leaves, given = make_leaves(p), {"normalizer": normalizer_argument(p.case)}
 
-    def alone(door):
-        return named(
-            call_of(
-                replace(p, recipe=replace(p.recipe, door=door, also="entropy")), backend=backend
+    def alone(function):
+        return named_outputs(
+            make_call(
+                replace(p, case=replace(p.case, function=function, also="entropy")), backend=backend
             )(*leaves.values())
         )
 
     found = alone("logprobs")
     given |= {"entropy": found["entropy"], **({} if p.other is None else alone("divergence"))}
     found["loss"] = objective_loss(
-        found["logps"], batch_of(p), objective_of(p.recipe), **given
+        found["logps"], make_batch(p), make_objective(p.case), **given
     ).loss
-    pull(p, found)
-    compare(
+    run_backward(p, found)
+    assert_matches_oracle(
         p,
         Answer({name: x.detach() for name, x in found.items()}, {"logits": leaves["logits"].grad}),
     )
     if p.other is None:
         assert same_bits(
-            call_of(p, backend=backend)(p.given["logits"]).logps, found["logps"].detach()
+            make_call(p, backend=backend)(p.given["logits"]).logps, found["logps"].detach()
         )

@@ -33,10 +33,15 @@ from grpo_kernels.core import backends
 from grpo_kernels.distributed import global_normalizer
 from grpo_kernels.rewards.corrections import importance_weights
 from grpo_kernels.set_alignment import warn_of_misaligned_sets
-from support.doors import arguments_of, batch_of, called, named
+from support.call_cases import CallCase, covering, each_value, legal, problem
 from support.inside import in_chunks, of_a_gpu
 from support.objectives import OBJECTIVES
-from support.recipes import Recipe, covering, each_value, legal, problem
+from support.public_functions import (
+    bind_arguments,
+    function_and_arguments,
+    make_batch,
+    named_outputs,
+)
 
 #: What reading a value of a meta tensor raises.
 WAITS = (NotImplementedError, RuntimeError)
@@ -89,7 +94,9 @@ def _refuse_copies(monkeypatch):
     refuse(
         Tensor,
         "to",
-        lambda x, *args, **named: _from_host(x) and any(map(_is_meta, (*args, *named.values()))),
+        lambda x, *args, **named_outputs: (
+            _from_host(x) and any(map(_is_meta, (*args, *named_outputs.values())))
+        ),
     )
     for name in ("copy_", "set_"):
         refuse(Tensor, name, lambda x, *args: _on_device(x) and any(map(_from_host, args)))
@@ -196,24 +203,22 @@ def moved(x):
     return {name: moved(value) for name, value in x.items()} if isinstance(x, dict) else on_meta(x)
 
 
-def runs(recipe, monkeypatch, **options):
+def runs(case, monkeypatch, **options):
     """Forward and backward on the device; the gradients."""
-    p = replace(problem(recipe), recipe=replace(recipe, seed=1))
-    if recipe.weight_grad != "none":
+    p = replace(problem(case), case=replace(case, seed=1))
+    if case.weight_grad != "none":
         options["weight_grad"] = torch.zeros(p.given["weight"].shape)
-    f, after, given = arguments_of(p, **options)
+    f, after, given = function_and_arguments(p, **options)
     after, given = moved(after), moved(given)
     front = [torch.empty_like(x, device="meta").requires_grad_() for x in p.given.values()]
     known_counts(monkeypatch)
     make_device(monkeypatch)
     with use(backend="eager"):
-        out = called(f, after, given)(*front)
-        values = named(out)
+        out = bind_arguments(f, after, given)(*front)
+        values = named_outputs(out)
         sum(x.sum() for x in values.values() if x.requires_grad).backward()
-        if recipe.door == "loss":
-            assert len(out.metrics) >= 9 and ("outside_set" in out.metrics) == (
-                recipe.kept != "none"
-            )
+        if case.function == "loss":
+            assert len(out.metrics) >= 9 and ("outside_set" in out.metrics) == (case.kept != "none")
     return [x.grad for x in front if x.grad is not None]
 
 
@@ -228,9 +233,9 @@ def is_documented(r):
     composed = (
         r.rows != "own"
         or (r.kept != "none" and of_sets)
-        or (r.door == "divergence" and r.other == "listed")
+        or (r.function == "divergence" and r.other == "listed")
     )
-    return r.source == "hidden" and ((r.door != "loss" and masks) or composed)
+    return r.source == "hidden" and ((r.function != "loss" and masks) or composed)
 
 
 #: What meets each function.
@@ -241,38 +246,38 @@ CALLS = [
     r
     for r in each_value(
         covering(vocab=61, width=8, frozen="nothing", inplace=False, lengths=(5, 2, 0, 4)),
-        ("source", "door"),
+        ("source", "function"),
         FEATURES,
     )
     if not is_documented(r)
 ]
 CALLS += [
-    Recipe(objective=name, source="hidden", normalizer=9.0)
+    CallCase(objective=name, source="hidden", normalizer=9.0)
     for name in ("gspo", "off-policy sequences", "clip-cov", "gmpo")
 ]
 CALLS += [
-    Recipe(objective=name, skip_inactive=len(name) % 2 > 0)
+    CallCase(objective=name, skip_inactive=len(name) % 2 > 0)
     for name in OBJECTIVES
     if "exact" not in name
 ]
 CALLS += [
-    legal(Recipe(objective=name, kept="some", missing=missing, source=source, weight_grad=grad, skip_inactive=grad != "none"))
+    legal(CallCase(objective=name, kept="some", missing=missing, source=source, weight_grad=grad, skip_inactive=grad != "none"))
     for name in ("dapo", "grpo, k3 and entropy", "gspo", "vespo")
     for missing, source, grad in (("include", "logits", "none"), ("full", "hidden", "float32"), ("mask", "hidden", "none"), ("mask", "logits", "none"))
 ]  # fmt: skip
 CALLS = [r for r in CALLS if not is_documented(r)]
 
 
-@pytest.mark.parametrize("recipe", CALLS, ids=str)
-def test_no_call_waits(recipe, monkeypatch):
-    found = runs(recipe, monkeypatch)
-    assert len(found) == len(problem(recipe).given) - (recipe.weight_grad != "none")
+@pytest.mark.parametrize("case", CALLS, ids=str)
+def test_no_call_waits(case, monkeypatch):
+    found = runs(case, monkeypatch)
+    assert len(found) == len(problem(case).given) - (case.weight_grad != "none")
 
 
 @pytest.mark.usefixtures("meta")
 def test_what_goes_before_a_loss_waits_for_nothing(monkeypatch):
     batch, rewards = (
-        marked(batch_of(problem(Recipe(objective="grpo, k3 and entropy", kept="some")))),
+        marked(make_batch(problem(CallCase(objective="grpo, k3 and entropy", kept="some")))),
         on_meta(torch.ones(4)),
     )
     known_counts(monkeypatch)
@@ -291,20 +296,25 @@ def test_what_goes_before_a_loss_waits_for_nothing(monkeypatch):
 
 #: Calls that are documented to wait, in the forward.
 DOCUMENTED = [
-    Recipe(door="logprobs", source="hidden"),
-    Recipe(
-        door="logprobs", source="hidden", mask="none", lengths=(4, 4), kept="some", missing="full"
+    CallCase(function="logprobs", source="hidden"),
+    CallCase(
+        function="logprobs",
+        source="hidden",
+        mask="none",
+        lengths=(4, 4),
+        kept="some",
+        missing="full",
     ),
-    Recipe(door="divergence", source="hidden", other="whole", also="nothing"),
-    Recipe(source="hidden", rows="shared"),
+    CallCase(function="divergence", source="hidden", other="whole", also="nothing"),
+    CallCase(source="hidden", rows="shared"),
 ]
 
 
-@pytest.mark.parametrize("recipe", DOCUMENTED, ids=str)
-def test_what_is_documented_to_wait(recipe, monkeypatch):
-    assert is_documented(recipe)
+@pytest.mark.parametrize("case", DOCUMENTED, ids=str)
+def test_what_is_documented_to_wait(case, monkeypatch):
+    assert is_documented(case)
     with pytest.raises(WAITS, match="nonzero"):
-        runs(recipe, monkeypatch)
+        runs(case, monkeypatch)
 
 
 # ---- what the host launches on a GPU
@@ -332,16 +342,16 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def launches(recipe, monkeypatch, chunk=64):
+def launches(case, monkeypatch, chunk=64):
     """Return what a loss and its backward launch on a GPU beside matmuls, by name.
 
     All rows are one block of 64 rows. The upstream gradient is given, so that none is created.
     """
     kernels = backends.load("triton")
-    p = problem(replace(recipe, lengths=(16,) * 4, dtype="bfloat16"))
-    f, after, given = map(moved, arguments_of(p))
+    p = problem(replace(case, lengths=(16,) * 4, dtype="bfloat16"))
+    f, after, given = map(moved, function_and_arguments(p))
     tensors = {
-        name: torch.empty_like(x, device="meta").requires_grad_(name != recipe.frozen)
+        name: torch.empty_like(x, device="meta").requires_grad_(name != case.frozen)
         for name, x in p.given.items()
     }
     monkeypatch.setattr("grpo_kernels.batch.DEVICES_WITH_EARLY_COUNTS", ("meta",))
@@ -362,7 +372,7 @@ def launches(recipe, monkeypatch, chunk=64):
 
     monkeypatch.setattr(kernels.launch, "run", launch)
     in_chunks(monkeypatch, chunk, block=64)
-    call = called(f, after, given)
+    call = bind_arguments(f, after, given)
     one = torch.empty((), device="meta")
     with of_a_gpu(), Operations() as seen:
         loss = call(*tensors.values()).loss
@@ -400,8 +410,8 @@ SEQUENCE_LEVEL = ("gspo", "gspo-token", "gmpo", "vespo")
 def test_launches_of_a_loss(objective, source, monkeypatch):
     pytest.importorskip("triton")
     other = "whole" if "exact" in objective else "none"
-    recipe = Recipe(objective=objective, source=source, other=other)
-    found = launches(recipe, monkeypatch)
+    case = CallCase(objective=objective, source=source, other=other)
+    found = launches(case, monkeypatch)
     assert len(found) <= LAUNCHES[objective][source == "hidden"], found
     if objective in SEQUENCE_LEVEL:
         assert found.count("evaluate_formula_kernel") == 1
@@ -410,25 +420,25 @@ def test_launches_of_a_loss(objective, source, monkeypatch):
 #: The same of other calls. Each further chunk takes one launch for its hidden states and one for
 #: its loss. Further ids are left out of the softmax and join it in float64, without repetitions.
 OTHER_LAUNCHES = {
-    "no mask": (Recipe(mask="none"), 8),
-    "no mask, hidden": (Recipe(source="hidden", mask="none"), 19),
-    "on-policy": (Recipe(given="on-policy"), 10),
-    "on-policy, hidden": (Recipe(source="hidden", given="on-policy"), 31),
-    "frozen head": (Recipe(source="hidden", frozen="weight"), 32),
-    "16 chunks": (Recipe(source="hidden"), 59),
-    "candidate sets": (Recipe(kept="all"), 280),
-    "candidate sets, hidden": (Recipe(source="hidden", kept="all"), 280),
-    "further ids": (Recipe(listed="some"), 430),
-    "further ids, hidden": (Recipe(source="hidden", listed="some"), 450),
-    "dapo, exact jsd": (Recipe(objective="dapo, exact", other="whole", exact="jsd"), 50),
+    "no mask": (CallCase(mask="none"), 8),
+    "no mask, hidden": (CallCase(source="hidden", mask="none"), 19),
+    "on-policy": (CallCase(given="on-policy"), 10),
+    "on-policy, hidden": (CallCase(source="hidden", given="on-policy"), 31),
+    "frozen head": (CallCase(source="hidden", frozen="weight"), 32),
+    "16 chunks": (CallCase(source="hidden"), 59),
+    "candidate sets": (CallCase(kept="all"), 280),
+    "candidate sets, hidden": (CallCase(source="hidden", kept="all"), 280),
+    "further ids": (CallCase(listed="some"), 430),
+    "further ids, hidden": (CallCase(source="hidden", listed="some"), 450),
+    "dapo, exact jsd": (CallCase(objective="dapo, exact", other="whole", exact="jsd"), 50),
 }
 
 
 @pytest.mark.parametrize("name", OTHER_LAUNCHES)
 def test_launches_of_other_calls(name, monkeypatch):
     pytest.importorskip("triton")
-    recipe, number = OTHER_LAUNCHES[name]
-    found = launches(recipe, monkeypatch, chunk=4 if "chunks" in name else 64)
+    case, number = OTHER_LAUNCHES[name]
+    found = launches(case, monkeypatch, chunk=4 if "chunks" in name else 64)
     assert len(found) <= number, found
 
 

@@ -17,5 +17,5 @@ CASES = {name: (PRESETS[name], "logits") for name in ("dapo", "dppo_kl", "reinfo
 
 @pytest.mark.parametrize("name", CASES)
 def test_in_triton(name, backend):
-    objective, door = CASES[name]
-    assert check(objective, door, backend, (1.0,)) >= 5
+    objective, inputs = CASES[name]
+    assert check(objective, inputs, backend, (1.0,)) >= 5

@@ -19,7 +19,7 @@ from grpo_kernels.formulas.filters import Filter, TrustRegion
 from grpo_kernels.formulas.kl import WEIGHTINGS, Kl
 from grpo_kernels.formulas.surrogates import Custom
 from support import objectives as stages
-from support.doors import batch_of, exact_of
+from support.call_cases import CallCase, problem
 from support.objectives import (
     AGGREGATES,
     BONUSES,
@@ -34,7 +34,7 @@ from support.objectives import (
 )
 from support.oracle import Spec
 from support.pairs import MANY, pairs
-from support.recipes import Recipe, problem
+from support.public_functions import expected_and_tolerance, make_batch
 
 #: Of which no number lies at a bound of an option.
 SEED = 21
@@ -88,7 +88,7 @@ def batch_with(layout, mask, without):
     rubbish.
     """
     p = problem(
-        Recipe(
+        CallCase(
             objective="dppo-kl to the sampler, k3",
             lengths=(3, 2, 0, 6, 4),
             vocab=5,
@@ -101,9 +101,10 @@ def batch_with(layout, mask, without):
     )
     fields = {"groups": torch.tensor([3, 1, 1, 3, 0]), **dict.fromkeys(without.split())}
     logps, entropy = (
-        exact_of(p.recipe)[0].values[name].float().reshape(-1) for name in ("logps", "entropy")
+        expected_and_tolerance(p.case)[0].values[name].float().reshape(-1)
+        for name in ("logps", "entropy")
     )
-    return replace(batch_of(p), **fields), logps, entropy
+    return replace(make_batch(p), **fields), logps, entropy
 
 
 def check_combination(case):

@@ -24,9 +24,9 @@ from grpo_kernels.core.backends import eager
 from grpo_kernels.core.linear_memory import LinearMemory
 from support import oracle
 from support.bits import same_bits
-from support.doors import compare, exact_of, run
+from support.call_cases import CallCase, problem
 from support.inside import LiveBytes, NoRows, Product, of_a_gpu
-from support.recipes import Recipe, problem
+from support.public_functions import assert_matches_oracle, expected_and_tolerance, run_call
 
 GIB = 1 << 30
 V, H, CHUNK, BLOCK = 71, 16, 64, 128
@@ -140,20 +140,20 @@ def small(monkeypatch):
 
 
 #: Every row has a gradient.
-ROWS = Recipe(
+ROWS = CallCase(
     source="hidden", objective="reinforce", given="on-policy", lengths=(300,), vocab=V, width=H, dtype="bfloat16", mask="none",
     spread=2.0, seed=1,
 )  # fmt: skip
-LAYERS = [ROWS, replace(ROWS, door="logprobs", also="nothing")]
-layers = pytest.mark.parametrize("recipe", LAYERS, ids=lambda recipe: recipe.door)
+LAYERS = [ROWS, replace(ROWS, function="logprobs", also="nothing")]
+layers = pytest.mark.parametrize("case", LAYERS, ids=lambda case: case.function)
 
 
-def made_by(recipe, adds=True, **options):
+def made_by(case, adds=True, **options):
     """The products of a call that is right, and its gradients."""
-    p, _ = problem(recipe), exact_of(recipe)
+    p, _ = problem(case), expected_and_tolerance(case)
     with of_a_gpu(adds) as made:
-        found = run(p, **options)
-    compare(p, found)
+        found = run_call(p, **options)
+    assert_matches_oracle(p, found)
     return made, found.gradients
 
 
@@ -186,10 +186,10 @@ def expected_products(n, block, gradients=("hidden", "weight")):
 )
 @layers
 @pytest.mark.usefixtures("small")
-def test_products_and_gradients(recipe, n, block, bias):
+def test_products_and_gradients(case, n, block, bias):
     """Log-probs are there before anything arrives at them: logits are computed again."""
-    made, _ = made_by(replace(recipe, lengths=(n,), bias=bias))
-    first = [] if recipe.door == "loss" else [p for p in expected_products(n, n) if p.n == V]
+    made, _ = made_by(replace(case, lengths=(n,), bias=bias))
+    first = [] if case.function == "loss" else [p for p in expected_products(n, n) if p.n == V]
     assert made == first + expected_products(n, block)
 
 
@@ -213,18 +213,18 @@ def test_a_torch_whose_addmm_takes_no_fp32_sum(monkeypatch):
 @pytest.mark.usefixtures("small")
 def test_sequences_whose_slopes_wait_are_blocks(lengths, width, widened, blocks, monkeypatch):
     """As many of them as fit; under autocast too, where all rows are copied into another dtype."""
-    recipe = replace(
+    case = replace(
         ROWS,
         objective="gspo",
         lengths=lengths,
         width=width,
         dtype="float32" if widened else "bfloat16",
     )
-    p, exact = with_advantages(problem(recipe), torch.randn(len(lengths), max(lengths)).abs() + 0.1)
+    p, exact = with_advantages(problem(case), torch.randn(len(lengths), max(lengths)).abs() + 0.1)
     if widened:
         monkeypatch.setattr("grpo_kernels.inputs.matmul_dtype", lambda hidden: BF16)
     with of_a_gpu() as made:
-        found = run(p).gradients
+        found = run_call(p).gradients
     assert [x.k for x in made if x.m == V] == list(blocks) and sum(
         x.m for x in made if x.n == V
     ) == sum(lengths)
@@ -237,12 +237,12 @@ def test_a_small_factor_of_a_sequence_does_not_underflow_in_fp16():
     """Rows of fp16 gradients are scaled when they are written, so their factor must be known
     then.
     """
-    recipe = replace(
+    case = replace(
         ROWS, objective="gspo", lengths=(60,) * 3, dtype="float16", normalizer=3e6, upstream=2.0**20
     )
-    p, exact = with_advantages(problem(recipe), torch.randn(3, 60).abs() + 0.1)
+    p, exact = with_advantages(problem(case), torch.randn(3, 60).abs() + 0.1)
     with of_a_gpu():
-        found = run(p).gradients
+        found = run_call(p).gradients
     for name, gradient in found.items():
         assert (gradient - exact.gradients[name]).norm() < 4e-3 * exact.gradients[name].norm(), name
 

@@ -21,9 +21,9 @@ from grpo_kernels.core import backends
 from grpo_kernels.core.backends import triton
 from grpo_kernels.formulas.surrogates import Custom
 from grpo_kernels.formulas.token_inputs import TokenInputs
-from support.doors import batch_of, compare, objective_of, run
+from support.call_cases import CallCase, problem
 from support.kernel_rows import Rows, check, ways
-from support.recipes import Recipe, problem
+from support.public_functions import assert_matches_oracle, make_batch, make_objective, run_call
 
 backend = triton.Kernels()
 KERNELS = ("softmax_sums", "softmax_gradient", "fused_loss", "scale")
@@ -56,7 +56,7 @@ def refuse(monkeypatch):
 
     tiles of more lanes raise, others run. Returns the launches, by (kernel, lanes).
     """
-    run = InterpretedFunction.run
+    run_call = InterpretedFunction.run
 
     def set_up(*kernels, above=0, error=OUT, compiling=False):
         launches = Counter()
@@ -67,7 +67,7 @@ def refuse(monkeypatch):
             launches[name, accesses] += not warmup
             if name in kernels and accesses > above and (compiling or not warmup):
                 raise error
-            return run(self, *arguments, grid=grid, warmup=warmup, **flags)
+            return run_call(self, *arguments, grid=grid, warmup=warmup, **flags)
 
         monkeypatch.setattr(InterpretedFunction, "run", refusing)
         return launches
@@ -80,12 +80,12 @@ def messages(caught):
 
 
 #: What visits rows once, and what visits them twice.
-ONE_VISIT = Recipe(objective="dapo, k3", vocab=1031, lengths=(4, 3), upstream=0.5)
+ONE_VISIT = CallCase(objective="dapo, k3", vocab=1031, lengths=(4, 3), upstream=0.5)
 SEQUENCES = replace(ONE_VISIT, objective="gspo, k3 by the ratio")
 
 
-def right(recipe=ONE_VISIT, **options):
-    compare(problem(recipe), run(problem(recipe), **options))
+def right(case=ONE_VISIT, **options):
+    assert_matches_oracle(problem(case), run_call(problem(case), **options))
 
 
 @pytest.mark.parametrize(
@@ -125,17 +125,17 @@ def test_a_smaller_tile_is_right_and_remembered(above, dtype, refuse):
     assert {lanes for _, lanes in launches} == {above}
 
 
-@pytest.mark.parametrize("recipe", [ONE_VISIT, SEQUENCES], ids=["one visit", "sequences"])
+@pytest.mark.parametrize("case", [ONE_VISIT, SEQUENCES], ids=["one visit", "sequences"])
 @pytest.mark.parametrize("kernels", [*((name,) for name in KERNELS), KERNELS], ids=" ".join)
-def test_eager_takes_the_calls_of_a_kernel_that_cannot_run(kernels, recipe, refuse):
+def test_eager_takes_the_calls_of_a_kernel_that_cannot_run(kernels, case, refuse):
     """Each says so once, and is not tried again."""
     launches = refuse(*kernels)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        right(replace(recipe, inplace=True))
+        right(replace(case, inplace=True))
         refused = {key for key in launches if key[0] in kernels}
         launches.clear()
-        right(recipe)
+        right(case)
     assert not refused & set(launches) and len(messages(caught)) == len(
         {name for name, _ in refused}
     )
@@ -153,7 +153,7 @@ def test_no_fallback_where_none_is_allowed(how, refuse):
     """The logits are left as they are. A smaller tile is no fallback."""
     given = {"strict": {"strict": True}, "by name": {"backend": "triton"}}[how]
     p = problem(replace(ONE_VISIT, mask="none", lengths=(4,)))
-    logits, batch, objective = p.given["logits"].clone(), batch_of(p), objective_of(p.recipe)
+    logits, batch, objective = p.given["logits"].clone(), make_batch(p), make_objective(p.case)
     before, version, launches = logits.clone(), logits._version, refuse("fused_loss", above=0)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="kernel fused_loss does not run") as refusal:

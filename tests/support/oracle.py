@@ -1,5 +1,4 @@
-"""The reference that everything else is measured against: plain torch and autograd, float64, slow
-and obvious.
+"""The expected results of every test of a loss: plain torch and autograd in float64.
 
 Written from the papers (PPO 1707.06347, GRPO 2402.03300, DAPO 2503.14476, Dr. GRPO 2503.20783,
 INTELLECT-2 2505.07291, CISPO 2506.13585, GSPO 2507.18071, GMPO 2507.20673, SAPO 2511.20347, VESPO
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from support.recipes import Other, Problem
+    from support.call_cases import Problem, SecondDistribution
 
 
 @dataclass(frozen=True)
@@ -660,7 +659,7 @@ def divergence(logps: Tensor, teacher_logps: Tensor, kind: str, mixture: float =
     return mixture * kl(q, m) + (1.0 - mixture) * kl(p, m)
 
 
-# ---- the answer to a problem (see recipes.py), and how far fp32 may be from it
+# ---- the answer to a problem (see cases.py), and how far fp32 may be from it
 
 EPS = 2.0**-23
 #: Half a unit in the last place of the dtypes that gradients are stored in, relative and absolute.
@@ -766,7 +765,7 @@ class Answer:
 def answer(p: Problem, noise: int | None = None) -> Answer:
     """What the call of a problem returns, in float64, and the gradients of its leaves."""
     r, leaves = (
-        p.recipe,
+        p.case,
         {name: x.detach().double().requires_grad_() for name, x in p.clean.items()},
     )
     N, live = len(p.ids), p.trained.nonzero()[:, 0]
@@ -801,7 +800,7 @@ def answer(p: Problem, noise: int | None = None) -> Answer:
     if p.other is not None:
         values["divergence"] = everywhere(_divergence(p, p.other, sets, rows, live))
         of_loss = values["divergence"] * (temperature**2 if r.squared else 1.0)
-        if r.door == "divergence":
+        if r.function == "divergence":
             values["divergence"] = of_loss
     total, clear = _total(p, values, None if p.other is None else of_loss, sets, whole, live, noise)
     total = total * r.upstream
@@ -837,7 +836,7 @@ def answer(p: Problem, noise: int | None = None) -> Answer:
             sets.p.detach() * arrives * steep**2 * x.detach()[live].abs().amax(1, keepdim=True)
         )
     if (
-        r.extreme == "absent" and r.door == "logprobs"
+        r.extreme == "absent" and r.function == "logprobs"
     ):  # a sum of nearly 1 is rounded, which is most of so small an entropy
         sizes[live] += sets.p.detach() * p.upstream["entropy"].reshape(-1)[live, None].abs() * steep
     if r.also in ("log_kept_mass", "all"):  # the difference of two log-probs of the likeliest id
@@ -880,10 +879,10 @@ def named_ids(p: Problem, vocab: int) -> Tensor:
 
 
 def _divergence(
-    p: Problem, other: Other, ours: Rows, rows: Callable[..., Rows], live: Tensor
+    p: Problem, other: SecondDistribution, ours: Rows, rows: Callable[..., Rows], live: Tensor
 ) -> Tensor:
     """[n] of the trained rows, over their sets."""
-    r = p.recipe
+    r = p.case
     kind, _, share = r.exact.partition(" ")
     mixture = float(share or 0.5) if kind == "jsd" else 0.0
     theirs = rows(other.rows, other.transform, p.keep, 200)
@@ -902,10 +901,10 @@ def _total(
     """(the scalar whose gradient is asked for, whether it is clear); adds to `values` what else the
     call returns.
     """
-    r, up = p.recipe, {name: x.reshape(-1) for name, x in p.upstream.items()}
-    if r.door == "divergence":
+    r, up = p.case, {name: x.reshape(-1) for name, x in p.upstream.items()}
+    if r.function == "divergence":
         return (values["divergence"] * up["divergence"]).sum(), True
-    if r.door == "loss":
+    if r.function == "loss":
         seen = {name: x for name, x in p.seen.items() if name != "cu_seqlens"}
         if noise is not None:  # terms of a slope may cancel
             seen["advantages"] = seen["advantages"] * (
@@ -975,76 +974,75 @@ def _listed_terms(p: Problem, sets: Rows, live: Tensor) -> Tensor | None:
     )
 
 
-def rooms(p: Problem, exact: Answer) -> Answer:
-    """How far fp32 may be from each number: what errors of its size in every logit and log-prob do,
-    some roundings of the number and of what it is a sum of, and one of the dtype that a gradient is
-    stored in.
+def tolerances(p: Problem, exact: Answer) -> Answer:
+    """Return how far fp32 results may be from each number of `exact`.
+
+    The sum of: the largest change when all logits and log-probs are moved by fp32 errors (several
+    random draws), some fp32 roundings of the number and of the terms that it is a sum of, and one
+    rounding to the dtype that a gradient is stored in.
     """
-    r = p.recipe
-    # The slope of a total variation jumps where p = q: as often as it takes for every sign that is
-    # open to be both.
-    others = [answer(p, noise) for noise in range(1, 25 if r.exact == "tv" else 8)]
+    case = p.case
+    # The derivative of a total variation jumps where p = q. It takes more draws until both signs
+    # have occurred at every such place.
+    num_draws = 24 if case.exact == "tv" else 7
+    noisy = [answer(p, noise) for noise in range(1, num_draws + 1)]
 
-    def room(x: Tensor, moved: list[Tensor], size: Tensor, dtype: torch.dtype) -> Tensor:
-        off = torch.stack(
-            [torch.where(y.isfinite() & x.isfinite(), y - x, 0.0).abs() for y in moved]
-        ).amax(0)
-        finite = torch.where(x.isfinite(), x, 0.0).abs()
+    def tolerance(x: Tensor, moved: list[Tensor], size: Tensor, dtype: torch.dtype) -> Tensor:
+        """size: the sum of the absolute values of the terms of x."""
+        changes = [torch.where(y.isfinite() & x.isfinite(), y - x, 0.0).abs() for y in moved]
+        largest_change = torch.stack(changes).amax(0)
+        magnitude = torch.where(x.isfinite(), x, 0.0).abs()
+        if case.rounds_twice:
+            magnitude = magnitude + size
         relative, absolute = ROUNDING[dtype]
-        if r.rounds_twice:
-            finite = finite + size
-        stored = relative * finite + absolute * max(
-            1.0, r.upstream
-        )  # in memory of 16 bits before the upstream gradient
-        return 16 * off + 12 * EPS * (finite + size) + 2.2 * stored + 1e-12
+        # 16-bit gradients are stored before they are multiplied by the upstream gradient.
+        stored = relative * magnitude + absolute * max(1.0, case.upstream)
+        return 16 * largest_change + 12 * EPS * (magnitude + size) + 2.2 * stored + 1e-12
 
-    values = {
-        name: room(x, [o.values[name] for o in others], torch.zeros_like(x), torch.float32)
-        for name, x in exact.values.items()
-    }
-    size = (
-        {"logits": exact.sizes.view(p.clean["logits"].shape)}
-        if "logits" in p.clean
-        else products(p, exact.sizes)
-    )
-    gradients = {
-        name: room(x, [o.gradients[name] for o in others], size[name], p.clean[name].dtype)
-        for name, x in exact.gradients.items()
-    }
-    if (
-        r.weight_grad == "of weight"
-    ):  # is added to memory of its dtype twice, and half of that is compared
+    values = {}
+    for name, x in exact.values.items():
+        moved = [other.values[name] for other in noisy]
+        values[name] = tolerance(x, moved, torch.zeros_like(x), torch.float32)
+    if "logits" in p.clean:
+        sizes = {"logits": exact.sizes.view(p.clean["logits"].shape)}
+    else:
+        sizes = products(p, exact.sizes)
+    gradients = {}
+    for name, x in exact.gradients.items():
+        moved = [other.gradients[name] for other in noisy]
+        gradients[name] = tolerance(x, moved, sizes[name], p.clean[name].dtype)
+    if case.weight_grad == "of weight":
+        # It is added to 16-bit memory twice, and half of that is compared.
         gradients["weight"] *= 1.5
-    if "hidden" in p.clean:
-        # Operands of 16 bits round the gradient of the logits, which is off by fp32's errors
-        # before.
-        dtypes = {x.dtype for x in p.clean.values()}
-        relative = (
-            1.1 * 2.0**-8
-            if torch.bfloat16 in dtypes
-            else 2.0**-10
-            if torch.float16 in dtypes
-            else 0.0
-        )
-        # What several passes give is rounded before it cancels.
-        several = r.is_composed
-        of_logits = size if several else products(p, exact.of_logits.abs())
-        gradients = {name: x + relative * of_logits[name] for name, x in gradients.items()}
-        waits = (
-            p.spec.level != "token"
-            or p.spec.surrogate.endswith("-cov")
-            or (p.sets and r.rows + r.listed != "ownnone")
-        )
-        if r.door == "loss" and waits and "weight" in gradients:
-            gradients["weight"] += (
-                relative * of_logits["weight"]
-            )  # hidden states times the slopes of rows that wait for others
+    if "hidden" not in p.clean:
+        return Answer(values, gradients)
+
+    # Matmuls with 16-bit operands round the gradient of the logits.
+    dtypes = {x.dtype for x in p.clean.values()}
+    relative = 0.0
+    if torch.bfloat16 in dtypes:
+        relative = 1.1 * 2.0**-8
+    elif torch.float16 in dtypes:
+        relative = 2.0**-10
+    # With several passes, each part is rounded before parts cancel.
+    rounded = sizes if case.is_composed else products(p, exact.of_logits.abs())
+    gradients = {name: x + relative * rounded[name] for name, x in gradients.items()}
+    # The gradient of the weight is a sum of hidden states times coefficients of rows. If these
+    # coefficients are known only after the logits, the products are rounded once more.
+    has_late_coefficients = (
+        p.spec.level != "token"
+        or p.spec.surrogate.endswith("-cov")
+        or (p.sets and case.rows + case.listed != "ownnone")
+    )
+    if case.function == "loss" and has_late_coefficients and "weight" in gradients:
+        gradients["weight"] += relative * rounded["weight"]
     return Answer(values, gradients)
 
 
 def products(p: Problem, of_logits: Tensor) -> dict[str, Tensor]:
-    """The gradients of hidden states and head that gradients >= 0 of the logits give when nothing
-    cancels.
+    """Return gradients of hidden states and head in which no terms cancel: |operands| multiplied.
+
+    of_logits   gradients of the logits, all at least 0
     """
     hidden, weight = p.clean["hidden"].double().abs(), p.clean["weight"].double().abs()
     of_weight = of_logits.T @ hidden.flatten(0, -2)

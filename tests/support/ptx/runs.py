@@ -28,7 +28,7 @@ CASES = [
     )
 ]
 #: What takes longer, or runs the same kernels by calls of the package: in one order only.
-ONCE = [FOLDER / "triton_recipes.py"]
+ONCE = [FOLDER / "triton_call_cases.py"]
 #: Orders of warps: as they are, reversed, shuffled by a seed.
 TARGETS, ORDERS = ("sm_90", "sm_100"), (0, 1, 7)
 

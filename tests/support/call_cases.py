@@ -1,4 +1,4 @@
-"""The case language: a call in words (`Recipe`), and its tensors (`Problem`)."""
+"""The case language: a call in words (`CallCase`), and its tensors (`Problem`)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 @dataclass(frozen=True)
-class Recipe:
+class CallCase:
     """A call in a few plain values, which print well.
 
     A value that has no meaning beside the others is put right by `legal`.
     """
 
-    door: str = "loss"  # loss, logprobs, divergence
+    function: str = "loss"  # loss, logprobs, divergence
     source: str = "logits"  # logits, hidden
     lengths: tuple[int, ...] = (4, 2, 0, 5)  # of the sequences
     layout: str = "padded"  # padded, packed, without offsets
@@ -80,7 +80,7 @@ class Recipe:
             for f in fields(self)
             if getattr(self, f.name) != f.default
         )
-        return f"Recipe({', '.join(changed)})"
+        return f"CallCase({', '.join(changed)})"
 
     @property
     def draws_sets(self) -> bool:
@@ -110,9 +110,9 @@ class Recipe:
         return self.is_composed and (self.source == "hidden" or has_second_pass)
 
 
-#: Values of each axis, for all pairs of them and for random recipes.
+#: Values of each axis, for all pairs of them and for random cases.
 AXES: dict[str, tuple[Any, ...]] = {
-    "door": ("loss", "logprobs", "loss", "divergence"),
+    "function": ("loss", "logprobs", "loss", "divergence"),
     "source": ("logits", "hidden"),
     "lengths": ((4, 2, 0, 5), (1,), (3, 3), (1, 1, 7, 2, 4)),
     "layout": ("padded", "packed", "without offsets"),
@@ -162,8 +162,8 @@ KINDS = (
 PAIRED = tuple(name for name in AXES if name not in ("lengths", "upstream", "normalizer", "given"))
 
 
-def legal(r: Recipe) -> Recipe:
-    """The recipe with every value that means nothing, or is refused, beside the others put back to
+def legal(r: CallCase) -> CallCase:
+    """The case with every value that means nothing, or is refused, beside the others put back to
     what is plain.
     """
     plain: dict[str, Any] = {}
@@ -182,7 +182,7 @@ def legal(r: Recipe) -> Recipe:
             plain["head"] = "of hidden"
         if r.frozen != "nothing":
             plain["weight_grad"] = "none"
-    if r.door != "loss":
+    if r.function != "loss":
         plain |= {
             "objective": "dapo",
             "given": "everything",
@@ -190,7 +190,7 @@ def legal(r: Recipe) -> Recipe:
             "skip_inactive": False,
         }
         plain |= {"upstream": 1.0, "layout": "padded" if r.layout == "packed" else r.layout}
-        if r.door == "divergence":
+        if r.function == "divergence":
             plain |= {
                 "other": "whole" if r.other == "none" else r.other,
                 "also": "nothing",
@@ -228,7 +228,7 @@ def legal(r: Recipe) -> Recipe:
         plain["extreme"] = "none"
     if now.vocab == 1:
         plain["extreme"] = "none"
-    if now.door == "divergence" or now.other not in ("none", "whole", "near"):
+    if now.function == "divergence" or now.other not in ("none", "whole", "near"):
         plain["rows"] = "own"
     elif now.rows != "own" and now.transform.startswith("per "):
         plain["transform"] = "temperature"
@@ -236,7 +236,7 @@ def legal(r: Recipe) -> Recipe:
         now.extreme == "absent" and plain.get("rows", now.rows) != "own"
     ):  # no target may be among those that are absent
         plain["extreme"] = "none"
-    if now.door != "loss" or now.extreme == "absent":
+    if now.function != "loss" or now.extreme == "absent":
         plain["listed"] = "none"
     if now.ranks > 1:
         plain["vocab"] = max(now.vocab, 2 * now.ranks)
@@ -252,11 +252,11 @@ def _counts_tokens(spec: Any) -> bool:
     }
 
 
-def covering(seed: int = 0, **fixed: Any) -> list[Recipe]:
-    """Recipes in which every two values of two axes meet, where they may. `fixed`: axes of one
+def covering(seed: int = 0, **fixed: Any) -> list[CallCase]:
+    """Call cases in which every two values of two axes meet, where they may. `fixed`: axes of one
     value.
 
-    A pair that is missing is put into a few random recipes, of which the one is taken that holds
+    A pair that is missing is put into a few random cases, of which the one is taken that holds
     the most missing pairs.
     """
     rng, axes = (
@@ -265,9 +265,9 @@ def covering(seed: int = 0, **fixed: Any) -> list[Recipe]:
     )
     axes |= {"objective": dict.fromkeys(KINDS)} if "objective" in axes else {}
     met: set[Any] = set()
-    found: list[Recipe] = []
+    found: list[CallCase] = []
 
-    def pairs(r: Recipe) -> set[Any]:
+    def pairs(r: CallCase) -> set[Any]:
         values = [(name, getattr(r, name)) for name in axes]
         return set(combinations(values, 2))
 
@@ -276,7 +276,7 @@ def covering(seed: int = 0, **fixed: Any) -> list[Recipe]:
             if pair in met:
                 continue
             drawn = [
-                random_recipe(rng, **{"objective": rng.choice(KINDS), **dict(pair), **fixed})
+                random_case(rng, **{"objective": rng.choice(KINDS), **dict(pair), **fixed})
                 for _ in range(6)
             ]
             kept = [
@@ -290,34 +290,34 @@ def covering(seed: int = 0, **fixed: Any) -> list[Recipe]:
     return found
 
 
-def each_value(recipes: list[Recipe], beside: Sequence[str], axes: Sequence[str]) -> list[Recipe]:
+def each_value(cases: list[CallCase], beside: Sequence[str], axes: Sequence[str]) -> list[CallCase]:
     """Some of them, in which each value of these axes meets all values of those `beside`."""
     met: set[Any] = set()
     found = []
-    for r in recipes:
+    for r in cases:
         values = {(*(getattr(r, name) for name in beside), name, getattr(r, name)) for name in axes}
         found += [r] if values - met else []
         met |= values
     return found
 
 
-def random_recipe(rng: random.Random, **fixed: Any) -> Recipe:
+def random_case(rng: random.Random, **fixed: Any) -> CallCase:
     """One at random in which axes have the values `fixed`, where they may."""
     chosen = {name: rng.choice(values) for name, values in AXES.items()}
     # A plain value half of the time: what is unusual meets little else that is.
     chosen = {
-        name: value if rng.random() < 0.5 else getattr(Recipe(), name)
+        name: value if rng.random() < 0.5 else getattr(CallCase(), name)
         for name, value in chosen.items()
     }
-    chosen["door"], chosen["source"] = rng.choice(AXES["door"]), rng.choice(AXES["source"])
-    return legal(Recipe(**{**chosen, "seed": rng.randrange(10**6), **fixed}))
+    chosen["function"], chosen["source"] = rng.choice(AXES["function"]), rng.choice(AXES["source"])
+    return legal(CallCase(**{**chosen, "seed": rng.randrange(10**6), **fixed}))
 
 
-# ---- the tensors of a recipe
+# ---- the tensors of a case
 
 
 @dataclass
-class Other:
+class SecondDistribution:
     """A second distribution of each row."""
 
     kind: str
@@ -333,7 +333,7 @@ class Problem:
     read; `clean` the same values with 0 there, contiguous, which the oracle reads.
     """
 
-    recipe: Recipe
+    case: CallCase
     given: dict[str, Tensor]  # logits, or hidden, weight, bias
     clean: dict[str, Tensor]
     targets: Tensor  # as the caller passes them
@@ -346,7 +346,7 @@ class Problem:
     temperature: Any  # as the caller passes it
     sets: list[list[int]] | None = None
     keep: Tensor | None = None  # bool [N, V]: what the softmax of each row runs over
-    other: Other | None = None
+    other: SecondDistribution | None = None
     at: list[list[int]] | None = None
     rows: Tensor | None = None  # int64 [N]: the row of each token; None: its own
     terms: tuple[list[list[int]], Tensor, Tensor] | None = (
@@ -361,7 +361,7 @@ class Problem:
 
     @property
     def spec(self) -> Any:
-        return SPECS[self.recipe.objective]
+        return SPECS[self.case.objective]
 
     @property
     def shape(self) -> torch.Size:
@@ -463,8 +463,8 @@ def handed(x: Tensor, seed: int) -> Tensor:
 
 
 @cache
-def problem(r: Recipe) -> Problem:
-    """The tensors of a recipe, the same at every call: nobody may write to them."""
+def problem(r: CallCase) -> Problem:
+    """The tensors of a case, the same at every call: nobody may write to them."""
     g = torch.Generator().manual_seed(r.seed)
     lengths, spec, V = torch.tensor(r.lengths, dtype=torch.int64), SPECS[r.objective], r.vocab
     B, N = len(lengths), int(lengths.sum())
@@ -577,14 +577,16 @@ def problem(r: Recipe) -> Problem:
     return p
 
 
-def _marked(r: Recipe, shape: tuple[int, ...], num_sequences: int, g: torch.Generator) -> Tensor:
+def _marked(r: CallCase, shape: tuple[int, ...], num_sequences: int, g: torch.Generator) -> Tensor:
     """Which tokens are on-policy: one bool a token, or one a sequence where those are known."""
     by_token = r.layout == "without offsets" or r.seed % 3 == 0
     size = shape if by_token else (num_sequences, 1)
     return handed(torch.rand(size, generator=g) < 0.5, r.seed)
 
 
-def _transform(r: Recipe, shape: tuple[int, ...], uniform: Callable[..., Tensor]) -> dict[str, Any]:
+def _transform(
+    r: CallCase, shape: tuple[int, ...], uniform: Callable[..., Tensor]
+) -> dict[str, Any]:
     plain: dict[str, Any] = {"temperature": 1.0, "softcap": None, "scale": 1.0}
     rows = {
         "per sequence": (len(r.lengths), 1) if len(shape) == 2 else (len(r.lengths),),
@@ -600,7 +602,7 @@ def _transform(r: Recipe, shape: tuple[int, ...], uniform: Callable[..., Tensor]
 
 
 def _leaves(
-    r: Recipe,
+    r: CallCase,
     shape: tuple[int, ...],
     ids: Tensor,
     transform: dict[str, Any],
@@ -649,7 +651,7 @@ def _leaves(
     return {"logits": x.view(*shape, V)}, x.double()
 
 
-def _sets(r: Recipe, ids: Tensor, g: torch.Generator) -> tuple[list[list[int]], Tensor, Tensor]:
+def _sets(r: CallCase, ids: Tensor, g: torch.Generator) -> tuple[list[list[int]], Tensor, Tensor]:
     """(ids of each row's set, bool [N, V] what each softmax runs over, bool [N] targets that their
     sets lack).
     """
@@ -672,13 +674,13 @@ def _sets(r: Recipe, ids: Tensor, g: torch.Generator) -> tuple[list[list[int]], 
     outside = ~keep.gather(1, ids[:, None])[:, 0]
     if r.missing == "full":
         keep |= outside[:, None]
-    if r.door == "divergence":  # no target belongs to a row
+    if r.function == "divergence":  # no target belongs to a row
         return sets, keep, outside & False
     return sets, keep.scatter(1, ids[:, None], True), outside
 
 
 def _fields(
-    r: Recipe,
+    r: CallCase,
     logps: Tensor,
     sequences: list[list[int]],
     normal: Callable[..., Tensor],
@@ -716,7 +718,7 @@ def _poisoned(p: Problem) -> dict[str, Tensor]:
 
     rubbish in rows that are not read, in logits and weights outside of all sets, between the rows.
     """
-    r, given, read = p.recipe, dict(p.clean), p.by_row(p.trained)
+    r, given, read = p.case, dict(p.clean), p.by_row(p.trained)
     rubbish, outside = torch.tensor(RUBBISH).repeat(len(read) // 4 + 1)[: len(read), None], None
     if p.keep is not None and r.also not in ("log_kept_mass", "all"):
         single = (p.keep.sum(1) == 1) & torch.tensor([bool(x) for x in p.sets or []])
@@ -737,7 +739,7 @@ def _poisoned(p: Problem) -> dict[str, Tensor]:
     for name in ("weight", "bias"):
         if name in given:
             x = given[name].clone()
-            if nobody is not None and p.recipe.other == "none":
+            if nobody is not None and p.case.other == "none":
                 x[nobody] = math.nan
             given[name] = VIEWS[r.view](x) if name == "weight" else x
     if r.bias == "column":
@@ -745,8 +747,10 @@ def _poisoned(p: Problem) -> dict[str, Tensor]:
     return given
 
 
-def _other(p: Problem, rows: Tensor, normal: Callable[..., Tensor], g: torch.Generator) -> Other:
-    r, kind, (n, V), read = p.recipe, p.recipe.other, rows.shape, p.by_row(p.trained)
+def _other(
+    p: Problem, rows: Tensor, normal: Callable[..., Tensor], g: torch.Generator
+) -> SecondDistribution:
+    r, kind, (n, V), read = p.case, p.case.other, rows.shape, p.by_row(p.trained)
     own = {"temperature": 0.9, "softcap": 15.0, "scale": 1.3}
     transform = own if kind in ("own", "itself") else p.transform
     if r.source == "hidden":
@@ -775,4 +779,4 @@ def _other(p: Problem, rows: Tensor, normal: Callable[..., Tensor], g: torch.Gen
     if kind == "listed":
         counts = torch.randint(0, min(V, 6) + 1, (n,), generator=g).tolist()
         ids = [torch.randperm(V, generator=g)[:count].tolist() for count in counts]
-    return Other(kind, x if p.rows is None else x[p.rows], given, transform, ids)
+    return SecondDistribution(kind, x if p.rows is None else x[p.rows], given, transform, ids)

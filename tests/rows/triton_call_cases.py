@@ -1,4 +1,4 @@
-"""Recipes run by the Triton backend against float64: every objective, and calls in which every two
+"""Call cases run by the Triton backend against float64: every objective, and calls in which every two
 values of two axes meet.
 
 Run as triton_cases.py is. On a GPU vocabularies are of a real size, and products are those of a
@@ -18,10 +18,10 @@ from grpo_kernels import Objective, Options, TokenBatch, grpo_loss
 from grpo_kernels.core.matmuls import HalfMatmuls, HeadMatmuls, TensorCoreMatmuls
 from support import oracle
 from support.bits import same_bits
-from support.doors import check, exact_of, run
+from support.call_cases import CallCase, covering, legal, problem
 from support.inside import in_chunks, of_a_gpu
 from support.objectives import OBJECTIVES
-from support.recipes import Recipe, covering, legal, problem
+from support.public_functions import check_case, expected_and_tolerance, run_call
 
 ON_GPU = torch.zeros(()).device.type == "cuda"
 VOCABULARIES = (151_936, 129_921) if ON_GPU else (272, 131)
@@ -33,7 +33,7 @@ def sixteen_bit_products():
     with contextlib.nullcontext() if ON_GPU else of_a_gpu():
         yield
     problem.cache_clear()
-    exact_of.cache_clear()
+    expected_and_tolerance.cache_clear()
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -42,8 +42,8 @@ def test_an_objective_is_what_its_paper_says(name):
     layout, other = ("padded", "packed")[len(name) % 2], "near" if "exact" in name else "none"
     for i, source in enumerate(("logits", "hidden")):
         vocab, inplace = VOCABULARIES[(len(name) + i) % 2], not i
-        check(
-            Recipe(
+        check_case(
+            CallCase(
                 source=source,
                 objective=name,
                 lengths=LENGTHS,
@@ -68,29 +68,29 @@ def of_triton(r):
 
 
 PAIRS = [
-    legal(Recipe(objective="gspo, exact", source="hidden", rows="shared")),
+    legal(CallCase(objective="gspo, exact", source="hidden", rows="shared")),
     *dict.fromkeys(of_triton(r) for r in covering(seed=7)),
 ][:: 1 if ON_GPU else 5]
 
 
-@pytest.mark.parametrize("recipe", PAIRS, ids=str)
-def test_pairs(recipe, monkeypatch):
+@pytest.mark.parametrize("case", PAIRS, ids=str)
+def test_pairs(case, monkeypatch):
     """In chunks of four rows, of which two are a block."""
     in_chunks(monkeypatch, 4, 8)
-    check(recipe, backend="triton")
+    check_case(case, backend="triton")
 
 
 @pytest.mark.parametrize(
-    "recipe",
+    "case",
     [
-        Recipe(objective=name, vocab=VOCABULARIES[0], source=source, lengths=LENGTHS)
+        CallCase(objective=name, vocab=VOCABULARIES[0], source=source, lengths=LENGTHS)
         for name in ("dapo, k3", "gspo")
         for source in ("logits", "hidden")
     ],
     ids=str,
 )
-def test_the_same_bits_again(recipe):
-    first, again = (run(problem(recipe), backend="triton") for _ in range(2))
+def test_the_same_bits_again(case):
+    first, again = (run_call(problem(case), backend="triton") for _ in range(2))
     assert all(same_bits(x, again.values[name]) for name, x in first.values.items())
     assert all(same_bits(x, again.gradients[name]) for name, x in first.gradients.items())
 
