@@ -1,6 +1,11 @@
 """Check the logits, or hidden states and head, of a call, and return them as a row source.
 
-The policy's tensors and a reference's go through the same checks.
+    LogitsInput, LinearInput   tensors as the caller passed them, the policy's or a reference's
+    RowLayout                  the shape, device and mask that they must fit
+    make_reference             checks `reference=` or `ref_logits=`
+
+`LinearInput.make_source` returns `core.sources.ProjectedLogits`, `LogitsInput.make_source` returns
+`core.sources.GivenLogits`.
 """
 
 from __future__ import annotations
@@ -39,9 +44,9 @@ DISTRIBUTION_FORMS = f"{REFERENCE_FORMS}, or TokenSets whose values are a teache
 
 @dataclass(frozen=True, eq=False)
 class RowLayout:
-    """The rows of a call, which the tensors of the policy and of a reference must match.
+    """Shape, device and mask of the rows of a call, which all its tensors must match.
 
-    shape        the leading shape of logits or hidden states
+    shape        the leading shape of logits or hidden states: [B, T] or [N]
     device       the device of targets
     mask         bool of that shape: rows to process, None for all
     cu_seqlens   boundaries of packed sequences, for a temperature per sequence; or None
@@ -55,9 +60,12 @@ class RowLayout:
     are_shared: bool = False
 
     def row_transform(self, transform: LogitTransform | None) -> RowTransform:
-        """Return the transform of each row. Temperatures are checked where the mask is set.
+        """Return the transform of each row, from what the caller passed.
 
-        Raises ValueError for a temperature tensor if tokens share rows.
+        Temperatures are inverted here. The row kernels apply them (`RowTransform`).
+
+        Raises ValueError for a temperature of an unmasked row that is not positive and finite, and
+        for a temperature tensor if tokens share rows.
         """
         if transform is None:
             return TRANSFORMED
@@ -78,11 +86,11 @@ class LogitsInput(NamedTuple):
 
     @property
     def reference_name(self) -> str:
-        """The argument that has a reference for these rows."""
+        """The name of the argument with a reference's logits."""
         return "ref_logits"
 
     def check_options(self, options: Options) -> None:
-        """Raise ValueError for options of a head."""
+        """Raise ValueError for `Options(weight_grad=)`, which needs a head."""
         if options.weight_grad is not None:
             raise ValueError(
                 "weight_grad is given, but logits come without the weight of a head: leave it out"
@@ -90,7 +98,7 @@ class LogitsInput(NamedTuple):
             )
 
     def named_rows(self) -> tuple[str, Any]:
-        """Return the name of the argument that has the rows, and its value."""
+        """Return the name and the value of the argument whose leading shape the rows have."""
         return "logits", self.logits
 
     def leading_shape(self, targets: Tensor) -> torch.Size:
@@ -107,13 +115,16 @@ class LogitsInput(NamedTuple):
         other_arguments: dict[str, Any] | None = None,
         reference_arguments: dict[str, Any] | None = None,
     ) -> GivenLogits:
-        """Check the logits and return their rows, views of the logits if possible.
+        """Check the logits and return their rows, a view of the logits if their strides allow it.
 
-        other_arguments       arguments of the call by name that inplace=True must not overwrite
-        reference_arguments   likewise, of which each element is read only before the logit at the
-                              same index is overwritten
+        inplace               whether the gradient overwrites the logits
+        other_arguments       other arguments of the call by name. They must not be in the memory
+                              of the logits with inplace=True.
+        reference_arguments   likewise the reference's logits. They may be the very logits, because
+                              each element is read before the logit at the same index is
+                              overwritten.
 
-        Raises ValueError on shapes, dtypes or devices that do not fit, and on memory that
+        Raises ValueError for shapes, dtypes or devices that do not fit, and for memory that
         inplace=True would overwrite.
         """
         logits = self.logits
@@ -131,7 +142,7 @@ class LogitsInput(NamedTuple):
         if torch.compiler.is_compiling():
             from .core.compiled import CompiledLogits
 
-            # In a graph nothing is written in place, and the backend is picked when the graph runs.
+            # A graph writes nothing in place, and picks the backend when it runs.
             return CompiledLogits(
                 rows, row_transform, NO_KERNELS, backend=options.backend, strict=options.strict
             )
@@ -144,16 +155,23 @@ class LogitsInput(NamedTuple):
                 reference_arguments or {},
             )
         return GivenLogits(
-            rows, row_transform, pick_kernels(options, layout.device), shard, inplace
+            logits=rows,
+            transform=row_transform,
+            kernels=pick_kernels(options, layout.device),
+            shard=shard,
+            inplace=inplace,
         )
 
     def unpack_reference(
         self, value: Any, transform: LogitTransform | None, exact: Exact | None
     ) -> tuple[LogitsInput, LogitTransform | None]:
-        """Return the logits of `ref_logits=`, and their transform.
+        """Return the reference's logits, still unchecked, and their transform.
 
-        value       logits, or (logits, LogitTransform)
-        transform   the policy's, for a reference without its own
+        value       what was passed as `ref_logits`: logits, or (logits, LogitTransform)
+        transform   the policy's, which the reference has unless the value contains another
+        exact       the divergence from the reference, for the message of an error
+
+        Raises ValueError if the value is something else.
         """
         logits = value
         is_pair = isinstance(value, tuple) and len(value) == 2
@@ -195,14 +213,14 @@ class LinearInput(NamedTuple):
 
     @property
     def reference_name(self) -> str:
-        """The argument that has a reference for these rows."""
+        """The name of the argument with a reference's hidden states and head."""
         return "reference"
 
     def check_options(self, options: Options) -> None:
-        """Accept all options."""
+        """Return: all options apply to hidden states and a head."""
 
     def named_rows(self) -> tuple[str, Any]:
-        """Return the name of the argument that has the rows, and its value."""
+        """Return the name and the value of the argument whose leading shape the rows have."""
         return "hidden", self.hidden
 
     def leading_shape(self, targets: Tensor) -> torch.Size:
@@ -219,31 +237,31 @@ class LinearInput(NamedTuple):
         other_arguments: dict[str, Any] | None = None,
         reference_arguments: dict[str, Any] | None = None,
     ) -> ProjectedLogits:
-        """Check hidden states and head, and return their rows.
+        """Check hidden states and head, and return the rows of logits that they give.
 
-        inplace                                False: there are no logits to overwrite
-        other_arguments, reference_arguments   arguments of the call by name that `weight_grad` must
-                                               not overlap
+        inplace                                not used: there are no logits to overwrite
+        other_arguments, reference_arguments   arguments of the call by name. They must not overlap
+                                               the memory `Options(weight_grad=)`.
 
-        Raises ValueError on shapes, dtypes or devices that do not fit.
+        Raises ValueError for shapes, dtypes or devices that do not fit, and for such an overlap.
         """
         shard = options.shard
         hidden, weight, bias = check_linear_tensors(self, layout, shard)
-        memory = None
+        weight_memory = None
         if options.weight_grad is not None:
             read = {"hidden": hidden, "weight": weight, "bias": bias}
             read |= {**(other_arguments or {}), **(reference_arguments or {})}
-            memory = check_weight_grad(options.weight_grad, weight, read)
+            weight_memory = check_weight_grad(options.weight_grad, weight, read)
         dtype = matmul_dtype(hidden)
         hidden = with_unit_stride(hidden.reshape(-1, hidden.shape[-1]))
         if shard is not None and shard.reduce_hidden and hidden.requires_grad:
             hidden = SumGradientOverRanks.apply(hidden, shard)
         projection = Projection(
-            hidden,
-            with_unit_stride(weight),
-            None if bias is None else bias.contiguous(),
-            layout.row_transform(transform),
-            dtype,
+            hidden=hidden,
+            weight=with_unit_stride(weight),
+            bias=None if bias is None else bias.contiguous(),
+            transform=layout.row_transform(transform),
+            matmul_dtype=dtype,
         )
         if torch.compiler.is_compiling():
             from .core.compiled import CompiledProjection
@@ -251,15 +269,24 @@ class LinearInput(NamedTuple):
             return CompiledProjection(
                 projection, NO_KERNELS, backend=options.backend, strict=options.strict
             )
-        return ProjectedLogits(projection, pick_kernels(options, layout.device), shard, memory)
+        return ProjectedLogits(
+            projection=projection,
+            kernels=pick_kernels(options, layout.device),
+            shard=shard,
+            weight_memory=weight_memory,
+        )
 
     def unpack_reference(
         self, value: Any, transform: LogitTransform | None, exact: Exact | None
     ) -> tuple[LinearInput, LogitTransform | None]:
-        """Return hidden states and head of `reference=`, and their transform.
+        """Return the reference's hidden states and head, still unchecked, and their transform.
 
-        value       (hidden, weight), (hidden, weight, bias) or (hidden, Head(...))
-        transform   the policy's, for a reference without its own
+        value       what was passed as `reference`: (hidden, weight), (hidden, weight, bias) or
+                    (hidden, Head(...))
+        transform   the policy's, which the reference has unless its Head has another
+        exact       the divergence from the reference; None: only its log-probs are needed
+
+        Raises ValueError if the value is something else.
         """
         if exact is not None:
             remedy = (
@@ -271,7 +298,9 @@ class LinearInput(NamedTuple):
             raise ValueError(f"reference is {type(value).__name__}: pass {REFERENCE_FORMS}.")
         hidden, weight, *bias = value
         if isinstance(weight, Head) and bias:
-            raise ValueError("reference has a bias beside a Head: put it into the Head.")
+            raise ValueError(
+                "reference has a Head and a third element, a bias: put it into the Head."
+            )
         reference, own_transform = LinearInput.from_arguments(hidden, weight, None)
         if bias:
             reference = reference._replace(bias=bias[0])
@@ -282,18 +311,18 @@ class LinearInput(NamedTuple):
 RowInput = LogitsInput | LinearInput
 
 
-#: In a graph there are no kernels until it runs.
+#: The kernels of a row source in a graph, whose operators pick the backend when the graph runs.
 NO_KERNELS: Any = None
 
 
 def pick_kernels(options: Options, device: torch.device) -> Backend:
-    """Return the kernels of a call, for this rank's columns if the vocabulary is sharded."""
+    """Return the kernels of a call. With a vocabulary shard they merge the sums of all ranks."""
     kernels = backends.pick(options.backend, device, options.strict)
     return kernels if options.shard is None else on_shard(kernels, options.shard)
 
 
 def matmul_dtype(hidden: Tensor) -> torch.dtype:
-    """Return the dtype that matmuls may use: autocast's if autocast is on, else that of hidden."""
+    """Return the dtype that matmuls may use: autocast's if autocast is on, else hidden.dtype."""
     device_type = hidden.device.type
     if torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
@@ -374,7 +403,10 @@ def _check_writable(logits: Tensor) -> None:
 def check_linear_tensors(
     inputs: LinearInput, layout: RowLayout, shard: VocabShard | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return hidden states, weight and bias as local tensors that fit together."""
+    """Return hidden states [..., H], weight [V, H] and bias [V] as plain tensors of this rank.
+
+    Raises ValueError naming the tensor that does not fit the layout or the others.
+    """
     hidden = check_operand("hidden", inputs.hidden, layout, shard)
     weight = check_operand("weight", inputs.weight, layout, shard)
     bias = inputs.bias
@@ -421,7 +453,15 @@ def check_linear_tensors(
 
 
 def check_operand(name: str, x: Any, layout: RowLayout, shard: VocabShard | None) -> Tensor:
-    """Return hidden states, weight or bias as a local tensor on the device of targets."""
+    """Return hidden states, weight or bias as a plain tensor of this rank.
+
+    name    "hidden", "weight" or "bias"
+    x       what the caller passed
+    shard   this rank's part of the vocabulary, along which weight and bias may be sharded; or None
+
+    Raises ValueError unless it is a floating tensor on the device of targets, or a DTensor that is
+    replicated or (with a shard) split along the vocabulary.
+    """
     if isinstance(x, torch.nn.Module):
         remedy = "the hidden states that the head gets"
         if name != "hidden":
@@ -437,7 +477,9 @@ def check_operand(name: str, x: Any, layout: RowLayout, shard: VocabShard | None
     if shard is not None and name != "hidden":
         return shard.local(name, x, 0)
     if getattr(x, "placements", None) is not None:
-        return local_tensor(name, x, partial=shard is not None and not shard.reduce_hidden)
+        # Then the gradient of hidden on this rank comes from its own ids alone.
+        has_partial_gradient = shard is not None and not shard.reduce_hidden
+        return local_tensor(name, x, has_partial_gradient)
     return x
 
 
@@ -447,10 +489,13 @@ def require_same_device(name: str, x: Tensor, device: torch.device) -> None:
         raise ValueError(f"{name} is on {x.device}, but targets is on {device}: move one of them.")
 
 
-def local_tensor(name: str, x: Any, partial: bool) -> Tensor:
+def local_tensor(name: str, x: Any, has_partial_gradient: bool) -> Tensor:
     """Return the local tensor of a replicated DTensor.
 
-    partial   whether the gradient of this rank is a share of the whole
+    name                   the argument that an error names
+    has_partial_gradient   whether the gradients of the ranks must be added up (DTensor's Partial)
+
+    Raises ValueError for a DTensor that is not replicated.
     """
     refuse_managed(name, x)
     placements = x.placements
@@ -467,15 +512,19 @@ def local_tensor(name: str, x: Any, partial: bool) -> Tensor:
         )
     from torch.distributed.tensor import Partial
 
-    return x.to_local(grad_placements=[Partial()] * len(placements) if partial else None)
+    grad_placements = [Partial()] * len(placements) if has_partial_gradient else None
+    return x.to_local(grad_placements=grad_placements)
 
 
 def check_weight_grad(
     weight_grad: Tensor, weight: Tensor, other_arguments: dict[str, Any]
 ) -> WeightGradMemory:
-    """Check that the gradient of `weight` can be added into `weight_grad`.
+    """Check that the gradient of `weight` can be added to `weight_grad`, and return this memory.
 
-    Raises ValueError naming what does not fit.
+    other_arguments   what the call reads, by name: the gradient must not overwrite it
+
+    Raises ValueError for a shape, dtype, device or layout that does not fit, for memory that the
+    call reads, for a frozen weight, and for a weight that ZeRO-3 or FSDP gathers.
     """
     dtypes = (torch.float32, weight.dtype)
     remedy = f"float32, or {weight.dtype}, that of weight"
@@ -498,13 +547,16 @@ def check_weight_grad(
     if hasattr(weight, "ds_id") or is_managed(weight):
         owner = "ZeRO-3" if hasattr(weight, "ds_id") else "FSDP"
         raise ValueError(
-            f"weight_grad is given, but {owner} gathers this weight for a moment and reduces the "
-            "gradient that autograd gives it, so that nobody would see weight_grad: leave it out, "
-            "or keep the head out of what is sharded."
+            f"weight_grad is given, but {owner} gathers this weight for a moment, reduces the "
+            "gradient that autograd gives it, and ignores weight_grad: leave it out, or exclude the "
+            "head from sharding."
         )
+    # Megatron's weights have these attributes, see `WeightGradMemory`.
     is_main_grad = getattr(weight, "main_grad", None) is weight_grad
     has_flag = hasattr(weight, "grad_added_to_main_grad")
-    return WeightGradMemory(weight_grad, weight if is_main_grad and has_flag else None)
+    return WeightGradMemory(
+        total=weight_grad, flagged_weight=weight if is_main_grad and has_flag else None
+    )
 
 
 # ---- a reference or teacher: `reference=` for hidden states, `ref_logits=` for logits
@@ -519,14 +571,15 @@ def make_reference(
     options: Options,
     exact: Exact | None,
 ) -> Reference:
-    """Check what was passed as `reference` or `ref_logits`, and return it without gradient.
+    """Check what was passed as `reference` or `ref_logits`, and return it as constants.
 
+    value       what was passed
     inputs      the policy's rows as the caller passed them
     policy      the same rows, checked
-    transform   the policy's, for a reference without its own
+    transform   the policy's, which the reference has unless it brings its own
     exact       the divergence from the reference; None: only its log-probs are used
 
-    Raises ValueError naming the argument.
+    Raises ValueError naming the argument, also for another vocabulary than the policy's.
     """
     name = inputs.reference_name
     refuse_several_references(value, name)
@@ -542,8 +595,8 @@ def make_reference(
             columns = f" ({source.num_columns} and {policy.num_columns} of them on this rank)"
         raise ValueError(
             f"{name} has a vocabulary of {source.vocab_size}, but the policy has "
-            f"{policy.vocab_size}{columns}: they must be the same ids. Cut off what is padding of "
-            "the longer one, weight[:vocab] or logits[..., :vocab]."
+            f"{policy.vocab_size}{columns}: they must be the same ids. Cut off the padding of the "
+            "longer one, weight[:vocab] or logits[..., :vocab]."
         )
     kind = NO_DIVERGENCE if exact is None else DivergenceKind(exact.direction, exact.share)
     return Reference(source.without_gradient(), kind)

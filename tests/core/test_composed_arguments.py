@@ -91,7 +91,7 @@ def test_a_reference_has_one_bias(backend):
     hidden = torch.randn(B, T, 8)
     weight = torch.randn(V, 8)
     reference = (hidden, Head(weight), torch.randn(V))
-    with pytest.raises(ValueError, match="reference has a bias beside a Head"):
+    with pytest.raises(ValueError, match="reference has a Head and a third element, a bias"):
         linear_divergence(hidden, weight, reference, options=Options(backend))
 
 
