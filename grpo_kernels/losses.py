@@ -4,10 +4,17 @@
     linear_grpo_loss   from hidden states and the output head, without [num_tokens, V] logits
     objective_loss     from log-probs, whatever computed them
 
-`grpo_loss` and `linear_grpo_loss` compute the gradient in the forward, while they have the logits,
-if the gradient of a row is known by then (`core/linear.py`). Otherwise, and for batches with
-candidate sets, further ids or shared rows, they compute differentiable statistics of the tokens
-first and then the loss of these, which costs one more pass over the logits, or one more matmul.
+`compute_loss` does the work of the first two, in one of two ways:
+
+- `BatchLoss.with_gradient` computes the gradient in the forward, while it has the logits of a row
+  (`core/linear.py`, `core/sources.py`). The backward only multiplies it by the upstream gradient,
+  and can run once.
+- `BatchLoss.from_statistics` computes the loss of differentiable statistics (log-prob, entropy,
+  ...) of the tokens, which were computed first. The backward reads the logits a second time, or
+  with a trained head computes them again, a fourth matmul.
+
+`BatchLoss.may_compute_gradient_in_forward` says which losses may take the first way. Batches with
+candidate sets, further ids or shared rows take the second (`composed_losses.py`).
 """
 
 from __future__ import annotations
@@ -110,11 +117,11 @@ def grpo_loss(
                  known at these ids only. No gradient flows to them.
     options      backend, strict mode, vocabulary shard, see `Options`
 
-    An objective whose gradient is per token (`Objective.gradient_is_per_token`) reads each logit
-    once and writes its gradient once. The others read the logits twice. fp16 logits get their
-    gradient in the backward, where the loss scale is known. A gradient that the forward computed is
-    handed over once: a second backward raises RuntimeError. A loss near 0 is normal on-policy
-    (ratio 1, advantages that sum to 0). Its gradient is not 0.
+    An objective whose gradient is per token (`Objective.gradient_is_per_token`) takes one pass over
+    the logits, which also writes their gradient. Other objectives take two passes, the second in
+    the backward. So do fp16 logits, because the loss scale is known in the backward only. A
+    gradient that the forward computed exists once: a second backward raises RuntimeError. A loss
+    near 0 is normal on-policy (ratio 1, advantages that sum to 0). Its gradient is not 0.
 
     Raises ValueError naming the argument that is wrong, before any work.
     """
@@ -172,13 +179,13 @@ def linear_grpo_loss(
     options      backend, strict mode, shard, memory for the gradient of the weight, see `Options`
 
     Costs three matmuls for a token that may have a gradient (two with a frozen head), one for the
-    other trained tokens, none for masked tokens. Four matmuls: further ids, shared rows, filters
-    and surrogates that choose among the whole batch, torch.compile, `Options(grad_in_backward=)`,
-    and a sequence-level objective with a sequence longer than a block, an entropy bonus, an exact
-    divergence, a bias that is trained, a `context_group`, or fp16 matmuls on a GPU. A token with a
-    candidate set costs one dot product for each candidate. Logits are fp32, a chunk of rows at a
-    time; the gradient of the weight is summed in fp32. The gradients are handed over once, as in
-    `grpo_loss`.
+    other trained tokens, none for masked tokens. With a trained head it costs four matmuls with
+    further ids, shared rows, filters and surrogates that choose among the whole batch,
+    torch.compile, `Options(grad_in_backward=)`, and for a sequence-level objective with a sequence
+    longer than a block, an entropy bonus, an exact divergence, a bias that is trained, a
+    `context_group`, or fp16 matmuls on a GPU. A token with a candidate set costs one dot product
+    for each candidate. Logits are fp32, a chunk of rows at a time. The gradient of the weight is
+    summed in fp32. A second backward raises RuntimeError, as for `grpo_loss`.
 
     Raises ValueError naming the argument that is wrong.
     """
@@ -244,26 +251,8 @@ def objective_loss(
         "divergence": divergence,
         "auxiliary_loss": auxiliary_loss,
     }
-    for name, x in statistics.items():
-        if x is not None:
-            require_tensor(name, x, FLOATING, "floats of targets' shape")
-            require_shape(name, x, batch.targets.shape, "targets")
-    filters_entropy = any(f.filters_entropy for f in objective.filters)
-    if entropy is None and (objective.needs_entropy or filters_entropy):
-        raise ValueError(
-            "entropy is None, but the objective has an entropy bonus or a filter of entropy:"
-            " pass it."
-        )
-    needs_divergence = objective.exact is not None
-    if needs_divergence != (divergence is not None):
-        remedy = "leave it out, or pass kl=Exact(...) with a beta."
-        if needs_divergence:
-            remedy = "pass the divergence of each token."
-        raise ValueError(
-            f"divergence is {'None' if divergence is None else 'given'}, but "
-            f"kl={objective.kl!r}, beta={objective.beta}: {remedy}"
-        )
-    if auxiliary_loss is not None:
+    check_statistics(statistics, batch, objective)
+    if auxiliary_loss is not None:  # it stands for the terms of further ids
         batch = replace(batch, logp_terms=None, prob_terms=None)
         objective = replace(objective, listed=None)
     tokens = objective.token_inputs(batch, normalizer)
@@ -283,6 +272,36 @@ def objective_loss(
     return out
 
 
+def check_statistics(
+    statistics: dict[str, Tensor | None], batch: TokenBatch, objective: Objective
+) -> None:
+    """Raise ValueError for statistics of `objective_loss` that do not fit batch or objective.
+
+    statistics   "logps", "entropy", "divergence" and "auxiliary_loss" as the caller passed them
+    """
+    for name, x in statistics.items():
+        if x is not None:
+            require_tensor(name, x, FLOATING, "floats of targets' shape")
+            require_shape(name, x, batch.targets.shape, "targets")
+    entropy = statistics["entropy"]
+    filters_entropy = any(f.filters_entropy for f in objective.filters)
+    if entropy is None and (objective.needs_entropy or filters_entropy):
+        raise ValueError(
+            "entropy is None, but the objective has an entropy bonus or a filter of entropy:"
+            " pass it."
+        )
+    divergence = statistics["divergence"]
+    needs_divergence = objective.exact is not None
+    if needs_divergence != (divergence is not None):
+        remedy = "leave it out, or pass kl=Exact(...) with a beta."
+        if needs_divergence:
+            remedy = "pass the divergence of each token."
+        raise ValueError(
+            f"divergence is {'None' if divergence is None else 'given'}, but "
+            f"kl={objective.kl!r}, beta={objective.beta}: {remedy}"
+        )
+
+
 # ---- from the arguments of a call to its loss
 
 
@@ -298,9 +317,12 @@ def compute_loss(
     options: Options | None,
     inplace: bool = False,
 ) -> LossOutput:
-    """Compute `grpo_loss` or `linear_grpo_loss`.
+    """Compute `grpo_loss` or `linear_grpo_loss`: check the arguments, then compute the loss.
 
+    inputs      the logits, or hidden states and head, as the caller passed them
     reference   what was passed as `ref_logits` or `reference`
+
+    The other arguments are those of the public functions.
     """
     options = as_options(options)
     inputs.check_options(options)
@@ -344,7 +366,7 @@ def compute_loss(
         checked_reference = make_reference(
             reference, inputs, source, layout, transform, options, exact
         )
-        if exact is None:
+        if exact is None:  # a KL estimator, which needs only the reference's log-probs
             ref_logps = reference_logprobs(checked_reference, batch, objective, normalizer, options)
             batch = batch.with_ref_logps(ref_logps)
             checked_reference = None
@@ -352,14 +374,20 @@ def compute_loss(
     refuse_nan(tokens, batch, options)
     if exact is not None and exact.temperature_squared:
         assert tokens.divergence_weight is not None
-        # Times temperature^2, that is, divided by the squared inverse.
+        # weight * temperature^2 = weight / inverse_temperature^2
         factor = squared_inverse_temperature(source.transform, tokens.processed)
         tokens = replace(tokens, divergence_weight=tokens.divergence_weight / factor)
 
-    kernels = None if is_traced() else source.kernels
-    loss = BatchLoss(batch, objective, tokens, kernels, scale)
-    out: LossOutput | None = None
-    if feature != "":
+    loss = BatchLoss(
+        batch=batch,
+        objective=objective,
+        tokens=tokens,
+        kernels=None if is_traced() else source.kernels,
+        grad_scale=scale,
+    )
+    if feature == "":
+        out = loss.compute(source, checked_reference, options)
+    else:
         refuse_infinite_terms(batch, objective, tokens, options)
         statistics = composed_loss_statistics(
             source if batch.rows is not None else loss.with_known_order(source),
@@ -371,10 +399,6 @@ def compute_loss(
             reference_name=inputs.reference_name,
         )
         out = loss.from_statistics(statistics)
-    elif loss.can_compute_gradient_in_forward(source, checked_reference, options):
-        out = loss.with_gradient(source, checked_reference)
-    if out is None:
-        out = loss.from_statistics(loss.compute_statistics(source, checked_reference))
     refuse_infinite_kl(out, options)
     return out
 
@@ -394,19 +418,38 @@ class BatchLoss:
     kernels: Backend | None = None
     grad_scale: Tensor | None = None
 
+    def compute(
+        self, source: RowSource, reference: Reference | None, options: Options
+    ) -> LossOutput:
+        """Compute the loss of rows over the whole vocabulary, one target a row.
+
+        source      the policy's rows of logits
+        reference   the divergence from it is added to the loss; or None
+        """
+        if self.may_compute_gradient_in_forward(source, reference, options):
+            out = self.with_gradient(source, reference)
+            if out is not None:
+                return out
+        return self.from_statistics(self.compute_statistics(source, reference))
+
     # ---- gradients that are computed in the forward
 
-    def can_compute_gradient_in_forward(
+    def may_compute_gradient_in_forward(
         self, source: RowSource, reference: Reference | None, options: Options
     ) -> bool:
-        """Return whether the forward can compute the gradient while it has the logits.
+        """Return whether to compute the gradient in the forward, while it has the logits.
 
-        It cannot if torch.compile or torch.func traces the call. The rest depends on the source:
+        It is not if torch.compile or torch.func traces the call, or with
+        `Options(grad_in_backward=True)`. The other conditions depend on the source:
 
-        - Logits: the gradient of a token must depend on this token alone. With a vocabulary shard
-          the ranks exchange sums between two kernel calls. An fp16 gradient is stored after it is
-          multiplied by the loss scale, which arrives in the backward.
-        - Hidden states: the same, or see `gradient_is_scalar_of_sequence`.
+        - Logits: the gradient of a token must depend on this token alone. There must be no
+          vocabulary shard, whose ranks exchange sums between two kernel calls. The logits must not
+          be fp16: their gradient is stored after it is multiplied by the loss scale, which the
+          backward receives.
+        - Hidden states: the gradient of a token must depend on this token alone, or be a scalar of
+          its sequence times a known vector, see `gradient_is_scalar_of_sequence`. In the second
+          case there must be a trained head, because with a frozen head both ways take two matmuls.
+          `with_gradient` may still find that a sequence is too long.
         """
         if is_traced() or options.grad_in_backward:
             return False
@@ -415,29 +458,38 @@ class BatchLoss:
             is_fp16 = source.logits.dtype == torch.float16 and torch.is_grad_enabled()
             return is_per_token and source.shard is None and not is_fp16
         assert isinstance(source, ProjectedLogits)
-        return is_per_token or (reference is None and self.gradient_is_scalar_of_sequence(source))
-
-    def gradient_is_scalar_of_sequence(self, source: ProjectedLogits) -> bool:
-        """Return whether the gradient of a row is a scalar of its sequence times a known vector.
-
-        The vector, the gradient of the log-prob, is known while the logits are there. An entropy
-        bonus adds a second vector. A trained bias sums the gradients of rows before the scalar is
-        known. A frozen head has nothing to gain: both ways take two matmuls.
-        """
-        _, weight, bias = source.tensors
+        if is_per_token:
+            return True
+        has_trained_weight = torch.is_grad_enabled() and source.projection.weight.requires_grad
         return (
-            torch.is_grad_enabled()
-            and weight.requires_grad
-            and not (bias is not None and bias.requires_grad)
+            has_trained_weight
+            and reference is None
+            and self.gradient_is_scalar_of_sequence(source.projection.bias)
+        )
+
+    def gradient_is_scalar_of_sequence(self, bias: Tensor | None) -> bool:
+        """Return whether the gradient of a row is a scalar of its sequence times a known vector:
+
+            d loss / d logits[row] = c[row] * d log-prob[row] / d logits[row]
+
+        The vector is known while the logits exist, the scalar c when the sequence is complete. An
+        entropy bonus would add a second vector. A trained bias would sum the gradients of rows
+        before c is known. With a `context_group` other ranks have a part of the sequence.
+
+        bias   of the output head, or None
+        """
+        return (
+            not (bias is not None and bias.requires_grad)
             and not self.objective.needs_entropy
             and self.objective.gradient_is_per_sequence
             and self.batch.context_group is None
         )
 
     def with_gradient(self, source: RowSource, reference: Reference | None) -> LossOutput | None:
-        """Compute the loss and its gradient, see `can_compute_gradient_in_forward`.
+        """Compute the loss and its gradient, if `may_compute_gradient_in_forward`.
 
-        Returns None if a sequence is longer than a block of rows.
+        Returns None if `ProjectedLogits.fused_sequence_loss` cannot: a sequence is longer than a
+        block of rows, or the matmuls are fp16 on a GPU.
         """
         tokens = self.scaled_tokens()
         if isinstance(source, GivenLogits):
@@ -467,10 +519,10 @@ class BatchLoss:
         return self.tokens if self.grad_scale is None else self.tokens.weighted(self.grad_scale)
 
     def output_of_scaled(self, result: FormulaResult) -> LossOutput:
-        """Return the output for the loss of `scaled_tokens`.
+        """Return the output for a loss of `scaled_tokens`, which is divided by the scale.
 
-        Autograd divides the upstream gradient by grad_scale too. If the upstream gradient is
-        grad_scale, the gradient that the forward computed is multiplied by exactly 1.
+        The backward of this division also divides the upstream gradient. If it is grad_scale, the
+        gradient that the forward computed is multiplied by exactly 1.
         """
         if self.grad_scale is not None:
             result = replace(result, loss=result.loss / self.grad_scale)
@@ -481,7 +533,10 @@ class BatchLoss:
     def compute_statistics(
         self, source: RowSource, reference: Reference | None
     ) -> dict[str, Tensor]:
-        """Return differentiable log-probs, entropies and, with a reference, divergences."""
+        """Return "logps", "entropy" and, with a reference, "divergence", fp32 [num_tokens] each.
+
+        They are differentiable, the entropy only if the objective has an entropy bonus.
+        """
         tokens = self.tokens
         return self.with_known_order(source).statistics(
             tokens.targets,
@@ -504,6 +559,7 @@ class BatchLoss:
         divergence = statistics.get("divergence")
         auxiliary_loss = statistics.get("auxiliary_loss")
 
+        # The formula returns gradients with the losses, so autograd does not see it.
         constant_logps = logps.detach()
         if entropy is None:
             constant_entropy = torch.full_like(constant_logps, math.nan)
@@ -514,8 +570,8 @@ class BatchLoss:
             constant_entropy,
             tokens,
             self.batch,
-            None if auxiliary_loss is None else auxiliary_loss.detach(),
-            self.evaluate_formula,
+            auxiliary_loss=None if auxiliary_loss is None else auxiliary_loss.detach(),
+            evaluate=self.evaluate_formula,
         )
         loss = apply_function(
             LossOfStatistics,
@@ -550,22 +606,24 @@ class BatchLoss:
     def output(self, result: FormulaResult) -> LossOutput:
         """Return the loss with its statistics in the shape of targets."""
         shape = self.batch.targets.shape
-        divergence = None if result.divergence is None else result.divergence.view(shape)
         return LossOutput(
-            result.loss,
-            result.logps.view(shape),
-            result.entropy.view(shape),
-            self.objective,
-            self.batch,
-            self.tokens,
-            result.log_ratios,
-            divergence,
+            loss=result.loss,
+            logps=result.logps.view(shape),
+            entropy=result.entropy.view(shape),
+            rows=self.tokens,
+            divergence=None if result.divergence is None else result.divergence.view(shape),
+            _objective=self.objective,
+            _batch=self.batch,
+            _log_ratio=result.log_ratios,
         )
 
     # ---- which rows are processed
 
     def with_known_order(self, source: RowSource) -> RowSource:
-        """Return the source with the order of its rows, so that the host need not count them."""
+        """Return the source with the order of its processed rows, as the batch has counted them.
+
+        The source then need not wait for a GPU to count them. Given logits need no order.
+        """
         if isinstance(source, GivenLogits) or is_traced():
             return source
         return source.with_known_order(self.tokens.processed, self.row_order())
@@ -574,14 +632,17 @@ class BatchLoss:
     def tokens_with_gradient(self) -> Tensor | None:
         """Which processed tokens may have a gradient, bool [num_tokens]; None for all."""
         all_processed_have_one = self.objective.gradient_mask == "trained"
-        if all_processed_have_one or self.tokens.processed is not self.tokens.loss_mask:
+        # With skip_inactive only tokens that may have a gradient are processed, by another mask.
+        skips_inactive = self.tokens.processed is not self.tokens.loss_mask
+        if all_processed_have_one or skips_inactive:
             return self.tokens.processed
         return self.batch.named_mask(self.objective.gradient_mask)
 
     def row_order(self, num_with_gradient: int | None = None) -> RowOrder:
-        """Return the rows to process, those that may have a gradient first.
+        """Return the order of the rows to process: first those that may have a gradient.
 
-        The host does not wait for a CUDA or XPU device: the batch has sent its row counts ahead.
+        The host does not wait for a CUDA or XPU device: it has the row counts, which the batch sent
+        to the host when it was made.
 
         num_with_gradient   number of `tokens_with_gradient`, if the caller has it from the batch
         """
@@ -604,7 +665,7 @@ class BatchLoss:
 
 
 def layout_of_batch(inputs: RowInput, batch: TokenBatch) -> RowLayout:
-    """Return the rows that the logits or hidden states of a batch must have."""
+    """Return the shape, device and mask that the logits or hidden states of a batch must have."""
     device = batch.targets.device
     if batch.rows is None:
         return RowLayout(batch.targets.shape, device, batch.mask, batch.cu_seqlens)
@@ -612,7 +673,7 @@ def layout_of_batch(inputs: RowInput, batch: TokenBatch) -> RowLayout:
 
 
 def flatten_and_mask(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Return x as fp32 [num_tokens], 0 in masked tokens, which may hold anything."""
+    """Return x as fp32 [num_tokens], 0 in masked tokens, whatever x has there."""
     x = x.flatten().float()
     return x if mask is None else torch.where(mask, x, 0.0)
 
