@@ -301,7 +301,7 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/formulas/token_loss.py", "tests/rows/test_evaluate.py",
         ("a loss without a bonus has a gradient of the entropy", 'named["grad_entropy"] = None', "pass"),
-        ("a sequence's log-ratio is not read", 'log_ratio = named.get("log_ratios")', "log_ratio = None"),
+        ("a sequence's log-ratio is not read", 'log_ratio = named.get("log_ratios")', "log_ratio = None", OBJECTIVES),
     ),
     *of("grpo_kernels/formulas/token_inputs.py", "tests/core/test_linear_pass.py",
         ("tokens take the divergence weights of others", "[:, token_ids])", "[:, token_ids.flip(0)])"),

@@ -151,6 +151,24 @@ def test_a_surrogate_and_a_kl_of_ones_own(backend):
 # ---- weights that are the caller's
 
 
+@pytest.mark.parametrize("name", ["gspo", "gmpo", "rloo", "vespo"])
+def test_masked_tokens_have_no_gradient(name):
+    """Also in a sequence whose ratio is NaN."""
+    mask = torch.tensor([[True, True, False], [True, False, True]])
+    logps = torch.where(mask, -torch.rand(2, 3), 0.0)
+    old_logps = logps - 1e-4 * torch.rand(2, 3)  # inside of all clip bounds
+    batch = TokenBatch(
+        torch.zeros(2, 3, dtype=torch.int64), torch.ones(2), mask=mask, old_logps=old_logps
+    )
+    objective = Objective.preset(name)
+    inputs = objective.token_inputs(batch)
+    for first in (logps[0, 0].item(), math.nan):
+        logps[0, 0] = first
+        grads = objective.token_losses(logps.flatten(), None, inputs, batch).grad_logps.view(2, 3)
+        assert (grads[~mask] == 0).all() and (grads[mask] != 0).all()
+        assert grads[0, :2].isnan().all() == math.isnan(first) and not grads[1].isnan().any()
+
+
 def test_token_weights_multiply_all_terms():
     """A sum over tokens whose weights are 1 / (B * length) is the mean of means; one weight per
     sequence is enough.
