@@ -393,7 +393,7 @@ class Objective(Checked):
         selected from the batch as a tensor. A kernel evaluates any other formula that can be
         traced, see `Backend.evaluate_formula`.
         """
-        return self.surrogate.selects or self.surrogate.in_torch
+        return self.surrogate.selects or self.surrogate.slope_is_by_autograd
 
     @cached_property
     def gradient_is_per_token(self) -> bool:
@@ -860,7 +860,9 @@ class Objective(Checked):
             assert batch is not None
             inputs = self._apply_filters(logps, entropy, inputs, batch)
             if self.future_kl is not None:
-                changed["policy_weight"] = self.future_kl.apply(logps, inputs, batch)
+                changed["policy_weight"] = self.future_kl.weighted_policy_weight(
+                    logps, inputs, batch
+                )
             if self.surrogate.selects:
                 formula = self._with_selection(formula, logps, inputs)
         if self.level != "token":

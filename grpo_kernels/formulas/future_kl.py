@@ -86,7 +86,9 @@ class FutureKl(Checked):
         weights = self._weights(logps - old_logps, tensors["advantages"], batch)
         return torch.where(batch.trained, weights, 0.0).view(batch.targets.shape)
 
-    def apply(self, logps: Tensor, inputs: TokenInputs, batch: TokenBatch) -> Tensor:
+    def weighted_policy_weight(
+        self, logps: Tensor, inputs: TokenInputs, batch: TokenBatch
+    ) -> Tensor:
         """Return `inputs.policy_weight` times the weight of each token, fp32 [num_tokens].
 
         logps    fp32 [num_tokens], log-prob of each token under the policy

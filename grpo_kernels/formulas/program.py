@@ -107,45 +107,45 @@ class Program:
 
     name           the formulas in the program, for error messages
     inputs         names of the inputs, in the order of their registers
-    steps          the instructions: (operation, a, b, c) applies the operation to the registers a,
-                   b and c; operands that it does not have are 0
+    instructions   (operation, a, b, c) each: apply the operation to the registers a, b and c;
+                   operands that it does not have are 0
     outputs        registers of the outputs
-    sources        how Python computes each scalar, in this order: ("constant", (value,)),
+    scalars        how Python computes each scalar, in this order: ("constant", (value,)),
                    ("parameter", (index,)), or (operation, indices of earlier scalars)
-    numbers_used   indices in `sources` of the scalars that have a register, in register order. The
-                   other scalars are only needed to compute these.
+    scalars_in_registers   indices in `scalars` of those that have a register, in register order.
+                   The other scalars are only needed to compute these.
     """
 
     name: str
     inputs: tuple[str, ...]
-    steps: tuple[tuple[str, int, int, int], ...]
+    instructions: tuple[tuple[str, int, int, int], ...]
     outputs: tuple[int, ...]
-    sources: tuple[tuple[str, tuple[Any, ...]], ...]
-    numbers_used: tuple[int, ...]
+    scalars: tuple[tuple[str, tuple[Any, ...]], ...]
+    scalars_in_registers: tuple[int, ...]
 
-    def numbers(self, parameters: Sequence[float]) -> list[float]:
+    def scalar_values(self, parameters: Sequence[float]) -> list[float]:
         """Return the values of the scalars that have a register.
 
         parameters   the values of the formula's parameters in this call of the loss
         """
         values: list[Any] = []
-        for source, operands in self.sources:
+        for source, operands in self.scalars:
             if source == "constant":
                 values.append(operands[0])
             elif source == "parameter":
                 values.append(parameters[operands[0]])
             else:
                 values.append(SCALAR_OPERATIONS[source](*(values[i] for i in operands)))
-        return [float(values[i]) for i in self.numbers_used]
+        return [float(values[i]) for i in self.scalars_in_registers]
 
-    def __call__(self, numbers: Sequence[float], inputs: Sequence[Tensor]) -> list[Tensor]:
+    def run_in_torch(self, scalars: Sequence[float], inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run the program in torch, and return its outputs, fp32 [num_rows] each.
 
-        numbers   values of the scalars, from `Program.numbers`
+        scalars   from `scalar_values`
         inputs    fp32 [num_rows] each, in the order of `Program.inputs`
         """
-        registers: list[Any] = [*numbers, *inputs]
-        for operation, *operands in self.steps:
+        registers: list[Any] = [*scalars, *inputs]
+        for operation, *operands in self.instructions:
             operand_registers = operands[: num_operands(operation)]
             values = [registers[i] for i in operand_registers]
             registers.append(ROW_OPERATIONS[operation](*values))
@@ -372,27 +372,27 @@ class Tracer:
 
         # Only a scalar that an instruction or an output reads needs a register.
         read_ids = {id(x) for x in output_symbols} | {id(y) for x in computed for y in x.operands}
-        scalars_in_registers = [x for x in scalars if id(x) in read_ids]
-        in_registers = [*scalars_in_registers, *self._inputs.values(), *computed]
+        register_scalars = [x for x in scalars if id(x) in read_ids]
+        in_registers = [*register_scalars, *self._inputs.values(), *computed]
         register = {id(x): i for i, x in enumerate(in_registers)}
         scalar_index = {id(x): i for i, x in enumerate(scalars)}
 
-        steps = []
+        instructions = []
         for x in computed:
             operands = [register[id(y)] for y in x.operands]
             a, b, c = operands + [0] * (3 - len(operands))
-            steps.append((x.operation, a, b, c))
-        sources = []
+            instructions.append((x.operation, a, b, c))
+        scalar_sources = []
         for x in scalars:
             indices = [scalar_index[id(y)] if isinstance(y, Symbol) else y for y in x.operands]
-            sources.append((x.operation, tuple(indices)))
+            scalar_sources.append((x.operation, tuple(indices)))
         return Program(
             name=name,
             inputs=tuple(self._inputs),
-            steps=tuple(steps),
+            instructions=tuple(instructions),
             outputs=tuple(register[id(x)] for x in output_symbols),
-            sources=tuple(sources),
-            numbers_used=tuple(scalar_index[id(x)] for x in scalars_in_registers),
+            scalars=tuple(scalar_sources),
+            scalars_in_registers=tuple(scalar_index[id(x)] for x in register_scalars),
         )
 
     def _needed_symbols(self, outputs: list[Symbol]) -> list[Symbol]:
@@ -426,7 +426,7 @@ def check_operand_types(operation: str, operands: tuple[Symbol, ...]) -> None:
 
 
 #: A function that runs a program: (program, values of its scalars, inputs) -> outputs.
-Run = Callable[[Program, list[float], list[Tensor]], list[Tensor]]
+RunProgram = Callable[[Program, list[float], list[Tensor]], list[Tensor]]
 
 
 @dataclass(eq=False)
@@ -437,7 +437,7 @@ class TracedProgram:
 
     program       the program; None if the formula cannot be traced
     refusal       the error message if the formula cannot be traced, otherwise ""
-    is_compared   whether `compare_once` has found the program equal to the formula in torch
+    is_compared   whether `compare_with_torch` has found the program equal to the formula in torch
     """
 
     program: Program | None = None
@@ -450,10 +450,10 @@ class TracedProgram:
             raise FormulaRefused(self.refusal)
         return self.program
 
-    def compare_once(
+    def compare_with_torch(
         self,
-        run: Run,
-        numbers: list[float],
+        run: RunProgram,
+        scalars: list[float],
         make_inputs: Callable[[], list[Tensor]],
         compute_in_torch: Callable[[list[Tensor]], list[Any]],
         output_names: Sequence[str],
@@ -465,7 +465,7 @@ class TracedProgram:
         nothing if an earlier comparison succeeded.
 
         run                runs the program: (program, values of its scalars, inputs) -> outputs
-        numbers            values of the program's scalars, from `Program.numbers`
+        scalars            values of the program's scalars, from `Program.scalar_values`
         make_inputs        returns the inputs to compare on, fp32 [num_rows] each
         compute_in_torch   runs the formula on these inputs and returns its outputs
         output_names       names of the outputs, for the error message
@@ -474,7 +474,7 @@ class TracedProgram:
             return
         program = self.require_program()
         inputs = make_inputs()
-        outputs = run(program, numbers, inputs)
+        outputs = run(program, scalars, inputs)
         expected_outputs = compute_in_torch(inputs)
         for name, output, expected in zip(output_names, outputs, expected_outputs, strict=True):
             expected = torch.as_tensor(expected, dtype=torch.float32).expand_as(output)

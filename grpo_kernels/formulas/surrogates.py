@@ -190,7 +190,7 @@ class Surrogate(Checked):
     selects: bool = False
 
     @property
-    def in_torch(self) -> bool:
+    def slope_is_by_autograd(self) -> bool:
         """Whether `function` returns the loss alone, so that autograd computes the slope.
 
         The formula then runs in torch only, between two passes over the logits.
@@ -201,8 +201,8 @@ class Surrogate(Checked):
     def formula(self) -> Callable[..., tuple[Any, Any]]:
         """The function (logp, old_logp, advantage, params) -> (loss, slope) of each token.
 
-        It is `function`, or, if `function` returns the loss alone (`in_torch`), a function that
-        adds the slope.
+        It is `function`. If `function` returns the loss alone (`slope_is_by_autograd`), it is a
+        function that adds the slope.
         """
         return self.function
 
@@ -570,19 +570,19 @@ class Custom(Surrogate):
         is_iterable = isinstance(self.parameters, Iterable)
         require(is_iterable, "parameters", self.parameters, "pass a tuple of numbers.")
         object.__setattr__(self, "parameters", tuple(float(p) for p in self.parameters))
-        result_names = ("loss",) if self.in_torch else ("loss", "slope")
+        result_names = ("loss",) if self.slope_is_by_autograd else ("loss", "slope")
         remedy = 'or, for a loss alone, pass slope="autograd"'
         check_returned(self.function, result_names, remedy, self.parameters)
 
     @property
-    def in_torch(self) -> bool:
+    def slope_is_by_autograd(self) -> bool:
         """Whether `function` returns the loss alone, so that autograd computes the slope."""
         return self.slope == "autograd"
 
     @property
     def formula(self) -> Callable[..., tuple[Any, Any]]:
         """The function (logp, old_logp, advantage, params) -> (loss, slope) of each token."""
-        return self._with_slope if self.in_torch else self.function
+        return self._with_slope if self.slope_is_by_autograd else self.function
 
     def _with_slope(
         self, logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[float, ...]
@@ -656,7 +656,9 @@ def check_surrogate(
         distance=log_ratio,
         other_numbers={"old_logp": old_logp, "advantage": advantage},
     )
-    if surrogate.in_torch:  # autograd computes its slope, so there is nothing to compare
+    if (
+        surrogate.slope_is_by_autograd
+    ):  # autograd computes its slope, so there is nothing to compare
         refuse_overflow(repr(surrogate), value_and_slope, comparison_points)
     else:
         check_slope(repr(surrogate), value_and_slope, comparison_points, tolerance)

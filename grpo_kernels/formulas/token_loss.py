@@ -27,7 +27,7 @@ from torch import Tensor
 from .formula_keys import key_of, name_of_function, users_functions
 from .kl import KlTerms, kl_terms
 from .ops import ops, random_log_probs
-from .program import Program, Run, TracedProgram, Tracer, traced_program
+from .program import Program, RunProgram, TracedProgram, Tracer, traced_program
 from .token_inputs import PROGRAM_INPUTS, TokenInputs, old_or_current
 
 # ---- what the sum is made of
@@ -346,13 +346,13 @@ class TracedLoss(NamedTuple):
     """The formula of an objective, traced into a program for the kernels.
 
     traced           the program, or the reason why the formula cannot be traced
-    numbers          the values of the program's scalars, from `Program.numbers`
+    scalars          the values of the program's scalars, from `Program.scalar_values`
     user_functions   the functions of the user in the formula, each with its key when the program
                      was traced (`formula_keys.key_of`)
     """
 
     traced: TracedProgram
-    numbers: list[float]
+    scalars: list[float]
     user_functions: list[tuple[Any, Any]]
 
     def is_current(self) -> bool:
@@ -412,14 +412,16 @@ class ObjectiveFormula:
             name=name_of_functions(functions),
             trace=trace,
         )
-        numbers = traced.require_program().numbers(self.numbers.values())
-        users = users_functions(functions)
-        result = TracedLoss(traced, numbers, [(x, key_of(x)) for x in users])
+        result = TracedLoss(
+            traced=traced,
+            scalars=traced.require_program().scalar_values(self.numbers.values()),
+            user_functions=[(x, key_of(x)) for x in users_functions(functions)],
+        )
         if None not in keys:
             self._traced[input_names] = result
         return result
 
-    def compare_once(self, input_names: tuple[str, ...], run: Run) -> None:
+    def compare_with_torch(self, input_names: tuple[str, ...], run: RunProgram) -> None:
         """Compare the outputs of the traced program with the formula in torch, on random inputs.
 
         They differ if a function of the user does something else with symbols than with tensors.
@@ -431,7 +433,7 @@ class ObjectiveFormula:
         """
         names = ("logps", "entropy", *input_names)
         outputs = output_names(input_names)
-        traced, numbers, _ = self.traced_loss(input_names)
+        traced_loss = self.traced_loss(input_names)
 
         def compute_in_torch(inputs: list[Tensor]) -> list[Any]:
             """Return the outputs of the formula in torch, fp32 [num_tokens] each."""
@@ -439,7 +441,13 @@ class ObjectiveFormula:
             token_losses = self.compute(replace_on_policy_marks(named))
             return [getattr(token_losses, name) for name in outputs]
 
-        traced.compare_once(run, numbers, lambda: random_inputs(names), compute_in_torch, outputs)
+        traced_loss.traced.compare_with_torch(
+            run,
+            traced_loss.scalars,
+            make_inputs=lambda: random_inputs(names),
+            compute_in_torch=compute_in_torch,
+            output_names=outputs,
+        )
 
 
 def replace_on_policy_marks(named: dict[str, Any]) -> dict[str, Any]:
@@ -561,8 +569,8 @@ class TokenLossFormula(NamedTuple):
         The program computes the outputs `output_names` from log-prob, entropy and the inputs
         `input_names`. Raises FormulaRefused if the formula cannot be traced.
         """
-        traced, numbers, _ = self.objective_formula.traced_loss(self.input_names())
-        return traced.require_program(), numbers
+        traced_loss = self.objective_formula.traced_loss(self.input_names())
+        return traced_loss.traced.require_program(), traced_loss.scalars
 
     def input_names(self) -> tuple[str, ...]:
         """Return those of PROGRAM_INPUTS that the tokens have, in this order."""
@@ -577,9 +585,9 @@ class TokenLossFormula(NamedTuple):
         tensors = self.inputs.program_inputs()
         return {name: tensors[name].contiguous() for name in program.inputs if name in tensors}
 
-    def compare_once(self, run: Run) -> None:
-        """Compare the traced program with torch, see `ObjectiveFormula.compare_once`.
+    def compare_with_torch(self, run: RunProgram) -> None:
+        """Compare the traced program with torch, see `ObjectiveFormula.compare_with_torch`.
 
         run   runs a program: (program, values of its scalars, inputs) -> outputs
         """
-        self.objective_formula.compare_once(self.input_names(), run)
+        self.objective_formula.compare_with_torch(self.input_names(), run)

@@ -37,7 +37,7 @@ def traced(function, names, inputs, parameters=()):
     result = function(*map(tracer.input, names), tuple(tracer.parameter() for _ in parameters))
     program = tracer.program("it", result)
     expected = function(*inputs, parameters)
-    same(cpu.run_program(program, program.numbers(parameters), inputs), expected)
+    same(cpu.run_program(program, program.scalar_values(parameters), inputs), expected)
 
 
 def ordered(x):

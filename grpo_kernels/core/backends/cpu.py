@@ -244,7 +244,7 @@ class Kernels(Backend):
         random inputs, and raises FormulaRefused if they differ.
         """
         if self.strict:
-            loss_formula.compare_once(run_program)
+            loss_formula.compare_with_torch(run_program)
         try:
             program, numbers = loss_formula.program()
             return TracedFormula(program, compile_program(program), numbers)
@@ -367,13 +367,13 @@ def compile_program(program: Program) -> _cpu.Program:
 
     Raises FormulaRefused if the program is too long for C++.
     """
-    num_numbers = len(program.numbers_used)
+    num_numbers = len(program.scalars_in_registers)
     try:
         return _cpu.Program(
             program.name,
             num_numbers,
             len(program.inputs),
-            list(program.steps),
+            list(program.instructions),
             list(program.outputs),
         )
     except ValueError as error:

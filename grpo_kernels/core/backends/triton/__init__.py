@@ -216,7 +216,7 @@ class Kernels(Backend):
         if self.strict:
             # On the first use of a formula: run the traced program in PyTorch on random inputs, and
             # raise FormulaRefused if its outputs differ from those of the formula itself.
-            loss_formula.compare_once(Program.__call__)
+            loss_formula.compare_with_torch(Program.run_in_torch)
         # program: the formula as a list of vector operations, numbers: its scalars, such as clip
         # bounds. formula: the program as a Triton function, with some scalars as constants in its
         # source. The others are arguments of the kernel.
@@ -254,7 +254,7 @@ class Kernels(Backend):
         if self.strict:
             # On the first use of a formula: compare its program with the formula, see
             # `loss_in_one_call`, which also says what program, numbers and formula are.
-            loss_formula.compare_once(Program.__call__)
+            loss_formula.compare_with_torch(Program.run_in_torch)
         program, numbers = loss_formula.program()
         formula, argument_indices = formula_function(program)
         inputs = loss_formula.program_inputs(program)

@@ -852,7 +852,7 @@ LARGEST_NORMAL = torch.finfo(torch.float32).max
 def formula_function(program: Program) -> tuple[Any, tuple[int, ...]]:
     """Generate a Triton function that evaluates a traced loss formula for one row, or for a block.
 
-    program   the formula as a list of operations on registers. Registers hold the numbers of a call
+    program   the formula as a list of operations on registers. Registers hold the scalars of a call
               (constants and parameters of the formula), then its inputs, then the results.
 
     Returns (function, numbers_taken). The function has the parameters
@@ -860,15 +860,15 @@ def formula_function(program: Program) -> tuple[Any, tuple[int, ...]]:
         computed   (log-prob, entropy) of the row
         i          index of the row in the vectors `inputs`
         inputs     pointers to vectors [num_rows], in the order of PROGRAM_INPUTS
-        numbers    those numbers of the call that are not constants in the source of the function
+        numbers    those scalars of the call that are not constants in the source of the function
 
-    and returns the program's outputs. numbers_taken are the indices of `numbers` among all numbers
+    and returns the program's outputs. numbers_taken are the indices of `numbers` among all scalars
     of the program. Programs with equal source share one function, and so one compiled kernel.
     """
     registers: list[str] = []  # the expression for each register of the program
     numbers_taken: list[int] = []
-    for k, source_index in enumerate(program.numbers_used):
-        operation, operands = program.sources[source_index]
+    for k, source_index in enumerate(program.scalars_in_registers):
+        operation, operands = program.scalars[source_index]
         if operation == "constant" and is_literal(operands[0]):
             registers.append(literal(operands[0]))
         else:
@@ -887,7 +887,7 @@ def formula_function(program: Program) -> tuple[Any, tuple[int, ...]]:
             assign(f"computed[{k}]")
         else:
             assign(f"tl.load(inputs[{PROGRAM_INPUTS.index(name)}] + i)")
-    for operation, *operand_registers in program.steps:
+    for operation, *operand_registers in program.instructions:
         template = OPERATIONS[operation]
         num_operands = template.count("{}")  # a step always lists three registers
         expressions = [f"({registers[r]})" for r in operand_registers[:num_operands]]
