@@ -122,27 +122,28 @@ class TokenBatch(Checked):
                  logits (or hidden states) predicts targets[i]; nothing is shifted.
     advantages   float or integer (kept as fp32) [B], [B, 1], [B, T] or [N]. None: for an objective
                  without a policy term, such as Objective.preset("distillation"); others refuse it.
-    mask         bool (or 0/1 integer), the shape of targets: True where the token is trained on;
-                 None = everywhere. What the other tensors hold where it is False (NaN, inf, ids out
-                 of range) has no effect.
+    mask         bool (or 0/1 integer), the shape of targets: True at trained tokens. None: all
+                 tokens are trained. At other tokens the values of all fields (NaN, inf, ids out of
+                 range) have no effect.
     old_logps    float, the shape of targets: log-probs under the policy at the start of the update.
-                 None = on-policy: the ratio is 1 and keeps its gradient.
-    ref_logps    float, the shape of targets: log-probs under the frozen reference; needed when beta
-                 != 0.
+                 None means on-policy: the ratio is 1 and keeps its gradient.
+    ref_logps    float, the shape of targets: log-probs under the frozen reference. Needed if beta
+                 is not 0.
     weights      float [B], [B, 1] or the shape of targets: multiplies the policy term, not the KL
                  (sampler mismatch, see corrections.py).
     cu_seqlens   int32 or int64 [B + 1] when packed: sequence b is rows cu_seqlens[b] : cu_seqlens[b
                  + 1].
-    sampler_logps  float, the shape of targets: log-probs under the engine that sampled; NaN = not
-                   scored.
-    nll_weights  float [B], [B, 1] or the shape of targets: adds -nll_weight * logp to the loss as
-                 it is, its denominator being in it already (SFT on positive examples: VAPO arXiv
-                 2504.05118).
-    groups       integer [B]: sequences of equal ids answer one prompt; for aggregate="group-mean".
+    sampler_logps  float, the shape of targets: log-probs under the engine that sampled. NaN: the
+                   engine did not score the token.
+    nll_weights  float [B], [B, 1] or the shape of targets: adds -nll_weight * logp to the loss. No
+                 denominator divides it, so divide the weights yourself (SFT on positive examples:
+                 VAPO, arXiv 2504.05118).
+    groups       integer [B]: sequences with equal numbers answer one prompt. Needed for
+                 aggregate="group-mean".
     context_group  process group whose ranks share the tokens of each sequence (context or sequence
-                   parallelism): every rank has the same B sequences, in the same order, and of each
-                   some tokens or none, in any pattern. Sums over a sequence are then over the
-                   group. See below.
+                   parallelism). Every rank has the same B sequences, in the same order, and any
+                   tokens of each, possibly none. Sums over a sequence are then over the group. See
+                   below.
 
     kept         the candidate set that each token was sampled from (top-k, top-p or min-p), a row
                  of `TokenSets` for each flat row of targets. The policy that sampled is the softmax
@@ -166,31 +167,30 @@ class TokenBatch(Checked):
                  over it in row-major order. None: row i predicts targets[i]. Several tokens may
                  share a row, such as those of rollouts with a common prefix. All other fields
                  remain per token. See docs/token_sets.md.
-    on_policy    bool (or 0/1 integer) [B], [B, 1] or the shape of targets: True where the policy
-                 that is trained has sampled the token. Its ratio is 1 and keeps its gradient, as
-                 without old_logps, which have no effect there. At a sequence level a marked token
-                 adds 0 to the log-ratio of its sequence.
+    on_policy    bool (or 0/1 integer) [B], [B, 1] or the shape of targets: True if the policy that
+                 is trained has sampled the token. The ratio of such a token is 1 and keeps its
+                 gradient, and its old_logps have no effect. At a sequence level the token adds 0 to
+                 the log-ratio of its sequence.
 
-    With a context_group, the tokens' losses of all ranks add up to those of the whole sequences,
-    and so do gradients. What needs a sequence costs an all-reduce of B numbers: its length (once a
-    batch; from hidden states also whether it holds a contributing token), and at a sequence level
-    the ratio and its slope (once a loss); the default normalizer costs one of a number. Making the
-    batch, a loss on it and `distributed.global_normalizer` are calls that all ranks of the group
-    make, and a write into the mask or the advantages of a batch has to be made on all of them.
-    Metrics and log-probs are of the rank's own rows, and reading them needs no communication.
-    ClipCov, KlCov, and EntropyQuantile without a process_group select among the rank's own rows,
-    too.
+    With a context_group, the losses and gradients of all ranks add up to those of the whole
+    sequences. All ranks of the group must make the batch, compute a loss on it, and call
+    `distributed.global_normalizer`. If you write into the mask or the advantages of a batch, do so
+    on all ranks. Per batch the ranks all-reduce the lengths of the B sequences; from hidden states
+    also whether each has a contributing token. Per loss they all-reduce the ratio and its slope of
+    each sequence at a sequence level, and one number for the default normalizer. Metrics and
+    log-probs cover the rows of this rank, without communication. ClipCov, KlCov, and
+    EntropyQuantile without a process_group also select among the rows of this rank.
 
-    On a GPU the batch sends its row counts to the host, which `linear_grpo_loss` reads. A CUDA
-    graph of that loss has the counts of the batch it was captured with: call the loss once on the
-    batch before capturing, and between replays write only what leaves the number of trained and of
-    contributing rows as it is, at a sequence level in each sequence; another number stops the
-    program by an assertion on the device.
+    On a GPU the batch copies its row counts to the host for `linear_grpo_loss`. A CUDA graph of
+    that loss keeps the counts of the batch it was captured with. Call the loss once on the batch
+    before you capture. Between replays, keep the number of trained and of contributing rows
+    unchanged, at a sequence level in each sequence. Other numbers stop the program by an assertion
+    on the device.
 
-    Packed, [B] and [N] may be equal: a tensor of that length is then read per token, so write [B,
-    1]. Gradients never flow into these tensors.
+    If packed rows have N == B, a tensor of that length is read per token: write [B, 1] for values
+    per sequence. No gradient flows into the fields of a batch.
 
-    If one of these numbers of a trained token is NaN, the loss and the gradient of its row are NaN:
+    If one of these inputs of a trained token is NaN, the loss and the gradient of its row are NaN:
     its log-prob (a NaN in the logits or the hidden state), its advantage, old_logps, weights,
     nll_weights, and with a KL ref_logps. Clips, filters and KL estimators do not hide it. At a
     sequence level a NaN in the ratio of a sequence reaches each of its trained tokens, as in plain
@@ -198,15 +198,15 @@ class TokenBatch(Checked):
     in its sequence. Exceptions:
 
     - where the mask is False, a NaN has no effect;
-    - a weight of 0 takes the token out of the policy term, with its NaN, and so does a filter that
+    - a weight of 0 removes the token and its NaN from the policy term, and so does a filter that
       drops the token for a reason other than the NaN (see formulas/filters.py);
     - a NaN in sampler_logps means that the sampler did not score the token (see `TrustRegion`);
     - a NaN in old_logps has no effect where `on_policy` is True;
     - a row with zero advantage, no KL and no entropy bonus gets no gradient from hidden states:
       only the loss is NaN. `Options(skip_inactive=True)` does not read such rows at all.
 
-    In strict mode a NaN at a trained token raises ValueError.
-    Raises ValueError on shapes, dtypes or devices that disagree.
+    In strict mode a NaN at a trained token raises ValueError. Raises ValueError for shapes, dtypes
+    or devices that do not fit together.
     """
 
     targets: Tensor

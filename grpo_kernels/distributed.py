@@ -27,28 +27,32 @@ def global_normalizer(
     *,
     reduce: bool | None = None,
 ) -> Tensor | Denominators:
-    """Return the denominator D of a whole optimizer step, fp32 0-d: over all micro-batches and,
-    with torch.distributed initialised, over the ranks of `process_group` (None: the default group).
-    1 where nothing is trained.
+    """Return the denominator of a whole optimizer step, fp32 0-d, at least 1.
+
+    It counts all micro-batches. If torch.distributed is initialised, it counts all ranks of
+    `process_group` too.
 
         normalizer = global_normalizer(objective, micro_batches)
         for batch in micro_batches:
             linear_grpo_loss(..., batch, objective, normalizer=normalizer).loss.backward()
 
-    The gradients of micro-batches then add up to the gradient of the whole batch, fully masked ones
-    included; over ranks they have to be summed. DDP and FSDP average instead: pass normalizer /
-    (number of ranks that they average over). An objective whose KL or bonus has an aggregation of
-    its own gets a Denominators of three. ClipCov, KlCov and EntropyQuantile select tokens within
-    each micro-batch, not within the whole batch.
+    The gradients of the micro-batches then add up to the gradient of the whole batch, also if some
+    are fully masked. Gradients must be summed over the ranks. DDP and FSDP average them instead: to
+    correct for that, divide the normalizer by the number of ranks that they average over. If the KL
+    or the entropy bonus of the objective has its own aggregation, the result is a `Denominators`
+    with three numbers. ClipCov, KlCov and EntropyQuantile select tokens within each micro-batch,
+    not within the whole batch.
 
-    Sequences and groups stay whole: a micro-batch holds all tokens of a sequence, and for
-    "group-mean" all of a group.
+    Do not split sequences or groups: a micro-batch has all tokens of a sequence, and for
+    "group-mean" all sequences of a group.
 
-    process_group   the ranks that have different rows. Ranks with the same rows and a part of the
-                    vocabulary each (`VocabShard`) must count once: pass the data-parallel group.
-                    Ranks that share sequences (`TokenBatch.context_group`) all belong to it.
-    reduce   False: this rank alone; True: torch.distributed must be initialised. One all-reduce, no
-             host sync.
+    process_group   the ranks that have different rows. None: the default group. Ranks with the same
+                    rows and different parts of the vocabulary (`VocabShard`) must count once, so
+                    pass the data-parallel group. All ranks that share sequences
+                    (`TokenBatch.context_group`) belong to it.
+    reduce          True: all-reduce over the ranks, without a host sync; raises an error if
+                    torch.distributed is not initialised. False: count this rank only. None: reduce
+                    if torch.distributed is initialised.
     """
     require(
         isinstance(objective, Objective),

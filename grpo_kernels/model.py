@@ -58,29 +58,30 @@ def loss_from_model(
         )
         out.loss.backward()
 
-    model        the language model, or PEFT's wrapper of it. What runs is its base model, so that
-                 LoRA in the body, gradient checkpointing, tied embeddings and autocast work as in
-                 its own forward (accelerate puts its autocast around that one: use
-                 accelerator.autocast()); the head is a product with its weight.
-    input_ids    int64 [B, T], or [1, N] (also [N]) of packed sequences.
-    batch        its targets are the tokens that follow: the shape of input_ids, as `shift_targets`
-                 makes them, or [B, K], the last K tokens of input_ids. Checked where the mask is
-                 set: a ValueError, on a GPU an asynchronous assertion. With `rows` they are of any
-                 shape, and what follows in input_ids is not compared: see docs/token_sets.md.
-    temperature  divides the logits: a number or a tensor, see `LogitTransform`.
-    transform    in place of `LogitTransform.of(model, temperature=temperature)`, for a model that
-                 it does not know.
-    reference    a causal language model of the same vocabulary, which runs on the same inputs
-                 without gradient; or what `linear_grpo_loss` takes.
-    normalizer, grad_scale, options  as in `linear_grpo_loss`.
-    model_kwargs  what the base model gets that its forward takes without naming it.
-    inputs       what else its forward names: attention_mask, position_ids (packed sequences need
-                 their own), pixel_values.
+    model        the language model, or PEFT's wrapper of it. The function calls its base model, and
+                 multiplies by the head's weight. LoRA in the body, gradient checkpointing, tied
+                 embeddings and autocast work as in the model's forward. accelerate applies its
+                 autocast to that forward only: use accelerator.autocast() here.
+    input_ids    int64 [B, T], or [1, N] (also [N]) of packed sequences
+    batch        Its targets are the next tokens: either the shape of input_ids, as `shift_targets`
+                 makes them, or [B, K], the last K tokens of input_ids. Trained targets are compared
+                 with input_ids: a difference raises ValueError, on a GPU an asynchronous assertion.
+                 With `rows` targets have any shape and are not compared, see docs/token_sets.md.
+    temperature  divides the logits: a number or a tensor, see `LogitTransform`
+    transform    used instead of `LogitTransform.of(model, temperature=temperature)`, which does not
+                 know every model
+    reference    a causal language model with the same vocabulary, which runs on the same inputs
+                 without gradient; or a reference as in `linear_grpo_loss`
+    normalizer, grad_scale, options  as in `linear_grpo_loss`
+    model_kwargs  arguments that the forward of the base model accepts as **kwargs
+    inputs       named arguments of the forward of the base model: attention_mask, position_ids
+                 (needed for packed sequences), pixel_values
 
     A router's auxiliary loss is not included. Raises TypeError for a keyword that neither the base
-    model nor this function names, ValueError for an argument that is wrong, and where calling the
-    base model would skip something: an adapter, a hook or a patch on the head or the model, prompt
-    tuning, an encoder, a wrapper whose forward must be called (DDP, FSDP, torch.compile).
+    model nor this function names, and ValueError for a wrong argument. Also raises ValueError if a
+    call of the base model would skip something: an adapter, a hook or a patch on the head or the
+    model, prompt tuning, an encoder, or a wrapper whose forward must be called (DDP, FSDP,
+    torch.compile).
     """
     check_batch_and_objective(batch, objective)
     if transform is not None and (isinstance(temperature, Tensor) or temperature != 1.0):
@@ -340,6 +341,12 @@ def _check_alignment(input_ids: Tensor, batch: TokenBatch) -> None:
 
 
 class HeadLogprobs(NamedTuple):
+    """The result of `FusedLMHead` for log-probs.
+
+    logps     fp32, the shape of targets, in nats; 0 in masked tokens
+    entropy   the same; None unless entropy= was passed
+    """
+
     logps: Tensor
     entropy: Tensor | None
 
@@ -348,10 +355,10 @@ class HeadLogprobs(NamedTuple):
 
 
 class HeadLoss(NamedTuple):
-    """The tensors of a `LossOutput` as a tuple, in which wrappers such as DDP and FSDP find them.
+    """The result of `FusedLMHead` for a loss: a tuple, so that DDP and FSDP find its tensors.
 
-    loss, logps, entropy   as in `LossOutput`.
-    metrics                with metrics=True, else None.
+    loss, logps, entropy   as in `LossOutput`
+    metrics                as in `LossOutput` with metrics=True, else None
     """
 
     loss: Tensor
@@ -382,7 +389,7 @@ class _AsGiven:
 
 
 class FusedLMHead(nn.Linear):
-    """The linear layer `head`, with its own weight and bias, and two more ways to be called.
+    """A linear layer with the parameters of `head`, which also computes log-probs and losses.
 
         head = FusedLMHead.install(model)  # or FusedLMHead(linear) for a module of yours
 
@@ -390,20 +397,21 @@ class FusedLMHead(nn.Linear):
         head(hidden, targets, entropy=True)  # HeadLogprobs(logps, entropy)
         head(hidden, batch, objective, normalizer=tokens)  # HeadLoss(loss, logps, entropy, metrics)
 
-    Why: FSDP, ZeRO-3 and offloading gather a module's weight around its forward. Code that reads
-    `lm_head.weight` as an attribute gets a shard, or (FSDP2, `full_tensor()`) a gradient that is
-    not averaged over the ranks, without an error. Calling the head runs these hooks. It also works
-    in the forward of a model that is wrapped as a whole in DDP or FSDP.
+    FSDP, ZeRO-3 and offloading gather a module's weight during its forward only. Code that reads
+    the attribute `lm_head.weight` elsewhere gets a shard. With FSDP2's `full_tensor()` it gets a
+    gradient that is not averaged over the ranks. Neither raises an error. A call of the head runs
+    the hooks that gather the weight. This also works in the forward of a model that DDP or FSDP
+    wraps as a whole.
 
-    Parameters are the same objects, under the same names: optimizers, tied embeddings and
-    checkpoints are not affected. Install before fully_shard, DDP or deepspeed.initialize, and
-    before PEFT wraps the head.
+    Parameters are the same objects and keep their names, so optimizers, tied embeddings and
+    checkpoints are not affected. Install the head before fully_shard, DDP or deepspeed.initialize,
+    and before PEFT wraps the head.
 
-    head       a plain nn.Linear [V, H]. Raises ValueError for anything else (LoRA, quantised,
+    head       a plain nn.Linear [V, H]. Raises ValueError for any other head (LoRA, quantised,
                sharded, hooked, installed twice).
-    transform  softcap and scale of the model's logits, which `head(hidden)` leaves to the model as
-               before: LogitTransform.of(model), which `install` takes by itself; None: there are
-               none. The temperature is an argument of the calls.
+    transform  softcap and scale that the model applies to the logits of its head, for log-probs and
+               losses. `head(hidden)` does not apply it. None: there is none. `install` uses
+               LogitTransform.of(model). The temperature is an argument of the calls.
     """
 
     def __init__(self, head: nn.Linear, *, transform: LogitTransform | None = None) -> None:
@@ -436,15 +444,17 @@ class FusedLMHead(nn.Linear):
         metrics: bool = False,
         **others: Any,
     ) -> Tensor | HeadLogprobs | tuple[Any, ...] | HeadLoss:
-        """logits, HeadLogprobs or HeadLoss, by what is given besides `hidden` [..., H].
+        """Return logits, `HeadLogprobs` or `HeadLoss`, depending on the arguments.
 
-        targets      int64, the leading shape of hidden; or a TokenBatch, with an `objective`.
-        temperature  a number or a tensor, see LogitTransform; for log-probs and losses.
-        metrics      True: the result of a loss has the metrics of `LossOutput`.
+        hidden       [..., H]. Without targets the result is logits [..., V].
+        targets      int64, the leading shape of hidden: returns HeadLogprobs. A TokenBatch together
+                     with an `objective`: returns HeadLoss.
+        temperature  a number or a tensor, see `LogitTransform`, for log-probs and losses
+        metrics      whether the result of a loss has the metrics of `LossOutput`
         others       arguments of `linear_logprobs` (mask, entropy, options, ...) or
-                     `linear_grpo_loss` (normalizer, reference, ...), but not what the head has
-                     itself: weight, bias and transform are a ValueError. With also= or at= the
-                     result is (logps, entropy, dict).
+                     `linear_grpo_loss` (normalizer, reference, ...). weight, bias and transform
+                     raise ValueError, because the head has them. With also= or at= the result is
+                     (logps, entropy, dict).
         """
         targets, objective, temperature = map(_AsGiven.unwrap, (targets, objective, temperature))
         others = {name: _AsGiven.unwrap(x) for name, x in others.items()}
@@ -511,7 +521,7 @@ class FusedLMHead(nn.Linear):
                 )
 
     def plain(self) -> nn.Linear:
-        """An nn.Linear of the same parameters."""
+        """Return an nn.Linear with the same parameters."""
         with torch.device("meta"):  # allocates no parameters: they are replaced below
             linear = nn.Linear(self.in_features, self.out_features, self.bias is not None)
         linear.weight = self.weight
@@ -521,11 +531,12 @@ class FusedLMHead(nn.Linear):
 
     @classmethod
     def install(cls, model: Any, *, transform: LogitTransform | None = None) -> FusedLMHead:
-        """Put one in the place of a Hugging Face model's head; softcap and scale are
-        `LogitTransform.of(model)` unless given.
+        """Replace the head of a Hugging Face model by a FusedLMHead, and return it.
 
-        Raises ValueError, with the model as it was, where the head is not a plain linear layer or
-        the model not known.
+        transform   softcap and scale of the model's logits. None: `LogitTransform.of(model)`
+
+        Raises ValueError if the head is not a plain linear layer, or if `LogitTransform.of` does
+        not know the model. The model is then unchanged.
         """
         old = model.get_output_embeddings()
         transform = LogitTransform.of(model) if transform is None else transform
@@ -535,9 +546,9 @@ class FusedLMHead(nn.Linear):
 
     @staticmethod
     def undo(model: Any) -> nn.Linear:
-        """Put a plain nn.Linear back, with the parameters as they are now.
+        """Replace the FusedLMHead of a model by a plain nn.Linear with the same parameters.
 
-        Raises ValueError where there is nothing to undo.
+        Raises ValueError if the head is not a FusedLMHead.
         """
         head = model.get_output_embeddings()
         if not isinstance(head, FusedLMHead):
