@@ -1,4 +1,4 @@
-"""`TokenBatch`: the tokens of a batch with all that a loss reads besides the policy, checked."""
+"""`TokenBatch`: the tokens of a batch with all inputs of a loss besides the policy."""
 
 from __future__ import annotations
 

@@ -64,43 +64,45 @@ def group_advantages(
     singleton: str = "zero",
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Compute A = (reward - baseline) / (scale + eps), computed in fp64, returned as `dtype` [B].
+    """Compute A = (reward - baseline) / (scale + eps) in fp64, and return it as `dtype` [B].
 
-    rewards      numbers, a tensor of any dtype or a list: [B], or [B, K] for K reward functions
-                 with their `reward_weights`.
-    group_size   G: consecutive runs of G rewards share a prompt; must divide B. Or
-    groups       integer [B]: rewards with equal ids share a prompt (any sizes, any order).
+    rewards      numbers, as a tensor of any dtype or a list: [B], or [B, K] for K reward functions
+                 with their `reward_weights`
+    group_size   G: each run of G consecutive rewards belongs to one prompt. It must divide B.
+    groups       instead of group_size, integer [B]: rewards with equal numbers belong to one
+                 prompt. Groups may have any size and order.
     baseline     "mean" of the group. "leave-one-out": mean of the others (RLOO, arXiv 2402.14740,
                  with scale="none"). "length": mean weighted by `lengths` (OPO, arXiv 2505.23585).
                  "none": 0, with scale="none".
     scale        "group": std of the group (GRPO, arXiv 2402.03300). "batch": std of all rewards
                  (arXiv 2508.08221). "none": no division (Dr. GRPO, arXiv 2503.20783). "mean": the
-                 group's mean, A = 0 where it is not above 0 (MaxRL, arXiv 2602.02710, which has
-                 eps=0). "others": std of the group's other rewards, no division where those are
-                 equal (NeMo-RL).
-    unbiased     True: std divides by n - 1 (TRL, verl, slime); False: by n. A group of one has std
+                 group's mean; A = 0 unless it is above 0 (MaxRL, arXiv 2602.02710, which has
+                 eps=0). "others": std of the group's other rewards; no division if those are equal
+                 (NeMo-RL).
+    unbiased     True: std divides by n - 1 (TRL, verl, slime). False: by n. A group of one has std
                  0.
-    eps          added to the scale: 1e-4 in TRL, 1e-6 in verl. See NUMERICS for those of nine
+    eps          added to the scale: 1e-4 in TRL, 1e-6 in verl. NUMERICS has the values of nine
                  trainers.
     lengths      number [B] >= 0 for baseline="length": tokens of each completion. A group without
                  tokens gets 0.
-    reward_weights   K numbers, of the reward functions of rewards [B, K].
-    combine      "sum": of the weighted rewards, then as above. "gdpo": as above for each function,
-                 then the weighted sum, then (A - its mean) / (its std + eps) over the batch (arXiv
-                 2601.05242).
-    missing_rewards  "raise" on a NaN. "skip": a completion without any reward counts in no mean or
-                     std and gets 0 (TRL); of several rewards, those that are NaN are left out.
-    singleton    what a group with one reward gets: "zero", or "raw": baseline 0 and a group scale
-                 of 1 (verl, SkyRL). If a quarter of the groups or more have one member and get
-                 zeros, a warning says so once; see `group_metrics`.
+    reward_weights   K numbers, one for each of the reward functions of rewards [B, K]
+    combine      "sum": add the weighted rewards, then compute A. "gdpo": compute A for each
+                 function, add the weighted results, then compute (A - mean) / (std + eps) over the
+                 batch (arXiv 2601.05242).
+    missing_rewards  "raise": a NaN raises ValueError. "skip": a completion without any reward
+                     counts in no mean or std and gets 0 (TRL). Of several rewards, NaN ones are
+                     left out.
+    singleton    the advantage of a group with one reward: "zero", or "raw" with baseline 0 and a
+                 group scale of 1 (verl, SkyRL). If a quarter of the groups or more get zeros
+                 because they have one member, one warning says so; see `group_metrics`.
 
     Equal rewards in a group (max == min) give exactly 0, except with baseline="none" or
-    singleton="raw". In fp32 the mean of equal rewards may differ from them by rounding; divided by
-    eps this would be a meaningless advantage of up to 1e-3 (0.1 at eps=1e-6). Kernels can skip rows
-    whose advantage is exactly 0.
+    singleton="raw". This needs care: in fp32 the mean of equal rewards may differ from them by a
+    rounding error, which would become an advantage of up to 1e-3 (0.1 at eps=1e-6) after the
+    division by eps. Kernels can skip rows whose advantage is exactly 0.
 
-    Raises ValueError, naming the index, for NaN or infinite rewards (where `values_are_checked`),
-    for group sizes that do not divide B, and for arguments that exclude each other.
+    Raises ValueError, naming the index, for NaN or infinite rewards (if `values_are_checked`), for
+    a group size that does not divide B, and for arguments that exclude each other.
     """
     require_one_of("baseline", baseline, BASELINES)
     require_one_of("scale", scale, SCALES)
@@ -224,11 +226,12 @@ def pass_at_k_advantages(
     unbiased: bool = True,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Give the best of a group (its reward - the second best) / (std + eps), and all others 0: fp32
-    [B] (arXiv 2503.19595).
+    """Compute the advantages of pass@k, fp32 [B] (arXiv 2503.19595).
 
-    Arguments as in `group_advantages`, scale "group" or "none". Two that share the best reward get
-    0, and so does a group of one (verl raises). Raises ValueError as `group_advantages` does.
+    The best completion of a group gets (its reward - the second best) / (std + eps). All others get
+    0. Arguments are as in `group_advantages`, with scale "group" or "none". If two completions
+    share the best reward, or a group has one completion, the result is 0 (verl raises for a group
+    of one). Raises ValueError as `group_advantages` does.
     """
     require_one_of("scale", scale, ("group", "none"))
     _check_eps(eps)
@@ -241,12 +244,13 @@ def pass_at_k_advantages(
 
 
 def greedy_baseline_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
-    """Subtract the reward of the same prompt's greedy completion from each reward: fp32 [B] (ReMax,
-    arXiv 2310.10505).
+    """Subtract the reward of the prompt's greedy completion from each reward, fp32 [B].
 
-    rewards and greedy_rewards [B], finite; for G completions a prompt pass
-    `greedy.repeat_interleave(G)`. With per-token rewards the same baseline is taken from
-    `discounted_returns`. Raises ValueError for other shapes and values.
+    rewards, greedy_rewards   [B], finite. For G completions per prompt pass
+                              `greedy.repeat_interleave(G)`.
+
+    With per-token rewards, subtract the same baseline from `discounted_returns`. Raises ValueError
+    for other shapes and values. Source: ReMax, arXiv 2310.10505.
     """
     r, _ = read_rewards(rewards)
     greedy, _ = read_rewards(greedy_rewards, name="greedy_rewards")
@@ -257,12 +261,12 @@ def greedy_baseline_advantages(rewards: Tensor, greedy_rewards: Tensor) -> Tenso
 def gpg_scale(
     rewards: Tensor, *, group_size: int | None = None, groups: Tensor | None = None
 ) -> Tensor:
-    """Return GPG's factor, a 0-d fp32 tensor: B / max(number of samples that count, 1) (arXiv
-    2504.02546).
+    """Return the factor of GPG, B / max(number of samples that count, 1), 0-d fp32.
 
-    Without group_size and groups (as in `zero_variance`), samples with a reward other than 0 count
-    (verl). With one of them, samples of groups whose rewards differ count: those that have a
-    gradient. verl's GPG is gpg_scale(r) * group_advantages(r, ..., scale="none", singleton="raw").
+    Without group_size and groups (see `zero_variance`), samples with a reward other than 0 count
+    (verl). With one of them, samples count whose group has different rewards, because only those
+    have a gradient. verl's GPG is gpg_scale(r) * group_advantages(r, ..., scale="none",
+    singleton="raw"). Source: arXiv 2504.02546.
     """
     if group_size is None and groups is None:
         r, _ = read_rewards(rewards)
@@ -279,11 +283,12 @@ def a2po_values(
     groups: Tensor | None = None,
     beta: float = 0.5,
 ) -> Tensor:
-    """Compute V* = beta log mean exp(reward / beta) over the group, for each of its members: fp32
-    [B] (A*-PO, arXiv 2505.20686).
+    """Compute V* = beta log mean exp(reward / beta) over the group of each reward, fp32 [B].
 
-    beta > 0 (TRL's beta1). A small one approaches the best reward, a large one the mean. Raises
-    ValueError as `group_advantages` does.
+    beta   above 0 (TRL's beta1). For a small beta the result approaches the best reward, for a
+           large beta the mean.
+
+    Raises ValueError as `group_advantages` does. Source: A*-PO, arXiv 2505.20686.
     """
     require_number(
         "beta",
@@ -300,11 +305,10 @@ def a2po_values(
 def zero_variance(
     rewards: Tensor, *, group_size: int | None = None, groups: Tensor | None = None
 ) -> Tensor:
-    """Return bool [B], True where all rewards of the group are exactly equal (max == min), so that
-    the group gives no gradient.
+    """Return where all rewards of the group are exactly equal (max == min), bool [B].
 
-    NaN counts as not scored; a group with no reward at all is True. Raises ValueError as
-    `group_advantages` does.
+    Such a group has no gradient. A NaN counts as not scored. A group without any reward is True.
+    Raises ValueError as `group_advantages` does.
     """
     return grouped(rewards, group_size, groups, missing_rewards="skip").equal
 
@@ -316,16 +320,18 @@ def group_metrics(
     groups: Tensor | None = None,
     extremes: tuple[float, float] = (0.0, 1.0),
 ) -> dict[str, Tensor]:
-    """Return statistics of the groups of a batch from its rewards [B]: 0-d fp32 tensors, left on
-    the device.
+    """Return statistics of the groups of a batch from its rewards [B], as 0-d fp32 tensors.
 
-    zero_variance   share of the groups whose rewards are all equal, exactly
-    all_wrong       share of the groups with no reward above extremes[0]; all_correct: with none
-                    below extremes[1]
-    reward_mean, reward_std   over the batch, the std with n - 1
-    group_std       mean of the groups' std, with n - 1 (a group of one has 0)
+    The host does not wait for the device.
+
+    zero_variance   share of the groups whose rewards are all exactly equal
+    all_wrong       share of the groups with no reward above extremes[0]
+    all_correct     share of the groups with no reward below extremes[1]
+    reward_mean, reward_std   over the batch; the std divides by n - 1
+    group_std       mean of the groups' std, which divides by n - 1 (0 in a group of one)
     single          share of the groups with one reward, whose advantages are 0
-    missing         share of the completions without a reward (NaN), which count nowhere else
+    missing         share of the completions without a reward (NaN). The other statistics do not
+                    count them.
 
     A group without any reward is left out. Raises ValueError as `group_advantages` does.
     """

@@ -106,21 +106,23 @@ def importance_weights(
     normalize: bool = False,
     process_group: Any = None,
 ) -> Tensor:
-    """Return the weight pi_old / pi_sampler, fp32, the shape of targets, 0 where masked: for
-    `TokenBatch.weights`.
+    """Return the weight pi_old / pi_sampler of each token, for `TokenBatch.weights`.
 
-    level       "token": w_t. "sequence": the product of the sequence's w_t. "geometric": their
-                geometric mean.
-    mode        "truncate": clamped to [low, high] (TIS). "mask": 0 outside [low, high] (MIS,
-                IcePop).
-    low, high   0 <= low <= high; math.inf for no upper bound.
-    normalize   divide by the mean weight: over trained tokens, or at the other levels over the
-                sequences that have any (as in verl). Normalise the whole batch, before it is split.
-    process_group  the mean is over all ranks of this group (torch.distributed.group.WORLD: all
-                   ranks), and all of them must call. None: over this process.
+    The result is fp32 in the shape of targets, 0 in masked tokens.
 
-    Raises ValueError on options outside these, on a batch without old_logps or sampler_logps, and
-    on a level other than "token" for packed rows without cu_seqlens.
+    level       "token": the ratio w_t of the token. "sequence": the product of w_t over its
+                sequence. "geometric": their geometric mean.
+    mode        "truncate": the weight is clamped to [low, high] (TIS). "mask": it is 0 outside of
+                [low, high] (MIS, IcePop).
+    low, high   0 <= low <= high; math.inf for no upper bound
+    normalize   whether to divide by the mean weight. The mean is over trained tokens, or at the
+                other levels over the sequences that have trained tokens (as in verl). Normalise the
+                whole batch, before you split it.
+    process_group  None: the mean is over this process. Otherwise it is over all ranks of this group
+                   (torch.distributed.group.WORLD: all ranks), and all of them must call.
+
+    Raises ValueError for other values of these arguments, for a batch without old_logps or
+    sampler_logps, and for a level other than "token" with packed rows without cu_seqlens.
     """
     require_one_of("level", level, LEVELS)
     require_one_of("mode", mode, MODES)
@@ -156,19 +158,21 @@ def rejection_mask(
     low: float = -math.inf,
     high: float = math.inf,
 ) -> Tensor:
-    """Return 1 where low <= metric <= high, else 0: fp32, the shape of targets, 0 where masked. To
-    AND several, multiply them.
+    """Return 1 for tokens with low <= metric <= high, otherwise 0.
 
-    metric      "ratio": w. "k1", "k2", "k3": estimates of KL(sampler || old) (Schulman 2020), -log
-                w, (log w)^2 / 2 and w - 1 - log w.
-    over        "token": each token by itself. "sum", "mean", "max", "min": of the sequence's
-                trained tokens, which stay or go together. Sum and mean of "ratio" are taken of log
-                w: the product W and the geometric mean G.
-    low, high   at least one of them. They bound the metric as defined here: verl gives the bounds
-                of its k1 options as ratios of 1/w, so they become log(lo) and log(hi); AReaL's
-                kl_k1 is +log w.
+    The result is fp32 in the shape of targets, 0 in masked tokens. Multiply several masks to
+    combine them.
 
-    Raises ValueError like `importance_weights`, and where neither bound is given.
+    metric      "ratio": w = pi_old / pi_sampler. "k1", "k2", "k3": the estimates -log w, (log w)^2
+                / 2 and w - 1 - log w of KL(sampler || old) (Schulman 2020)
+    over        "token": each token is kept or dropped alone. "sum", "mean", "max", "min" over the
+                trained tokens of a sequence, which are kept or dropped together. Sum and mean of
+                "ratio" are computed from log w: the product and the geometric mean of w.
+    low, high   at least one of them. They bound the metric as defined here. verl states the bounds
+                of its k1 options as ratios of 1 / w: pass log(lo) and log(hi). AReaL's kl_k1 is
+                +log w.
+
+    Raises ValueError like `importance_weights`, and if neither bound is passed.
     """
     require_one_of("metric", metric, METRICS)
     require_one_of("over", over, OVER)
@@ -194,19 +198,22 @@ def rejection_mask(
 def off_policy_sequence_mask(
     batch: TokenBatch, logps: Tensor, *, delta: float, advantage_of: str = "sequence"
 ) -> Tensor:  # fmt: skip
-    """Return 1 where A >= 0 or the sequence's mean of (sampler_logp - logp) <= delta, else 0: fp32,
-    the shape of targets, 0 where masked. It drops sequences that the policy has already moved away
-    from, so that it is not pushed away from them further.
+    """Return 0 for tokens with A < 0 of sequences that the policy has moved away from, otherwise 1.
 
-    logps   the policy's log-probs now, or old_logps: the shape of targets, or flat [N].
-    delta   finite: TRL suggests 0.5, slime has 1e-4.
-    advantage_of   "sequence": A is the sum of the advantages of the sequence's trained tokens, so
-                   that a sequence is kept or dropped as a whole. "token": A is each token's own
-                   advantage (TRL).
+    The policy has moved away if the mean of sampler_logp - logp over the trained tokens of the
+    sequence exceeds `delta`. Dropping these tokens prevents the loss from pushing it further away.
+    The result is fp32 in the shape of targets, 0 in masked tokens.
 
-    Without sampler_logps old_logps stand in, and without those the batch is on-policy and nothing
-    is dropped. Raises ValueError for logps of another size and for packed rows without cu_seqlens.
-    Sources: DeepSeek-V3.2 arXiv 2512.02556, section 3.1; TRL's `off_policy_mask_threshold`.
+    logps          log-probs under the policy now, or old_logps: the shape of targets, or flat [N]
+    delta          finite: TRL suggests 0.5, slime has 1e-4
+    advantage_of   "sequence": A is the sum of the advantages of the sequence's trained tokens, so a
+                   sequence is kept or dropped as a whole. "token": A is the advantage of the token
+                   (TRL).
+
+    Without sampler_logps, old_logps take their place. Without either the batch is on-policy, and
+    nothing is dropped. Raises ValueError for logps of another size and for packed rows without
+    cu_seqlens. Sources: DeepSeek-V3.2, arXiv 2512.02556, section 3.1; TRL's
+    `off_policy_mask_threshold`.
     """
     require_number("delta", delta, *DELTA)
     require_one_of("advantage_of", advantage_of, ADVANTAGES_OF)
@@ -220,16 +227,20 @@ def off_policy_sequence_mask(
 def sampler_mismatch_mask(
     batch: TokenBatch, logps: Tensor, *, threshold: float = 2.0
 ) -> Tensor:  # fmt: skip
-    """Return 1 in sequences whose mean of exp |logp - sampler_logp| over their trained tokens is at
-    most `threshold`, else 0: fp32, the shape of targets, 0 where masked. Put it into the mask, so
-    that the sequences that are left make up the denominators: mask & (... != 0).
+    """Return 1 for tokens of sequences whose log-probs are near the sampler's, otherwise 0.
 
-    logps       the policy's log-probs now, or old_logps: the shape of targets, or flat [N].
-    threshold   at least 1.
+    A sequence is near if the mean of exp |logp - sampler_logp| over its trained tokens is at most
+    `threshold`. The result is fp32 in the shape of targets, 0 in masked tokens. Put it into the
+    mask of the batch, mask & (result != 0), so that the denominators count only the sequences that
+    are left.
+
+    logps       log-probs under the policy now, or old_logps: the shape of targets, or flat [N]
+    threshold   at least 1
 
     A sequence with a NaN among its log-probs is kept. Raises ValueError for logps of another size,
     without sampler_logps, and for packed rows without cu_seqlens. Source: NeMo-RL's
-    `seq_logprob_error_threshold`; `SamplerMismatch` is the filter with the log-probs of the loss.
+    `seq_logprob_error_threshold`. `SamplerMismatch` is the filter that uses the log-probs of the
+    loss.
     """
     remedy = "the mean of exp |difference| is at least 1."
     require_number("threshold", threshold, remedy, 1, LARGEST)
@@ -239,12 +250,17 @@ def sampler_mismatch_mask(
 
 
 def second_moment_mask(batch: TokenBatch, *, threshold: float) -> Tensor:
-    """Return 1 for the tokens with the smallest (log w)^2: as many as keep the mean below
-    `threshold`, at least one. fp32, the shape of targets, 0 where masked. The tokens with the
-    largest are dropped; of equal ones the later first.
+    """Return 1 for the tokens with the smallest (log w)^2, otherwise 0, with w = pi_old /
+    pi_sampler.
 
-    threshold is above 0 (0.04 in the paper). Raises ValueError like `importance_weights`.
-    Source: M2PO arXiv 2510.01161; AReaL's `m2_threshold`.
+    It keeps as many tokens as possible while their mean of (log w)^2 is below `threshold`, and at
+    least one. Of equal tokens the later ones are dropped first. The result is fp32 in the shape of
+    targets, 0 in masked tokens.
+
+    threshold   above 0 (0.04 in the paper)
+
+    Raises ValueError like `importance_weights`. Source: M2PO, arXiv 2510.01161; AReaL's
+    `m2_threshold`.
     """
     require_number(
         "threshold",
@@ -276,12 +292,12 @@ def without_truncated(
 ) -> Tensor:
     """Return `mask` without the completions that the token budget cut off: bool, the shape of mask.
 
-    mask        bool (or 0/1 integer) [B, T], or packed [N] with cu_seqlens.
-    finished    bool (or 0/1 integer) [B]: True where the completion ended by itself.
+    mask        bool (or 0/1 integer) [B, T], or packed [N] with cu_seqlens
+    finished    bool (or 0/1 integer) [B]: True if the completion ended by itself
 
-    Tokens that are taken out of the mask leave the denominators, too (TRL's
+    Tokens that are removed from the mask do not count in the denominators either (TRL's
     `mask_truncated_completions`; overlong filtering in DAPO, arXiv 2503.14476). Raises ValueError
-    on shapes or dtypes that do not fit.
+    for shapes or dtypes that do not fit.
     """
     require_tensor("mask", mask, DTYPES, "a bool tensor [B, T], or packed [N] with cu_seqlens")
     dims = 2 if cu_seqlens is None else 1
@@ -308,28 +324,28 @@ def correction_metrics(
     low: float | None = None,
     high: float | None = None,
 ) -> dict[str, Tensor]:
-    """Measure how far the sampler is from the policy: 0-d fp32 tensors, means over the trained
-    tokens of this batch.
+    """Return statistics of the mismatch between policy and sampler, as 0-d fp32 tensors.
 
-    ratio_mean, ratio_min, ratio_max, ratio_std     of w_t
-    share_below, share_above                        of tokens with w_t < low, w_t > high; where the
-                                                    bound is given
-    ess                                             effective sample size (sum v)^2 / (n sum v^2) in
-                                                    [0, 1], of the weights where given, else of w_t
-    share_rejected                                  of tokens with weight 0; where weights are given
-    kl_k1, kl_k3                                    estimates of KL(sampler || old): mean of -log w,
-                                                    of w - 1 - log w
-    chi2_token                                      mean of w^2, less 1
-    abs_log_ratio_mean, abs_log_ratio_max           of |log w_t|
-    share_unscored                                  of tokens without a sampler's log-prob
+    They are over the trained tokens of this batch, with w_t = pi_old / pi_sampler:
 
-    and, where the sequences are known, over those with trained tokens:
+    ratio_mean, ratio_min, ratio_max, ratio_std   of w_t
+    share_below, share_above   share of tokens with w_t < low, w_t > high; only if the bound is
+                               passed
+    ess                   effective sample size (sum v)^2 / (n sum v^2) in [0, 1], where v are the
+                          weights, or w_t if no weights are passed
+    share_rejected        share of tokens with weight 0; only if weights are passed
+    kl_k1, kl_k3          estimates of KL(sampler || old): mean of -log w, of w - 1 - log w
+    chi2_token            mean of w^2, minus 1
+    abs_log_ratio_mean, abs_log_ratio_max   of |log w_t|
+    share_unscored        share of tokens without a sampler's log-prob
 
-    log_ppl_difference                              mean of log-perplexity under old, less that
-                                                    under the sampler
-    chi2_sequence                                   mean of W^2, less 1
+    If the sequences are known, also over the sequences with trained tokens:
 
-    weights are given per token (the shape of targets). A batch without trained tokens gives 0
+    log_ppl_difference    mean of the log-perplexity under the old policy minus that under the
+                          sampler
+    chi2_sequence         mean of W^2, minus 1, where W is the product of w_t over the sequence
+
+    Pass weights per token (the shape of targets). A batch without trained tokens gives 0
     throughout. There is no host sync. Raises ValueError like `importance_weights`.
     """
     for name, bound in (("low", low), ("high", high)):
@@ -426,9 +442,10 @@ def _per_token(batch: TokenBatch, values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Correction:
-    """Corrects a TokenBatch for the mismatch to its sampler, under a `name`: calls `function` with
-    `options`, which a call may override. The result multiplies the batch's weights, or becomes its
-    mask.
+    """A correction of a `TokenBatch` for the mismatch to its sampler, under a `name`.
+
+    A call runs `function` with `options`, which the call may override. The result multiplies the
+    weights of the batch, or becomes its mask.
     """
 
     name: str
@@ -443,9 +460,13 @@ class Correction:
         process_group: Any = None,
         **options: Any,
     ) -> TokenBatch:
-        """The corrected batch. finished, bool [B]: which completions ended by themselves.
-        process_group: the ranks over which a correction normalises. Raises TypeError for an option
-        that it does not have, ValueError as the function does.
+        """Return the corrected batch.
+
+        finished        bool [B]: True if the completion ended by itself
+        process_group   the ranks over which a correction normalises
+
+        Raises TypeError for an option that the function does not have, and ValueError as the
+        function does.
         """
         parameters = inspect.signature(self.function).parameters
         refuse_unknown(f"the correction {self.name!r}", options, parameters)

@@ -20,23 +20,23 @@ SHARE = ("the share of tokens to keep is in (0, 1].", math.nextafter(0.0, 1.0), 
 def entropy_threshold(
     entropy: Tensor, mask: Tensor, share: float, process_group: Any = None
 ) -> Tensor:
-    """Return the entropy that the `share` of tokens with the highest entropy reach: their quantile
-    1 - share, 0-d fp32.
+    """Return the quantile 1 - share of the entropy of trained tokens, 0-d fp32.
 
-    entropy         float, any shape. Values where the mask is False have no effect; nor have NaN
-                    and inf.
-    mask            bool (or 0/1 integer), the shape of entropy: trained tokens.
-    share           in (0, 1]: 0.2 in arXiv 2506.01939 (TRL's `top_entropy_quantile`), 1 keeps all.
-    process_group   the quantile is over the tokens of all ranks of this group
-                    (torch.distributed.group.WORLD: all ranks), and all of them must call. A rank
-                    may have any number of tokens, also none. The ranks exchange these numbers, and
-                    the host waits for that. None: this process only.
+    Keep the tokens with an entropy of at least this value: they are the `share` of the tokens with
+    the highest entropy.
+
+    entropy         float, any shape. Masked values, NaN and inf have no effect.
+    mask            bool (or 0/1 integer), the shape of entropy: trained tokens
+    share           in (0, 1]: 0.2 in arXiv 2506.01939 (TRL's `top_entropy_quantile`), 1 keeps all
+    process_group   None: the tokens of this process. Otherwise the tokens of all ranks of this
+                    group (torch.distributed.group.WORLD: all ranks), and all of them must call. A
+                    rank may have any number of tokens, also none. The host waits while the ranks
+                    exchange these numbers.
 
     Interpolates linearly between two tokens, as torch.quantile does, but without its limit of 16
-    million. Keep entropies >= the result. Where no rank has a token it is the lowest number of
-    fp32, which keeps all.
+    million values. If no rank has a token, the result is the lowest fp32 number, which keeps all.
 
-    Raises ValueError on a share outside (0, 1] and on shapes that differ.
+    Raises ValueError for a share outside of (0, 1] and for shapes that differ.
     """
     require_number("share", share, *SHARE)
     require_shape("mask", mask, entropy.shape, "entropy")
@@ -68,16 +68,17 @@ def _gather(values: Tensor, process_group: Any) -> Tensor:
 
 @dataclass(kw_only=True, eq=False)
 class AdaptiveEntropyCoef(Checked):
-    """A coefficient of the entropy bonus that rises by `step` while the entropy is at or below
-    `target`, and falls while it is above.
+    """A coefficient of the entropy bonus that adapts so that the entropy stays above a target.
 
-    target      the entropy, in nats per token, that must not be undercut.
-    step        change per optimiser step.
-    low, high   the range that changes stay in.
-    initial     the coefficient at the start.
+    It rises by `step` while the entropy is at or below `target`, and falls while it is above.
 
-    The coefficient is applied only if the last entropy seen was at or below the target, so not
-    before the first `update`.
+    target      the smallest acceptable entropy, in nats per token
+    step        change per optimizer step
+    low, high   the bounds within which it changes
+    initial     the coefficient at the start
+
+    The bonus is switched off after a step with an entropy above the target, and before the first
+    `update`.
 
         coef = AdaptiveEntropyCoef(target=0.2)
         for window in windows:  # one optimizer step each
@@ -85,7 +86,7 @@ class AdaptiveEntropyCoef(Checked):
             ...  # forward, backward, optimizer.step()
             coef.update(mean_entropy)  # over all micro-batches and ranks of the window
 
-    Sources: Skywork-OR1 arXiv 2505.22312, section 4; rule and defaults are as in TRL's
+    Sources: Skywork-OR1, arXiv 2505.22312, section 4. Rule and defaults are those of TRL's
     `use_adaptive_entropy`. Raises ValueError naming the argument that is wrong.
     """
 
@@ -128,8 +129,10 @@ class AdaptiveEntropyCoef(Checked):
         return self._coef if self._entropy <= self.target else 0.0
 
     def update(self, entropy: float | Tensor) -> None:
-        """Move the coefficient after an optimiser step. `entropy`: the mean over its trained
-        tokens, of all micro-batches and ranks; a number or a 0-d tensor, for which the host waits.
+        """Change the coefficient after an optimizer step.
+
+        entropy   the mean over the trained tokens of all micro-batches and ranks of the step: a
+                  number, or a 0-d tensor, for which the host waits
         """
         value: Any = (
             float(entropy) if isinstance(entropy, Tensor) and entropy.numel() == 1 else entropy

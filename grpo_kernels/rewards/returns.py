@@ -54,14 +54,16 @@ def discounted_returns(
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Compute G_t = r_t + gamma G_{t+1} over the trained tokens of each sequence: fp32, 0 where the
-    mask is False.
+    """Compute G_t = r_t + gamma G_{t+1} over the trained tokens of each sequence, fp32.
 
-    rewards   float [B, T] or [N], finite at trained tokens.   gamma   in [0, 1].
-    mask, cu_seqlens   as in a TokenBatch.
+    The result is 0 in masked tokens. With gamma = 1 and whitening this is REINFORCE++ (arXiv
+    2501.03262).
 
-    With gamma = 1 and whitening this is REINFORCE++ (arXiv 2501.03262). Raises ValueError naming
-    the argument.
+    rewards            float [B, T] or [N], finite at trained tokens
+    gamma              in [0, 1]
+    mask, cu_seqlens   as in a `TokenBatch`
+
+    Raises ValueError naming the argument.
     """
     tokens = _Tokens("rewards", rewards, mask, cu_seqlens)
     require_number("gamma", gamma, SHARE, 0, 1)
@@ -77,19 +79,21 @@ def gae(
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute generalised advantage estimates (arXiv 1506.02438): (advantages, returns), fp32, 0
-    where the mask is False.
+    """Compute generalised advantage estimates, (advantages, returns), fp32 (arXiv 1506.02438).
 
-    delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lam A_{t+1},  return_t = A_t + V_t,
-                                          where t + 1 is the next
-    trained token of the sequence and V = A = 0 after the last.
+        delta_t  = r_t + gamma V_{t+1} - V_t
+        A_t      = delta_t + gamma lam A_{t+1}
+        return_t = A_t + V_t
 
-    rewards, values   float [B, T] or [N], finite at trained tokens: the critic's value before the
-                      token is chosen.
-    gamma, lam        in [0, 1]; lam may also be a float tensor [B] or per token (length-adaptive,
+    Token t + 1 is the next trained token of the sequence, and V = A = 0 after the last one. Masked
+    tokens get 0. The advantages are not whitened: verl and NeMo-RL do that next, see `whiten`.
+
+    rewards, values   float [B, T] or [N], finite at trained tokens. values are those of the critic
+                      before the token is chosen.
+    gamma, lam        in [0, 1]. lam may also be a float tensor [B] or per token (length-adaptive,
                       VAPO, arXiv 2504.05118).
 
-    Not whitened (verl and NeMo-RL do it next, see `whiten`). Raises ValueError naming the argument.
+    Raises ValueError naming the argument.
     """
     tokens = _Tokens("rewards", rewards, mask, cu_seqlens)
     require_number("gamma", gamma, SHARE, 0, 1)
@@ -119,19 +123,18 @@ def process_advantages(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """Compute the advantages of GRPO with process supervision (DeepSeekMath, arXiv 2402.03300,
-    section 4.1.3): fp32, 0 where the mask is False.
+    """Compute the advantages of GRPO with process supervision, fp32.
 
-    The rewards of all steps of all completions of a prompt are normalised together. A token's
-    advantage is the sum, discounted by gamma, of the normalised rewards of the steps that end at
-    this token or later.
+    The rewards of all steps of all completions of a prompt are normalised together. The advantage
+    of a token is the sum, discounted by gamma, of the normalised rewards of the steps that end at
+    this token or later. Masked tokens get 0.
 
-    rewards              float [B, T] or [N]: the reward of the step that ends at this token, NaN
-                         where none does.
+    rewards              float [B, T] or [N]: the reward of the step that ends at this token, NaN if
+                         no step ends there
     group_size, groups   of the B sequences, as in `group_advantages`, which takes `options` (scale,
-                         unbiased, eps, ...).
+                         unbiased, eps, ...)
 
-    Raises ValueError naming the argument.
+    Raises ValueError naming the argument. Source: DeepSeekMath, arXiv 2402.03300, section 4.1.3.
     """
     tokens = _Tokens("rewards", rewards, mask, cu_seqlens)
     require_number("gamma", gamma, SHARE, 0, 1)
@@ -144,10 +147,14 @@ def process_advantages(
 
 
 def at_last_token(rewards: Tensor, *, mask: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Place `rewards` [B] at the last trained token of each sequence: fp32 in the shape of the
-    mask, 0 elsewhere. The reward of a sequence without a trained token is lost.
+    """Place `rewards` [B] at the last trained token of each sequence, fp32 in the shape of the
+    mask.
 
-    mask, cu_seqlens   as in a TokenBatch. Raises ValueError naming the argument.
+    All other tokens get 0. The reward of a sequence without a trained token is lost.
+
+    mask, cu_seqlens   as in a `TokenBatch`
+
+    Raises ValueError naming the argument.
     """
     tokens = _Tokens("mask", mask.float(), mask, cu_seqlens)
     r, _ = read_rewards(rewards)
@@ -168,16 +175,16 @@ def kl_in_reward(
 ) -> Tensor:
     """Subtract the KL to the reference from rewards: r_t - beta KL_t, fp32.
 
-    rewards            float [B], of whole completions: each goes to the last trained token, as in
-                       `at_last_token`. Or per token, the shape of logps.
+    rewards            float [B], one per completion: each is placed at the last trained token, as
+                       in `at_last_token`. Or one per token, the shape of logps.
     logps, ref_logps   float [B, T] or [N]: log-probs under the policy that sampled and under the
-                       reference.
-    beta, kl           weight and estimator: "k1", "k2", "k3", "abs", or a Kl for clamps (verl,
-                       AReaL and OpenRLHF have Kl("k3", clamp=10.0)). Of an estimator only the value
-                       counts here.
-    per                "token": the shape of logps, 0 where the mask is False, for
-                       `discounted_returns` or `gae`. "sequence": the sum over each sequence, [B],
-                       for `group_advantages` (TRL's RLOO).
+                       reference
+    beta, kl           weight and estimator: "k1", "k2", "k3", "abs", or a `Kl` for clamps (verl,
+                       AReaL and OpenRLHF have Kl("k3", clamp=10.0)). Only the value of the
+                       estimator is used.
+    per                "token": the result has the shape of logps and is 0 in masked tokens, for
+                       `discounted_returns` or `gae`. "sequence": the result is the sum over each
+                       sequence, [B], for `group_advantages` (TRL's RLOO).
 
     Raises ValueError naming the argument.
     """
@@ -223,22 +230,25 @@ def optimal_token_advantages(
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Compute G_t - B_t with the optimal token baseline of verl: fp32, 0 where the mask is False.
+    """Compute G_t - B_t with the optimal token baseline of verl, fp32.
 
-    B_t = sum G_t W_t / (sum W_t + 1e-8) over the group's completions at their t-th trained token,
-    where G_t is the return and W_t = sum_{j <= t} (1 - 2 pi_j + sum pi^2) w_j^2 estimates the
-    variance of the path so far. A token has no baseline if no other completion of the group is as
-    long.
+        B_t = sum G_t W_t / (sum W_t + 1e-8)
+        W_t = sum over j <= t of (1 - 2 pi_j + sum pi^2) w_j^2
 
-    rewards       float [B, T] or [N].   old_logps   the same shape: log pi of the tokens under the
-                  policy that sampled.
-    sum_squares   the same shape: sum of pi^2 over the vocabulary, which `token_logprobs(...,
-                  also=("sum_squares",))` gives.
-    weights       the same shape, or None: truncated importance weights of the sampler mismatch.
-    group_size, groups   of the B sequences, as in `group_advantages`.
+    G_t is the return. W_t estimates the variance of the first t tokens. The sums of B_t are over
+    the completions of the group, each at its t-th trained token. A token has no baseline if no
+    other completion of the group is as long. Masked tokens get 0. If all returns that share a
+    baseline are equal, the result is exactly 0.
 
-    Where all returns that share a baseline are equal the result is exactly 0. Raises ValueError
-    naming the argument.
+    rewards       float [B, T] or [N]
+    old_logps     the same shape: log pi of the tokens under the policy that sampled
+    sum_squares   the same shape: sum of pi^2 over the vocabulary, from `token_logprobs(...,
+                  also=("sum_squares",))`
+    weights       the same shape, or None: truncated importance weights w for the mismatch to the
+                  sampler
+    group_size, groups   of the B sequences, as in `group_advantages`
+
+    Raises ValueError naming the argument.
     """
     tokens = _Tokens("rewards", rewards, mask, cu_seqlens)
     returns = tokens.to_go(1.0, tokens.values("rewards", rewards))
@@ -269,21 +279,22 @@ def self_distilled_advantages(
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Compute A_t (1 - strength + strength clip(e^(sign(A_t) d_t), 1 - clip, 1 + clip)), where d_t
-    is teacher_logp - old_logp of the token: fp32, 0 where the mask is False (RLSD, arXiv
-    2604.03128).
+    """Scale advantages by a self-teacher, fp32 (RLSD, arXiv 2604.03128).
 
-    Tokens that a teacher finds likelier get a larger share of a positive advantage and a smaller
-    one of a negative advantage. The teacher is the policy itself with the solution in its prompt.
-    No sign changes if clip <= 1.
+        A_t (1 - strength + strength clip(e^(sign(A_t) d_t), 1 - clip, 1 + clip))
 
-    advantages      float [B], [B, 1] or the shape of old_logps, finite at trained tokens.
+    d_t is teacher_logp - old_logp of the token. The teacher is the policy itself with the solution
+    in its prompt. A token that the teacher finds likelier gets a larger share of a positive
+    advantage and a smaller share of a negative advantage. No sign changes if clip <= 1. Masked
+    tokens get 0.
+
+    advantages      float [B], [B, 1] or the shape of old_logps, finite at trained tokens
     old_logps, teacher_logps   float [B, T] or [N], finite at trained tokens: log-probs of the
-                               sampled tokens under the policy that sampled and under the teacher.
-    strength        in [0, 1]: 0 leaves the advantages as they are.
-    clip            >= 0, the largest change of an advantage at strength 1, as a share.
-    negative_only   True: advantages >= 0 stay as they are.
-    mask, cu_seqlens   as in a TokenBatch.
+                               sampled tokens under the policy that sampled and under the teacher
+    strength        in [0, 1]; 0 does not change the advantages
+    clip            at least 0: the largest change of an advantage at strength 1, as a share of it
+    negative_only   True: advantages of 0 or more do not change
+    mask, cu_seqlens   as in a `TokenBatch`
 
     Raises ValueError naming the argument.
     """
@@ -309,19 +320,19 @@ def whiten(
     guard: str = "add",
     shift_mean: bool = True,
 ) -> Tensor:
-    """Compute (x - mean) / std over all trained tokens (or sequences) of the batch: fp32, 0 where
-    the mask is False.
+    """Compute (x - mean) / std over all trained tokens (or sequences) of the batch, fp32.
+
+    Masked tokens get 0. Equal values give exactly 0, or their value with shift_mean=False.
 
     values      float, any shape: advantages per token (REINFORCE++, arXiv 2501.03262) or per
-                sequence.
-    mask        bool, the shape of values; None = all.
-    unbiased    True: the variance divides by n - 1 (verl); False: by n (OpenRLHF, NeMo-RL).
-    eps, guard  the divisor. "add": sqrt(variance + eps); "floor": sqrt(max(variance, eps)); "std":
-                std + eps. WHITENING has the trainers' choices.
-    shift_mean  False adds the mean again afterwards.
+                sequence
+    mask        bool, the shape of values; None: all
+    unbiased    True: the variance divides by n - 1 (verl). False: by n (OpenRLHF, NeMo-RL).
+    eps, guard  the divisor is sqrt(variance + eps) for guard="add", sqrt(max(variance, eps)) for
+                "floor", and std + eps for "std". WHITENING has the trainers' choices.
+    shift_mean  False adds the mean again afterwards
 
-    Equal values give exactly 0 (their value with shift_mean=False). Raises ValueError naming the
-    argument.
+    Raises ValueError naming the argument.
     """
     require_one_of("guard", guard, GUARDS)
     require_number(
