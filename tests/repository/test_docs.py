@@ -396,7 +396,7 @@ def test_code_is_commented_in_the_words_of_the_field():
 # ---- examples in docstrings
 
 #: An assignment of a call, or an import: what begins code in a docstring, and not a formula.
-CODE = re.compile(r"^ *(?:[\w, ]+ = [\w.]+\(|from \S+ import |import \w)", re.MULTILINE)
+CODE = re.compile(r"^ *(?:\w+(?:, \w+)* = [\w.]+\(|from \S+ import |import \w)", re.MULTILINE)
 
 
 def broken_code(docstring):
