@@ -1,4 +1,4 @@
-"""Calls in which every two values of two axes meet (see support/cases.py), against float64, on
+"""Calls in which every two values of two axes meet (see support/call_cases.py), against float64, on
 every executor.
 
 Behind `slow`: every three values of three axes. Behind `nightly`: random calls, as many as

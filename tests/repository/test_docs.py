@@ -474,7 +474,7 @@ MODULES = (
     *(f"{NAME}.integrations.{x}" for x in "areal liger megatron miles nemo_rl openrlhf prime_rl skyrl slime trl unsloth verl".split()),
 )  # fmt: skip
 #: Helpers of a public class, which its page says all about.
-NOT_SHOWN = {"check_linear", "check_specs", "forward_of", "plain_head"}
+NOT_SHOWN = {"SequenceRatio", "check_linear", "check_specs", "forward_of", "plain_head"}
 
 
 def public(module):
