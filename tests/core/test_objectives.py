@@ -109,7 +109,9 @@ def test_metrics_of_every_objective(name, marked, backend):
     filtered = (spec.off_policy, spec.entropy_floor, spec.entropy_share, spec.sampler_mismatch)
     if spec.trust or any(filtered):
         direct["kept"] = found.kept.double().mean()
-    assert out.metrics.keys() == direct.keys(), "add the float64 value of a new metric to `direct`"
+    assert out.metrics.keys() == direct.keys(), (
+        "a metric has no float64 reference: add it to `direct` in tests/core/test_objectives.py"
+    )
     for key, value in direct.items():
         same = {"rtol": 5e-5, "atol": 1e-6, "msg": lambda m, key=key: f"{key}: {m}"}
         torch.testing.assert_close(out.metrics[key].double(), value.double(), **same)

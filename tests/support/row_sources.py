@@ -1,4 +1,12 @@
-"""Row sources for tests of the compositions: in plain float64, and over public functions."""
+"""Row sources (`core.sources.RowSource`) for tests of the compositions.
+
+Float64Source   everything in plain float64 PyTorch: the expected results
+LogitsSource    logits in their dtype, with the statistics of `token_logprobs`
+LinearSource    hidden states and a head, with the statistics of `linear_logprobs`
+
+The last two take single logits from plain PyTorch, so that a test of a composition shows errors of
+the composition.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +20,13 @@ from grpo_kernels import linear_logprobs, token_logprobs
 from grpo_kernels.core.backends import pick
 from grpo_kernels.core.linear import Projection
 from grpo_kernels.core.softmax import TRANSFORMED
-from grpo_kernels.core.sources import GivenLogits, ProjectedLogits
+from grpo_kernels.core.sources import GivenLogits, ProjectedLogits, RowSource
 from grpo_kernels.logprobs import TokenLogprobs
 
 
 @dataclass(eq=False)
 class Float64Source:
-    """Rows of logits, float64 [num_rows, V], with everything in plain torch."""
+    """Rows of logits, float64 [num_rows, V], in plain PyTorch."""
 
     logits: Tensor
 
@@ -101,15 +109,28 @@ class Float64Source:
         return torch.where(token_ids >= 0, logits, -torch.inf)
 
 
-def named_statistics(result: TokenLogprobs, names: tuple[str, ...]) -> dict[str, Tensor]:
-    assert result.entropy is not None
-    statistics = {"logps": result.logps, "entropy": result.entropy, **result.also}
-    return {name: statistics[name] for name in ("logps", *names)}
+class PublicFunctionSource:
+    """The statistics of a public function, and the package's statistics of the rest of a row."""
 
+    def call(self, targets: Tensor, **keywords: Any) -> TokenLogprobs:
+        """Call the public function on these rows."""
+        raise NotImplementedError
 
-@dataclass(eq=False)
-class LogitsSource(Float64Source):
-    """The same from logits in fp32, bf16 or fp16, with the statistics of `token_logprobs`."""
+    def package_source(self) -> RowSource:
+        """Return the package's row source of these rows."""
+        raise NotImplementedError
+
+    @property
+    def num_rows(self) -> int:
+        return self.package_source().num_rows
+
+    @property
+    def vocab_size(self) -> int:
+        return self.package_source().vocab_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.package_source().device
 
     def statistics(
         self,
@@ -121,62 +142,46 @@ class LogitsSource(Float64Source):
         reference: None = None,
     ) -> dict[str, Tensor]:
         also = tuple(name for name in names if name != "entropy")
-        result = token_logprobs(self.logits, targets, mask=mask, entropy=True, also=also)
-        return named_statistics(result, names)
+        result = self.call(targets, mask=mask, entropy=True, also=also)
+        assert result.entropy is not None
+        statistics = {"logps": result.logps, "entropy": result.entropy, **result.also}
+        return {name: statistics[name] for name in ("logps", *names)}
 
-    def statistics_of_rest(self, *arguments: Any, **names: Any) -> dict[str, Tensor]:
-        source = GivenLogits(self.logits[None], TRANSFORMED, pick("auto", self.device))
-        return source.statistics_of_rest(*arguments, **names)
-
-    def logits_at(self, row_ids: Tensor, token_ids: Tensor) -> Tensor:
-        return super().logits_at(row_ids, token_ids).float()
+    def statistics_of_rest(self, *arguments: Any, **keywords: Any) -> dict[str, Tensor]:
+        return self.package_source().statistics_of_rest(*arguments, **keywords)
 
 
 @dataclass(eq=False)
-class LinearSource:
-    """Rows of logits hidden @ weight.T, with the statistics of `linear_logprobs`."""
+class LogitsSource(PublicFunctionSource):
+    """Rows of logits in fp32, bf16 or fp16, [num_rows, V]."""
+
+    logits: Tensor
+
+    def call(self, targets: Tensor, **keywords: Any) -> TokenLogprobs:
+        return token_logprobs(self.logits, targets, **keywords)
+
+    def package_source(self) -> RowSource:
+        return GivenLogits(self.logits[None], TRANSFORMED, pick("auto", self.logits.device))
+
+    def logits_at(self, row_ids: Tensor, token_ids: Tensor) -> Tensor:
+        return Float64Source(self.logits).logits_at(row_ids, token_ids).float()
+
+
+@dataclass(eq=False)
+class LinearSource(PublicFunctionSource):
+    """Rows of logits hidden @ weight.T: hidden [num_rows, H], weight [V, H]."""
 
     hidden: Tensor
     weight: Tensor
 
-    @property
-    def num_rows(self) -> int:
-        return self.hidden.shape[0]
+    def call(self, targets: Tensor, **keywords: Any) -> TokenLogprobs:
+        return linear_logprobs(self.hidden, self.weight, targets, **keywords)
 
-    @property
-    def vocab_size(self) -> int:
-        return self.weight.shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        return self.hidden.device
-
-    def statistics(
-        self,
-        targets: Tensor,
-        mask: Tensor | None,
-        names: tuple[str, ...] = (),
-        *,
-        detached: tuple[str, ...] = (),
-        reference: None = None,
-    ) -> dict[str, Tensor]:
-        also = tuple(name for name in names if name != "entropy")
-        result = linear_logprobs(
-            self.hidden,
-            self.weight,
-            targets,
-            mask=mask,
-            entropy=True,
-            also=also,
-        )
-        return named_statistics(result, names)
-
-    def statistics_of_rest(self, *arguments: Any, **names: Any) -> dict[str, Tensor]:
+    def package_source(self) -> RowSource:
         projection = Projection(
             self.hidden, self.weight, None, TRANSFORMED, matmul_dtype=self.hidden.dtype
         )
-        source = ProjectedLogits(projection, pick("auto", self.device))
-        return source.statistics_of_rest(*arguments, **names)
+        return ProjectedLogits(projection, pick("auto", self.hidden.device))
 
     def logits_at(self, row_ids: Tensor, token_ids: Tensor) -> Tensor:
         is_used = token_ids >= 0
