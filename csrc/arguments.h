@@ -31,6 +31,7 @@ inline void require(bool ok, const char* name, int64_t value, const char* remedy
     throw std::invalid_argument(std::string(name) + "=" + std::to_string(value) + ": " + remedy);
 }
 
+// Throws unless minimum <= value <= MAX_ELEMENTS.
 inline void check_size(const char* name, int64_t value, int64_t minimum) {
     const char* remedy = minimum ? "pass a size of at least 1." : "pass a size of at least 0.";
     require(value >= minimum && value <= MAX_ELEMENTS, name, value, remedy);
@@ -45,6 +46,7 @@ inline void check_dtype(int dtype) {
     require(known, "dtype", dtype, "pass 0 for fp32, 1 for bf16 or 2 for fp16.");
 }
 
+// Throws unless the address is a multiple of element_size, and not null unless it may be.
 inline void check_address(
     const char* name, uintptr_t address, int element_size, bool may_be_null = false) {
     require(address || may_be_null, name, int64_t(address), "pass a nonzero address.");
@@ -60,6 +62,7 @@ inline void check_stride(int64_t stride, int64_t count) {
     require(fits, "stride", stride, "the last row would lie outside the address space.");
 }
 
+// Throws unless the shape fits an address space and the last dimension has stride 1.
 template <size_t N>
 void check_shape(const std::array<int64_t, N>& shape, const std::array<int64_t, N>& strides) {
     int64_t num_elements = 1;
@@ -163,7 +166,8 @@ inline void check_grad_logits(const Rows& logits, const CheckedRows& grad_logits
         "pass memory of the shape of the logits.");
 }
 
-// fp32 [q, count]: one row for each name whose bit is set in `names`, in the order of the enum.
+// A table fp32 [num_names, count]: one row for each name whose bit is set in `names`, in the order
+// of the enum that the kernel uses (Sum, Coefficient, Output or MixtureSum).
 struct CheckedNamedRows {
     float* base;
     int64_t stride, count;
@@ -178,7 +182,7 @@ struct CheckedNamedRows {
         check_stride(stride, shape[0]);
     }
 
-    // The vectors [num_rows] by name. Throws if one of the `required` bits is not set.
+    // Returns the vectors [num_rows] by name. Throws if one of the `required` bits is not set.
     template <int NUM_NAMES>
     NamedRows<NUM_NAMES> named_rows(int64_t num_rows, uint32_t required) const {
         require(names >> NUM_NAMES == 0, "names", names, "pass bits of known names only.");
@@ -195,6 +199,7 @@ struct CheckedNamedRows {
     }
 };
 
+// Returns a number with the bits of these names.
 template <class... Names> constexpr uint32_t bits(Names... names) {
     return ((1u << names) | ... | 0u);
 }
@@ -249,6 +254,7 @@ struct CheckedMatrix : Matrix {
         check_stride(stride, rows);
     }
 
+    // Throws unless the matrix is [num_rows, num_columns].
     void check_size_is(const char* name, int64_t num_rows, int64_t num_columns) const {
         require(rows == num_rows, name, rows, "its rows do not fit the other operands.");
         require(

@@ -25,7 +25,7 @@ extern const Matmuls matmuls_avx512bf16, matmuls_fp32, matmuls_amx;
 
 namespace {
 
-// ---- engines: the ways to multiply
+// ---- engines: sets of instructions that compute the matmuls
 
 struct Engine {
     const char* name;
@@ -129,8 +129,8 @@ struct PackedMemory {
 // Rows of hidden states that one thread packs at a time.
 constexpr int64_t ROWS_PER_PACKING_RANGE = 32;
 
-// Divides n elements into num_parts nearly equal parts, whose sizes are multiples of `unit`.
-// Returns where `part` begins.
+// Divides n elements into num_parts nearly equal parts, whose sizes are multiples of `unit` except
+// for the last one. Returns the first element of part number `part`.
 int64_t split_begin(int64_t n, int64_t unit, int64_t num_parts, int64_t part) {
     const int64_t begin = ceil_div(n, unit) * part / num_parts * unit;
     return std::min(begin, n);
@@ -175,6 +175,7 @@ int64_t vocab_split_size(const Matmuls& matmuls, int64_t width) {
     return matmuls.vocab_split * ceil_div(width, SPLIT_WIDTH);
 }
 
+// Returns how many vocabulary splits grad_hidden computes; 1 if it does not split the vocabulary.
 int64_t num_vocab_splits(const Matmuls& matmuls, int64_t width, int64_t vocab) {
     if (!matmuls.vocab_split || !width || !vocab) return 1;
     return ceil_div(vocab, vocab_split_size(matmuls, width));
@@ -270,17 +271,18 @@ void grad_hidden(
         const int64_t row_part = index / grid.column_parts % grid.row_parts;
         const int64_t column_part = index % grid.column_parts;
         const int64_t first_id = split * split_size;
-        GradHiddenMatmul of_split = job;
-        of_split.vocab = std::min(split_size, vocab - first_id);
-        of_split.grad_logits.base += first_id * size_of(grad_logits.dtype);
-        of_split.weight.base += first_id * weight.stride * size_of(weight.dtype);
+        // The matmul over the ids of this split, whose result is one of the partial sums.
+        GradHiddenMatmul split_job = job;
+        split_job.vocab = std::min(split_size, vocab - first_id);
+        split_job.grad_logits.base += first_id * size_of(grad_logits.dtype);
+        split_job.weight.base += first_id * weight.stride * size_of(weight.dtype);
         if (is_split) {
             float* sums = partial_sums.get() + split * split_elements;
-            of_split.out.base = reinterpret_cast<char*>(sums);
-            of_split.out.stride = width;
+            split_job.out.base = reinterpret_cast<char*>(sums);
+            split_job.out.stride = width;
         }
         return matmuls.grad_hidden(
-            of_split, split_begin(rows, row_unit, grid.row_parts, row_part),
+            split_job, split_begin(rows, row_unit, grid.row_parts, row_part),
             split_begin(rows, row_unit, grid.row_parts, row_part + 1),
             split_begin(width, PANEL_COLUMNS, grid.column_parts, column_part),
             split_begin(width, PANEL_COLUMNS, grid.column_parts, column_part + 1));

@@ -11,7 +11,7 @@
 namespace grpo {
 namespace {
 
-// As FP32_SUM_COLUMNS: columns that are summed in fp32 before the sums are added to fp64 ones.
+// Columns that are summed in fp32 before the sums are added to fp64 sums, as FP32_SUM_COLUMNS.
 constexpr int64_t FP32_PAIR_SUM_COLUMNS =
     32 * GROUP_COLUMNS < BLOCK_COLUMNS ? 32 * GROUP_COLUMNS : BLOCK_COLUMNS;
 
@@ -19,6 +19,7 @@ inline Vec negate(Vec a) { return sub(broadcast(0.0f), a); }
 
 // ---- both rows
 
+// Memory for a block of both rows. (A "pair" in this file is a policy row and its reference row.)
 struct PairBuffers {
     alignas(CACHE_LINE) float policy[BLOCK_COLUMNS], reference[BLOCK_COLUMNS];
     alignas(CACHE_LINE) float dtanh[BLOCK_COLUMNS];  // of the policy, for SOFTCAP
@@ -42,16 +43,18 @@ struct RowMaxima {
         difference = broadcast(finite_policy_max - finite_reference_max);
         nearly_equal = fabsf(finite_policy_max - finite_reference_max) <= MAX_NEAR_DIFFERENCE;
     }
-    // (z - policy) - (w - reference), given x = z - policy and y = w - reference. If the maxima are
-    // nearly equal, z - w is exact for nearly equal logits, so that small differences keep their
-    // digits. If the maxima are far apart, z - w would be rounded relative to their difference.
+    // Returns (z - policy) - (w - reference), given x = z - policy and y = w - reference. If the
+    // maxima are nearly equal, it is computed from z - w, which is exact for nearly equal logits,
+    // so that small differences are accurate. If the maxima are far apart, z - w would be rounded
+    // to the precision of their difference.
     template <bool NEARLY_EQUAL> INLINED Vec log_ratio(Vec z, Vec w, Vec x, Vec y) const {
         return NEARLY_EQUAL ? sub(sub(z, w), difference) : sub(x, y);
     }
 };
 
+// A KL divergence of a row, and log(reference_sum_exp / sum_exp).
 struct KlDivergence {
-    double log_sum_ratio;  // log(reference_sum_exp / sum_exp)
+    double log_sum_ratio;
     double value;
 };
 
@@ -81,7 +84,7 @@ struct PairSums {
 
 // ---- a column of both rows, once the sums of both are known: JSD and TV
 
-// The ratio of p and q from D = log p - log q, as smaller / larger, which is at most 1.
+// The smaller of p and q divided by the larger, from D = log p - log q.
 struct ProbRatio {
     Mask policy_is_larger;
     Mask ratio_is_nonzero;
@@ -201,14 +204,17 @@ template <class Column> struct MixtureTerms {
 
 // ---- the first pass over both rows, which computes all sums that need no other sum
 
+// Sums over both rows, see enum Sum.
 struct PairTotals {
     double sum_exp, sum_exp_shifted, sum_exp_squared;  // of the policy, see ExpSums
     double reference_sum_exp;
     double sum_log_ratio, sum_log_ratio_excess;
 };
 
-// Changes the maxima that the sums are relative to. The row whose probabilities weigh the terms is
-// rescaled by `factor`, the other by `other_factor` = factor * exp(-shift):
+// Updates log_ratio (SUM_LOG_RATIO) and excess (SUM_LOG_RATIO_EXCESS) if the maxima that they are
+// relative to change. The exponentials of the row whose probabilities weight the terms (the policy,
+// for FORWARD the reference) are multiplied by `factor`, those of the other row by `other_factor`,
+// which is factor * exp(-shift). With `sum` the weighting row's sum of exponentials:
 //   log_ratio' = factor * (log_ratio + shift * sum)
 //   excess'    = other_factor * excess - (other_factor - factor) * log_ratio
 //              + (other_factor - factor + factor * shift) * sum
@@ -254,6 +260,7 @@ INLINED void save_terms(
     }
 }
 
+// Returns values + offset, or null if values is null.
 inline const float* offset_or_null(const float* values, int64_t offset) {
     return values ? values + offset : nullptr;
 }
@@ -279,7 +286,8 @@ template <bool FORWARD_KL, SumKind KIND, bool SAVES> struct RunningPairSums {
         Vec sum_exp_shifted, sum_exp_squared;
     };
 
-    // Both maxima are raised together, so that the differences of nearly equal rows stay small.
+    // Makes all sums relative to new maxima. Both are raised together, so that the differences of
+    // nearly equal rows stay small.
     void rescale_to(float new_max, float new_reference_max) {
         const bool empty = max_logit == -INFINITY;
         const bool reference_empty = reference_max_logit == -INFINITY;
@@ -336,6 +344,7 @@ template <bool FORWARD_KL, SumKind KIND, bool SAVES> struct RunningPairSums {
         }
     }
 
+    // Adds n columns from j on to the totals, relative to `maxima`.
     template <bool NEARLY_EQUAL>
     void accumulate(
         const float* z, const float* w, int64_t j, int64_t n, const RowMaxima& maxima,
@@ -424,6 +433,7 @@ template <bool FORWARD_KL, SumKind KIND, bool SAVES> struct RunningPairSums {
     static INLINED Vec sum_of(const Vec (&vectors)[1]) { return vectors[0]; }
     static INLINED Vec sum_of(const Vec (&vectors)[2]) { return add(vectors[0], vectors[1]); }
 
+    // Adds all columns of both rows, block by block.
     void add_rows(int64_t vocab) {
         PairBuffers buffers;
         float* dtanh = SAVES && policy.transform.mode == SOFTCAP ? buffers.dtanh : nullptr;
@@ -450,6 +460,7 @@ template <bool FORWARD_KL, SumKind KIND, bool SAVES> struct RunningPairSums {
     }
 };
 
+// Computes the softmax sums of row i of policy and reference.
 template <bool FORWARD_KL, SumKind KIND>
 void softmax_sums_of_pair(const SoftmaxSumsJob& job, int64_t i) {
     const int64_t vocab = job.policy.rows.vocab;
@@ -488,16 +499,20 @@ void softmax_sums_of_pair(const SoftmaxSumsJob& job, int64_t i) {
 
 // ---- the second pass, of JSD and TV
 
-// See enum MixtureSum.
+// Both sums of a row, see enum MixtureSum.
 struct MixtureSums {
     float policy, reference;
 
+    // Returns the divergence that follows from the sums: JSD or TV.
     float divergence(const ReferenceRows& rows) const {
         if (rows.direction == TV) return reference;
         return float(rows.mixture * reference + (1.0 - rows.mixture) * policy);
     }
 };
 
+// Computes both sums of a row in a second pass, for the terms of `Column` (JsdColumn or TvColumn).
+// `sums` and log_sum_ratio, from the first pass, normalize p and q. SAVES: the terms of the
+// gradient are saved.
 template <class Column, bool SAVES>
 MixtureSums sum_mixture_terms(
     const BlockReader& policy, const BlockReader& reference, int64_t vocab, const PairSums& sums,
@@ -566,6 +581,7 @@ PairSums normalizers_of(const NamedRows<NUM_SUMS>& sums, int64_t i) {
         0};
 }
 
+// Computes both sums of enum MixtureSum of row i; masked rows get 0.
 void mixture_sums(const MixtureSumsJob& job, int64_t i) {
     MixtureSums result = {0, 0};
     if (!job.mask || job.mask[i]) {
@@ -597,6 +613,8 @@ struct PairGradientFactors {
     Vec b, one_minus_b;
 };
 
+// Computes d loss / d x of N vectors of columns, by the formula of PairGradientFactors, for SOFTCAP
+// without the factor 1 - tanh^2.
 template <int DIRECTION, bool NEARLY_EQUAL, int N>
 INLINED void gradients_of_pair(
     const float* z, const float* w, const RowMaxima& maxima, const PairGradientFactors& factors,
@@ -715,8 +733,9 @@ struct PairGradient {
                 broadcast(float(per_e_ref)),    broadcast(float(log_sum_ratio)),
                 broadcast(float(rows.mixture)), broadcast(float(1.0 - rows.mixture))};
     }
-    // In fp64 the differences to the maxima are exact, whether the rows are close or not.
-    float of_target(const TargetLogitPair& target) const {
+    // Returns d loss / d x of the target's column, in fp64, where the differences to the maxima are
+    // exact whether the rows are close or not.
+    float gradient_of_target(const TargetLogitPair& target) const {
         const double x = target.z - sums.max_logit;
         const double y = target.reference_z - sums.reference_max_logit;
         const double logp = x - log(sum_exp);
@@ -732,6 +751,8 @@ struct PairGradient {
     }
 };
 
+// Writes the gradient of a row from the logits of both rows, block by block, except that the value
+// at the target lacks a term, which the caller overwrites.
 template <int DIRECTION, bool NEARLY_EQUAL, class Out>
 void write_pair_gradient(
     const BlockReader& policy, const BlockReader& reference, const PairGradient& gradient,
@@ -795,6 +816,8 @@ void write_pair_gradient(
     }
 }
 
+// Writes the gradient of row i, of a loss with a divergence from the reference. It is NaN if either
+// row has a NaN or +inf.
 void divergence_gradient_row(
     const SoftmaxGradientJob& job, int64_t i, const RowCoefficients& coefficients) {
     const BlockReader policy(job.policy, i);
@@ -807,11 +830,13 @@ void divergence_gradient_row(
     if (!gradient.is_finite()) return row.fill_nan();
     const TargetLogitPair target(policy, reference, job.targets[i], row.vocab);
     write_pair_gradient(policy, reference, gradient, row);
-    if (target.in_vocab) row.set(target.column, gradient.of_target(target));
+    if (target.in_vocab) row.set(target.column, gradient.gradient_of_target(target));
 }
 
 // ---- the gradient from saved terms, see save_terms
 
+// Returns the factors that turn the saved terms of a segment into the gradient. The terms are
+// relative to the maxima of the segment (JSD and TV: they are probabilities).
 SegmentFactors saved_term_factors(const PairGradient& g, const Segment& segment) {
     if (g.rows.direction >= JSD) {
         const Vec first = term_factor(g.sum_exp * g.k0());
@@ -845,11 +870,13 @@ SegmentFactors saved_term_factors(const PairGradient& g, const Segment& segment)
 
 // ---- the fused loss
 
+// The sums of both rows, and the policy's sum for the entropy.
 struct PairSumsPass {
     PairSums sums;
     double sum_exp_shifted;
 };
 
+// Computes the sums of both rows in one pass. SAVES: the terms of the gradient are saved.
 template <bool FORWARD_KL, bool SAVES>
 PairSumsPass sum_pair(
     const BlockReader& policy, const BlockReader& reference, int64_t vocab, SavedTerms* saved) {
@@ -867,12 +894,15 @@ PairSumsPass sum_pair(
     return sum_pair<false, false>(policy, reference, vocab, saved);
 }
 
+// Returns how the gradient follows from the saved terms of a row.
 TermFormula saved_term_formula(const PairGradient& gradient) {
     if (gradient.divergence == 0) return FIRST;
     if (gradient.is_infinite()) return INFINITE;
     return gradient.rows.direction == FORWARD ? BY_SIGN : BOTH;
 }
 
+// Computes the sums of row i of policy and reference, then the divergence and the loss formula,
+// then the gradient.
 void fused_loss_of_pair(const FusedLossJob& job, int64_t i, const SavedTermsBuffer& buffer) {
     const ReferenceRows& rows = *job.reference;
     const int64_t vocab = job.policy.rows.vocab;
@@ -937,7 +967,7 @@ void fused_loss_of_pair(const FusedLossJob& job, int64_t i, const SavedTermsBuff
     } else {
         write_pair_gradient(policy, reference, gradient, row);
     }
-    if (target.in_vocab) row.set(target.column, gradient.of_target(target));
+    if (target.in_vocab) row.set(target.column, gradient.gradient_of_target(target));
 }
 
 }  // namespace

@@ -7,7 +7,8 @@
 namespace grpo {
 namespace {
 
-// Writes the sums of a row with the single logit 0 and no target.
+// Stores constants as the sums of masked row i: those of a row with the single logit 0 and no
+// target, so that its log-prob, entropy and divergence are 0.
 void set_sums_of_masked_row(const NamedRows<NUM_SUMS>& sums, int64_t i) {
     for (int name = 0; name < NUM_SUMS; name++) {
         if (name == ARGMAX || !sums[name]) continue;
@@ -17,6 +18,7 @@ void set_sums_of_masked_row(const NamedRows<NUM_SUMS>& sums, int64_t i) {
     if (sums[ARGMAX]) set_argmax(sums, i, -1);
 }
 
+// Computes the softmax sums of row i, with or without a reference.
 void softmax_sums(const SoftmaxSumsJob& job, int64_t i) {
     const bool is_masked = job.mask && !job.mask[i];
     if (is_masked) return set_sums_of_masked_row(job.sums, i);
@@ -24,6 +26,8 @@ void softmax_sums(const SoftmaxSumsJob& job, int64_t i) {
     softmax_sums_of_row(job, i);
 }
 
+// Writes the gradient of row i. The reference is read only if the row's divergence coefficient is
+// not 0.
 void softmax_gradient(const SoftmaxGradientJob& job, int64_t i) {
     const RowCoefficients coefficients(job.coefficients, i);
     const bool has_divergence = job.reference && job.coefficients[DIVERGENCE][i] != 0;
@@ -41,6 +45,7 @@ void fused_loss_of_masked_row(const FusedLossJob& job, int64_t i) {
     if (job.grad_logits.base) GradientRow(job.grad_logits, i).fill_zero();
 }
 
+// Computes log-prob, entropy, loss and gradient of row i, with or without a reference.
 void fused_loss(const FusedLossJob& job, int64_t i, const SavedTermsBuffer& buffer) {
     const bool is_masked = job.mask && !job.mask[i];
     if (is_masked) return fused_loss_of_masked_row(job, i);

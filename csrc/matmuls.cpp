@@ -76,7 +76,8 @@ inline void store_row(__m512 (&sum)[NUM_VECTORS], const Destination& to, int64_t
     }
 }
 
-// Multiplies ROWS rows of the left operand by a panel.
+// Multiplies ROWS rows of the left operand by a panel of the right one, and stores the tile. The
+// inner dimension has `units` units, see packing.h.
 template <class Arithmetic, int ROWS>
 void multiply_tile(
     const uint32_t* left, int64_t left_stride, const uint32_t* panel, int64_t units,
@@ -131,14 +132,15 @@ void multiply_panel(
         const uint32_t* tile = left + i * left_stride;
         multiply_tile<Arithmetic, TILE_ROWS>(tile, left_stride, panel, units, to.at_row(i));
     }
+    // The last rows, fewer than a tile has.
     left += i * left_stride;
-    const Destination rest = to.at_row(i);
+    const Destination last = to.at_row(i);
     switch (rows - i) {
-        case 1: return multiply_tile<Arithmetic, 1>(left, left_stride, panel, units, rest);
-        case 2: return multiply_tile<Arithmetic, 2>(left, left_stride, panel, units, rest);
-        case 3: return multiply_tile<Arithmetic, 3>(left, left_stride, panel, units, rest);
-        case 4: return multiply_tile<Arithmetic, 4>(left, left_stride, panel, units, rest);
-        case 5: return multiply_tile<Arithmetic, 5>(left, left_stride, panel, units, rest);
+        case 1: return multiply_tile<Arithmetic, 1>(left, left_stride, panel, units, last);
+        case 2: return multiply_tile<Arithmetic, 2>(left, left_stride, panel, units, last);
+        case 3: return multiply_tile<Arithmetic, 3>(left, left_stride, panel, units, last);
+        case 4: return multiply_tile<Arithmetic, 4>(left, left_stride, panel, units, last);
+        case 5: return multiply_tile<Arithmetic, 5>(left, left_stride, panel, units, last);
     }
 }
 
@@ -169,6 +171,7 @@ int64_t packed_hidden_bytes(int64_t rows, int64_t width, bool is_bf16) {
     return num_blocks * rows * BLOCK_STRIDE * int64_t(sizeof(uint32_t));
 }
 
+// Packs the rows begin .. end - 1 of the hidden states, as left operand.
 template <class Arithmetic>
 void pack_hidden_as(const LogitsMatmul& job, int64_t begin, int64_t end) {
     using Element = typename Arithmetic::Element;
@@ -181,6 +184,7 @@ void pack_hidden_as(const LogitsMatmul& job, int64_t begin, int64_t end) {
     }
 }
 
+// Computes the logits of the ids begin .. end - 1 for all rows, a panel of ids at a time.
 template <class Arithmetic> bool logits_as(const LogitsMatmul& job, int64_t begin, int64_t end) {
     using Element = typename Arithmetic::Element;
     const int64_t num_blocks = Blocks<Arithmetic>::count(job.width);
@@ -231,7 +235,8 @@ template <class Arithmetic> bool logits_as(const LogitsMatmul& job, int64_t begi
 constexpr int64_t HIDDEN_GROUP = 512;
 static_assert(HIDDEN_GROUP % PANEL_COLUMNS == 0, "");
 
-// T is the type of grad_logits.
+// Computes a rectangle of grad_hidden: rows [begin, end) and columns [first_column, last_column).
+// The sum over the vocabulary is computed in blocks. T is the type of grad_logits.
 template <class Arithmetic, class T>
 bool grad_hidden_as(
     const GradHiddenMatmul& job, int64_t begin, int64_t end, int64_t first_column,
@@ -300,6 +305,7 @@ int64_t packed_hidden_panels_bytes(int64_t rows, int64_t width, bool is_bf16) {
     return num_panels * units * PANEL_COLUMNS * int64_t(sizeof(uint32_t));
 }
 
+// Packs the panels begin .. end - 1 of the hidden states, as right operand.
 template <class Arithmetic>
 void pack_hidden_panels_as(const GradWeightMatmul& job, int64_t begin, int64_t end) {
     const int64_t panel_units = num_units<Arithmetic>(job.rows) * PANEL_COLUMNS;
@@ -314,7 +320,8 @@ void pack_hidden_panels_as(const GradWeightMatmul& job, int64_t begin, int64_t e
 // L1 once for all of them.
 constexpr int64_t VOCAB_GROUP = 96;
 
-// T is the type of grad_logits.
+// Computes the rows begin .. end - 1 of grad_weight, VOCAB_GROUP ids at a time. The sum over the N
+// rows of hidden states is computed in blocks. T is the type of grad_logits.
 template <class Arithmetic, class T>
 bool grad_weight_as(const GradWeightMatmul& job, int64_t begin, int64_t end) {
     const int64_t num_blocks = Blocks<Arithmetic>::count(job.rows);

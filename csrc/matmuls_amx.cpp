@@ -313,6 +313,7 @@ void store_logits(
     }
 }
 
+// Computes the logits of the ids begin .. end - 1 for all rows.
 template <class Operand> bool logits_as(const LogitsMatmul& job, int64_t begin, int64_t end) {
     // Strips of the weight that are packed at once. Wide hidden states do not stay in the L2 cache:
     // a block of them is loaded there once for all of these strips.
@@ -371,6 +372,7 @@ struct Destination {
     int64_t rows, columns;
 };
 
+// Stores the sums of a strip by a strip, up to the rows and columns of the destination.
 void store_sums(const float* sums, const Destination& to) {
     const int64_t second_columns = to.columns - LANES;
     const bool streams = to.bypasses_caches && second_columns >= LANES;
@@ -467,6 +469,8 @@ bool grad_hidden_block(
     return true;
 }
 
+// Computes a rectangle of grad_hidden: rows [begin, end) and columns [first_column, last_column).
+// The sum over the vocabulary is computed in blocks. T is the type of grad_logits.
 template <class Operand, class T>
 bool grad_hidden_as(
     const GradHiddenMatmul& job, int64_t begin, int64_t end, int64_t first_column,
@@ -505,7 +509,8 @@ void pack_hidden_panels_as(const GradWeightMatmul& job, int64_t begin, int64_t e
 // Rows of the weight whose gradient is packed at once.
 constexpr int64_t VOCAB_GROUP = 192;
 
-// T is the type of grad_logits.
+// Computes the rows begin .. end - 1 of grad_weight, VOCAB_GROUP ids at a time. The sum over the N
+// rows of hidden states is computed in blocks. T is the type of grad_logits.
 template <class Operand, class T>
 bool grad_weight_as(const GradWeightMatmul& job, int64_t begin, int64_t end) {
     const int64_t num_tiles = strip_tiles<Operand>(job.rows);

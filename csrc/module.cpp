@@ -58,7 +58,7 @@ constexpr int64_t BYTES_PER_RANGE = 64 << 10;
 // Elements in a range of `scale`.
 constexpr int64_t ELEMENTS_PER_RANGE = 64 << 10;
 
-// Calls body(begin, end) for ranges of rows, without the GIL.
+// Calls body(begin, end) for ranges of rows in parallel, without holding Python's lock (GIL).
 template <class Body>
 void parallel_for_rows(const LogitRows& logits, int threads, const Body& body) {
     const int64_t bytes_per_row = logits.rows.vocab * size_of(logits.rows.dtype);
@@ -67,6 +67,8 @@ void parallel_for_rows(const LogitRows& logits, int threads, const Body& body) {
     parallel_for(logits.rows.count, BYTES_PER_RANGE / bytes_per_row + 1, threads, body);
 }
 
+// Runs a kernel, a member of the table in use such as &Kernels::softmax_sums, for each row of a
+// job.
 template <class Job>
 void run_for_each_row(const Job& job, int threads, void (*Kernels::*kernel)(const Job&, int64_t)) {
     parallel_for_rows(job.policy, threads, [&](int64_t begin, int64_t end) {
@@ -76,7 +78,7 @@ void run_for_each_row(const Job& job, int threads, void (*Kernels::*kernel)(cons
 
 // ---- rows of logits. `mask` may be 0 (no mask), `reference` and `grad_logits` None.
 
-// Writes the sums whose names `sums` has.
+// Computes the softmax sums of each row that `sums` has rows for.
 void softmax_sums(
     const CheckedLogitRows& policy, const CheckedReferenceRows* reference, uintptr_t targets,
     uintptr_t mask, const CheckedNamedRows& sums, int threads) {
@@ -92,7 +94,8 @@ void softmax_sums(
     run_for_each_row(job, threads, &Kernels::softmax_sums);
 }
 
-// Writes both sums of enum MixtureSum from `sums`, which has the NORMALIZERS.
+// Computes both sums of enum MixtureSum of each row, in a second pass. `sums` are the sums of the
+// first pass, NORMALIZERS at least.
 void mixture_sums(
     const CheckedLogitRows& policy, const CheckedReferenceRows& reference, uintptr_t mask,
     const CheckedNamedRows& sums, const CheckedNamedRows& mixture_sums, int threads) {
@@ -106,7 +109,8 @@ void mixture_sums(
     run_for_each_row(job, threads, &Kernels::mixture_sums);
 }
 
-// Writes the gradient of the logits from their sums and the coefficients.
+// Writes d loss / d logits of each row to grad_logits, from the softmax sums and the coefficients
+// of the row, see enum Coefficient.
 void softmax_gradient(
     const CheckedLogitRows& policy, const CheckedReferenceRows* reference, uintptr_t targets,
     const CheckedNamedRows& sums, const CheckedNamedRows& coefficients,
@@ -174,8 +178,12 @@ SavedTermsBuffer allocate_saved_terms(const FusedLossJob& job, BumpAllocator& al
     return buffer;
 }
 
-// Evaluates `program` on the log-prob and entropy of each row and the other `inputs`. Writes the
-// `outputs` of enum Output, and the gradient of the logits if `grad_logits` is not None.
+// Computes log-prob, entropy and loss of each row, and the gradient of the logits if `grad_logits`
+// is not None.
+//   program            the loss formula, from log-prob, entropy and the vectors `inputs` [N]
+//   numbers            scalars of the formula, such as clip bounds
+//   loss_has_entropy   whether d loss / d entropy may be nonzero
+//   outputs            the results, see enum Output
 void fused_loss(
     const CheckedProgram& program, const std::vector<float>& numbers,
     const std::vector<uintptr_t>& inputs, bool loss_has_entropy, const CheckedLogitRows& policy,
@@ -254,6 +262,7 @@ void pair_logits(
     });
 }
 
+// Checks the arguments of a weighted sum over pairs. The result has no pairs sorted by id.
 SegmentedSumJob segmented_sum_job(
     uintptr_t values, const CheckedRowIdPairs& pairs, const CheckedMatrix& source,
     const CheckedMatrix& out, bool accumulate, int threads) {
@@ -264,7 +273,8 @@ SegmentedSumJob segmented_sum_job(
     return {source, out, factors, pairs, nullptr, pairs.count, accumulate};
 }
 
-// Each range is some pairs and some columns, so that several threads share a key with many pairs.
+// Computes the sums of a job in parallel. The work is divided by pairs and by columns, so that
+// several threads share a key with many pairs.
 void run_segmented_sum(const SegmentedSumJob& job, int threads) {
     const int64_t width = job.out.columns;
     const int64_t column_ranges = ceil_div(width, SUM_COLUMNS);
@@ -281,7 +291,7 @@ void run_segmented_sum(const SegmentedSumJob& job, int threads) {
 
 // grad_hidden[row] = sum of values * weight[id] over the pairs of the row, for rows with a used
 // pair. Pairs are sorted by row.
-void add_grad_hidden_of_pairs(
+void write_grad_hidden_of_pairs(
     uintptr_t values, const CheckedRowIdPairs& pairs, const CheckedMatrix& weight,
     const CheckedMatrix& grad_hidden, int threads) {
     const SegmentedSumJob job =
@@ -324,6 +334,8 @@ private:
         parallel_for(num_chunks, 1, threads, [&](int64_t chunk, int64_t) { body(chunk); });
     }
 
+    // Writes the used pairs whose value is not 0 to `pairs`, in their order: first each chunk
+    // counts its pairs, then each chunk writes them from its own start on.
     void collect_used(const float* values, const RowIdPairs& unsorted) {
         const auto for_each_used = [&](int64_t chunk, const auto& body) {
             const int64_t end = unsorted.count * (chunk + 1) / num_chunks;
@@ -398,12 +410,14 @@ void add_grad_weight_of_pairs(
 
 // ---- instruction sets
 
+// Returns the names of the instruction sets that this processor supports, the fastest first.
 std::vector<std::string> supported_isas() {
     std::vector<std::string> names;
     for (const Kernels* table : supported_kernels()) names.emplace_back(table->name);
     return names;
 }
 
+// Uses the kernels of another instruction set, for tests.
 void use_isa(const std::string& name) {
     for (const Kernels* table : supported_kernels()) {
         if (name != table->name) continue;
@@ -455,7 +469,7 @@ NB_MODULE(_cpu, m) {
         nb::arg("threads"));
     m.def("scale", &scale);
     m.def("pair_logits", &pair_logits);
-    m.def("add_grad_hidden_of_pairs", &add_grad_hidden_of_pairs);
+    m.def("write_grad_hidden_of_pairs", &write_grad_hidden_of_pairs);
     m.def("add_grad_weight_of_pairs", &add_grad_weight_of_pairs);
     bind_matmuls(m);
 

@@ -68,16 +68,19 @@ void dot_products(
     for (; j + LANES <= n; j += LANES) {
         for (int r = 0; r < N; r++) sum[r][0] = fma(load(x[r] + j), load(y[r] + j), sum[r][0]);
     }
-    const int rest = int(n - j);
+    const int num_left = int(n - j);
     for (int r = 0; r < N; r++) {
-        if (rest) {
-            sum[r][1] = fma(load_first(x[r] + j, rest), load_first(y[r] + j, rest), sum[r][1]);
+        if (num_left) {
+            const Vec x_left = load_first(x[r] + j, num_left);
+            sum[r][1] = fma(x_left, load_first(y[r] + j, num_left), sum[r][1]);
         }
         const Vec total = add(add(sum[r][0], sum[r][1]), add(sum[r][2], sum[r][3]));
         *results[r] = float(sum_lanes(total));
     }
 }
 
+// Computes the logits of the pairs begin .. end - 1, NUM_DOTS dot products at a time. X and Y are
+// the types of hidden states and weight.
 template <class X, class Y> void pair_logits(const PairLogitsJob& job, int64_t begin, int64_t end) {
     const RowIdPairs& pairs = job.pairs;
     const auto next_used = [&](int64_t pair) {
@@ -183,9 +186,11 @@ void add_rows(
             store(sum + j, total);
         }
         if (j >= end) continue;
-        const int rest = int(end - j);
+        const int num_left = int(end - j);
         Vec total = starts ? broadcast(0.0f) : load(sum + j);
-        for (int r = 0; r < N; r++) total = fma(factors[r], load_first(rows[r] + j, rest), total);
+        for (int r = 0; r < N; r++) {
+            total = fma(factors[r], load_first(rows[r] + j, num_left), total);
+        }
         store(sum + j, total);
         break;
     }
@@ -199,13 +204,16 @@ template <class Out> void write_sum(const float* sum, Out* out, int64_t n, bool 
         store_keeping_nan(out + j, accumulate ? add(load(out + j), total) : total);
     }
     if (j == n) return;
-    const int rest = int(n - j);
+    const int num_left = int(n - j);
     const Vec total = load(sum + j);
     Out lanes[LANES];
-    store_keeping_nan(lanes, accumulate ? add(load_first(out + j, rest), total) : total);
-    for (int k = 0; k < rest; k++) out[j + k] = lanes[k];
+    store_keeping_nan(lanes, accumulate ? add(load_first(out + j, num_left), total) : total);
+    for (int k = 0; k < num_left; k++) out[j + k] = lanes[k];
 }
 
+// Computes the columns first_column .. last_column - 1 of the sums of the keys whose first pair is
+// in [begin, end). T is the type of the source. NUM_TERMS rows are added at a time, and the next
+// NUM_PREFETCHED rows are prefetched meanwhile.
 template <class T>
 void segmented_sum(
     const SegmentedSumJob& job, int64_t begin, int64_t end, int64_t first_column,

@@ -70,6 +70,8 @@ inline void run_on_new_threads(ParallelLoop& loop, int threads) {
     for (std::thread& helper : helpers) helper.join();
 }
 
+// Runs the loop on at most `threads` threads: this one, torch's OpenMP threads, or new ones if
+// OpenMP is not loaded.
 inline void run_parallel(ParallelLoop& loop, int threads) {
     const int64_t num_ranges = ceil_div(loop.n, loop.grain);
     if (threads > num_ranges) threads = int(num_ranges);

@@ -13,6 +13,7 @@ enum Isa : int { NO_AVX2, AVX2, AVX512, AVX512_BF16 };
 inline constexpr const char* ISA_NAMES[] = {"", "avx2", "avx512", "avx512bf16"};
 inline constexpr const char* ISA_SETTING = "GRPO_KERNELS_ISA";
 
+// Returns the best instruction set that this processor supports.
 inline Isa processor_isa() {
     // Every processor with AVX2 also has F16C, for which some compilers have no
     // __builtin_cpu_supports.
@@ -37,6 +38,7 @@ inline Isa best_isa() {
     return best;
 }
 
+// Throws if the environment variable names no instruction set.
 inline void check_isa_setting() {
     const char* name = getenv(ISA_SETTING);
     if (!name || !*name) return;

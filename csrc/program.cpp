@@ -25,18 +25,19 @@ constexpr int64_t ROWS_PER_BLOCK = 256;
 float minimum(float a, float b) { return a < b || a != a ? a : b; }
 float maximum(float a, float b) { return a > b || a != a ? a : b; }
 
-// The count of rows for a program of one row: the compiler removes the loops over rows.
+// A number of rows that is 1 at compile time, so that the compiler removes the loops over rows.
 struct OneRow {
     constexpr operator int64_t() const { return 1; }
 };
 
+// Sets result[i] = function(i) for each row.
 template <class Count, class Function>
 void for_each_row(Count num_rows, float* result, const Function& function) {
     for (int64_t i = 0; i < num_rows; i++) result[i] = function(i);
 }
 
-// Runs the instructions on registers [num_registers, num_rows], of which the numbers and inputs are
-// filled.
+// Runs the instructions on registers [num_registers, num_rows]. The registers of the numbers and
+// inputs are filled; instruction k writes the k-th register behind them.
 template <class Count>
 void run_instructions(const Program& program, Count num_rows, float* registers) {
     const int num_filled = program.num_numbers + program.num_inputs;

@@ -51,14 +51,14 @@ template <class Body> INLINED auto with_mode(TransformMode mode, const Body& bod
     }
 }
 
-// The Transform of one row in the form that the loops use.
+// The transform from logits x to z of one row (scale, softcap, temperature), as the loops use it.
 //   IDENTITY  z = x
 //   SCALE     z = x * input_scale
 //   SOFTCAP   z = tanh(x * input_scale) * output_scale
 struct RowTransform {
     TransformMode mode;
     Vec input_scale, output_scale;
-    float dz_dx;  // for SOFTCAP to be multiplied by 1 - tanh^2
+    float dz_dx;  // dz / dx, for SOFTCAP without its factor 1 - tanh^2
 
     RowTransform(const Transform& t, float inverse_temperature)
         : mode(t.scale * inverse_temperature != 1 ? SCALE : IDENTITY),
@@ -84,6 +84,7 @@ template <TransformMode MODE> INLINED Logits transform_logits(const RowTransform
     return {mul(tanh.value, t.output_scale), tanh.derivative};
 }
 
+// A single transformed logit z of x, and dz / dx.
 struct LogitAndDerivative {
     float z;
     double dz_dx;
@@ -138,6 +139,7 @@ struct LogitBlock {
     float max;
 };
 
+// Returns the largest of n logits, ignoring NaN; -inf if there is none. n is a multiple of LANES.
 inline float max_of(const float* z, int64_t n) {
     Vec max[UNROLL];
     for (Vec& lanes : max) lanes = broadcast(-INFINITY);
@@ -182,6 +184,7 @@ float load_block(const T* x, int64_t n, const RowTransform& t, float* z, float* 
 constexpr int VECTORS_PER_GROUP = 2;
 constexpr int64_t GROUP_COLUMNS = int64_t(VECTORS_PER_GROUP) * LANES;
 
+// Reads a row in blocks of up to BLOCK_COLUMNS columns, as transformed fp32 logits.
 struct BlockReader : LogitRow {
     using LogitRow::LogitRow;
 
@@ -218,6 +221,7 @@ struct BlockReader : LogitRow {
 // The sums that a pass computes; each kind includes those before it.
 enum SumKind { SUM_EXP_ONLY, WITH_SHIFTED, WITH_SQUARED };
 
+// Returns which sums a call needs, from the names that it has memory for.
 inline SumKind requested_sums(const NamedRows<NUM_SUMS>& sums) {
     if (sums[SUM_EXP_SQUARED]) return WITH_SQUARED;
     return sums[SUM_EXP_SHIFTED] ? WITH_SHIFTED : SUM_EXP_ONLY;
@@ -227,6 +231,7 @@ inline SumKind requested_sums(const NamedRows<NUM_SUMS>& sums) {
 struct ExpSums {
     double sum_exp, sum_exp_shifted, sum_exp_squared;
 
+    // Makes the sums relative to shift + by.
     void raise_shift(double by) {
         const double factor = exp(-by);
         // `by` may be infinite.
@@ -261,10 +266,10 @@ struct RowSums {
     ExpSums sums;
 };
 
-// Sums over the columns seen so far, relative to a shift. If a logit exceeds the shift by more than
-// 1, the shift is raised to the maximum of its vectors. So no exponential is above e, and none has
-// to be computed again. As long as all logits were -inf, the shift is 0: their exponentials are 0,
-// and a NaN still makes the sum NaN.
+// Sums of exp(z - shift) over the columns so far. If a logit exceeds the shift by more than 1, the
+// shift is raised to the maximum of the vectors that are being added. So no exponential is above e,
+// and no exponential has to be computed again. While all logits were -inf, the shift is 0: their
+// exponentials are 0, and a NaN still makes the sum NaN.
 template <SumKind KIND> struct RunningSums {
     Vec shift, shift_limit, max;
     // In fp32, over the columns since the last flush_to_fp64.
@@ -317,6 +322,7 @@ template <SumKind KIND> struct RunningSums {
         shift = broadcast(new_shift);
         shift_limit = broadcast(new_shift + 1);
     }
+    // Returns the sums of the row, relative to its largest logit.
     RowSums finish() {
         flush_to_fp64();
         const float largest = max_lanes(max);
@@ -390,6 +396,7 @@ template <class T, TransformMode MODE, SumKind KIND, SaveMode SAVE>
     return sums.finish();
 }
 
+// Computes the sums of a row, without saving its exponentials.
 RowSums softmax_sums(const LogitRow& row, int64_t vocab, SumKind kind) {
     return with_dtype(row.dtype, [&](auto element) {
         using T = decltype(element);
@@ -409,7 +416,8 @@ RowSums softmax_sums(const LogitRow& row, int64_t vocab, SumKind kind) {
     });
 }
 
-// Also saves the exponentials. `interleaved`: in the order of load_two, if the row is bf16.
+// Computes the sums of a row up to WITH_SHIFTED, and saves its exponentials for the gradient.
+// `interleaved`: the exponentials of a bf16 row are saved in the order of load_two.
 RowSums softmax_sums_saving_exp(
     const LogitRow& row, int64_t vocab, bool interleaved, SavedTerms& saved) {
     return with_dtype(row.dtype, [&](auto element) {
@@ -445,10 +453,12 @@ int32_t find_logit(const BlockReader& row, int64_t begin, int64_t vocab, float m
     return -1;
 }
 
+// Stores the argmax of row i: the vector holds the bits of int32 numbers.
 inline void set_argmax(const NamedRows<NUM_SUMS>& sums, int64_t i, int32_t column) {
     reinterpret_cast<int32_t*>(sums[ARGMAX])[i] = column;
 }
 
+// Computes the softmax sums of row i, without a reference.
 void softmax_sums_of_row(const SoftmaxSumsJob& job, int64_t i) {
     const NamedRows<NUM_SUMS>& results = job.sums;
     const int64_t vocab = job.policy.rows.vocab;
@@ -511,16 +521,18 @@ struct GradientPolynomial {
           k2(c.prob * t.dz_dx / (sum_exp * sum_exp)),
           max_logit(max_logit) {}
 
-    // A NaN or +inf anywhere in the row has made its sums or its maximum NaN or infinite. If all
-    // coefficients are finite in fp32, so is the gradient: an infinite coefficient times an
-    // exponential of 0 would be NaN.
+    // Returns whether the gradient is finite. A NaN or +inf in the row has made its sums or its
+    // maximum NaN or infinite, and so the coefficients. They are also checked to be finite in fp32,
+    // because an infinite coefficient times an exponential of 0 would be NaN.
     bool is_finite() const {
         return fits_fp32(k0) && fits_fp32(k1) && fits_fp32(k2) && fabsf(max_logit) < INFINITY;
     }
     static bool fits_fp32(double k) { return fabs(k) <= MAX_FLOAT; }
 };
 
-// d loss / d x of the target's column. -expm1(logp) is 1 - p without cancellation.
+// Returns d loss / d x of the target's column,
+//   dz/dx * (target * (1 - p) + p * (constant + logp * log p + prob * p))
+// with p the target's probability. -expm1(log p) is 1 - p without cancellation.
 inline float target_gradient(const RowCoefficients& c, double logp, double dz_dx) {
     const double p = exp(logp);
     const double softmax_term = p > 0 ? p * (c.constant + c.logp * logp + c.prob * p) : 0.0;
@@ -559,7 +571,7 @@ struct GradientRow {
 // The highest nonzero coefficient of a GradientPolynomial. Lower ones are always computed.
 enum Degree { CONSTANT_FACTOR, LINEAR, QUADRATIC };
 
-// N vectors of logits x, replaced by their gradients.
+// A function object that replaces N vectors of logits x by d loss / d x, see GradientPolynomial.
 template <TransformMode MODE, Degree DEGREE> struct GradientOfLogits {
     const RowTransform& t;
     const Vec max_logit, k0, k1, k2;
@@ -629,6 +641,7 @@ template <class T, class Out, TransformMode MODE, Degree DEGREE>
     }
 }
 
+// The same, with MODE and DEGREE chosen at run time.
 template <class T, class Out>
 void write_gradient_of_columns(
     const T* x, Out* gradient, int64_t n, const RowTransform& t,
@@ -645,8 +658,9 @@ void write_gradient_of_columns(
     });
 }
 
-// Writes the gradient of a row from its logits, whose memory it may overwrite. Kernels are compiled
-// for equal types and for fp32 logits. Other pairs of types are rare and go through fp32 blocks.
+// Writes the gradient of a row from its logits, whose memory it may overwrite. Loops are compiled
+// for a gradient of the type of the logits, and for fp32 logits. For other pairs of types, which
+// are rare, blocks of logits are converted to fp32 first.
 void gradient_from_logits(
     const LogitRow& row, const GradientRow& gradient, const GradientPolynomial& polynomial) {
     const RowTransform& t = row.transform;
@@ -672,6 +686,7 @@ void gradient_from_logits(
     });
 }
 
+// Writes the gradient of row i, without a divergence. It is NaN if a logit is NaN or +inf.
 void softmax_gradient_row(
     const SoftmaxGradientJob& job, int64_t i, const RowCoefficients& coefficients) {
     const GradientRow gradient(job.grad_logits, i);
@@ -741,7 +756,8 @@ INLINED Vec gradient_of_terms(
     return mul_where(not_less(absolute(a), broadcast(MIN_NORMAL)), broadcast(1.0f), sum);
 }
 
-// `interleaved`: the first terms are in the order of load_two.
+// Writes the gradient of n columns from their saved terms. `interleaved`: the first terms are in
+// the order of load_two.
 template <class Out, TermFormula FORMULA>
 void write_gradient_of_terms(
     const float* first_terms, const float* second_terms, Out* gradient, int64_t n, bool interleaved,
@@ -816,12 +832,13 @@ void gradient_from_saved(
 
 // ---- the fused loss
 
-// Gradients of a token's loss.
+// d loss / d log-prob and d loss / d entropy of a token.
 struct TokenGradients {
     double logp, entropy;
 };
 
-// Evaluates the loss of row i. Stores its log-prob, entropy and loss.
+// Evaluates the loss formula for row i. Stores its log-prob, entropy and loss, and returns the
+// gradients.
 inline TokenGradients run_loss_program(
     const FusedLossJob& job, int64_t i, float logp, float entropy) {
     float inputs[MAX_REGISTERS];
@@ -847,6 +864,8 @@ inline RowCoefficients row_coefficients(const TokenGradients& token, double entr
     return {token.logp, constant, -token.entropy, 0};
 }
 
+// Computes the softmax sums of row i, then the loss formula, then the gradient, without a
+// reference.
 void fused_loss_of_row(const FusedLossJob& job, int64_t i, const SavedTermsBuffer& buffer) {
     const int64_t vocab = job.policy.rows.vocab;
     const LogitRow row(job.policy, i);
@@ -886,6 +905,7 @@ void fused_loss_of_row(const FusedLossJob& job, int64_t i, const SavedTermsBuffe
 
 // ---- scaling
 
+// Multiplies the elements begin .. end - 1 by the factor.
 void scale(const ScaleJob& job, int64_t begin, int64_t end) {
     with_dtype(job.dtype, [&](auto element) {
         using T = decltype(element);

@@ -112,7 +112,7 @@ def scale(data: int, dtype: int, count: int, factor: float, threads: int, /) -> 
 def pair_logits(
     hidden: Matrix, weight: Matrix, pairs: RowIdPairs, logits: int, threads: int, /
 ) -> None: ...
-def add_grad_hidden_of_pairs(
+def write_grad_hidden_of_pairs(
     values: int, pairs: RowIdPairs, weight: Matrix, grad_hidden: Matrix, threads: int, /
 ) -> None: ...
 def add_grad_weight_of_pairs(

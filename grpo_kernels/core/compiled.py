@@ -310,8 +310,8 @@ class CompiledLogits(GivenLogits):
     ) -> dict[str, Tensor]:
         """Return "logps" and the named statistics of each row, fp32 [num_rows] by name.
 
-        An operator of torch.library computes them. `RowSource` describes the arguments. There is no
-        reference.
+        An operator of torch.library computes their softmax sums. `RowSource` describes the
+        arguments. A divergence from a reference is not supported.
         """
         assert reference is None
         row_pass = CompiledPass(
@@ -319,7 +319,7 @@ class CompiledLogits(GivenLogits):
             transform=self.transform,
             targets=targets,
             mask=mask,
-            names=softmax_sum_names(names, None),
+            names=softmax_sum_names(names, reference=None),
             backend=self.backend,
             strict=self.strict,
         )
@@ -347,8 +347,8 @@ class CompiledProjection(ProjectedLogits):
     ) -> dict[str, Tensor]:
         """Return "logps" and the named statistics of each row, fp32 [num_rows] by name.
 
-        An operator of torch.library computes them. `RowSource` describes the arguments. There is no
-        reference.
+        An operator of torch.library computes their softmax sums. `RowSource` describes the
+        arguments. A divergence from a reference is not supported.
         """
         assert reference is None
         row_pass = CompiledPass(
@@ -356,7 +356,7 @@ class CompiledProjection(ProjectedLogits):
             transform=self.transform,
             targets=targets,
             mask=mask,
-            names=softmax_sum_names(names, None),
+            names=softmax_sum_names(names, reference=None),
             backend=self.backend,
             strict=self.strict,
         )

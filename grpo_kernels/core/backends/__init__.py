@@ -137,7 +137,7 @@ class Backend(ABC):
         sums           softmax sums of the rows, from `softmax_sums`
         coefficients   factors of each row in the formula. A row whose coefficients are all 0
                        becomes 0. The reference is read only if "divergence" is among them.
-        out            [A, T, V] like `rows.logits`; may be the memory of the logits
+        out            [A, T, V] like `rows.logits` (A * T rows of V logits); may be their memory
         """
         kernels = self
         unsupported = unsupported_names(coefficients.names, COEFFICIENTS_OF_KERNELS)
@@ -172,7 +172,7 @@ class Backend(ABC):
     def run_gradient_kernel(
         self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor
     ) -> None:
-        """Write d loss / d logits of each row into the same row of `out`, [A, T, V].
+        """Write d loss / d logits of each row into the same row of `out`.
 
         The formula is in `GradientCoefficients`. `softmax_gradient` describes the arguments, and
         calls this only with coefficients that these kernels support.
@@ -187,7 +187,8 @@ class Backend(ABC):
         passes over the logits.
 
         loss_formula   computes the loss of a row from its log-prob and entropy
-        out            [A, T, V], possibly the logits themselves. None: no gradient is computed.
+        out            [A, T, V] like `rows.logits` (A * T rows of V logits): memory for the
+                       gradient, possibly that of the logits. None: no gradient is computed.
         """
         return self.loss_in_two_passes(
             rows, loss_formula, out, rows_per_block=max(1, rows.num_rows)
@@ -272,7 +273,7 @@ class Backend(ABC):
 
     @abstractmethod
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
-        """Multiply a gradient by a 0-d factor in place.
+        """Multiply a gradient [A, T, V] (A * T rows of V) by a 0-d factor in place.
 
         A factor of 1 takes no pass in C++ and Triton.
         """
@@ -354,7 +355,7 @@ class BackendWrapper(Backend):
         return self.kernels.evaluate_formula(loss_formula, logps, entropy)
 
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
-        """Multiply a gradient [A, T, V] by a 0-d factor in place."""
+        """Multiply a gradient [A, T, V] (A * T rows of V) by a 0-d factor in place."""
         self.kernels.scale_(gradient, factor)
 
     def pair_logits(self, hidden: Tensor, weight: Tensor, pairs: Pairs) -> Tensor:

@@ -151,13 +151,13 @@ class Kernels(Backend):
     def run_gradient_kernel(
         self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor
     ) -> None:
-        """Write d loss / d logits of each row into the same row of `out`, [A, T, V].
+        """Write d loss / d logits of each row into the same row of `out`.
 
         The formula is in `GradientCoefficients`. Rows whose coefficients are all 0 become 0. The
         reference is read only if "divergence" is among the coefficients.
 
         sums   softmax sums of the rows, from `softmax_sums`
-        out    [A, T, V] like `rows.logits`; may be the memory of the logits
+        out    [A, T, V] like `rows.logits` (A * T rows of V logits); may be their memory
         """
         num_rows = count_rows(rows)
         sums_table = sums_argument(sums)  # checks the sums before others are computed from them
@@ -190,7 +190,8 @@ class Kernels(Backend):
         runs in PyTorch, between two passes over blocks of rows.
 
         loss_formula   computes the loss of a row from its log-prob and entropy
-        out            [A, T, V], possibly the logits themselves. None: no gradient is computed.
+        out            [A, T, V] like `rows.logits` (A * T rows of V logits): memory for the
+                       gradient, possibly that of the logits. None: no gradient is computed.
         """
         traced = self.trace(loss_formula)
         if traced is None:
@@ -258,9 +259,9 @@ class Kernels(Backend):
             return None
 
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
-        """Multiply a gradient [A, T, V] by a 0-d factor in place, in C++ if it is contiguous.
+        """Multiply a gradient [A, T, V] (A * T rows of V) by a 0-d factor in place.
 
-        Return at once if the factor is 1.
+        C++ does so if the gradient is contiguous. Return at once if the factor is 1.
         """
         number = float(factor)
         if number == 1.0:
@@ -305,7 +306,7 @@ class Kernels(Backend):
         values        fp32 [num_pairs]: the gradient of each pair's logit
         weight, out   [V, H] and [num_rows, H]
         """
-        _cpu.add_grad_hidden_of_pairs(
+        _cpu.write_grad_hidden_of_pairs(
             vector_argument("values", values, torch.float32, pairs.ids.numel()),
             pairs_argument(pairs),
             matrix_argument("weight", weight),

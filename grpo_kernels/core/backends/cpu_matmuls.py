@@ -235,7 +235,7 @@ def _examine_amx() -> Amx:
         return Amx(f"the system does not let this process use AMX: {reason}")
     difference = first_difference("amx", _best_without_amx())
     if difference is None:
-        return Amx(None)
+        return Amx(reason=None)
     return Amx(f"the AMX products are wrong on this machine: {difference}", mismatch=True)
 
 
@@ -390,7 +390,7 @@ def _comparisons(n: int, h: int, v: int) -> Iterator[Comparison]:
     # Each fp32 operand is wide once. Two wide operands in one matmul would differ, because AMX
     # leaves out the product of their low parts.
     yield compare_logits("fp32", wide_hidden, weight, bias)
-    yield compare_logits("fp32", hidden, wide_weight, None)
+    yield compare_logits("fp32", hidden, wide_weight, bias=None)
     yield compare_grad_hidden("fp32", wide_grad, weight)
     yield compare_grad_hidden("fp32", grad, wide_weight)
     if v * h >= DIVIDED:

@@ -131,12 +131,12 @@ class Kernels(Backend):
     def run_gradient_kernel(
         self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor
     ) -> None:
-        """Write d loss / d logits of each row into the same row of `out`, [A, T, V].
+        """Write d loss / d logits of each row into the same row of `out`.
 
         The formula is in `GradientCoefficients`. Rows whose coefficients are all 0 become 0.
 
         sums   softmax sums of the rows, from `softmax_sums`
-        out    [A, T, V] like `rows.logits`; may be the memory of the logits
+        out    [A, T, V] like `rows.logits` (A * T rows of V logits); may be their memory
         """
         transform = rows.transform
         factors = GradientFactors.from_coefficients(sums, coefficients, transform)
@@ -187,7 +187,8 @@ class Kernels(Backend):
         workspace.
 
         loss_formula   computes the loss of a row from its log-prob and entropy
-        out            [A, T, V], possibly the logits themselves. None: no gradient is computed.
+        out            [A, T, V] like `rows.logits` (A * T rows of V logits): memory for the
+                       gradient, possibly that of the logits. None: no gradient is computed.
         """
         num_values = FusedLossValues.num_values(has_reference=rows.reference is not None)
         table = torch.zeros(
@@ -203,7 +204,7 @@ class Kernels(Backend):
         return FusedLossValues(table)
 
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
-        """Multiply a gradient [A, T, V] by a 0-d factor in place."""
+        """Multiply a gradient [A, T, V] (A * T rows of V) by a 0-d factor in place."""
         gradient.mul_(factor)
 
     def evaluate_formula(

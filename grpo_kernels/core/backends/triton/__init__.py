@@ -153,7 +153,7 @@ class Kernels(Backend):
     def run_gradient_kernel(
         self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor
     ) -> None:
-        """Write d loss / d logits of each row into the same row of `out`, [A, T, V].
+        """Write d loss / d logits of each row into the same row of `out`.
 
         The formula is in `GradientCoefficients`. Rows whose coefficients are all 0 become 0. The
         reference is read only if "divergence" is among the coefficients.
@@ -196,7 +196,8 @@ class Kernels(Backend):
         logits, and the divergence of each row is returned as well.
 
         loss_formula   computes the loss of a row from its log-prob and entropy
-        out            [A, T, V], possibly the logits themselves. None: no gradient is computed.
+        out            [A, T, V] like `rows.logits` (A * T rows of V logits): memory for the
+                       gradient, possibly that of the logits. None: no gradient is computed.
         """
         if rows.reference is None:
             values = self.loss_in_one_call(rows, loss_formula, out)
@@ -280,10 +281,10 @@ class Kernels(Backend):
         return loss_formula.named_outputs(outputs.unbind())
 
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
-        """Multiply a gradient [A, T, V] by a 0-d factor on the same device in place.
+        """Multiply a gradient [A, T, V] (A * T rows of V) by a 0-d factor in place.
 
-        The kernel reads the factor and returns at once if it is 1. So the host does not wait for
-        the factor.
+        The factor is on the device of the gradient. The kernel reads it and returns at once if it
+        is 1, so the host does not wait for it.
         """
         if gradient.is_contiguous():
             # A contiguous gradient is one row. The strides are never used; 0 counts as aligned, so
@@ -511,7 +512,7 @@ class OrEager(Kernels):
         return eager.Kernels().evaluate_formula(loss_formula, logps, entropy)
 
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
-        """Multiply a gradient [A, T, V] by a 0-d factor in place.
+        """Multiply a gradient [A, T, V] (A * T rows of V) by a 0-d factor in place.
 
         Eager PyTorch computes it if the kernel cannot run.
         """

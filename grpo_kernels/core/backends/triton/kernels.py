@@ -179,7 +179,8 @@ def load_coefficients(table, stride, i, NAMES):
 
 @compile_kernel
 def softmax_sums_kernel(
-    # logits [A, T, V] and their transform; inverse_temperature is a number or [num_rows]
+    # logits [A, T, V] (A * T rows of V) and their transform; inverse_temperature is a number or
+    # [num_rows]
     logits,
     stride_a: tl.int64,
     stride_t: tl.int64,
@@ -212,7 +213,7 @@ def softmax_sums_kernel(
     Masked rows get constants, see `store_masked_sums`.
     """
     i = tl.program_id(0).to(tl.int64)
-    if load_or(mask, i, True):
+    if load_or(mask, i, default=True):
         fields = row_fields(
             logits, stride_a, stride_t, inverse_temperature, transform, V, T, first_row, i, TILE
         )
@@ -315,7 +316,8 @@ def softmax_gradient_kernel(
 
 @compile_kernel
 def fused_loss_kernel(
-    # logits [A, T, V], and their gradient, which may overwrite them; None: no gradient
+    # logits [A, T, V] (A * T rows of V), and their gradient, which may overwrite them; None: no
+    # gradient
     logits,
     stride_a: tl.int64,
     stride_t: tl.int64,
@@ -364,7 +366,7 @@ def fused_loss_kernel(
     # All three are loaded before the first one is used, so that the program waits once.
     target = tl.load(targets + i)
     temperature = load_number(inverse_temperature, i)
-    is_processed = load_or(mask, i, True)
+    is_processed = load_or(mask, i, default=True)
     if is_processed:
         fields = row_fields(logits, stride_a, stride_t, temperature, transform, V, T, 0, i, TILE)
         row = Row(*fields, *transform)
@@ -609,14 +611,14 @@ def load_softmaxes(sums, reference_sums, stride, log_sum_ratio, i):
 
 @compile_kernel
 def reference_sums_kernel(
-    # logits of both [A, T, V]
+    # logits of policy and reference, [A, T, V] each: A * T rows of V
     logits,
     stride_a: tl.int64,
     stride_t: tl.int64,
     reference,
     reference_stride_a: tl.int64,
     reference_stride_t: tl.int64,
-    # transforms of both; an inverse temperature is a number or [num_rows]
+    # transforms of policy and reference; an inverse temperature is a number or [num_rows]
     inverse_temperature,
     transform,
     reference_inverse_temperature,
@@ -643,7 +645,7 @@ def reference_sums_kernel(
     DIRECTION   "forward" for KL(reference || policy), or "reverse" for all other divergences
     """
     i = tl.program_id(0).to(tl.int64)
-    if load_or(mask, i, True):
+    if load_or(mask, i, default=True):
         fields, reference_fields = fields_of_both_rows(
             logits,
             stride_a,
@@ -688,14 +690,14 @@ def reference_sums_kernel(
 
 @compile_kernel
 def mixture_sums_kernel(
-    # logits of both [A, T, V]
+    # logits of policy and reference, [A, T, V] each: A * T rows of V
     logits,
     stride_a: tl.int64,
     stride_t: tl.int64,
     reference,
     reference_stride_a: tl.int64,
     reference_stride_t: tl.int64,
-    # transforms of both; an inverse temperature is a number or [num_rows]
+    # transforms of policy and reference; an inverse temperature is a number or [num_rows]
     inverse_temperature,
     transform,
     reference_inverse_temperature,
@@ -728,7 +730,7 @@ def mixture_sums_kernel(
         DIRECTION "tv"    sum_j p_j sign(p_j - q_j) / 2 and sum_j |p_j - q_j| / 2
     """
     i = tl.program_id(0).to(tl.int64)
-    if load_or(mask, i, True):
+    if load_or(mask, i, default=True):
         fields, reference_fields = fields_of_both_rows(
             logits,
             stride_a,
@@ -788,7 +790,8 @@ def mixture_sums_kernel(
 
 @compile_kernel
 def reference_gradient_kernel(
-    # logits of both [A, T, V], and the gradient, which may overwrite either of them
+    # logits of policy and reference, [A, T, V] each (A * T rows of V), and the gradient, which may
+    # overwrite either of them
     logits,
     stride_a: tl.int64,
     stride_t: tl.int64,
@@ -798,7 +801,7 @@ def reference_gradient_kernel(
     out,
     out_stride_a: tl.int64,
     out_stride_t: tl.int64,
-    # transforms of both; an inverse temperature is a number or [num_rows]
+    # transforms of policy and reference; an inverse temperature is a number or [num_rows]
     inverse_temperature,
     transform,
     reference_inverse_temperature,

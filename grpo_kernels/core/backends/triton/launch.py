@@ -139,46 +139,48 @@ class Choice(NamedTuple):
 #: The launch settings of each kind of kernel: near the fastest on an H100 and an H200 with Triton
 #: 3.6, and without register spills on Triton 3.9 either.
 #:
-#:     one_pass    one pass over a row. Two programs, so that one loads while the other reduces at
-#:                 the end of its row.
-#:     fused       two passes over a row. One program: 132 rows of 152k bf16 logits (39 MB) stay in
-#:                 the 50 MB L2 of an H100 from first to second read if hints keep them there, but
-#:                 for a sixth; twice as many rows do not. With one program per row, no row waits if
-#:                 another CUDA stream holds multiprocessors. 1024 threads are 4 % faster, and spill
+#:     one_pass    One pass over a row. Two programs share a multiprocessor, so that one loads while
+#:                 the other reduces at the end of its row.
+#:     fused       Two passes over a row, by one program on a multiprocessor. An H100 then processes
+#:                 132 rows at a time. With cache hints five sixths of 132 rows of 152k bf16 logits
+#:                 (39 MB) stay in its L2 cache (50 MB) until the second pass. Twice as many rows
+#:                 would not fit. There is one program for each row, so no row waits if another CUDA
+#:                 stream occupies multiprocessors. 1024 threads are 4 % faster, but spill registers
 #:                 on Triton 3.9.
-#:     fused32     the same with fp32 logits, half of which are read from memory again: as much of a
-#:                 row in registers as fits. None of it is kept with a softcap ("capped32"), since
-#:                 tanh takes its registers and more time than a load. Nor is it kept of a row that
-#:                 ends within an access, whose end is read by single elements: Triton 3.9 spilled
-#:                 40 to 168 bytes a thread.
-#:     reference   one pass over a row and the reference's, with twice the loads and sums of
-#:                 one_pass
-#:     mixture     the same for the sums of a mixture, whose hundred instructions a logit hide any
-#:                 load, and for gradients with tanh, which have fifty to ninety (Triton 3.9 spilled
-#:                 to keep twice the loads of fp16 logits)
-#:     vectors     a formula, whose numbers are single loads of a thread
-#:     pairs       pairs of hidden states and weight; programs read two rows or more before they
-#:                 wait
+#:     fused32     "fused" for fp32 logits. Half of a row does not stay in L2, so as many tiles as
+#:                 fit are kept in registers. None are kept with a softcap ("capped32"), because
+#:                 tanh needs the registers and takes longer than a load. None are kept if the
+#:                 length of a row is not a multiple of an access: its end is read by single
+#:                 elements, and Triton 3.9 spilled 40 to 168 bytes for each thread.
+#:     reference   One pass over a row and the reference's, with twice the loads and sums of
+#:                 "one_pass".
+#:     mixture     Sums of a mixture of policy and reference, whose hundred instructions for each
+#:                 logit hide any load. Also gradients with a reference and tanh, which have fifty
+#:                 to ninety: with twice the loads of fp16 logits Triton 3.9 spilled registers.
+#:     vectors     A loss formula on vectors, whose inputs are single loads of a thread.
+#:     pairs       Pairs of rows of hidden states and weight. A program has loads of at least two
+#:                 rows in flight.
 #:
-#: Three stages copy tiles of a row into shared memory while others are computed (cp.async), and
-#: Triton 3.6 drops the cache hints of what is copied. That is good for one pass over a row. Two
-#: passes are 11 to 21 % slower with it, since they then read half of a row from memory again.
+#: With 3 stages tiles are copied into shared memory while others are computed (cp.async), and
+#: Triton 3.6 drops the cache hints of these copies. This is faster for one pass over a row. With
+#: two passes half of a row would be read from memory again, which is 11 to 21 % slower.
 LAUNCH = {
-    "one_pass": Choice(512, 2, programs=2, ends=2, stages=3),
-    "fused": Choice(512, 4, ends=2, kept=1, hints=True),
-    "fused32": Choice(512, 4, ends=3, kept=3, hints=True),
-    "reference": Choice(256, 2, programs=2),
-    "mixture": Choice(512, 1, programs=2),
-    "vectors": Choice(128, 1),
-    "pairs": Choice(64, 2, programs=4),
+    "one_pass": Choice(threads=512, accesses=2, programs=2, ends=2, stages=3),
+    "fused": Choice(threads=512, accesses=4, ends=2, kept=1, hints=True),
+    "fused32": Choice(threads=512, accesses=4, ends=3, kept=3, hints=True),
+    "reference": Choice(threads=256, accesses=2, programs=2),
+    "mixture": Choice(threads=512, accesses=1, programs=2),
+    "vectors": Choice(threads=128, accesses=1),
+    "pairs": Choice(threads=64, accesses=2, programs=4),
 }
+#: The kinds of the fused loss kernel.
 FUSED = ("fused", "fused32", "capped32")
 #: Kinds that have the launch settings of another kind.
 SHARED_CHOICES = {"scale": "one_pass", "capped32": "fused32"}
 #: Kinds whose tile does not depend on the length of a row.
 BLOCK_KINDS = ("scale", "vectors", "pairs")
-#: Programs of `scale_`: a few for each multiprocessor of the largest GPUs, and few enough to return
-#: at once if there is nothing to do.
+#: The maximum number of programs of `scale_`: a few for each multiprocessor of the largest GPUs,
+#: and few enough to return quickly if the factor is 1.
 SCALE_PROGRAMS = 512
 
 

@@ -18,7 +18,7 @@ ROWS_AT_ONCE = tl.constexpr(8)
 @triton.jit
 def matrix_row(x, i, stride, TILE):
     """Return a pointer to row i of the matrix x, whose row stride is `stride`."""
-    return row_pointer(x, i.to(tl.int64), None, None, stride, TILE)
+    return row_pointer(x, i.to(tl.int64), T=None, stride_a=None, stride_t=stride, TILE=TILE)
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def add_to_columns(out, i, stride, columns, H, total, TILE):
     The sum is in fp32 and is rounded once, to the dtype of `out`.
     """
     pointer = matrix_row(out, i, stride, TILE) + columns
-    is_inside = columns < columns_to_read(H, True, TILE)
+    is_inside = columns < columns_to_read(H, is_wanted=True, TILE=TILE)
     before = tl.load(pointer, mask=is_inside).to(tl.float32)
     tl.store(pointer, (before + total).to(out.dtype.element_ty), mask=is_inside)
 
@@ -136,7 +136,7 @@ def grad_hidden_of_pairs_kernel(
             has_pair = has_pair | is_used
     if has_pair:
         pointer = matrix_row(out, i, out_stride, TILE) + columns
-        is_inside = columns < columns_to_read(H, True, TILE)
+        is_inside = columns < columns_to_read(H, is_wanted=True, TILE=TILE)
         tl.store(pointer, total.to(out.dtype.element_ty), mask=is_inside)
 
 
@@ -239,7 +239,7 @@ def grad_weight_of_pairs_kernel(
         is_one_of_several_pieces = has_next_piece | (i >= num_firsts)
         if is_one_of_several_pieces:
             pointer = matrix_row(partial_sums, first // PIECE, H, TILE) + columns
-            tl.store(pointer, total, mask=columns < columns_to_read(H, True, TILE))
+            tl.store(pointer, total, mask=columns < columns_to_read(H, is_wanted=True, TILE=TILE))
         else:
             add_to_columns(out, id, out_stride, columns, H, total, TILE)
 

@@ -155,10 +155,10 @@ def load_tile(row, start, PIECES, END, HINT):
 
 @triton.jit
 def store_piece(out, start, i, row, x, END, HINT):
-    """Store x [LANES, COLS] as piece i of the tile at column `start` of an output row.
+    """Store x [LANES, COLS], one access of each thread, as piece i of the tile at column `start`.
 
-    out    pointer to the output row
-    row    the `Row` of logits, whose columns the output row has
+    out    pointer to the row that is written
+    row    the `Row` of logits, which has the same columns
     END    whether the piece may reach beyond the end of the row. Nothing is stored there.
     HINT   cache hint of the stores, "" for none
     """
@@ -605,7 +605,7 @@ def write_gradient(
         tl.store(out + columns, values, mask=is_outside, eviction_policy=HINT)
         first = tl.multiple_of(row.start + head, 16)
         aligned_width = tl.multiple_of(width, COLS)
-        aligned_row = Row(first, aligned_width, thread_columns(TILE, True), *row[3:])
+        aligned_row = Row(first, aligned_width, thread_columns(TILE, WIDE=True), *row[3:])
         # Rows of the gradient have the same offset from a boundary, in elements, as rows of the
         # logits (see `launch.access_offsets`). A thread stores COLS elements at a time, which are 8
         # bytes if the gradient is 16-bit and the logits are fp32.
@@ -620,12 +620,28 @@ def write_gradient(
         tile = ends[i * ACCESSES : (i + 1) * ACCESSES]
         start = end + i * TILE.BLOCK
         write_gradient_tile(
-            tile, aligned_out, start, aligned_row, LEVEL, i == ENDS - 1, HINT, u_to_v, factors
+            tile,
+            aligned_out,
+            start,
+            aligned_row,
+            LEVEL,
+            END=i == ENDS - 1,
+            HINT=HINT,
+            u_to_v=u_to_v,
+            factors=factors,
         )
     for done in tl.range(0, end, TILE.BLOCK, num_stages=TILE.STAGES):
         start = end - TILE.BLOCK - done
         tile = load_tile(aligned_row, start, ACCESSES, END=False, HINT=HINT)
         write_gradient_tile(
-            tile, aligned_out, start, aligned_row, LEVEL, False, HINT, u_to_v, factors
+            tile,
+            aligned_out,
+            start,
+            aligned_row,
+            LEVEL,
+            END=False,
+            HINT=HINT,
+            u_to_v=u_to_v,
+            factors=factors,
         )
     store_target_gradient(out, target_id, row, target_u, target_logp, LEVEL, *coefficients)
