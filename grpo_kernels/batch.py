@@ -131,8 +131,8 @@ class TokenBatch(Checked):
                  is not 0.
     weights      float [B], [B, 1] or the shape of targets: multiplies the policy term, not the KL
                  (sampler mismatch, see corrections.py).
-    cu_seqlens   int32 or int64 [B + 1] when packed: sequence b is rows cu_seqlens[b] : cu_seqlens[b
-                 + 1].
+    cu_seqlens   int32 or int64 [B + 1] for packed rows: sequence b is the rows from cu_seqlens[b]
+                 to cu_seqlens[b + 1], the last excluded
     sampler_logps  float, the shape of targets: log-probs under the engine that sampled. NaN: the
                    engine did not score the token.
     nll_weights  float [B], [B, 1] or the shape of targets: adds -nll_weight * logp to the loss. No
