@@ -203,7 +203,8 @@ class Objective(Checked):
                                            own ratio (GSPO-token, eq. 14)
                         "sequence-sum"     exp of the sum, the ratio of the whole completion (RLOO
                                            arXiv 2402.14740, VESPO)
-    aggregate           how the terms of tokens become one number; D is the denominator:
+    aggregate           how the terms of tokens become one number, with the denominator D and the
+                        number of sequences B:
                         "token-mean"            sum over tokens / D, D = number of trained tokens
                         "seq-mean-token-mean"   sum of the means of sequences / D, D = B
                         "seq-mean-token-sum"    sum over tokens / D, D = B
@@ -589,7 +590,7 @@ class Objective(Checked):
         policy_weight = weight
         if batch.weights is not None:
             policy_weight = self._policy_weight(weight, tensors["weights"])
-        kl_weight = None
+        kl_weight = None  # of the KL estimate, or of the divergence if `kl` is an Exact
         if self.beta != 0:
             kl_weight = self.beta * self._weight_of_term(
                 weight, batch, self.kl_aggregate, denominators.kl
@@ -697,7 +698,7 @@ class Objective(Checked):
         aggregate     one of AGGREGATES
         denominator   the denominator D of the aggregate; None: the denominator of this batch
         """
-        # A tensor of the caller was not checked, because the host would have to wait for its value.
+        # The caller's tensor may be unchecked, because the host would have to wait for its value.
         may_be_zero = isinstance(denominator, Tensor)
         if denominator is None:
             denominator = self._denominator_over_ranks(batch, aggregate)
@@ -932,7 +933,13 @@ class Objective(Checked):
             # A token with weight 0 has no loss (`_policy_weight`), but stays part of the ratio.
             terms = terms + torch.where(inputs.weights == 0, 0.0, log_weights)
         num_tokens = None if self.level == "sequence-sum" else batch.lengths.clamp(min=1.0)
-        return SequenceRatio(terms, derivative, num_tokens, inputs.loss_mask, batch)
+        return SequenceRatio(
+            terms=terms,
+            derivative=derivative,
+            num_tokens=num_tokens,
+            mask=inputs.loss_mask,
+            batch=batch,
+        )
 
     def kl_terms(self, logps: Tensor, inputs: TokenInputs, log_ratio: Tensor) -> KlTerms:
         """Return the KL estimate of each token and its derivatives, fp32 [num_tokens] each.
