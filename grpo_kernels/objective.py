@@ -44,7 +44,7 @@ from .formulas.filters import (
     TrustRegion,
     check_filters,
 )
-from .formulas.formula_keys import is_own
+from .formulas.formula_keys import is_of_package
 from .formulas.future_kl import FutureKl
 from .formulas.kl import Kl, KlTerms, as_kl, kl_terms
 from .formulas.surrogates import (
@@ -161,7 +161,7 @@ def _is_immutable(part: object) -> bool:
     properties that change.
     """
     params = vars(type(part)).get("__dataclass_params__")
-    return params is not None and params.frozen and is_own(type(part))
+    return params is not None and params.frozen and is_of_package(type(part))
 
 
 def _refuse_unknown_fields(changes: dict[str, Any], surrogate: Any) -> None:

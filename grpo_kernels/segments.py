@@ -206,7 +206,11 @@ class _SubtractLargest(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of the values: that of its difference, or minus their sum."""
+        """Return the gradient of the values.
+
+        The gradient of the largest value of a segment is minus the sum of the upstream gradients of
+        the values that differ from it. Each of these values has its upstream gradient.
+        """
         differs, largest, segment_ids, order, offsets = ctx.saved_tensors
         grad_values = torch.where(differs, grad, 0.0)
         sums = sum_segments(grad_values, order, offsets)

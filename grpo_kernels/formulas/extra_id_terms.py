@@ -119,8 +119,9 @@ class ExtraIdTerms(NamedTuple):
                 function, logps, values, advantages[token_of_id], sum_over_ids
             )
             check_terms(function, returned, logps)
-            terms = terms + returned[0]
-            grad_logps = grad_logps + returned[1]
+            term, grad = returned
+            terms = terms + term
+            grad_logps = grad_logps + grad
         return AuxiliaryLosses(self.sum_of_tokens(terms), grad_logps)
 
     def sum_of_tokens(self, x: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ class _Undefined:
     """Stands for the value of a global name that is not defined."""
 
 
-def is_own(x: object) -> bool:
+def is_of_package(x: object) -> bool:
     """Return whether x is a function (without a closure) or a class of this package.
 
     Such an object never changes, and it is not defined again while a process runs.
@@ -92,7 +92,7 @@ def is_own(x: object) -> bool:
 
 def users_functions(values: Iterable[Any]) -> list[Any]:
     """Return the callable values that are not functions or classes of this package."""
-    return [x for x in values if callable(x) and not is_own(x)]
+    return [x for x in values if callable(x) and not is_of_package(x)]
 
 
 def name_of_function(function: Any) -> str:
@@ -124,7 +124,7 @@ def _key(x: Any, function_numbers: dict[int, int]) -> Hashable:
     kind = type(x)
     if kind is types.FunctionType:
         # A function of this package never changes, so it is its own key.
-        return x if is_own(x) else _key_of_function(x, function_numbers)
+        return x if is_of_package(x) else _key_of_function(x, function_numbers)
     if x is None or isinstance(x, (bool, int, str)):
         return kind, x
     if isinstance(x, float):
@@ -133,7 +133,7 @@ def _key(x: Any, function_numbers: dict[int, int]) -> Hashable:
     if parts is not None:
         return kind, *[_key(part, function_numbers) for part in parts]
     if isinstance(x, (type, types.BuiltinFunctionType)):
-        if is_own(x) or x in PURE or _is_tensor_function(x):
+        if is_of_package(x) or x in PURE or _is_tensor_function(x):
             return x
     raise _NoKey
 
@@ -152,7 +152,7 @@ def _parts_of(x: Any) -> Iterable[Any] | None:
         return x.items()
     if kind is functools.partial:
         return x.func, x.args, x.keywords
-    if dataclasses.is_dataclass(x) and is_own(kind):
+    if dataclasses.is_dataclass(x) and is_of_package(kind):
         return [getattr(x, field.name) for field in dataclasses.fields(x)]
     return None
 

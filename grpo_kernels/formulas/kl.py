@@ -468,7 +468,10 @@ def check_kl(
         estimator = estimator.with_weight_at(logp)
 
     def value_and_slope(moved_logp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Evaluate the estimator at these log-probs of the policy, in their dtype."""
+        """Return (value, slope) of each point at other log-probs of the policy, in their dtype.
+
+        moved_logp   fp64 or fp32 [num_points], in place of logp
+        """
         dtype = moved_logp.dtype
         moved_ref_logp = moved_logp + ref_distance.to(dtype) if detached else ref_logp.to(dtype)
         return estimator(moved_logp, old_logp.to(dtype), moved_ref_logp)

@@ -303,11 +303,11 @@ class Tracer:
         return self._symbol("parameter", (index,), is_per_row=False)
 
     def _symbol(self, operation: str, operands: tuple[Any, ...], is_per_row: bool) -> Symbol:
-        """Return the symbol of an operation on these operands, the same one for each call.
+        """Return the symbol of an operation on these operands. Arguments as in `Symbol`.
 
-        Arguments as in `Symbol`.
+        If the operation was recorded before on the same operands, return its symbol.
         """
-        # repr distinguishes 1 from 1.0 and from True, and 0.0 from -0.0.
+        # Compare constants by repr, which distinguishes 1 from 1.0 and True, and 0.0 from -0.0.
         key = (operation, *(id(x) if isinstance(x, Symbol) else repr(x) for x in operands))
         return self._symbols.setdefault(key, Symbol(self, operation, operands, is_per_row))
 
@@ -478,7 +478,7 @@ class TracedProgram:
         expected_outputs = compute_in_torch(inputs)
         for name, output, expected in zip(output_names, outputs, expected_outputs, strict=True):
             expected = torch.as_tensor(expected, dtype=torch.float32).expand_as(output)
-            is_wrong = ~is_same_number(output, expected, 1e-4)
+            is_wrong = ~is_same_number(output, expected, tolerance=1e-4)
             if is_wrong.any():
                 row = int(is_wrong.nonzero()[0])
                 values = zip(program.inputs, inputs, strict=True)

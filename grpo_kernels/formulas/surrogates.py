@@ -44,9 +44,11 @@ def clip(logp, old_logp, advantage, params):
 
     r = exp(logp - old_logp), and params is (eps_low, eps_high, delta).
     """
-    low = 1.0 - params[0]
-    high = 1.0 + params[1]
+    eps_low = params[0]
+    eps_high = params[1]
     delta = params[2]
+    low = 1.0 - eps_low
+    high = 1.0 + eps_high
     r = bounded_exp(logp - old_logp)
     unclipped = ops.minimum(r, delta) * advantage
     clipped = r.clamp(low, high) * advantage
@@ -107,7 +109,9 @@ def sapo(logp, old_logp, advantage, params):
     g = sigmoid(tau (r - 1)), r = exp(logp - old_logp), and params is (tau for A > 0, tau for
     A <= 0).
     """
-    tau = ops.where(advantage > 0.0, params[0], params[1])
+    tau_pos = params[0]
+    tau_neg = params[1]
+    tau = ops.where(advantage > 0.0, tau_pos, tau_neg)
     r = bounded_exp(logp - old_logp)
     gate = ops.sigmoid(tau * (r - 1.0))
     # 1 - sigmoid(x) = sigmoid(-x). The subtraction 1.0 - gate would cancel digits.
@@ -121,10 +125,15 @@ def vespo(logp, old_logp, advantage, params):
     phi = sg(exp(lambda + k log w - lambda w)), where log w = logp - old_logp is clamped to
     [log(1e-8), 20]. params is (k and lambda for A >= 0, k and lambda for A < 0), four numbers.
     """
-    k = ops.where(advantage >= 0.0, params[0], params[2])
-    rate = ops.where(advantage >= 0.0, params[1], params[3])
-    log_w = (logp - old_logp).clamp(-18.420680743952367, 20.0)
-    return weighted_nll(bounded_exp(rate + k * log_w - rate * ops.exp(log_w)) * advantage, logp)
+    k_pos = params[0]
+    lambda_pos = params[1]
+    k_neg = params[2]
+    lambda_neg = params[3]
+    k = ops.where(advantage >= 0.0, k_pos, k_neg)
+    rate = ops.where(advantage >= 0.0, lambda_pos, lambda_neg)
+    log_w = (logp - old_logp).clamp(-18.420680743952367, 20.0)  # the lower bound is log(1e-8)
+    phi = bounded_exp(rate + k * log_w - rate * ops.exp(log_w))
+    return weighted_nll(phi * advantage, logp)
 
 
 def dro(logp, old_logp, advantage, params):
@@ -642,7 +651,10 @@ def check_surrogate(
         check_zero_at_zero_advantage(surrogate, logp, old_logp, selected)
 
     def value_and_slope(moved_logp: Tensor) -> tuple[Tensor, Tensor]:
-        """Evaluate the surrogate at these log-probs of the policy, in their dtype."""
+        """Return (loss, slope) of each point at other log-probs of the policy, in their dtype.
+
+        moved_logp   fp64 or fp32 [num_points], in place of logp
+        """
         dtype = moved_logp.dtype
         moved_old_logp = old_logp.to(dtype)
         if surrogate.detached_ratio:
@@ -656,9 +668,7 @@ def check_surrogate(
         distance=log_ratio,
         other_numbers={"old_logp": old_logp, "advantage": advantage},
     )
-    if (
-        surrogate.slope_is_by_autograd
-    ):  # autograd computes its slope, so there is nothing to compare
+    if surrogate.slope_is_by_autograd:  # there is nothing to compare
         refuse_overflow(repr(surrogate), value_and_slope, comparison_points)
     else:
         check_slope(repr(surrogate), value_and_slope, comparison_points, tolerance)
@@ -737,11 +747,11 @@ def kl_cov(logp, old_logp, advantage, params):
     1.0 for a selected token, otherwise 0.0. share is not used.
     """
     coef = params[0]
-    is_selected = params[-1]
+    selected = params[-1]
     # The KL estimator |ref_logp - logp|, with the old policy as the reference.
     distance, distance_slope = absolute(logp, old_logp, ref_logp=old_logp)
     loss, slope = importance_sampling(logp, old_logp, advantage, params)
-    weight = coef * is_selected
+    weight = coef * selected
     return loss + weight * distance, slope + weight * distance_slope
 
 

@@ -284,7 +284,8 @@ def policy_term(
     respect to the log-ratio. A surrogate function takes two log-probs, so at other levels it gets
     two numbers whose difference is the log-ratio of the sequence.
 
-    zero   0 in the shape of the token's values
+    functions, numbers   the parts of the objective's formula
+    zero                 0 in the shape of the token's values
     """
     surrogate = functions.surrogate
     params = numbers.surrogate_params
