@@ -1,8 +1,9 @@
-"""What a loss needs of a batch with candidate sets, further ids, shared rows, or a teacher that is
-known at some ids.
+"""Statistics for the loss of a batch with candidate sets, further ids, shared rows, or a teacher
+whose log-probs are known at some ids only.
 
-Their statistics are composed of several passes over the rows (`candidates.py`, `extra_ids.py`,
-`teachers.py`, `trees.py`). The loss is then the same function of them as in other batches.
+`losses.compute_loss` calls these functions. The statistics of such a batch take several passes over
+the rows (`candidates.py`, `extra_ids.py`, `teachers.py`, `trees.py`). The loss is the same function
+of the statistics as for other batches.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from .token_sets import TokenSets, check_ids, narrow_mask
 
 
 def composed_feature(batch: TokenBatch, reference: Any) -> str:
-    """Return which feature of a call needs several passes, in words, "" if it has none."""
+    """Return which feature of a call needs several passes, in words for an error; "" for none.
+
+    reference   what was passed as `ref_logits` or `reference`
+    """
     if isinstance(reference, TokenSets):
         return "a teacher known at some ids"
     fields = ("kept", "logp_terms", "prob_terms", "rows")
@@ -37,8 +41,10 @@ def composed_feature(batch: TokenBatch, reference: Any) -> str:
 def check_composed_batch(batch: TokenBatch, options: Options, source: RowSource) -> None:
     """Raise ValueError for a candidate outside of the vocabulary, or a row that does not exist.
 
-    Strict mode also refuses a target that its set does not contain, unless batch.missing says what
-    to do with it.
+    Strict mode also refuses a target that its candidate set does not contain, unless batch.missing
+    says what to do with it.
+
+    source   the policy's rows of logits
     """
     if batch.kept is not None:
         check_ids("kept", batch.kept, source.vocab_size)
@@ -60,9 +66,14 @@ def composed_loss_statistics(
 ) -> dict[str, Tensor]:
     """Return the statistics that the loss of a batch needs, fp32 [num_tokens], by name.
 
-    reference        a whole distribution, for kl=Exact(...)
-    teacher          a teacher that is known at some ids of each token, for kl=Exact(...)
-    reference_name   the argument that `teacher` was passed as
+    They are "logps" and "entropy", with kl=Exact(...) also "divergence", and with further ids also
+    "auxiliary_loss", the loss of their terms.
+
+    source           the policy's rows of logits
+    tokens           the tokens with the weights of their terms
+    reference        for kl=Exact(...): a reference whose whole distribution is known; or None
+    teacher          for kl=Exact(...): log-probs of a teacher at some ids of each token; or None
+    reference_name   the argument that `teacher` was passed as, for errors
     """
     flat_rows = None if batch.rows is None else flat(batch.rows).long()
     extra_ids = batch.extra_ids
@@ -72,7 +83,9 @@ def composed_loss_statistics(
         assert exact is not None
         require(batch.kept is None, reference_name, "TokenSets", TEACHER_WITH_SETS)
         check_teacher(reference_name, teacher, batch.targets, exact, source.vocab_size)
-        if extra_ids is None:  # one pass gives the log-probs of targets and at the teacher's ids
+        if extra_ids is None:
+            # One pass gives the log-probs of the targets and of the teacher's ids. With further ids
+            # these take their own pass below.
             return logprobs_with_teacher(
                 source,
                 tokens.targets,
@@ -130,7 +143,8 @@ def composed_reference_logprobs(
 ) -> Tensor:
     """Return the log-prob of each target under a reference, fp32 [num_tokens].
 
-    source   the reference's rows
+    source   the reference's rows of logits
+    batch    for candidate sets and shared rows, which apply to the reference as well
     """
     statistics = composed_statistics(
         source,
@@ -148,6 +162,7 @@ def composed_reference_logprobs(
 def missing_target_rule(batch: TokenBatch) -> str:
     """Return what to do with a target that its candidate set does not contain.
 
-    By now "mask" has masked such a target and "raise" has refused it, so only "full" differs.
+    "full": the token uses the vocabulary. "include": the target joins the set. `TokenBatch` has
+    applied "mask" and "raise" already, so that no such target is left.
     """
     return "full" if batch.missing == "full" else "include"

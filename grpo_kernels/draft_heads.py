@@ -1,11 +1,11 @@
 """Losses of draft heads that are trained together with the policy (MTP, EAGLE-3).
 
-The draft of depth k sees position t and predicts the token at t + k + 2, with the output head of
-the policy:
+A draft head of depth k (k = 0, 1, ...) has a hidden state at each position t. With the output head
+of the policy it predicts the token at t + k + 2. The policy itself predicts this token from its
+hidden state at t + k + 1. With the draft's distribution p and the policy's q the loss is
 
-    soft   cross-entropy with the policy's own distribution at t + k + 1, H(q, p) = KL(q || p) +
-           H(q), where p is the draft's distribution and q the policy's
-    hard   cross-entropy with the token at t + k + 2
+    soft   the cross-entropy H(q, p) = KL(q || p) + H(q)
+    hard   -log p(token at t + k + 2)
 
 Only the draft's hidden states get a gradient. For the soft loss that is (p - q) @ weight. It is
 computed in the forward, a chunk of the policy's positions at a time:
@@ -65,7 +65,7 @@ KINDS = ("soft", "hard")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DraftLoss:
-    """The loss of draft heads of D depths.
+    """The result of `draft_head_loss` for D draft heads, one for each depth.
 
     loss           0-d fp32, differentiable: the mean over depths of the mean over their positions
     token_losses   fp32 [D, *positions], differentiable, 0 at positions that do not count
@@ -75,8 +75,8 @@ class DraftLoss:
                    "positions"        number of positions that count
                    "acceptance"       mean of 1 - TV(p, q): the probability that speculative
                                       sampling accepts a draft token (only soft)
-                   "top1_agreement"   share of positions where draft and policy (hard: the token)
-                                      have the same likeliest id
+                   "top1_agreement"   share of positions where the draft's likeliest id is the
+                                      policy's (hard: the token)
     """
 
     loss: Tensor
@@ -166,7 +166,15 @@ def draft_head_loss(
     check_sources_of_kind(kind, policy_hidden, ids, drafts[0])
     inputs, transform = LinearInput.from_arguments(drafts[0], weight, transform)
     head = Head(detached(inputs.weight), detached(inputs.bias))
-    call = DraftCall(drafts, head, positions, depth, transform, options, metrics)
+    call = DraftCall(
+        drafts=drafts,
+        head=head,
+        positions=positions,
+        first_depth=depth,
+        transform=transform,
+        options=options,
+        has_metrics=metrics,
+    )
     if kind == "soft":
         assert policy_hidden is not None
         token_values = call.soft_values(policy_hidden)
@@ -177,7 +185,7 @@ def draft_head_loss(
 
 
 def detached(x: Any) -> Any:
-    """Return x.detach() of a tensor, and any other x unchanged: a later check refuses it."""
+    """Return x.detach() if x is a tensor, and any other x itself, for a later check to refuse."""
     return x.detach() if isinstance(x, Tensor) else x
 
 
@@ -185,7 +193,10 @@ def detached(x: Any) -> Any:
 
 
 def check_drafts(draft_hidden: Any) -> list[Tensor]:
-    """Return the hidden states of each depth, which have one shape."""
+    """Return what was passed as `draft_hidden` as a list, one tensor for each depth.
+
+    Raises ValueError unless all are tensors [B, T, H] or [N, H] of one shape.
+    """
     remedy = "a tensor [B, T, H] or [N, H], or a list of them, one for each depth"
     drafts = list(draft_hidden) if isinstance(draft_hidden, (list, tuple)) else [draft_hidden]
     require(bool(drafts), "draft_hidden", draft_hidden, f"pass {remedy}.")
@@ -216,10 +227,10 @@ def check_sources_of_kind(kind: str, policy_hidden: Any, ids: Any, draft: Tensor
 
 @dataclass(frozen=True, eq=False)
 class Positions:
-    """The positions of a call, flat in the order of memory.
+    """The positions of a call, [B, T] or [N], as flat vectors.
 
-    shape          leading shape of the hidden states
-    is_real        bool [num_positions]: positions of the mask
+    shape          leading shape of the hidden states: [B, T] or [N]
+    is_real        bool [num_positions]: the mask; True at all positions without one
     sequence_ids   int64 [num_positions]: the sequence of each position
     cu_seqlens     boundaries of packed sequences, or None
     """
@@ -249,9 +260,9 @@ class Positions:
         return cls(shape, is_real.flatten(), sequences, cu_seqlens)
 
     def counted(self, distance: int) -> Tensor:
-        """Return the positions t for which t and t + distance are real and in one sequence.
+        """Return whether position t and position t + distance are real and in one sequence.
 
-        The result is bool [num_positions].
+        The result is bool [num_positions], for each t.
         """
         counts = torch.zeros_like(self.is_real)
         both_real = self.is_real[:-distance] & self.is_real[distance:]
@@ -265,12 +276,12 @@ class Positions:
 
 @dataclass(frozen=True, eq=False)
 class TokenValues:
-    """Losses and metrics of each depth and position, [D, *positions].
+    """Losses and metrics of each depth and position, [D, *positions]. Only those in the mask count.
 
-    losses           fp32, differentiable; any number where mask is False, as below
+    losses           fp32, differentiable
     mask             bool: positions that count
-    top1_agreement   bool: whether draft and policy (hard: the token) have the same likeliest id;
-                     None without metrics
+    top1_agreement   bool: whether the draft's likeliest id is the policy's (hard: the token); None
+                     without metrics
     acceptance       fp32: 1 - TV(p, q); None without metrics and for the hard loss
     """
 
@@ -281,35 +292,39 @@ class TokenValues:
 
 
 def make_output(values: TokenValues, normalizer: float | Tensor | None) -> DraftLoss:
-    """Return the loss: the mean over depths of sum over counted positions / normalizer.
+    """Return the loss, the losses of positions and the metrics.
 
-    normalizer   a number or 0-d tensor; None: the number of counted positions, at least 1
+    The loss of a depth is the sum over the positions that count / normalizer. The loss is the mean
+    over the depths.
+
+    normalizer   a number or 0-d tensor; None: the number of positions that count, at least 1
     """
     mask = values.mask
     losses = torch.where(mask, values.losses, 0.0)
     count = mask.flatten(1).sum(1).float()
     at_least_one = count.clamp(min=1.0)
 
-    def mean(x: Tensor) -> Tensor:
+    def mean_of_counted(x: Tensor) -> Tensor:
         return torch.where(mask, x, 0.0).flatten(1).sum(1) / at_least_one
 
-    metrics = {"loss": mean(losses.detach()), "positions": count}
+    metrics = {"loss": mean_of_counted(losses.detach()), "positions": count}
     if values.acceptance is not None:
-        metrics["acceptance"] = mean(values.acceptance)
+        metrics["acceptance"] = mean_of_counted(values.acceptance)
     if values.top1_agreement is not None:
-        metrics["top1_agreement"] = mean(values.top1_agreement.float())
+        metrics["top1_agreement"] = mean_of_counted(values.top1_agreement.float())
     denominator = at_least_one if normalizer is None else normalizer
     loss = (losses.flatten(1).sum(1) / denominator).mean()
-    return DraftLoss(loss, losses, mask, metrics)
+    return DraftLoss(loss=loss, token_losses=losses, mask=mask, metrics=metrics)
 
 
 @dataclass(frozen=True, eq=False)
 class DraftCall:
-    """The checked arguments of a call that both kinds share.
+    """The checked arguments of `draft_head_loss`, and the losses of positions of both kinds.
 
-    drafts        hidden states of each depth, [..., H]
-    head          detached, without a transform
-    first_depth   depth of the first draft
+    drafts        hidden states of each depth, [*positions, H]
+    head          weight and bias, detached; `transform` has the transform
+    first_depth   depth of the first draft; the others follow
+    has_metrics   whether acceptance and agreement are computed
     """
 
     drafts: list[Tensor]
@@ -321,7 +336,9 @@ class DraftCall:
     has_metrics: bool
 
     def hard_values(self, ids: Tensor) -> TokenValues:
-        """Return -log p(token at t + depth + 2) of each draft and position t, one depth at a time.
+        """Return -log p(token at t + depth + 2) for each draft and each position t.
+
+        Each depth is a call of `linear_logprobs`.
 
         ids   int64 [*positions], the token at each position
         """
@@ -347,24 +364,26 @@ class DraftCall:
             if self.has_metrics:
                 agreements.append(result.also["top_id"] == labels)
         return TokenValues(
-            torch.stack(losses),
-            torch.stack(masks),
-            torch.stack(agreements) if self.has_metrics else None,
+            losses=torch.stack(losses),
+            mask=torch.stack(masks),
+            top1_agreement=torch.stack(agreements) if self.has_metrics else None,
         )
 
     def soft_values(self, policy_hidden: Tensor) -> TokenValues:
-        """Return the cross-entropy of each draft with the policy's distribution at t + depth + 1.
+        """Return H(q, p) for each draft and each position t, all depths in one `SoftPass`.
 
-        policy_hidden   [*positions, H]
+        p is the draft's distribution at t, q the policy's at t + depth + 1.
+
+        policy_hidden   hidden states of the policy, [*positions, H]
         """
         positions = self.positions
         distances = range(self.first_depth + 1, self.first_depth + 1 + len(self.drafts))
         masks = torch.stack([positions.counted(distance) for distance in distances])
         layout = RowLayout(
-            positions.shape,
-            positions.is_real.device,
-            positions.is_real.view(positions.shape),
-            positions.cu_seqlens,
+            shape=positions.shape,
+            device=positions.is_real.device,
+            mask=positions.is_real.view(positions.shape),
+            cu_seqlens=positions.cu_seqlens,
         )
 
         def make_source(hidden: Tensor) -> ProjectedLogits:
@@ -385,10 +404,10 @@ class DraftCall:
         losses, acceptance, agreement = SoftCrossEntropy.apply(soft_pass, *hidden)
         shape = (len(sources), *positions.shape)
         return TokenValues(
-            losses.view(shape),
-            masks.view(shape),
-            agreement.view(shape) if self.has_metrics else None,
-            acceptance.view(shape) if self.has_metrics else None,
+            losses=losses.view(shape),
+            mask=masks.view(shape),
+            top1_agreement=agreement.view(shape) if self.has_metrics else None,
+            acceptance=acceptance.view(shape) if self.has_metrics else None,
         )
 
 
@@ -402,7 +421,7 @@ TOTAL_VARIATION = DivergenceKind("tv", mixture=0.0)
 
 
 class PolicyChunk(NamedTuple):
-    """The policy's logits at some positions, and what depends on them alone.
+    """The policy's logits at some positions, and their statistics, which all depths share.
 
     row_ids   int64 [num_chunk_rows]: the positions
     logits    fp32 [num_chunk_rows, V]
@@ -430,9 +449,10 @@ class DraftChunk(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SoftPass:
-    """One pass over the positions of the policy, which compares all drafts with it.
+    """One pass over the positions of the policy, which compares all drafts with the policy.
 
-    The arguments `depth` below are indices into `drafts`, from 0.
+    A row of the pass is a position s of the policy. The draft of a depth at position t = s -
+    distance learns from it. The arguments `depth` below are indices into `drafts`, from 0.
 
     drafts          rows of each depth, [num_positions, H]; they get the gradient
     policy          rows of the policy, the same number and the same head
@@ -451,7 +471,7 @@ class SoftPass:
 
     @functools.cached_property
     def policy_masks(self) -> Tensor:
-        """The positions of the policy that each depth learns from, bool [D, num_positions]."""
+        """Whether each depth learns from a position of the policy, bool [D, num_positions]."""
         masks = torch.zeros_like(self.draft_masks)
         for i, distance in enumerate(self.distances):
             masks[i, distance:] = self.draft_masks[i, :-distance]
@@ -459,23 +479,23 @@ class SoftPass:
 
     @functools.cached_property
     def row_ids(self) -> Tensor:
-        """int64 [num_rows]: the positions of the policy that any depth learns from.
+        """The positions of the policy that any depth learns from, int64 [num_rows].
 
         On a GPU the host waits for their number.
         """
         return self.policy_masks.any(0).nonzero()[:, 0]
 
     def draft_row_ids(self, depth: int, row_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (positions of the draft, mask) that learn from the policy at `row_ids`.
+        """Return (positions, mask): the draft's positions that learn from the policy's `row_ids`.
 
-        Both are [len(row_ids)]. Where the mask is False, the draft of this depth does not learn
-        from that position of the policy, and its own position is 0.
+        Both are [len(row_ids)]. Where mask is False, the draft of this depth does not learn from
+        that position of the policy. The position is then 0, which the caller must mask.
         """
         mask = self.policy_masks[depth, row_ids]
         return torch.where(mask, row_ids - self.distances[depth], 0), mask
 
     def chunks(self) -> list[slice]:
-        """Return slices of `row_ids` whose logits, of the policy and one draft, fit in memory."""
+        """Return slices of `row_ids`. For each, logits of policy and one draft fit in memory."""
         projection = self.policy.projection
         device_type = self.row_ids.device.type
         memory = LinearMemory.of_head(
@@ -494,10 +514,9 @@ class SoftPass:
         return split_rows(slice(0, num_rows), max_rows, evenly=device_type == "cpu")
 
     def compute(self) -> tuple[Tensor, dict[int, Tensor]]:
-        """Compare the drafts of D depths with the policy at the rows `row_ids`.
+        """Compare the drafts of D depths with the policy at its positions `row_ids`.
 
-        The draft of a depth at position t learns from the policy's distribution at position
-        t + distances[depth]. Rows are the policy's positions. Returns (values, unit_gradients):
+        Returns (values, unit_gradients):
 
             values           fp32 [D, 3, num_rows]: the cross-entropy of each draft with the policy,
                              the probability that speculative sampling accepts its token, and
@@ -534,16 +553,20 @@ class SoftPass:
     def policy_chunk(self, matmuls: HeadMatmuls, row_ids: Tensor) -> PolicyChunk:
         """Compute the policy's logits, entropy and likeliest ids at the positions `row_ids`.
 
-        matmuls   of the policy, whose memory the logits may take until its next call
+        matmuls   of the policy. Their next call may overwrite the logits that are returned.
         """
         projection = self.policy.projection
         logits = matmuls.logits(rows_of(projection.hidden, row_ids, matmuls.dtype))
         no_targets = torch.zeros_like(row_ids)
-        rows = LogitRows(logits[None], no_targets, None, projection.transform.select(row_ids))
+        rows = LogitRows(
+            logits=logits[None],
+            targets=no_targets,
+            transform=projection.transform.select(row_ids),
+        )
         statistics = ("entropy", "top_id") if self.has_metrics else ("entropy",)
         sums = self.policy.kernels.softmax_sums(rows, sums_for(statistics))
         top_ids = sums.top_id if self.has_metrics else no_targets
-        return PolicyChunk(row_ids, logits, sums.entropy, top_ids)
+        return PolicyChunk(row_ids=row_ids, logits=logits, entropy=sums.entropy, top_ids=top_ids)
 
     def draft_chunk(self, matmuls: HeadMatmuls, depth: int, policy: PolicyChunk) -> DraftChunk:
         """Compare the draft of a depth with the policy at the positions of a chunk.
@@ -621,15 +644,20 @@ class SoftPass:
 
 
 def rows_of(hidden: Tensor, row_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return some rows of hidden states in the dtype of the matmuls."""
+    """Return some rows of hidden states [num_positions, H], detached, in the matmuls' dtype."""
     return hidden.detach()[row_ids].to(dtype)
 
 
 class SoftCrossEntropy(torch.autograd.Function):
-    """Cross-entropy, acceptance and agreement of each position, fp32 [D, num_positions] each."""
+    """Cross-entropy, acceptance and agreement of each position, fp32 [D, num_positions] each.
+
+    The forward computes the gradient of hidden states for an upstream gradient of 1. The backward
+    multiplies it by the upstream gradient of the cross-entropy.
+    """
 
     @staticmethod
     def forward(ctx: Any, soft_pass: SoftPass, *hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Run the pass, and keep its unit gradients. `hidden` are the rows of its drafts."""
         values, unit_gradients = soft_pass.compute()
         ctx.soft_pass = soft_pass
         ctx.depths_with_gradient = list(unit_gradients)
@@ -644,6 +672,7 @@ class SoftCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_losses: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of hidden states from grad_losses, fp32 [D, num_positions]."""
         soft_pass = ctx.soft_pass
         gradients: list[Tensor | None] = [None] * len(soft_pass.drafts)
         saved = zip(ctx.depths_with_gradient, ctx.saved_tensors, strict=True)

@@ -69,7 +69,7 @@ class TokenLogprobs:
     entropy   the same; None if it was not asked for
     also      the further statistics by name, each the shape of targets, and "at", fp32 [num_ids]
 
-    A pytree of all three, so that torch.func and DDP handle it.
+    It is registered as a pytree of all three, so that torch.func and DDP find its tensors.
     """
 
     logps: Tensor
@@ -78,12 +78,15 @@ class TokenLogprobs:
     __repr__ = describe
 
     def __iter__(self) -> Iterator[Any]:
+        """Iterate over logps and entropy, for `logps, entropy = ...`."""
         return iter((self.logps, self.entropy))
 
     def __getitem__(self, i: int) -> Any:
+        """Return logps (0) or entropy (1)."""
         return (self.logps, self.entropy)[i]
 
     def __len__(self) -> int:
+        """Return 2, the length of (logps, entropy)."""
         return 2
 
 
@@ -197,11 +200,12 @@ def linear_logprobs(
 
     The other arguments, the result and the errors are those of `token_logprobs`.
 
-    Masked tokens take part in no matmul. The forward is one matmul of the others. The backward
-    computes the logits again: three matmuls of the rows whose upstream gradient is not 0. With a
-    frozen head and a gradient of log-probs only, the forward takes two matmuls and keeps [N, H] in
-    fp32, and the backward takes none. Logits are fp32, and the gradient of the weight is summed in
-    fp32. With candidate sets, a token costs one dot product for each candidate and no matmul.
+    Masked tokens take part in no matmul. The forward is one matmul of the other tokens. The
+    backward computes the logits again: three matmuls (two with a frozen head) of the rows whose
+    upstream gradient is not 0, on a GPU of all unmasked rows. With a frozen head and a gradient of
+    log-probs only, the forward takes two matmuls and keeps [N, H] in fp32, and the backward takes
+    none. Logits are fp32, and the gradient of the weight is summed in fp32. With candidate sets, a
+    token costs one dot product for each candidate and no matmul.
 
     On a GPU the host waits for the rows of a mask. Pass only the rows that count (hidden[mask],
     targets[mask]) to avoid it.
@@ -240,7 +244,12 @@ def compute_logprobs(
     rows: Tensor | None,
     options: Options | None,
 ) -> TokenLogprobs:
-    """Compute `token_logprobs` or `linear_logprobs`."""
+    """Compute `token_logprobs` or `linear_logprobs`: check the arguments, then compute statistics.
+
+    inputs   the logits, or hidden states and head, as the caller passed them
+
+    The other arguments are those of the public functions.
+    """
     options = as_options(options)
     inputs.check_options(options)
     if is_traced() and must_break_graph(options, None, kept, at, rows):
@@ -291,6 +300,7 @@ def compute_logprobs(
         if sets is not None:
             check_sets(name, sets, targets, source.vocab_size)
 
+    # Without candidate sets the log of the mass is 0, which `shape_statistics` adds.
     names = tuple(name for name in also if name != "log_kept_mass" or kept is not None)
     if entropy:
         names = ("entropy", *names)
@@ -304,6 +314,7 @@ def compute_logprobs(
             flat_mask,
             names,
             kept=kept,
+            # "mask" has masked the targets that are not in their set, and "raise" has found none.
             missing="full" if missing == "full" else "include",
             at=at,
             rows=None if rows is None else flat(rows).long(),
@@ -329,26 +340,44 @@ def composed_statistics(
 ) -> dict[str, Tensor]:
     """Compute statistics of tokens with candidate sets, further ids or shared rows.
 
-    targets, mask, rows   flat, [num_tokens]
-    missing               "include" or "full", see `token_logprobs`
-    at                    further ids, whose log-probs are the statistic "at"
-    detached              those of the names that need no gradient
-    reference             for the name "divergence", which candidate sets do not have
+    Returns "logps" and the named statistics, [num_tokens] each, and with `at` also "at".
+
+    source      the rows of logits
+    targets     int64 [num_tokens]
+    mask        bool [num_tokens]: tokens to process; None processes all
+    names       the statistics in addition to "logps"
+    kept        candidate set of each token, or None
+    missing     what to do with a target that is not in its set: "include" or "full", see
+                `token_logprobs`
+    at          further ids of each token, whose log-probs are the statistic "at"; or None
+    rows        int64 [num_tokens]: the row of each token; None: token i has row i
+    detached    names of statistics that need no gradient
+    reference   for the name "divergence", which candidate sets do not have
     """
-    common: dict[str, Any] = {
-        "mask": mask,
-        "rows": rows,
-        "names": names,
-        "detached": detached,
-    }
+    extra_ids = TokenSets.whole(len(targets), device=targets.device) if at is None else at
     if kept is not None:
-        extra = TokenSets.whole(len(targets), device=targets.device) if at is None else at
         result = candidate_logprobs_with_extra_ids(
-            source, targets, kept, extra, missing=missing, **common
+            source,
+            targets,
+            kept,
+            extra_ids,
+            missing=missing,
+            mask=mask,
+            rows=rows,
+            names=names,
+            detached=detached,
         )
     else:
-        extra = TokenSets.whole(len(targets), device=targets.device) if at is None else at
-        result = logprobs_with_extra_ids(source, targets, extra, reference=reference, **common)
+        result = logprobs_with_extra_ids(
+            source,
+            targets,
+            extra_ids,
+            reference=reference,
+            mask=mask,
+            rows=rows,
+            names=names,
+            detached=detached,
+        )
     statistics = {
         name: x.detach() if name in detached else x for name, x in result.statistics.items()
     }
@@ -360,13 +389,17 @@ def composed_statistics(
 def shape_statistics(
     statistics: dict[str, Tensor], shape: torch.Size, also: tuple[str, ...]
 ) -> TokenLogprobs:
-    """Return flat statistics in the shape of targets."""
+    """Return flat statistics as `TokenLogprobs`, in the shape of targets.
+
+    statistics   "logps", and the others that were asked for, [num_tokens] each; "at" [num_ids]
+    also         what the caller asked for. A "log_kept_mass" that is not among the statistics is 0.
+    """
     shaped = {name: x.float() if name == "at" else x.view(shape) for name, x in statistics.items()}
     logps = shaped.pop("logps")
     entropy = shaped.pop("entropy", None)
     if "log_kept_mass" in also and "log_kept_mass" not in shaped:
         shaped["log_kept_mass"] = torch.zeros_like(logps)  # no token has a candidate set
-    return TokenLogprobs(logps, entropy, shaped)
+    return TokenLogprobs(logps=logps, entropy=entropy, also=shaped)
 
 
 def check_requested(entropy: bool | str, also: tuple[str, ...]) -> None:
@@ -388,7 +421,10 @@ TEACHER_WITH_SETS = (
 
 
 def refuse_inplace(is_refused: bool, feature: str) -> None:
-    """Raise ValueError for inplace=True with a feature that needs the logits for two gradients."""
+    """Raise ValueError if `is_refused`: inplace=True with a feature that reads the logits twice.
+
+    feature   what the caller passed, for the message
+    """
     if is_refused:
         raise ValueError(
             f"inplace=True, but {feature} needs the logits for two gradients: pass inplace=False."
@@ -503,9 +539,13 @@ def compute_divergence(
     kept: TokenSets | None,
     options: Options | None,
 ) -> Tensor:
-    """Compute `token_divergence` or `linear_divergence`.
+    """Compute `token_divergence` or `linear_divergence`: check the arguments, then compute it.
 
+    inputs      the policy's logits, or hidden states and head, as the caller passed them
     reference   what was passed as `ref_logits` or `reference`
+    exact       the divergence
+
+    The other arguments are those of the public functions.
     """
     options = as_options(options)
     inputs.check_options(options)
@@ -540,7 +580,7 @@ def compute_divergence(
         reference_arguments={inputs.reference_name: reference},
     )
     flat_mask = None if layout.mask is None else flat(layout.mask)
-    no_targets = torch.zeros(shape, dtype=torch.int64, device=source.device)
+    no_targets = torch.zeros(shape, dtype=torch.int64, device=source.device)  # for their shape
     if isinstance(reference, TokenSets):
         require(kept is None, inputs.reference_name, "TokenSets", TEACHER_WITH_SETS)
         check_teacher(inputs.reference_name, reference, no_targets, exact, source.vocab_size)
@@ -560,7 +600,10 @@ def compute_divergence(
 
 
 def squared_inverse_temperature(transform: RowTransform, mask: Tensor | None) -> float | Tensor:
-    """Return 1 / temperature^2, and 1 in masked rows, whose temperature may be invalid."""
+    """Return 1 / temperature^2: a number, or fp32 [num_rows].
+
+    It is 1 in masked rows, whose temperature may be invalid.
+    """
     inverse = transform.inverse_temperature
     if isinstance(inverse, Tensor) and mask is not None:
         inverse = torch.where(mask, inverse, 1.0)

@@ -114,7 +114,7 @@ class LossOutput:
     loss         0-d fp32, differentiable: the sum of all weighted per-token terms
     logps        log-prob of each target, fp32, the shape of targets, detached; 0 in masked tokens
     entropy      entropy of each token in nats, the same
-    rows         the batch as flat rows with the weights of the loss, for your own statistics
+    rows         the tokens of the batch, flat, with the weights of the loss, for further statistics
     divergence   divergence from the reference with kl=Exact(...), the same as logps, in nats (a
                  total variation: a probability). Else None.
     metrics      0-d tensors, computed on first use, see below

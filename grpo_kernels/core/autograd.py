@@ -80,6 +80,7 @@ class ConstantForAutograd(torch.autograd.Function):
     def forward(
         function: Callable[..., Any], group_sizes: Sequence[int], *tensors: Tensor | None
     ) -> Any:
+        """Split the tensors into groups, and return function(*groups)."""
         remaining = iter(tensors)
         groups = [[next(remaining) for _ in range(size)] for size in group_sizes]
         return function(*groups)
@@ -202,6 +203,7 @@ class RowStatistics(torch.autograd.Function):
     def forward(
         row_pass: StatisticsPass, requested: RequestedStatistics, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
+        """Return the statistics, and what else the backward needs."""
         computed = row_pass.compute(tensors)
         sums = row_pass.as_sums(computed[0])
         return (*sums.statistics(requested.names, row_pass.mask), *computed)
@@ -341,11 +343,13 @@ class SumGradientOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, shard: VocabShard) -> Tensor:
+        """Return hidden itself, as a view: autograd needs another tensor."""
         ctx.shard = shard
         return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx: Any, grad_hidden: Tensor) -> tuple[Tensor, None]:
+        """Return the sum of grad_hidden over the ranks."""
         return ctx.shard.sum_over_ranks(grad_hidden.contiguous()), None
 
 
@@ -428,6 +432,7 @@ class LossWithGradients(torch.autograd.Function):
     def forward(
         ctx: Any, loss: Tensor, gradients: PrecomputedGradients, *tensors: Tensor | None
     ) -> Tensor:
+        """Return the loss, and keep the gradients of `tensors` for the backward."""
         ctx.gradients = gradients
         ctx.set_materialize_grads(False)
         ctx.mark_dirty(loss)  # The output is the input itself, which autograd must be told.
@@ -435,6 +440,7 @@ class LossWithGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None) -> tuple[Any, ...]:
+        """Return None for loss and `gradients`, and the gradients times grad_loss, 0-d."""
         if grad_loss is None:
             return (None,) * len(ctx.needs_input_grad)
         return None, None, *ctx.gradients.hand_over(grad_loss)
@@ -473,6 +479,8 @@ class LossOfStatistics(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        """Return d loss / d statistic times the upstream gradient grad_loss, 0-d."""
+
         def scale_gradients(
             upstream: Sequence[Tensor], gradients: Sequence[Tensor | None]
         ) -> tuple[Tensor | None, ...]:

@@ -238,6 +238,7 @@ class ChunkedLogits:
     """
 
     def __init__(self, inputs: PassInputs, order: RowOrder) -> None:
+        """Put targets and transform, one value a row, into the order of the pass."""
         self.inputs = inputs
         self.order = order
         self.targets = order.gather(inputs.targets)
@@ -378,6 +379,7 @@ class GradientAccumulator:
         weight_total: Tensor | None,
         rounds_weight: bool,
     ) -> None:
+        """Allocate the gradients of hidden states and bias as zeros."""
         policy = logits.inputs.policy
         self.logits = logits
         self.wanted = wanted
@@ -561,6 +563,7 @@ class SumsRecorder:
     """
 
     def __init__(self, inputs: PassInputs, order: RowOrder, names: tuple[str, ...]) -> None:
+        """Prepare to record the sums of the rows of a pass."""
         self.inputs = inputs
         self.order = order
         self.names = names
@@ -615,6 +618,7 @@ class ChunkValues:
     """
 
     def __init__(self, order: RowOrder) -> None:
+        """Begin with no chunk."""
         self.order = order
         self.chunks: list[tuple[int, Tensor]] = []
 
@@ -652,6 +656,7 @@ class KnownGradients:
         coefficients: GradientCoefficients,
         order: RowOrder,
     ) -> None:
+        """Put sums and coefficients, one value a row, into the order of the pass."""
         self.kernels = kernels
         self.sums = sums
         self.coefficients = coefficients

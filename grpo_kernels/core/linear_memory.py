@@ -1,4 +1,4 @@
-"""How many rows of hidden states to process at a time, and how much memory that takes.
+"""Choose how many rows of hidden states a pass processes at a time, and how much memory that takes.
 
 A *chunk* is the rows whose fp32 logits exist at one time. A *block* is the rows whose gradients of
 logits exist at one time; its gradients of hidden states and weight are one matmul each.
@@ -32,12 +32,18 @@ MIN_CHUNK_ROWS = {"cpu": 64, "cuda": 512}
 #: same time. A larger block means fewer additions to that gradient.
 BLOCK_BYTES = {"cpu": 80 << 20, "cuda": 900 << 20}
 
-#: A chunk has a multiple of this many rows, so that matmuls have full tiles.
+#: The size of a chunk is a multiple of this, so that matmuls have full tiles. If a CPU has fewer
+#: rows or a rest, `linear.split_rows` makes smaller, equal chunks.
 ROWS_PER_TILE = 64
 
 #: With a sharded vocabulary each chunk costs an exchange among the ranks, and each rank holds only
-#: its columns. Chunks are larger by the number of ranks, but not by more than this.
+#: its columns. So a chunk whose gradients have a buffer is larger by the number of ranks, at most
+#: by this.
 MAX_FACTOR_OF_RANKS = 4
+
+#: Bytes of an element in fp32, and in bf16 or fp16.
+FP32_BYTES = 4
+HALF_BYTES = 2
 
 
 class ChunkPlan(NamedTuple):
@@ -49,7 +55,7 @@ class ChunkPlan(NamedTuple):
 
 @dataclass(frozen=True)
 class LinearMemory:
-    """The memory of a pass from hidden states: what it computes, in bytes and columns.
+    """A model of the memory that a pass from hidden states takes. It chooses chunks and blocks.
 
     vocab_size                 V, of all ranks of a shard, so that all choose the same chunks
     width                      H
@@ -62,7 +68,8 @@ class LinearMemory:
                                size. Otherwise the sum is fp32.
     ranks                      number of ranks that share the vocabulary
     reference_columns          columns of a reference's logits, 0 without a reference
-    scales_rows                whether rows of 16-bit gradients are scaled by powers of two (fp16)
+    scales_rows                whether the matmuls are fp16. Rows of fp16 gradients in a buffer are
+                               scaled by powers of two, so that none underflows.
     grad_hidden_partial_sums   fp32 sums of the size of the gradient of hidden states that its
                                matmul makes in addition to its result (CPUs with AMX)
     """
@@ -92,11 +99,13 @@ class LinearMemory:
         rounds_weight: bool,
         sums_bias: bool,
     ) -> LinearMemory:
-        """Return the memory model of a pass, see the fields of the class.
+        """Return the memory model of a pass with an output head.
 
         weight         [V, H], the rows of this rank
         matmul_dtype   the dtype that matmuls may use for their operands
         sums_bias      whether the gradient of a bias is computed
+
+        The other arguments are fields of the class.
         """
         partial_sums = 0
         if grad_hidden_bytes:
@@ -115,19 +124,19 @@ class LinearMemory:
         )
 
     def plan(self, device_type: str, num_rows: int, gathers_rows: bool = True) -> ChunkPlan:
-        """Choose the chunk and the block for `num_rows` rows with a gradient.
+        """Choose the sizes of chunk and block for `num_rows` rows with a gradient.
 
-        The chunk does not depend on the number of rows. All rows are one block if that takes no
-        more memory than several blocks and the fp32 gradient of the weight, which a single block
-        does not need. So the peak does not grow with the number of rows, but for the gradient of
-        hidden states.
+        The chunk does not depend on the number of rows. Several blocks need an fp32 sum of the
+        gradient of the weight. A single block of all rows does not, and is chosen if it takes no
+        more memory than several blocks and that sum. So the peak does not grow with the number of
+        rows, except for the gradient of hidden states.
 
         gathers_rows   whether hidden states are copied for the matmuls, to select or convert rows
         """
         chunk = self._chunk_rows(device_type)
         if not self.has_grad_buffer:
             return ChunkPlan(chunk, chunk)
-        chunk_grad_bytes = 2 * self.vocab_size * chunk
+        chunk_grad_bytes = HALF_BYTES * self.vocab_size * chunk
         chunks_per_block = max(1, round(of_device(BLOCK_BYTES, device_type) / chunk_grad_bytes))
         many_blocks = ChunkPlan(chunk, chunk * chunks_per_block)
         one_block = ChunkPlan(chunk, max(num_rows, many_blocks.block))
@@ -138,17 +147,21 @@ class LinearMemory:
         return one_block if bytes_of_one <= bytes_of_many else many_blocks
 
     def peak(self, plan: ChunkPlan, num_rows: int, gathers_rows: bool = True) -> int:
-        """Return the peak bytes beyond the inputs of a loss over `num_rows` rows, gradients
-        included.
+        """Return the peak bytes of a loss over `num_rows` rows: the gradients, but not the inputs.
 
         Vectors with one number a row, and a copy of a weight that does not have the dtype of the
         matmuls, are not counted.
+
+        gathers_rows   whether hidden states are copied for the matmuls
         """
         grad_hidden = num_rows * self.width * self.grad_hidden_bytes
         return grad_hidden + self._bytes_without_grad_hidden(plan, num_rows, gathers_rows)
 
     def _chunk_rows(self, device_type: str) -> int:
-        """Return how many rows a chunk has, from its budget of bytes for fp32 logits."""
+        """Return how many rows a chunk has: its bytes of fp32 logits / the bytes of a row.
+
+        A multiple of ROWS_PER_TILE, at least MIN_CHUNK_ROWS.
+        """
         chunk_bytes = of_device(IN_PLACE_CHUNK_BYTES, device_type)
         if self.has_grad_buffer:
             chunk_bytes = of_device(CHUNK_BYTES, device_type)
@@ -158,12 +171,16 @@ class LinearMemory:
             chunk_bytes *= 2
         columns = self.vocab_size + self.reference_columns
         columns += self.grad_hidden_partial_sums * self.width
-        rows_that_fit = chunk_bytes // (4 * columns)
+        rows_that_fit = chunk_bytes // (FP32_BYTES * columns)
         rows_in_full_tiles = rows_that_fit // ROWS_PER_TILE * ROWS_PER_TILE
         return max(of_device(MIN_CHUNK_ROWS, device_type), rows_in_full_tiles)
 
     def _bytes_without_grad_hidden(self, plan: ChunkPlan, num_rows: int, gathers_rows: bool) -> int:
-        """Return the peak bytes of a pass, without the gradient of all hidden states."""
+        """Return the peak bytes of a pass, without the gradient of all hidden states.
+
+        It is the largest of four moments: during the chunks of a block (matmul 1), during matmul 2,
+        during matmul 3, and while the gradient of the weight is rounded.
+        """
         block = min(num_rows, plan.block)
         chunk = min(num_rows, plan.chunk)
         has_several_blocks = num_rows > plan.block
@@ -172,29 +189,31 @@ class LinearMemory:
         returned_weight = self.grad_weight_bytes * weight_elements
         weight_sum = returned_weight
         if returned_weight and (has_several_blocks or self.scales_rows or not self.rounds_weight):
-            weight_sum = 4 * weight_elements
-
-        logits = 4 * chunk * (self.vocab_size + self.reference_columns)
-        grad_logits = 2 * block * self.vocab_size if self.has_grad_buffer else 0
-        hidden_row = 2 * self.width if gathers_rows else 0
-
-        # What exists during the chunks of a block, during matmul 2, during matmul 3, and while the
-        # gradient of the weight is rounded.
+            weight_sum = FP32_BYTES * weight_elements
         earlier_weight_sum = weight_sum if has_several_blocks else 0
-        during_chunks = earlier_weight_sum + grad_logits + logits + chunk * hidden_row
 
-        operands = (grad_logits or logits) + (block + chunk) * hidden_row
+        logits = FP32_BYTES * chunk * (self.vocab_size + self.reference_columns)
+        buffer = HALF_BYTES * block * self.vocab_size if self.has_grad_buffer else 0
+        grad_logits = buffer or logits  # without a buffer they overwrite the logits
+        bytes_per_hidden_row = HALF_BYTES * self.width if gathers_rows else 0
+
+        during_chunks = earlier_weight_sum + buffer + logits + chunk * bytes_per_hidden_row
+
+        operands = grad_logits + (block + chunk) * bytes_per_hidden_row
         grad_hidden_block = 0
         if self.grad_hidden_bytes:
-            # The result in fp32, its partial sums, and a copy in the dtype of the hidden states.
-            bytes_per_element = 4 * (1 + self.grad_hidden_partial_sums) + self.grad_hidden_bytes % 4
+            # The result in fp32, its partial sums, and a copy if hidden states are not fp32.
+            num_fp32 = 1 + self.grad_hidden_partial_sums
+            copy_bytes = 0 if self.grad_hidden_bytes == FP32_BYTES else self.grad_hidden_bytes
+            bytes_per_element = FP32_BYTES * num_fp32 + copy_bytes
             grad_hidden_block = bytes_per_element * block * self.width
         during_matmul_2 = earlier_weight_sum + operands + grad_hidden_block
 
         scaled_operands = 0
         if self.scales_rows:
-            scaled_hidden = 2 * self.width * block
-            scaled_operands = scaled_hidden + min(4 * weight_elements, WEIGHT_SLICE_BYTES)
+            scaled_hidden = HALF_BYTES * self.width * block
+            weight_slice = min(FP32_BYTES * weight_elements, WEIGHT_SLICE_BYTES)
+            scaled_operands = scaled_hidden + weight_slice
         during_matmul_3 = weight_sum + operands + scaled_operands
 
         rounded_weight = returned_weight if returned_weight < weight_sum else 0
@@ -203,5 +222,5 @@ class LinearMemory:
 
 
 def of_device(table: dict[str, int], device_type: str) -> int:
-    """Return the entry of a device type. Devices that are not listed take that of "cuda"."""
+    """Return the entry of a device type. Device types that are not listed take that of "cuda"."""
     return table.get(device_type, table["cuda"])

@@ -49,9 +49,9 @@ class TokenFormula:
     def __init__(
         self, kernels: Backend, loss_formula: TokenLossFormula, order: RowOrder, has_reference: bool
     ) -> None:
+        """Put the inputs of the formula, one value a row, into the order of the pass."""
         self.kernels = kernels
         self.order = order
-        # Its inputs, one value a row, in the order in which the pass processes rows.
         self.loss_formula = (
             loss_formula if order.is_identity else loss_formula.select(order.row_ids)
         )
@@ -100,6 +100,7 @@ class SequenceFormula:
         compute_losses: Callable[[Tensor, Tensor], TokenLosses],
         order: RowOrder,
     ) -> None:
+        """Begin with log-probs and entropies of 0, the values of rows that are not processed."""
         self.kernels = kernels
         self.compute_losses = compute_losses
         self.order = order

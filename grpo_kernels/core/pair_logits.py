@@ -67,6 +67,7 @@ class GivenPairLogits(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Save the pairs, and shape and dtype of the logits."""
         logits, row_ids, columns, _ = inputs
         ctx.shape = logits.shape
         ctx.dtype = logits.dtype
@@ -148,6 +149,7 @@ class ProjectedPairLogits(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Save hidden states, head and pairs."""
         hidden, weight, bias, pairs, kernels, shard, weight_memory = inputs
         ctx.pairs = pairs
         ctx.kernels = kernels

@@ -69,6 +69,7 @@ class RestKernels(BackendWrapper):
     """
 
     def __init__(self, kernels: Backend, left_out: Pairs) -> None:
+        """Wrap `kernels`, for rows without the pairs `left_out`."""
         super().__init__(kernels)
         self.left_out = left_out
 

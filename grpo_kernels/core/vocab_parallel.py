@@ -67,6 +67,7 @@ class VocabShard:
     reduce_hidden: bool = True
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         for name, minimum in (("start", 0), ("vocab", 1)):
             value = getattr(self, name)
             remedy = f"it is a whole number of ids, at least {minimum}."
