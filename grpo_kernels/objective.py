@@ -932,6 +932,8 @@ class Objective(Checked):
             log_weights = inputs.weights.abs().log().clamp(*LOG_WEIGHT_BOUNDS)
             # A token with weight 0 has no loss (`_policy_weight`), but stays part of the ratio.
             terms = terms + torch.where(inputs.weights == 0, 0.0, log_weights)
+        if inputs.loss_mask is not None:
+            terms = torch.where(inputs.loss_mask, terms, 0.0)
         num_tokens = None if self.level == "sequence-sum" else batch.lengths.clamp(min=1.0)
         return SequenceRatio(
             terms=terms,

@@ -831,6 +831,7 @@ FAULTS: list[Fault] = [
     *of("grpo_kernels/objective.py", OBJECTIVES,
         ("the gradient of a sequence's log-ratio does not reach its tokens", "losses._replace(grad_logps=losses.grad_logps + grad_logps)", "losses"),
         ("the gradient of a mean is that of a sum", "grad_terms = self._reduce(grad_log_ratios)", "grad_terms = self.batch.spread(self.batch.sequence_sum(grad_log_ratios), torch.float32)"),
+        ("masked tokens are part of a sequence's ratio", "terms = torch.where(inputs.loss_mask, terms, 0.0)", "pass"),
         ("masked tokens have the gradient of their sequence", "grad_terms = torch.where(self.mask, grad_terms, 0.0)", "pass"),
     ),
     *of("grpo_kernels/losses.py", "tests/core/test_waits.py",

@@ -556,9 +556,9 @@ class Custom(Surrogate):
     For the C++ and Triton kernels the function is traced: it is called once with symbols in place
     of tensors. It is traced again if a function, a number, a list or a dictionary that it uses has
     changed, and at each call if it uses other objects. A closure or another callable object works
-    too. If it cannot be traced, the formula runs in torch between two passes over the logits, with
-    a warning. Strict mode and backend="triton" raise ValueError instead. Strict mode also compares
-    the traced program with torch before its first use.
+    too. If it cannot be traced, the formula runs in torch with a warning, which at token level
+    takes two passes over the logits. Strict mode and backend="triton" raise ValueError instead, at
+    every level. Strict mode also compares the traced program with torch before its first use.
 
     Raises ValueError naming the field that is wrong, or if the function returns something else.
     """

@@ -154,8 +154,8 @@ def test_a_surrogate_and_a_kl_of_ones_own(backend):
 
 
 @pytest.mark.parametrize("name", ["gspo", "gmpo", "rloo", "vespo"])
-def test_masked_tokens_have_no_gradient(name):
-    """Also in a sequence whose ratio is NaN."""
+def test_masked_tokens_have_no_gradient_and_no_part_in_a_ratio(name):
+    """Also in a sequence whose ratio is NaN, and whatever the log-probs of masked tokens are."""
     mask = torch.tensor([[True, True, False], [True, False, True]])
     logps = torch.where(mask, -torch.rand(2, 3), 0.0)
     old_logps = logps - 1e-4 * torch.rand(2, 3)  # inside of all clip bounds
@@ -164,6 +164,11 @@ def test_masked_tokens_have_no_gradient(name):
     )
     objective = Objective.preset(name)
     inputs = objective.token_inputs(batch)
+    ratios, same = (
+        objective.log_ratio(torch.where(mask, logps, masked).flatten(), inputs, batch)
+        for masked in (0.0, -math.inf)
+    )
+    assert torch.equal(ratios, same)
     for first in (logps[0, 0].item(), math.nan):
         logps[0, 0] = first
         grads = objective.token_losses(logps.flatten(), None, inputs, batch).grad_logps.view(2, 3)

@@ -390,15 +390,15 @@ def run_program(program: Program, numbers: list[float], inputs: list[Tensor]) ->
     Returns a tensor fp32 [n] for each of program.outputs.
     """
     n = inputs[0].numel()
-    outputs = [torch.empty(n, dtype=torch.float32) for _ in program.outputs]
+    outputs = torch.empty(len(program.outputs), n, dtype=torch.float32).unbind()
     named_inputs = zip(program.inputs, inputs, strict=True)
     compile_program(program).run(
         numbers,
         [vector_argument(name, x, torch.float32, n) for name, x in named_inputs],
-        [vector_argument("outputs", x, torch.float32, n) for x in outputs],
+        [x.data_ptr() for x in outputs],
         n,
     )
-    return outputs
+    return list(outputs)
 
 
 # ---- tensors as arguments of C++
