@@ -1,4 +1,3 @@
-"""Per-token inputs of the loss:
-
-advantages, returns, corrections of the sampler mismatch, entropy control.
+"""Inputs of the loss that are computed before it: advantages, returns, corrections of the mismatch
+between sampler and policy, and control of the entropy.
 """

@@ -1,8 +1,8 @@
-"""Advantages from rewards: normalisation within groups of completions of the same prompt, and
-estimators built on it.
+"""Compute advantages of completions from their rewards, mostly relative to the other completions of
+the same prompt (a group).
 
-Everything is computed in fp64, in a fixed order, and returned as fp32. Per-token estimators are in
-`returns`.
+Everything is computed in fp64, in a fixed order, and returned as fp32. `returns` has advantages of
+tokens.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from ..checks import LARGEST, SMALLEST, require, require_number, require_one_of, require_shape
 from .groups import (
-    Grouped,
     Groups,
+    GroupStatistics,
     group_ids,
-    grouped,
     read_lengths,
     read_rewards,
     read_weights,
+    reward_statistics,
     warn_of_single_completions,
     weighted_sum,
 )
@@ -31,8 +31,8 @@ BASELINES = ("mean", "leave-one-out", "length", "none")
 SCALES = ("group", "batch", "none", "mean", "others")
 COMBINATIONS = ("sum", "gdpo")
 
-#: `group_advantages(rewards, group_size=8, **NUMERICS["verl"])` has the numbers of that trainer's
-#: group normalisation; {**NUMERICS["verl"], "baseline": "leave-one-out", "scale": "none"} is its
+#: `group_advantages(rewards, group_size=8, **NUMERICS["verl"])` computes what verl's group
+#: normalisation computes; {**NUMERICS["verl"], "baseline": "leave-one-out", "scale": "none"} is its
 #: RLOO. One difference remains: equal rewards give exactly 0 here. In the trainers they give the
 #: rounding error of their mean divided by eps (an advantage of up to 1 at eps=1e-9).
 NUMERICS: dict[str, dict[str, Any]] = {
@@ -129,89 +129,106 @@ def group_advantages(
         given,
         "baseline='length' takes it, no other does.",
     )
-    tokens = None if lengths is None else read_lengths(lengths, len(r), r.device)
+    num_tokens = None if lengths is None else read_lengths(lengths, len(r), r.device)
     factors = [] if reward_weights is None else read_weights(reward_weights, r)
-    within = Groups(group_ids(len(r), r.device, group_size, groups))
+    same_prompt = Groups(group_ids(len(r), r.device, group_size, groups))
     if baseline != "none" and singleton == "zero":
-        warn_of_single_completions(within, group_size)
+        warn_of_single_completions(same_prompt, group_size)
 
-    def normalised(r: Tensor, scored: Tensor) -> tuple[Tensor, Tensor]:
-        """(advantages [B] of one function, where they are set to exactly 0)."""
-        g = Grouped(within, r, scored)
-        above, zero = _above_baseline(g, baseline, tokens)
+    def normalise(r: Tensor, scored: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (advantages [B] for one reward each, bool [B]: advantages that are exactly 0)."""
+        g = GroupStatistics(same_prompt, r, scored)
+        above_baseline, is_zero = _above_baseline(g, baseline, num_tokens)
         divisor = _divisor(g, scale, unbiased, eps)
-        zero = zero | (g.mean <= 0) if scale == "mean" else zero
+        if scale == "mean":
+            is_zero = is_zero | (g.mean <= 0)
         if singleton == "raw":
-            alone = scored & (g.size == 1)
-            above = torch.where(alone, r, above)
-            zero = zero & ~alone
-            divisor = (
-                divisor if scale in ("none", "batch") else torch.where(alone, 1.0 + eps, divisor)
-            )
-        return torch.where(zero, 0.0, above / divisor), zero
+            is_alone = scored & (g.size == 1)
+            above_baseline = torch.where(is_alone, r, above_baseline)
+            is_zero = is_zero & ~is_alone
+            if scale not in ("none", "batch"):
+                divisor = torch.where(is_alone, 1.0 + eps, divisor)
+        return torch.where(is_zero, 0.0, above_baseline / divisor), is_zero
 
     if r.dim() == 1:
-        return normalised(r, scored)[0].to(dtype)
+        return normalise(r, scored)[0].to(dtype)
     if combine == "sum":
-        return normalised(weighted_sum(r.unbind(1), factors), scored.any(1))[0].to(dtype)
-    parts, zeros = zip(*map(normalised, r.unbind(1), scored.unbind(1)), strict=True)
-    total = Grouped(Groups(), weighted_sum(parts, factors), scored.any(1))
-    return torch.where(
-        torch.stack(zeros).all(0), 0.0, (total.values - total.mean) / (total.std(unbiased) + eps)
-    ).to(dtype)
+        return normalise(weighted_sum(r.unbind(1), factors), scored.any(1))[0].to(dtype)
+    columns = [normalise(*column) for column in zip(r.unbind(1), scored.unbind(1), strict=True)]
+    column_advantages = [advantages for advantages, _ in columns]
+    is_zero = torch.stack([is_zero for _, is_zero in columns]).all(0)
+    total = GroupStatistics(Groups(), weighted_sum(column_advantages, factors), scored.any(1))
+    advantages = (total.values - total.mean) / (total.std(unbiased) + eps)
+    return torch.where(is_zero, 0.0, advantages).to(dtype)
 
 
-def _above_baseline(g: Grouped, baseline: str, tokens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(rewards minus the baseline [B], where they count for nothing)."""
+def _above_baseline(
+    g: GroupStatistics, baseline: str, num_tokens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return (rewards minus the baseline, bool: advantages that are exactly 0), each [B].
+
+    num_tokens   tokens of each completion, the weights of baseline "length", else None
+    """
     if baseline == "none":
         return g.values, ~g.counted
-    zero = ~g.counted | g.equal
+    is_zero = ~g.counted | g.equal
     if baseline == "leave-one-out":
-        return g.centred * g.size / (g.size - 1.0).clamp(min=1.0), zero
-    if tokens is None:
-        return g.centred, zero
-    weights = torch.where(g.counted, tokens, 0.0)
-    total = g.within.sum(weights)
-    return g.centred - g.within.sum(weights * g.centred) / total, zero | (total == 0)
+        # r - (mean of the others) = (r - mean) n / (n - 1)
+        return g.centred * g.size / (g.size - 1.0).clamp(min=1.0), is_zero
+    if num_tokens is None:
+        return g.centred, is_zero
+    # r - (weighted mean) = (r - mean) - (weighted mean of r - mean)
+    weights = torch.where(g.counted, num_tokens, 0.0)
+    total = g.groups.sum(weights)
+    return g.centred - g.groups.sum(weights * g.centred) / total, is_zero | (total == 0)
 
 
-def _divisor(g: Grouped, scale: str, unbiased: bool, eps: float) -> Tensor | float:
+def _divisor(g: GroupStatistics, scale: str, unbiased: bool, eps: float) -> Tensor | float:
+    """Return what rewards minus the baseline are divided by, see `group_advantages`."""
     if scale == "group":
         return g.std(unbiased) + eps
     if scale == "batch":
-        return Grouped(Groups(), g.values, g.counted).std(unbiased) + eps
+        return GroupStatistics(Groups(), g.values, g.counted).std(unbiased) + eps
     if scale == "mean":
         return g.mean + eps
     if scale == "others":
-        std, equal = _std_of_others(g, unbiased)
-        return torch.where(equal, 1.0, std + eps)
+        std, others_are_equal = _std_of_others(g, unbiased)
+        return torch.where(others_are_equal, 1.0, std + eps)
     return 1.0
 
 
-def _std_of_others(g: Grouped, unbiased: bool) -> tuple[Tensor, Tensor]:
-    """([B] std of the group's other scored rewards, where those are exactly equal or fewer than 2).
+def _std_of_others(g: GroupStatistics, unbiased: bool) -> tuple[Tensor, Tensor]:
+    """Return for each reward (std of the other rewards of its group, whether they are all equal).
 
-    Leaving out r subtracts n/(n-1) (r - mean)^2 from the sum of squares. For the r furthest from
-    the mean this subtraction cancels, so the sum over the other rewards is computed directly. The
-    second result is needed because rounding may give equal rewards a std other than 0.
+    Both are [B]. Fewer than 2 other rewards are equal. Equality is returned in addition to the std,
+    because rounding may give equal rewards a std other than 0.
+
+    Leaving out r subtracts n / (n - 1) (r - mean)^2 from the sum of squares of a group of n. If r
+    alone is furthest from the mean, this difference cancels. The sum over the other rewards is then
+    computed directly.
     """
-    within = g.within
-    others = (g.size - 1.0).clamp(min=1.0)
-    highest = within.max_of_others(torch.where(g.counted, g.values, -math.inf))
-    lowest = -within.max_of_others(torch.where(g.counted, -g.values, -math.inf))
-    squares = (within.sum(g.centred * g.centred) - g.centred * g.centred * g.size / others).clamp(
-        min=0.0
-    )
-    furthest = g.centred.abs() == within.max(g.centred.abs())
-    furthest &= within.sum(furthest.double()) == 1
-    rest = g.counted & ~furthest
-    mean = within.sum(torch.where(rest, g.values, 0.0)) / others
-    around = torch.where(rest, g.values - mean, 0.0)
-    squares = torch.where(furthest, within.sum(around * around), squares)
-    return (squares / (g.size - 1.0 - int(unbiased)).clamp(min=1.0)).sqrt(), highest <= lowest
+    groups = g.groups
+    num_others = (g.size - 1.0).clamp(min=1.0)
+    highest = groups.max_of_others(torch.where(g.counted, g.values, -math.inf))
+    lowest = -groups.max_of_others(torch.where(g.counted, -g.values, -math.inf))
+
+    squares = g.centred * g.centred
+    sum_squares = (groups.sum(squares) - squares * g.size / num_others).clamp(min=0.0)
+
+    distance = g.centred.abs()
+    is_furthest = distance == groups.max(distance)
+    is_furthest &= groups.sum(is_furthest.double()) == 1
+    is_other = g.counted & ~is_furthest
+    mean_of_others = groups.sum(torch.where(is_other, g.values, 0.0)) / num_others
+    differences = torch.where(is_other, g.values - mean_of_others, 0.0)
+    sum_squares = torch.where(is_furthest, groups.sum(differences * differences), sum_squares)
+
+    variance = sum_squares / (g.size - 1.0 - int(unbiased)).clamp(min=1.0)
+    return variance.sqrt(), highest <= lowest
 
 
 def _check_eps(eps: float) -> None:
+    """Raise ValueError unless eps is finite and >= 0."""
     require_number(
         "eps", eps, "it is added to a standard deviation and must be finite and >= 0.", 0, LARGEST
     )
@@ -235,11 +252,12 @@ def pass_at_k_advantages(
     """
     require_one_of("scale", scale, ("group", "none"))
     _check_eps(eps)
-    g = grouped(rewards, group_size, groups)
-    warn_of_single_completions(g.within, group_size)
-    second = g.within.max_of_others(g.values)
+    g = reward_statistics(rewards, group_size, groups)
+    warn_of_single_completions(g.groups, group_size)
+    second = g.groups.max_of_others(g.values)
     lead = torch.where((g.values > second) & (g.size > 1), g.values - second, 0.0)
-    lead = lead / (g.std(unbiased) + eps) if scale == "group" else lead
+    if scale == "group":
+        lead = lead / (g.std(unbiased) + eps)
     return torch.where(lead > 0, lead, 0.0).float()
 
 
@@ -270,10 +288,10 @@ def gpg_scale(
     """
     if group_size is None and groups is None:
         r, _ = read_rewards(rewards)
-        counts = r != 0
+        is_counted = r != 0
     else:
-        counts = ~zero_variance(rewards, group_size=group_size, groups=groups)
-    return (counts.numel() / counts.sum().clamp(min=1).double()).float()
+        is_counted = ~zero_variance(rewards, group_size=group_size, groups=groups)
+    return (is_counted.numel() / is_counted.sum().clamp(min=1).double()).float()
 
 
 def a2po_values(
@@ -297,8 +315,9 @@ def a2po_values(
         SMALLEST,
         LARGEST,
     )
-    g = grouped(rewards, group_size, groups)
-    mean = g.within.sum(torch.exp((g.values - g.highest) / beta)) / g.size
+    g = reward_statistics(rewards, group_size, groups)
+    # Relative to the highest reward, so that exp does not overflow.
+    mean = g.groups.sum(torch.exp((g.values - g.highest) / beta)) / g.size
     return (g.highest + beta * mean.log()).float()
 
 
@@ -310,7 +329,7 @@ def zero_variance(
     Such a group has no gradient. A NaN counts as not scored. A group without any reward is True.
     Raises ValueError as `group_advantages` does.
     """
-    return grouped(rewards, group_size, groups, missing_rewards="skip").equal
+    return reward_statistics(rewards, group_size, groups, missing_rewards="skip").equal
 
 
 def group_metrics(
@@ -333,23 +352,23 @@ def group_metrics(
     missing         share of the completions without a reward (NaN). The other statistics do not
                     count them.
 
-    A group without any reward is left out. Raises ValueError as `group_advantages` does.
+    Raises ValueError as `group_advantages` does.
     """
-    low, high = extremes
-    g = grouped(rewards, group_size, groups, missing_rewards="skip")
-    batch = Grouped(Groups(), g.values, g.counted)
-    # Each completion stands for 1/size of its group, so a sum over completions counts groups.
-    share = torch.where(g.counted, 1.0 / g.size, 0.0)
-    of_groups = {
+    wrong, right = extremes
+    g = reward_statistics(rewards, group_size, groups, missing_rewards="skip")
+    batch = GroupStatistics(Groups(), g.values, g.counted)
+    # Each completion has the weight 1 / size of its group, so a weighted sum counts groups.
+    weight = torch.where(g.counted, 1.0 / g.size, 0.0)
+    group_values = {
         "zero_variance": g.equal,
         "single": g.size == 1,
-        "all_wrong": g.highest <= low,
-        "all_correct": g.lowest >= high,
+        "all_wrong": g.highest <= wrong,
+        "all_correct": g.lowest >= right,
         "group_std": g.std(True),
     }
     metrics = {
-        name: (share * values).sum() / share.sum().clamp(min=1.0)
-        for name, values in of_groups.items()
+        name: (weight * values).sum() / weight.sum().clamp(min=1.0)
+        for name, values in group_values.items()
     }
     metrics |= {"reward_mean": batch.mean, "reward_std": batch.std(True)}
     metrics["missing"] = (~g.counted).double().sum() / max(len(g.values), 1)

@@ -88,7 +88,7 @@ from ..formulas.filters import (
     sampler_errors,
 )
 from ..formulas.ops import LOG_RATIO_BOUND
-from .groups import Grouped, Groups
+from .groups import Groups, GroupStatistics
 
 LEVELS = ("token", "sequence", "geometric")
 MODES = ("truncate", "mask")
@@ -358,7 +358,9 @@ def correction_metrics(
         return torch.where(among, values, 0.0).sum(dtype=torch.float64) / among.sum().clamp(min=1)
 
     w = v = x.exp()
-    ratio, sizes = (Grouped(Groups(), torch.where(trained, y, 0.0), trained) for y in (w, x.abs()))
+    ratio, sizes = (
+        GroupStatistics(Groups(), torch.where(trained, y, 0.0), trained) for y in (w, x.abs())
+    )
     metrics = {
         "ratio_mean": ratio.mean,
         "ratio_min": ratio.lowest,

@@ -1,5 +1,5 @@
-"""Entropy control: a threshold that selects the tokens of high entropy, and a coefficient of the
-bonus that keeps entropy from falling.
+"""Control the entropy of the policy: a threshold that selects tokens of high entropy, and a
+coefficient of the entropy bonus that adapts to a target entropy.
 """
 
 from __future__ import annotations
@@ -41,29 +41,31 @@ def entropy_threshold(
     require_number("share", share, *SHARE)
     require_shape("mask", mask, entropy.shape, "entropy")
     values = entropy.detach().flatten().float()
-    # Tokens that do not count become infinity, which sorts behind the others.
+    # Ignored values become infinity, which sorts behind the others.
     values = torch.where((mask.flatten() != 0) & values.isfinite(), values, torch.inf)
     if process_group is not None:
         values = _gather(values, process_group)
     values = torch.nn.functional.pad(values, (0, 1), value=torch.inf).sort().values
     count = values.isfinite().sum()
     position = (1.0 - share) * (count - 1).clamp(min=0).double()
-    at = torch.stack([position.floor(), position.ceil()]).long()
-    below, above = values.index_select(0, at).double().unbind()
+    neighbours = torch.stack([position.floor(), position.ceil()]).long()
+    below, above = values.index_select(0, neighbours).double().unbind()
     threshold = torch.lerp(below, above, position - position.floor()).float()
     return torch.where(count > 0, threshold, torch.finfo(torch.float32).min)
 
 
 def _gather(values: Tensor, process_group: Any) -> Tensor:
-    """The flat `values` of all ranks, concatenated. Ranks may have different numbers of them:
-    shorter ones are padded with infinity.
+    """Return the flat `values` of all ranks, concatenated.
+
+    All ranks pad their values with infinity to the longest tensor, because all_gather needs equal
+    shapes.
     """
     longest = torch.tensor(values.numel(), device=values.device)
     dist.all_reduce(longest, dist.ReduceOp.MAX, group=process_group)
     padded = torch.nn.functional.pad(values, (0, int(longest) - values.numel()), value=torch.inf)
-    everyone = [torch.empty_like(padded) for _ in range(dist.get_world_size(process_group))]
-    dist.all_gather(everyone, padded, group=process_group)
-    return torch.cat(everyone)
+    all_values = [torch.empty_like(padded) for _ in range(dist.get_world_size(process_group))]
+    dist.all_gather(all_values, padded, group=process_group)
+    return torch.cat(all_values)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -113,6 +115,10 @@ class AdaptiveEntropyCoef(Checked):
         self._move("initial", self.initial, math.inf)
 
     def _move(self, name: str, coef: float, entropy: float) -> None:
+        """Set the coefficient and the last entropy.
+
+        Raises ValueError, which names the argument `name`, if the coefficient is out of range.
+        """
         require_number(
             name,
             coef,
@@ -125,7 +131,7 @@ class AdaptiveEntropyCoef(Checked):
 
     @property
     def coef(self) -> float:
-        """The coefficient of the bonus in the next window."""
+        """Return the coefficient for the next optimiser step."""
         return self._coef if self._entropy <= self.target else 0.0
 
     def update(self, entropy: float | Tensor) -> None:
@@ -134,9 +140,9 @@ class AdaptiveEntropyCoef(Checked):
         entropy   the mean over the trained tokens of all micro-batches and ranks of the step: a
                   number, or a 0-d tensor, for which the host waits
         """
-        value: Any = (
-            float(entropy) if isinstance(entropy, Tensor) and entropy.numel() == 1 else entropy
-        )
+        value: Any = entropy
+        if isinstance(entropy, Tensor) and entropy.numel() == 1:
+            value = float(entropy)
         require_number(
             "entropy",
             value,
@@ -144,25 +150,20 @@ class AdaptiveEntropyCoef(Checked):
             -LARGEST,
             LARGEST,
         )
-        rises = value <= self.target
-        self._move(
-            "coef",
-            (
-                min(self._coef + self.step, self.high)
-                if rises
-                else max(self._coef - self.step, self.low)
-            ),
-            value,
-        )
+        if value <= self.target:
+            coef = min(self._coef + self.step, self.high)
+        else:
+            coef = max(self._coef - self.step, self.low)
+        self._move("coef", coef, value)
 
     def state_dict(self) -> dict[str, float]:
-        """The state for a checkpoint: the coefficient and the last entropy."""
+        """Return the state for a checkpoint: the coefficient and the last entropy."""
         return {"coef": self._coef, "entropy": self._entropy}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue from `state`, which `state_dict` returned.
+        """Restore a state that `state_dict` returned.
 
-        Raises ValueError if it is something else.
+        Raises ValueError for other keys, and for a coefficient out of range.
         """
         require(
             set(state) == {"coef", "entropy"},

@@ -1,12 +1,13 @@
-"""Rewards of completions as fp64 tensors, without wrong types, shapes and values, and the groups of
-those that share a prompt: sums, extremes, means and deviations of each.
+"""Check rewards of completions, and compute statistics of groups of completions.
+
+A group is the set of completions of one prompt. Rewards are computed with in fp64.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -23,21 +24,20 @@ from ..checks import (
     warn_once,
 )
 
-#: From this share of groups with one completion on there is a warning.
+#: Smallest share of groups with one completion that causes a warning.
 MANY_SINGLE = 0.25
 
 
 def as_rewards(name: str, rewards: Any) -> Tensor:
-    """Rewards as a tensor, of a list or an array those of its numbers.
+    """Return rewards as a tensor: a tensor unchanged, a list or an array as fp64.
 
-    Raises ValueError where they are no real numbers.
+    Raises ValueError, which names the argument `name`, unless they are real numbers.
     """
     try:
-        tensor = (
-            rewards
-            if isinstance(rewards, Tensor)
-            else torch.as_tensor(rewards, dtype=torch.float64)
-        )
+        if isinstance(rewards, Tensor):
+            tensor = rewards
+        else:
+            tensor = torch.as_tensor(rewards, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError):
         tensor = None
     if tensor is None or tensor.is_complex():
@@ -51,53 +51,68 @@ def as_rewards(name: str, rewards: Any) -> Tensor:
 def read_rewards(
     rewards: Any, missing_rewards: str = "raise", *, several: bool = False, name: str = "rewards"
 ) -> tuple[Tensor, Tensor]:
-    """(rewards in fp64 with missing ones set to 0, a mask of those not missing); [B], or [B, K] of
-    `several` functions.
+    """Return (rewards in fp64 with 0 for missing ones, bool mask of the rewards that are given).
+
+    rewards           numbers [B] for B completions; if `several`, [B, K] for K reward functions
+    missing_rewards   "skip": a NaN is a missing reward. "raise": a NaN is an error.
+    name              the argument that errors name
+
+    Raises ValueError for another shape, and for values that are not finite (if
+    `values_are_checked`).
     """
     rewards = as_rewards(name, rewards)
-    if rewards.dim() != 1 + several:
-        shape_needed = (
-            "with reward_weights, one per completion and function, [B, K]"
-            if several
-            else "one number per completion, [B]"
-        )
-        hint = ""
-        if rewards.dim() == 2 and not several:
-            rows, columns = rewards.shape
-            hint = (
-                f" If these are {rows} prompts with {columns} completions each, pass"
-                f" {name}.flatten()"
-            )
-            if name == "rewards":
-                hint += (
-                    f" with group_size={columns}. If these are {rows} completions with {columns}"
-                    " reward functions, also pass reward_weights"
-                )
-            hint += "."
-        raise ValueError(f"{name} has shape {list(rewards.shape)}: pass {shape_needed}.{hint}")
+    if rewards.dim() != (2 if several else 1):
+        _refuse_shape(name, rewards, several)
     require_one_of("missing_rewards", missing_rewards, ("raise", "skip"))
     r = rewards.detach().double()
-    missed = torch.isnan(r) if missing_rewards == "skip" else torch.zeros_like(r, dtype=torch.bool)
-    r = torch.where(missed, 0.0, r)
-    return finite(name, r, "give every completion a finite number, or leave it out."), ~missed
+    missing = torch.isnan(r) if missing_rewards == "skip" else torch.zeros_like(r, dtype=torch.bool)
+    r = torch.where(missing, 0.0, r)
+    require_finite(name, r, "give every completion a finite number, or leave it out.")
+    return r, ~missing
 
 
-def finite(name: str, x: Tensor, remedy: str, low: float = -math.inf) -> Tensor:
-    """x, whose first value that is NaN, infinite or below `low` is refused where
-    `values_are_checked`.
+def _refuse_shape(name: str, rewards: Tensor, several: bool) -> NoReturn:
+    """Raise ValueError that says which shape rewards must have, see `read_rewards`."""
+    if several:
+        shape_needed = "with reward_weights, one per completion and function, [B, K]"
+    else:
+        shape_needed = "one number per completion, [B]"
+    hint = ""
+    if rewards.dim() == 2 and not several:
+        rows, columns = rewards.shape
+        hint = (
+            f" If these are {rows} prompts with {columns} completions each, pass {name}.flatten()"
+        )
+        if name == "rewards":
+            hint += (
+                f" with group_size={columns}. If these are {rows} completions with {columns}"
+                " reward functions, also pass reward_weights"
+            )
+        hint += "."
+    raise ValueError(f"{name} has shape {list(rewards.shape)}: pass {shape_needed}.{hint}")
+
+
+def require_finite(name: str, x: Tensor, remedy: str, low: float = -math.inf) -> None:
+    """Raise ValueError, naming the first index, if a value is NaN, infinite or below `low`.
+
+    Does nothing unless `values_are_checked`, because the host would wait for a GPU.
     """
     if values_are_checked(x):
         refuse_where(~(torch.isfinite(x) & (x >= low)), name, x, f": {remedy}")
-    return x
 
 
-def float_tensor(name: str, x: Any) -> Tensor:
+def require_float(name: str, x: Any) -> Tensor:
+    """Return x. Raises ValueError unless it is a floating-point tensor."""
     require_tensor(name, x, FLOATING, "a floating-point tensor")
     return x
 
 
 def read_lengths(lengths: Tensor, n: int, device: torch.device) -> Tensor:
-    """Tokens of each of n completions, fp64 [n]."""
+    """Return the number of tokens of each of n completions on a device, fp64 [n].
+
+    Raises ValueError for another shape or dtype, and for negative numbers (if
+    `values_are_checked`).
+    """
     require_tensor(
         "lengths",
         lengths,
@@ -105,27 +120,33 @@ def read_lengths(lengths: Tensor, n: int, device: torch.device) -> Tensor:
         f"the number of tokens of each completion, a tensor [{n}]",
     )
     require_shape("lengths", lengths, torch.Size([n]), "a tensor of one number a completion")
-    tokens = lengths.detach().to(device=device, dtype=torch.float64)
-    return finite("lengths", tokens, "a number of tokens is finite and >= 0.", low=0.0)
+    num_tokens = lengths.detach().to(device=device, dtype=torch.float64)
+    require_finite("lengths", num_tokens, "a number of tokens is finite and >= 0.", low=0.0)
+    return num_tokens
 
 
-def read_weights(weights: Sequence[float] | Tensor, r: Tensor) -> Sequence[Tensor]:
-    """K factors, 0-d fp64, for rewards [B, K].
+def read_weights(weights: Sequence[float] | Tensor, rewards: Tensor) -> Sequence[Tensor]:
+    """Return the weights of K reward functions as 0-d fp64 tensors.
 
-    Numbers stay on the CPU: sending them to a device would wait for it.
+    rewards   [B, K]
+
+    A list stays on the CPU, because a copy to a GPU would make the host wait. PyTorch multiplies
+    0-d CPU tensors with GPU tensors. Raises ValueError unless there are K weights.
     """
-    device = r.device if isinstance(weights, Tensor) else "cpu"
+    device = rewards.device if isinstance(weights, Tensor) else "cpu"
     factors = torch.as_tensor(weights, dtype=torch.float64, device=device).detach()
-    if factors.shape != r.shape[1:] or not len(factors):
+    if factors.shape != rewards.shape[1:] or not len(factors):
         raise ValueError(
-            f"reward_weights has shape {list(factors.shape)}, but rewards has {list(r.shape)}: one"
-            " for each function."
+            f"reward_weights has shape {list(factors.shape)}, but rewards has"
+            f" {list(rewards.shape)}: one for each function."
         )
     return factors.unbind()
 
 
 def weighted_sum(columns: Sequence[Tensor], factors: Sequence[Any]) -> Tensor:
-    """Adds the terms one by one, so that equal rows have exactly equal sums. A matrix product may
+    """Return the sum of factors[k] * columns[k] over k.
+
+    The terms are added one by one, so that equal rows have exactly equal sums. A matrix product may
     add different rows in different orders.
     """
     return sum(factor * column for column, factor in zip(columns, factors, strict=True))
@@ -135,83 +156,116 @@ def weighted_sum(columns: Sequence[Tensor], factors: Sequence[Any]) -> Tensor:
 
 
 class Groups:
-    """Reductions over members with equal ids, each member receiving its group's value: [n] -> [n].
-    Without ids all are one group, of any shape, and its value is 0-d.
+    """Sums and maxima within groups of values.
+
+    Each method takes values [n], and returns for each of them the result of its group, [n].
+
+    ids   int64 [n]: values with equal ids are a group, in any order. None: all values of a tensor
+          of any shape are one group, and results are 0-d.
 
     Sums have a fixed order and use no atomics. Memory is allocated for n groups, so that the host
-    need not wait for their number.
+    does not wait for their number.
     """
 
     def __init__(self, ids: Tensor | None = None) -> None:
+        #: Indices that sort values by group, None if there is only one group.
         self.order = None
         if ids is not None:
             self.order = torch.argsort(ids, stable=True)
-            ranked = ids[self.order]
-            group = (ranked.diff(prepend=ranked[:1]) != 0).cumsum(0)
-            self.group = group[torch.argsort(self.order)]
-            self.offsets = torch.searchsorted(group, torch.arange(len(ids) + 1, device=ids.device))
+            sorted_ids = ids[self.order]
+            sorted_groups = (sorted_ids.diff(prepend=sorted_ids[:1]) != 0).cumsum(0)
+            #: The group of each value, a number from 0.
+            self.group = sorted_groups[torch.argsort(self.order)]
+            numbers = torch.arange(len(ids) + 1, device=ids.device)
+            #: First position of each group in the sorted values.
+            self.offsets = torch.searchsorted(sorted_groups, numbers)
 
-    def _reduce(self, how: str, values: Tensor) -> Tensor:
-        return torch.segment_reduce(values[self.order], how, offsets=self.offsets, unsafe=True)[
-            self.group
-        ]
+    def _reduce(self, reduction: str, values: Tensor) -> Tensor:
+        """Return "sum" or "max" of the group of each value."""
+        sorted_values = values[self.order]
+        results = torch.segment_reduce(sorted_values, reduction, offsets=self.offsets, unsafe=True)
+        return results[self.group]
 
     def sum(self, values: Tensor) -> Tensor:
+        """Return the sum of the group of each value."""
         return values.sum() if self.order is None else self._reduce("sum", values)
 
     def max(self, values: Tensor) -> Tensor:
+        """Return the largest value of the group of each value, -inf without values."""
         if self.order is not None:
             return self._reduce("max", values)
         return values.amax() if values.numel() else values.new_full((), -math.inf)
 
     def max_of_others(self, values: Tensor) -> Tensor:
-        """The largest value of the group's other members; -inf where there is none."""
+        """Return for each value the largest of the other values of its group, -inf if none."""
         best = self.max(values)
         is_best = values == best
         second = self.max(torch.where(is_best, -math.inf, values))
-        return torch.where(is_best & (self.sum(is_best.double()) == 1), second, best)
+        is_only_best = is_best & (self.sum(is_best.double()) == 1)
+        return torch.where(is_only_best, second, best)
 
 
-class Grouped:
-    """Values in groups, of which those that are `counted` have a part in means and deviations; the
-    others are 0. Attributes are those of each member's group; of a group without any, lowest and
-    highest are inf and -inf.
+class GroupStatistics:
+    """Statistics of groups of values, over the values that count.
+
+    groups    the groups of the values
+    values    fp64 [n], 0 where they do not count
+    counted   bool [n]: the values that count, such as the rewards that are not missing
+
+    Each statistic has one entry for each value, computed over its group, or is 0-d if all values
+    are one group:
+
+    size              number of values that count
+    mean              their mean, 0 if there are none
+    lowest, highest   their extremes, inf and -inf if there are none
+    equal             whether they are all equal, True if there are none
+    centred           value - mean for each value that counts, else 0. Exactly 0 if all values of
+                      the group are equal: their rounded mean may differ from them.
     """
 
-    def __init__(self, within: Groups, values: Tensor, counted: Tensor) -> None:
-        self.within = within
+    def __init__(self, groups: Groups, values: Tensor, counted: Tensor) -> None:
+        self.groups = groups
         self.values = values
         self.counted = counted
-        self.size = within.sum(counted.double())
-        self.mean = within.sum(values) / self.size.clamp(min=1.0)
-        self.lowest = -within.max(torch.where(counted, -values, -math.inf))
-        self.highest = within.max(torch.where(counted, values, -math.inf))
+        self.size = groups.sum(counted.double())
+        self.mean = groups.sum(values) / self.size.clamp(min=1.0)
+        self.lowest = -groups.max(torch.where(counted, -values, -math.inf))
+        self.highest = groups.max(torch.where(counted, values, -math.inf))
         self.equal = self.lowest >= self.highest
-        #: Exactly 0 where all values of the group are equal: their rounded mean need not be.
         self.centred = torch.where(counted & ~self.equal, values - self.mean, 0.0)
 
     def variance(self, unbiased: bool) -> Tensor:
-        """`unbiased`: divided by n - 1, not by n."""
-        return self.within.sum(self.centred * self.centred) / (self.size - int(unbiased)).clamp(
-            min=1.0
-        )
+        """Return the variance: sum of centred^2, divided by n - 1 if `unbiased`, else by n."""
+        squares = self.groups.sum(self.centred * self.centred)
+        return squares / (self.size - int(unbiased)).clamp(min=1.0)
 
     def std(self, unbiased: bool) -> Tensor:
+        """Return the square root of `variance`."""
         return self.variance(unbiased).sqrt()
 
 
-def grouped(
+def reward_statistics(
     rewards: object, group_size: int | None, groups: Tensor | None, missing_rewards: str = "raise"
-) -> Grouped:  # fmt: skip
-    """The rewards [B] of completions, read and in the groups of their prompts."""
+) -> GroupStatistics:  # fmt: skip
+    """Check rewards [B] and return the statistics of the groups of completions.
+
+    Arguments as in `read_rewards` and `group_ids`.
+    """
     r, scored = read_rewards(rewards, missing_rewards)
-    return Grouped(Groups(group_ids(len(r), r.device, group_size, groups)), r, scored)
+    ids = group_ids(len(r), r.device, group_size, groups)
+    return GroupStatistics(Groups(ids), r, scored)
 
 
 def group_ids(
     n: int, device: torch.device, group_size: int | None, groups: Tensor | None
 ) -> Tensor:
-    """int64 [n]: equal where two of n rewards share a prompt."""
+    """Return int64 [n], equal for two of n rewards if they share a prompt.
+
+    group_size   consecutive runs of so many rewards share a prompt. Or
+    groups       integer [n]: rewards with equal ids share a prompt.
+
+    Raises ValueError unless exactly one of the two is given and fits n.
+    """
     if (group_size is None) == (groups is None):
         raise ValueError(
             f"group_size={group_size} and groups={'None' if groups is None else 'given'}: pass"
@@ -236,13 +290,15 @@ def group_ids(
     return torch.arange(n, device=device) // group_size
 
 
-def warn_of_single_completions(within: Groups, group_size: int | None) -> None:
-    """Warn once per process if at least MANY_SINGLE of the groups have one member, whose advantage
-    over its group's mean is 0.
+def warn_of_single_completions(groups: Groups, group_size: int | None) -> None:
+    """Warn once per process if at least MANY_SINGLE of the groups have one completion.
 
-    Group ids are read only if `values_are_checked`, because reading them on a GPU waits for it.
+    Its reward equals the mean of its group, so its advantage is 0.
+
+    group_size   completions of each group, None if groups differ. The groups are then counted only
+                 if `values_are_checked`, because the host would wait for a GPU.
     """
-    ids = within.group
+    ids = groups.group
     if group_size is not None:
         num_groups = ids.numel() // group_size
         num_single = num_groups if group_size == 1 else 0
@@ -255,9 +311,9 @@ def warn_of_single_completions(within: Groups, group_size: int | None) -> None:
     if num_single == 0 or num_single < MANY_SINGLE * num_groups:
         return
     remedy = (
-        "Sample several completions for each prompt (group_size=8); or take a baseline from"
-        " elsewhere (the estimators remax and gae), or none (singleton='raw', or baseline='none'"
-        " with scale='none')."
+        "Sample several completions for each prompt (group_size=8). Or use another baseline (the"
+        " estimators remax and gae), or none (singleton='raw', or baseline='none' with"
+        " scale='none')."
     )
     if num_single == num_groups:
         warn_once(

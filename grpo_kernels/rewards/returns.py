@@ -1,11 +1,11 @@
-"""Per-token advantages from per-token rewards: returns, GAE, process supervision, KL in the reward,
-whitening.
+"""Compute advantages of tokens from rewards of tokens: returns, GAE, process supervision, KL in the
+reward, whitening.
 
 Inputs are padded [B, T] or packed [N] with cu_seqlens (one sequence without it), as in a
-TokenBatch. A token outside the mask (padding, or written by a tool) is skipped: its values (NaN,
+TokenBatch. A token outside the mask (padding, or the output of a tool) is skipped: its values (NaN,
 inf) have no effect, no discount is applied for it, and its result is 0. Everything is computed in
-fp64, in a fixed order, and returned as fp32 in the shape of the rewards. Nothing waits for the
-device.
+fp64, in a fixed order, and returned as fp32 in the shape of the rewards. The host does not wait for
+a GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..checks import (
 from ..formulas.kl import Kl, as_kl, kl_terms
 from ..formulas.ops import LOG_RATIO_BOUND
 from .advantages import group_advantages
-from .groups import Grouped, Groups, finite, float_tensor, group_ids, read_rewards
+from .groups import Groups, GroupStatistics, group_ids, read_rewards, require_finite, require_float
 
 SHARE = "it must be a number in [0, 1]."
 FINITE = "it must be finite wherever the mask is True."
@@ -67,7 +67,7 @@ def discounted_returns(
     """
     tokens = _Tokens("rewards", rewards, mask, cu_seqlens)
     require_number("gamma", gamma, SHARE, 0, 1)
-    return tokens.shaped(tokens.to_go(gamma, tokens.values("rewards", rewards)))
+    return tokens.to_result(tokens.discounted_sums(gamma, tokens.values("rewards", rewards)))
 
 
 def gae(
@@ -105,12 +105,12 @@ def gae(
     else:
         require_number("lam", lam, SHARE, 0, 1)
         decay = gamma * lam
-    # The value at t if t is trained, else at the next trained token. Shifted by one this is
-    # V_{t+1}.
-    at_or_after = tokens.backwards(torch.where(tokens.trained, 0.0, 1.0), v)
-    delta = r + gamma * tokens.next(at_or_after) - v
-    advantages = tokens.to_go(decay, torch.where(tokens.trained, delta, 0.0))
-    return tokens.shaped(advantages), tokens.shaped(advantages + v)
+    # V of this token if it is trained, else of the next trained token. Shifted by one token, this
+    # is V_{t+1}.
+    value_from_here = tokens.scan_backwards(torch.where(tokens.trained, 0.0, 1.0), v)
+    delta = r + gamma * tokens.next_values(value_from_here) - v
+    advantages = tokens.discounted_sums(decay, torch.where(tokens.trained, delta, 0.0))
+    return tokens.to_result(advantages), tokens.to_result(advantages + v)
 
 
 def process_advantages(
@@ -138,12 +138,12 @@ def process_advantages(
     """
     tokens = _Tokens("rewards", rewards, mask, cu_seqlens)
     require_number("gamma", gamma, SHARE, 0, 1)
-    ids = group_ids(tokens.sequences, rewards.device, group_size, groups)[tokens.sequence]
+    ids = group_ids(tokens.num_sequences, rewards.device, group_size, groups)[tokens.sequence_ids]
     steps = torch.where(tokens.trained, rewards.detach().flatten(), math.nan)
     normalised = group_advantages(
         steps, groups=ids, **{"missing_rewards": "skip", **options}, dtype=torch.float64
     )
-    return tokens.shaped(tokens.to_go(gamma, normalised))
+    return tokens.to_result(tokens.discounted_sums(gamma, normalised))
 
 
 def at_last_token(rewards: Tensor, *, mask: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -158,8 +158,10 @@ def at_last_token(rewards: Tensor, *, mask: Tensor, cu_seqlens: Tensor | None = 
     """
     tokens = _Tokens("mask", mask.float(), mask, cu_seqlens)
     r, _ = read_rewards(rewards)
-    require_shape("rewards", r, torch.Size([tokens.sequences]), "a tensor of one number a sequence")
-    return tokens.shaped(tokens.at_last(r.to(mask.device)))
+    require_shape(
+        "rewards", r, torch.Size([tokens.num_sequences]), "a tensor of one number a sequence"
+    )
+    return tokens.to_result(tokens.place_at_last(r.to(mask.device)))
 
 
 def kl_in_reward(
@@ -173,7 +175,7 @@ def kl_in_reward(
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Subtract the KL to the reference from rewards: r_t - beta KL_t, fp32.
+    """Return r_t - beta KL_t, rewards minus an estimate of the KL to the reference, fp32.
 
     rewards            float [B], one per completion: each is placed at the last trained token, as
                        in `at_last_token`. Or one per token, the shape of logps.
@@ -191,32 +193,35 @@ def kl_in_reward(
     tokens = _Tokens("logps", logps, mask, cu_seqlens)
     require_number("beta", beta, "the weight of the KL is a finite number >= 0.", 0, LARGEST)
     require_one_of("per", per, ("token", "sequence"))
-    float_tensor("rewards", rewards)
-    how = as_kl(kl)
-    plain = (
-        how.weighting == "none"
-        and not how.straight_through
-        and how.estimator not in ("distillation", "sdar")
+    require_float("rewards", rewards)
+    estimator = as_kl(kl)
+    changes_only_value = (
+        estimator.weighting == "none"
+        and not estimator.straight_through
+        and estimator.estimator not in ("distillation", "sdar")
     )
     require(
-        plain,
+        changes_only_value,
         "kl",
         kl,
         "in a reward only the value of an estimator is used: leave out options of its gradient.",
     )
     logp = tokens.values("logps", logps)
     ref_logp = tokens.values("ref_logps", ref_logps)
-    terms = kl_terms(logp, logp, ref_logp, torch.zeros_like(logp), how.clamps, **how.formula)
+    no_advantage = torch.zeros_like(logp)
+    terms = kl_terms(logp, logp, ref_logp, no_advantage, estimator.clamps, **estimator.formula)
     penalty = beta * terms.value
-    whole = rewards.shape == (tokens.sequences,) and rewards.shape != tokens.shape
-    r = (
-        finite("rewards", rewards.detach().double(), FINITE)
-        if whole
-        else tokens.values("rewards", rewards)
-    )
+    are_per_token = rewards.shape == tokens.shape
+    if rewards.shape == (tokens.num_sequences,) and not are_per_token:
+        r = rewards.detach().double()
+        require_finite("rewards", r, FINITE)
+        if per == "sequence":
+            return (r - tokens.sequence_sums(penalty)).float()
+        return tokens.to_result(tokens.place_at_last(r) - penalty)
+    r = tokens.values("rewards", rewards)
     if per == "sequence":
-        return ((r if whole else tokens.total(r)) - tokens.total(penalty)).float()
-    return tokens.shaped((tokens.at_last(r) if whole else r) - penalty)
+        return (tokens.sequence_sums(r) - tokens.sequence_sums(penalty)).float()
+    return tokens.to_result(r - penalty)
 
 
 def optimal_token_advantages(
@@ -251,21 +256,21 @@ def optimal_token_advantages(
     Raises ValueError naming the argument.
     """
     tokens = _Tokens("rewards", rewards, mask, cu_seqlens)
-    returns = tokens.to_go(1.0, tokens.values("rewards", rewards))
+    returns = tokens.discounted_sums(1.0, tokens.values("rewards", rewards))
     pi = tokens.values("old_logps", old_logps).exp()
-    energy = 1.0 - 2.0 * pi + tokens.values("sum_squares", sum_squares)
+    token_variance = 1.0 - 2.0 * pi + tokens.values("sum_squares", sum_squares)
     if weights is not None:
-        energy = energy * tokens.values("weights", weights).square()
-    path = tokens.so_far(torch.where(tokens.trained, energy, 0.0))
-    step = tokens.so_far(tokens.trained.double()).long()  # 1 at the first trained token
-    ids = group_ids(tokens.sequences, rewards.device, group_size, groups)[tokens.sequence]
-    # One peer group for each prompt and step. Untrained tokens have step 0.
-    group = Groups(ids).group * (len(ids) + 1)
-    peers = Grouped(Groups(group + torch.where(tokens.trained, step, 0)), returns, tokens.trained)
-    baseline = peers.within.sum(returns * path) / (peers.within.sum(path) + 1e-8)
-    return tokens.shaped(
-        torch.where(peers.size == 1, returns, torch.where(peers.equal, 0.0, returns - baseline))
-    )
+        token_variance = token_variance * tokens.values("weights", weights).square()
+    variance = tokens.sums_up_to(torch.where(tokens.trained, token_variance, 0.0))
+    step = tokens.sums_up_to(tokens.trained.double()).long()  # 1 at the first trained token
+    ids = group_ids(tokens.num_sequences, rewards.device, group_size, groups)[tokens.sequence_ids]
+    # Tokens of one prompt and step share a baseline. Untrained tokens have step 0.
+    prompt = Groups(ids).group
+    same_step = Groups(prompt * (len(ids) + 1) + torch.where(tokens.trained, step, 0))
+    statistics = GroupStatistics(same_step, returns, tokens.trained)
+    baseline = same_step.sum(returns * variance) / (same_step.sum(variance) + 1e-8)
+    advantages = torch.where(statistics.equal, 0.0, returns - baseline)
+    return tokens.to_result(torch.where(statistics.size == 1, returns, advantages))
 
 
 def self_distilled_advantages(
@@ -301,14 +306,15 @@ def self_distilled_advantages(
     tokens = _Tokens("old_logps", old_logps, mask, cu_seqlens)
     require_number("strength", strength, SHARE, 0, 1)
     require_number("clip", clip, "the largest change is a finite number >= 0.", 0, LARGEST)
-    wide = per_token("advantages", float_tensor("advantages", advantages), tokens.shape, cu_seqlens)
-    a = tokens.values("advantages", wide.view(tokens.shape))
+    require_float("advantages", advantages)
+    expanded = per_token("advantages", advantages, tokens.shape, cu_seqlens)
+    a = tokens.values("advantages", expanded.view(tokens.shape))
     d = tokens.values("teacher_logps", teacher_logps) - tokens.values("old_logps", old_logps)
-    evidence = (a.sign() * d).clamp(max=LOG_RATIO_BOUND).exp().clamp(1.0 - clip, 1.0 + clip)
-    weight = 1.0 - strength + strength * evidence
+    ratio = (a.sign() * d).clamp(max=LOG_RATIO_BOUND).exp()
+    weight = 1.0 - strength + strength * ratio.clamp(1.0 - clip, 1.0 + clip)
     if negative_only:
         weight = torch.where(a < 0, weight, 1.0)
-    return tokens.shaped(a * weight)
+    return tokens.to_result(a * weight)
 
 
 def whiten(
@@ -338,22 +344,25 @@ def whiten(
     require_number(
         "eps", eps, "it keeps the divisor from 0 and must be finite and >= 0.", 0, LARGEST
     )
-    shape = float_tensor("values", values).shape
-    trained = (
-        torch.ones_like(values, dtype=torch.bool) if mask is None else as_mask("mask", mask, shape)
-    )
-    x = Grouped(
-        Groups(),
-        finite("values", torch.where(trained, values.detach().double(), 0.0), FINITE),
-        trained,
-    )
-    variance = x.variance(unbiased)
+    shape = require_float("values", values).shape
+    if mask is None:
+        trained = torch.ones_like(values, dtype=torch.bool)
+    else:
+        trained = as_mask("mask", mask, shape)
+    x = torch.where(trained, values.detach().double(), 0.0)
+    require_finite("values", x, FINITE)
+    batch = GroupStatistics(Groups(), x, trained)
+    variance = batch.variance(unbiased)
     if guard == "std":
         divisor = variance.sqrt() + eps
+    elif guard == "add":
+        divisor = (variance + eps).sqrt()
     else:
-        divisor = (variance + eps if guard == "add" else variance.clamp(min=eps)).sqrt()
-    white = torch.where(x.equal, 0.0, x.centred / divisor)
-    white = white if shift_mean else white + torch.where(x.equal, x.highest, x.mean)
+        divisor = variance.clamp(min=eps).sqrt()
+    white = torch.where(batch.equal, 0.0, batch.centred / divisor)
+    if not shift_mean:
+        # The rounded mean of equal values may differ from them.
+        white = white + torch.where(batch.equal, batch.highest, batch.mean)
     return torch.where(trained, white, 0.0).float()
 
 
@@ -361,17 +370,29 @@ def whiten(
 
 
 class _Tokens:
-    """Flat tokens [N]:
+    """The N tokens of a batch as flat vectors, with sums and recurrences along their sequences.
 
-    the sequence of each, whether it is trained, and recurrences along the sequences.
+    name         the argument whose shape the tokens have, for errors
+    like         float [B, T], or packed [N] with cu_seqlens (without it: one sequence)
+    mask         the trained tokens, in the shape of `like`; None: all
+    cu_seqlens   as in a TokenBatch
+
+    shape          shape of `like`
+    trained        bool [N]
+    sequence_ids   int64 [N]: the sequence of each token, a number from 0
+    offsets        int64 [sequences + 1]: first token of each sequence, and N
+    has_next       bool [N]: whether another token of the sequence follows
+    longest        an upper bound of the length of a sequence
+
+    Raises ValueError for shapes and dtypes that do not fit.
     """
 
     def __init__(
         self, name: str, like: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
     ) -> None:
         self.name = name
-        self.shape = float_tensor(name, like).shape
-        n = like.numel()
+        self.shape = require_float(name, like).shape
+        num_tokens = like.numel()
         if cu_seqlens is None:
             if like.dim() not in (1, 2):
                 raise ValueError(
@@ -382,30 +403,43 @@ class _Tokens:
             cu_seqlens = torch.arange(like[..., :1].numel() + 1, device=like.device) * self.longest
         else:
             check_offsets(name, like, cu_seqlens)
-            self.longest = n
+            self.longest = num_tokens
         self.offsets = cu_seqlens.long()
-        self.sequences = len(self.offsets) - 1
-        self.sequence = sequence_ids(self.offsets, n)
-        self.followed = self.sequence.diff(append=self.sequence.new_full((1,), -1)) == 0
-        trained = torch.ones_like(self.followed)
-        self.trained = trained if mask is None else as_mask("mask", mask, self.shape).flatten()
+        self.num_sequences = len(self.offsets) - 1
+        self.sequence_ids = sequence_ids(self.offsets, num_tokens)
+        no_sequence = self.sequence_ids.new_full((1,), -1)
+        self.has_next = self.sequence_ids.diff(append=no_sequence) == 0
+        if mask is None:
+            self.trained = torch.ones_like(self.has_next)
+        else:
+            self.trained = as_mask("mask", mask, self.shape).flatten()
 
     def values(self, name: str, x: Tensor) -> Tensor:
-        """fp64 [N], 0 where not trained."""
-        require_shape(name, float_tensor(name, x), self.shape, self.name)
-        trained = torch.where(self.trained, x.detach().flatten().double(), 0.0)
-        return finite(name, trained.view(self.shape), FINITE).view(-1)
+        """Return x, which has the shape of the tokens, as fp64 [N] with 0 for untrained tokens.
 
-    def shaped(self, x: Tensor) -> Tensor:
+        Raises ValueError, which names the argument `name`, for another shape or dtype, and unless x
+        is finite at trained tokens.
+        """
+        require_shape(name, require_float(name, x), self.shape, self.name)
+        flat = torch.where(self.trained, x.detach().flatten().double(), 0.0)
+        require_finite(name, flat.view(self.shape), FINITE)
+        return flat
+
+    def to_result(self, x: Tensor) -> Tensor:
+        """Return x [N] as fp32 in the shape of the tokens, with 0 for untrained tokens."""
         return torch.where(self.trained, x, 0.0).float().view(self.shape)
 
-    def next(self, x: Tensor) -> Tensor:
-        """x at the next token of the sequence, 0 after the last."""
-        return torch.where(self.followed, torch.cat((x[1:], x[:1])), 0.0)
+    def next_values(self, x: Tensor) -> Tensor:
+        """Return x_{t+1} for each token, 0 for the last token of a sequence."""
+        return torch.where(self.has_next, torch.cat((x[1:], x[:1])), 0.0)
 
-    def backwards(self, decay: Tensor, x: Tensor) -> Tensor:
-        """y_t = x_t + decay_t y_{t+1} within each sequence, in log2(longest) passes."""
-        decay = torch.where(self.followed, decay, 0.0)
+    def scan_backwards(self, decay: Tensor, x: Tensor) -> Tensor:
+        """Return y_t = x_t + decay_t y_{t+1} within each sequence, y = 0 after its last token.
+
+        Takes log2(longest) passes. After a pass, x_t is the sum over the next `reach` tokens, and
+        decay_t the product of their decays.
+        """
+        decay = torch.where(self.has_next, decay, 0.0)
         reach = 1
         while reach < self.longest:
             x = torch.cat((x[:-reach] + decay[:-reach] * x[reach:], x[-reach:]))
@@ -413,23 +447,27 @@ class _Tokens:
             reach *= 2
         return x
 
-    def to_go(self, decay: float | Tensor, x: Tensor) -> Tensor:
-        """y_t = x_t + decay y_{t+1} over the trained tokens.
+    def discounted_sums(self, decay: float | Tensor, x: Tensor) -> Tensor:
+        """Return y_t = x_t + decay y_{t+1}, where t + 1 is the next trained token.
 
-        An untrained token takes over the value of the next token.
+        x is 0 at untrained tokens. The decay is 1 there, so that they pass on the next value.
         """
-        return self.backwards(torch.where(self.trained, decay * torch.ones_like(x), 1.0), x)
+        decays = torch.where(self.trained, decay * torch.ones_like(x), 1.0)
+        return self.scan_backwards(decays, x)
 
-    def so_far(self, x: Tensor) -> Tensor:
-        """Sum of x over the sequence up to and including each token."""
-        return self.total(x)[self.sequence] - self.to_go(1.0, x) + x
+    def sums_up_to(self, x: Tensor) -> Tensor:
+        """Return the sum of x over the tokens of the sequence up to and including each token.
 
-    def at_last(self, x: Tensor) -> Tensor:
-        """x [B] at the last trained token of each sequence, 0 at the others."""
-        return torch.where(
-            self.trained & (self.to_go(1.0, self.trained.double()) == 1), x[self.sequence], 0.0
-        )
+        x is 0 at untrained tokens.
+        """
+        return self.sequence_sums(x)[self.sequence_ids] - self.discounted_sums(1.0, x) + x
 
-    def total(self, x: Tensor) -> Tensor:
-        """Sum over each sequence, [B]."""
+    def place_at_last(self, x: Tensor) -> Tensor:
+        """Return [N]: x [B] at the last trained token of each sequence, 0 at all other tokens."""
+        num_trained_from_here = self.discounted_sums(1.0, self.trained.double())
+        is_last = self.trained & (num_trained_from_here == 1)
+        return torch.where(is_last, x[self.sequence_ids], 0.0)
+
+    def sequence_sums(self, x: Tensor) -> Tensor:
+        """Return the sum of x over each sequence, [B]."""
         return torch.segment_reduce(x, "sum", offsets=self.offsets, initial=0, unsafe=True)
