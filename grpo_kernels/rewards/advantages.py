@@ -154,7 +154,8 @@ def group_advantages(
         return normalise(r, scored)[0].to(dtype)
     if combine == "sum":
         return normalise(weighted_sum(r.unbind(1), factors), scored.any(1))[0].to(dtype)
-    columns = [normalise(*column) for column in zip(r.unbind(1), scored.unbind(1), strict=True)]
+    # "gdpo": normalise each reward function, then their weighted sum over the whole batch.
+    columns = [normalise(r[:, k], scored[:, k]) for k in range(r.shape[1])]
     column_advantages = [advantages for advantages, _ in columns]
     is_zero = torch.stack([is_zero for _, is_zero in columns]).all(0)
     total = GroupStatistics(Groups(), weighted_sum(column_advantages, factors), scored.any(1))
@@ -352,7 +353,7 @@ def group_metrics(
     missing         share of the completions without a reward (NaN). The other statistics do not
                     count them.
 
-    Raises ValueError as `group_advantages` does.
+    A group without any reward is left out. Raises ValueError as `group_advantages` does.
     """
     wrong, right = extremes
     g = reward_statistics(rewards, group_size, groups, missing_rewards="skip")

@@ -130,24 +130,27 @@ def importance_weights(
     require_number(
         "high", high, f"the upper bound is a ratio above 0 and >= low={low!r}.", max(low, SMALLEST)
     )
+    # x = log w of each token, then of each sequence unless level is "token".
     x = _log_weights(batch)
     counted = batch.trained
     if level != "token":
-        x = _of_sequences(
-            batch, x, "mean" if level == "geometric" else "sum", f'level="{level}" needs'
-        )
+        reduction = "mean" if level == "geometric" else "sum"
+        x = _reduce_over_sequences(batch, x, reduction, f'level="{level}" needs')
         counted = batch.lengths > 0
     w = x.clamp(max=LOG_RATIO_BOUND).exp()
-    w = w.clamp(low, high) if mode == "truncate" else torch.where((w >= low) & (w <= high), w, 0.0)
+    if mode == "truncate":
+        w = w.clamp(low, high)
+    else:
+        w = torch.where((w >= low) & (w <= high), w, 0.0)
     if normalize:
         total = torch.stack([torch.where(counted, w, 0.0).sum(), counted.sum()])
         if process_group is not None:
             torch.distributed.all_reduce(total, group=process_group)
-        mean = total[0] / total[1]
-        w = torch.where(
-            mean > 0, w / mean, w
-        )  # no trained token, or all weights 0: no mean to divide by
-    return _per_token(batch, w if level == "token" else batch.spread(w))
+        sum_weights, num_counted = total
+        mean = sum_weights / num_counted
+        # Without trained tokens, or if all weights are 0, there is no mean to divide by.
+        w = torch.where(mean > 0, w / mean, w)
+    return _in_shape_of_targets(batch, w if level == "token" else batch.spread(w))
 
 
 def rejection_mask(
@@ -188,11 +191,11 @@ def rejection_mask(
     elif metric == "k3":
         x = x.exp() - 1.0 - x
     if over != "token":
-        x = _of_sequences(batch, x, over, f'over="{over}" needs')
+        x = _reduce_over_sequences(batch, x, over, f'over="{over}" needs')
     if metric == "ratio":
         x = x.clamp(max=LOG_RATIO_BOUND).exp()
     keep = (x >= low) & (x <= high)
-    return _per_token(batch, keep if over == "token" else batch.spread(keep))
+    return _in_shape_of_targets(batch, keep if over == "token" else batch.spread(keep))
 
 
 def off_policy_sequence_mask(
@@ -218,9 +221,9 @@ def off_policy_sequence_mask(
     require_number("delta", delta, *DELTA)
     require_one_of("advantage_of", advantage_of, ADVANTAGES_OF)
     batch.check_sequences("off_policy_sequence_mask needs")
-    return _per_token(
+    return _in_shape_of_targets(
         batch,
-        near_sampler(batch, _like_targets(batch, "logps", logps).float(), delta, advantage_of),
+        near_sampler(batch, _flat_argument(batch, "logps", logps).float(), delta, advantage_of),
     )
 
 
@@ -245,8 +248,8 @@ def sampler_mismatch_mask(
     remedy = "the mean of exp |difference| is at least 1."
     require_number("threshold", threshold, remedy, 1, LARGEST)
     batch.check_sequences("sampler_mismatch_mask needs")
-    errors = sampler_errors(batch, _like_targets(batch, "logps", logps).float())
-    return _per_token(batch, batch.spread(~(errors > threshold)))
+    errors = sampler_errors(batch, _flat_argument(batch, "logps", logps).float())
+    return _in_shape_of_targets(batch, batch.spread(~(errors > threshold)))
 
 
 def second_moment_mask(batch: TokenBatch, *, threshold: float) -> Tensor:
@@ -276,15 +279,15 @@ def second_moment_mask(batch: TokenBatch, *, threshold: float) -> Tensor:
     # The mean of the k smallest rises with k, so bisection finds the last k below the threshold.
     # Each step is a plain sum, whose order is fixed on a GPU, unlike that of a cumulative sum, and
     # there is no host sync.
-    kept = torch.ones((), dtype=torch.int64, device=x.device)
-    most = trained.sum()
+    num_kept = torch.ones((), dtype=torch.int64, device=x.device)
+    upper = trained.sum()
     for _ in range(batch.tokens.bit_length()):
-        middle = (kept + most + 1) // 2
+        middle = (num_kept + upper + 1) // 2
         below = torch.where(rank < middle, ordered, 0.0).sum() < threshold * middle
-        kept = torch.where(below, middle, kept)
-        most = torch.where(below, most, middle - 1)
-    keep = torch.zeros_like(trained).scatter(0, order, rank < kept)
-    return _per_token(batch, keep)
+        num_kept = torch.where(below, middle, num_kept)
+        upper = torch.where(below, upper, middle - 1)
+    keep = torch.zeros_like(trained).scatter(0, order, rank < num_kept)
+    return _in_shape_of_targets(batch, keep)
 
 
 def without_truncated(
@@ -354,13 +357,16 @@ def correction_metrics(
     x = _log_weights(batch)
     trained = batch.trained
 
-    def mean(values: Tensor, among: Tensor = trained) -> Tensor:
-        return torch.where(among, values, 0.0).sum(dtype=torch.float64) / among.sum().clamp(min=1)
+    def mean(values: Tensor, counted: Tensor = trained) -> Tensor:
+        total = torch.where(counted, values, 0.0).sum(dtype=torch.float64)
+        return total / counted.sum().clamp(min=1)
 
-    w = v = x.exp()
-    ratio, sizes = (
-        GroupStatistics(Groups(), torch.where(trained, y, 0.0), trained) for y in (w, x.abs())
-    )
+    def statistics(values: Tensor) -> GroupStatistics:
+        return GroupStatistics(Groups(), torch.where(trained, values, 0.0), trained)
+
+    w = x.exp()
+    ratio = statistics(w)
+    abs_log_ratio = statistics(x.abs())
     metrics = {
         "ratio_mean": ratio.mean,
         "ratio_min": ratio.lowest,
@@ -369,36 +375,41 @@ def correction_metrics(
         "kl_k1": mean(-x),
         "kl_k3": mean(w - 1.0 - x),
         "chi2_token": mean((2.0 * x).clamp(max=LOG_RATIO_BOUND).exp() - 1.0),
-        "abs_log_ratio_mean": sizes.mean,
-        "abs_log_ratio_max": sizes.highest,
+        "abs_log_ratio_mean": abs_log_ratio.mean,
+        "abs_log_ratio_max": abs_log_ratio.highest,
         "share_unscored": mean(batch.flat("sampler_logps").isnan()),  # type: ignore[union-attr]
     }
     if low is not None:
         metrics["share_below"] = mean(w < low)
     if high is not None:
         metrics["share_above"] = mean(w > high)
+    v = w
     if weights is not None:
-        v = _like_targets(batch, "weights", weights).double()
+        v = _flat_argument(batch, "weights", weights).double()
         metrics["share_rejected"] = mean(v == 0)
     square = mean(v.square())
     metrics["ess"] = torch.where(square > 0, mean(v).square() / square, 0.0)
     if batch.sequences is not None:
-        tokens = batch.sequence_sum(trained)
-        total = batch.sequence_sum(x)
-        metrics["log_ppl_difference"] = mean(-total / tokens.clamp(min=1.0), tokens > 0)
-        metrics["chi2_sequence"] = mean(
-            (2.0 * total).clamp(max=LOG_RATIO_BOUND).exp() - 1.0, tokens > 0
-        )
+        num_trained = batch.sequence_sum(trained)
+        has_trained = num_trained > 0
+        log_product = batch.sequence_sum(x)
+        metrics["log_ppl_difference"] = mean(-log_product / num_trained.clamp(min=1.0), has_trained)
+        squares = (2.0 * log_product).clamp(max=LOG_RATIO_BOUND).exp()
+        metrics["chi2_sequence"] = mean(squares - 1.0, has_trained)
+    # The extremes of no tokens are infinite.
     return {
         name: torch.where(ratio.size > 0, value, 0.0).float() for name, value in metrics.items()
     }
 
 
-# ---- the parts
+# ---- helpers
 
 
 def _log_weights(batch: TokenBatch) -> Tensor:
-    """log w, flat fp64 [N], 0 where masked."""
+    """Return log(pi_old / pi_sampler) of each of the N tokens, fp64 [N], 0 in masked tokens.
+
+    Raises ValueError if the batch lacks one of the two log-probs.
+    """
     for name in ("old_logps", "sampler_logps"):
         if getattr(batch, name) is None:
             raise ValueError(
@@ -408,23 +419,34 @@ def _log_weights(batch: TokenBatch) -> Tensor:
     return logp_difference(*batch.table("old_logps", "sampler_logps").values())
 
 
-def _of_sequences(batch: TokenBatch, x: Tensor, over: str, needs: str) -> Tensor:
-    """Sum, mean, largest or smallest of flat x among each sequence's trained tokens, fp64 [B]; x is
-    0 where masked. Of a sequence without any 0, -inf and inf. `needs`: what the sequences are for.
+def _reduce_over_sequences(batch: TokenBatch, x: Tensor, over: str, needs: str) -> Tensor:
+    """Reduce x over the trained tokens of each of B sequences, fp64 [B].
+
+    x       fp64 [N], 0 in masked tokens
+    over    "sum", "mean", "max" or "min"
+    needs   the start of the error if the batch does not know its sequences, such as
+            'level="sequence" needs'
+
+    A sequence without trained tokens gives 0 for "sum" and "mean", -inf for "max", inf for "min".
     """
-    tokens = batch.check_sequences(needs).lengths
-    if over in ("sum", "mean"):
-        return batch.sequence_sum(x) / (tokens.clamp(min=1.0) if over == "mean" else 1.0)
+    num_trained = batch.check_sequences(needs).lengths
+    if over == "sum":
+        return batch.sequence_sum(x)
+    if over == "mean":
+        return batch.sequence_sum(x) / num_trained.clamp(min=1.0)
     nothing = -torch.inf if over == "max" else torch.inf
-    owner = batch.spread(torch.arange(len(tokens), device=tokens.device))
-    extremes = torch.full_like(tokens, nothing).scatter_reduce(
-        0, owner, torch.where(batch.trained, x, nothing), f"a{over}"
-    )
+    sequence_ids = batch.spread(torch.arange(len(num_trained), device=num_trained.device))
+    trained_x = torch.where(batch.trained, x, nothing)
+    extremes = torch.full_like(num_trained, nothing)
+    extremes = extremes.scatter_reduce(0, sequence_ids, trained_x, f"a{over}")
     return batch.over_context(extremes, over.upper())
 
 
-def _like_targets(batch: TokenBatch, name: str, x: object) -> Tensor:
-    """Flat [N], of a tensor with a number for each token."""
+def _flat_argument(batch: TokenBatch, name: str, x: object) -> Tensor:
+    """Return x, which has one number for each of the N tokens, detached and flat [N].
+
+    Raises ValueError, which names the argument `name`, for another size.
+    """
     if not isinstance(x, Tensor) or x.numel() != batch.tokens:
         got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(
@@ -434,8 +456,8 @@ def _like_targets(batch: TokenBatch, name: str, x: object) -> Tensor:
     return x.detach().flatten()
 
 
-def _per_token(batch: TokenBatch, values: Tensor) -> Tensor:
-    """Flat values as fp32 in the shape of targets, 0 where masked."""
+def _in_shape_of_targets(batch: TokenBatch, values: Tensor) -> Tensor:
+    """Return values [N] as fp32 in the shape of targets, with 0 in masked tokens."""
     return torch.where(batch.trained, values.float(), 0.0).view(batch.targets.shape)
 
 
@@ -481,20 +503,20 @@ class Correction:
                 f"the correction {self.name!r} needs to know which completions ended.",
             )
             mask = batch.trained.view(batch.targets.shape)
-            kept = without_truncated(mask, finished, cu_seqlens=batch.cu_seqlens)  # type: ignore[arg-type]
-            return dataclasses.replace(batch, mask=kept)
+            mask = without_truncated(mask, finished, cu_seqlens=batch.cu_seqlens)  # type: ignore[arg-type]
+            return dataclasses.replace(batch, mask=mask)
         if self.function in (off_policy_sequence_mask, sampler_mismatch_mask):
             chosen["logps"] = batch.old_logps
         if "process_group" in parameters:
             chosen["process_group"] = process_group
         weights = self.function(batch, **chosen)
-        before = batch.flat("weights")
-        return dataclasses.replace(
-            batch, weights=weights if before is None else weights * before.view(weights.shape)
-        )
+        earlier_weights = batch.flat("weights")
+        if earlier_weights is not None:
+            weights = weights * earlier_weights.view(weights.shape)
+        return dataclasses.replace(batch, weights=weights)
 
 
-#: By name; the table at the top of this file lists which trainer uses which.
+#: All corrections by name. The table at the top of this file lists which trainer uses which.
 CORRECTIONS: dict[str, Correction] = {
     entry.name: entry
     for entry in (

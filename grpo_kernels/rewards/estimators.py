@@ -1,5 +1,4 @@
-"""Estimators of advantages by name. `TokenBatch.from_rewards` and the options of the reference
-trainer read this table.
+"""Estimators of advantages by name, for `TokenBatch.from_rewards` and the reference trainer.
 
 advantages = ADVANTAGES["rloo"](Evidence(rewards, group_size=8))
 """
@@ -32,20 +31,23 @@ from .returns import (
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """The data from which advantages of B completions are estimated. Per token means [B, T], or [N]
-    with cu_seqlens.
+    """The data from which advantages of B completions are estimated.
 
-    rewards      numbers [B]: the reward of each completion; with several reward functions, their
-                 sum.
-    group_size, groups   which completions answer one prompt, as in `group_advantages`.
-    columns, reward_weights   [B, K] rewards of K functions, and their weights.
-    lengths      [B]: trained tokens; None: counted in the mask.
-    greedy_rewards   [B]: of the greedy completion of the same prompt.
-    mask, cu_seqlens   trained tokens, as in a TokenBatch.
-    steps        per token: the reward of the step that ends at this token, NaN where none does.
-    values       per token: a critic's value before the token.
-    old_logps, sum_squares   per token: log-probs under the policy that sampled, and the sum of its
-                             squared probabilities.
+    "Per token" means [B, T], or packed [N] with cu_seqlens. Estimators need different fields; the
+    others may be None.
+
+    rewards              [B]: the reward of each completion, of several reward functions the sum
+    group_size, groups   which completions share a prompt, as in `group_advantages`
+    columns              [B, K]: the rewards of K functions
+    reward_weights       [K]: the weights of the functions
+    lengths              [B]: trained tokens of each completion. None: they are counted in the mask.
+    greedy_rewards       [B]: the reward of the greedy completion of the same prompt
+    mask, cu_seqlens     trained tokens and sequences, as in a TokenBatch
+    steps                per token: the reward of the reasoning step that ends at this token, NaN if
+                         no step ends here
+    values               per token: a critic's value before the token
+    old_logps            per token: log-prob under the policy that sampled
+    sum_squares          per token: sum of the squared probabilities of that policy
     """
 
     rewards: Tensor
@@ -64,22 +66,25 @@ class Evidence:
     sum_squares: Tensor | None = None
 
     @property
-    def prompts(self) -> dict[str, Any]:
+    def group_arguments(self) -> dict[str, Any]:
+        """Return {"group_size", "groups"} as keyword arguments."""
         return {"group_size": self.group_size, "groups": self.groups}
 
     @property
-    def tokens(self) -> dict[str, Any]:
+    def token_arguments(self) -> dict[str, Any]:
+        """Return {"mask", "cu_seqlens"} as keyword arguments."""
         return {"mask": self.mask, "cu_seqlens": self.cu_seqlens}
 
 
 @dataclass(frozen=True)
 class Estimator:
-    """Computes advantages from an Evidence: calls `function` with it and with `options`, which a
-    call may override.
+    """A named estimator of advantages, called with an `Evidence`.
 
-    passes_to   functions whose options it takes too.
-    needs       fields that must be given.
-    per_token   whether there is an advantage for each token.
+    function    called with the evidence and the options, returns the advantages
+    passes_to   functions whose keyword arguments are options of this estimator too
+    options     options that differ from the defaults of the functions; a call may override them
+    needs       fields of the evidence that must not be None
+    per_token   whether the result has an advantage for each token instead of each completion
     """
 
     name: str
@@ -91,19 +96,19 @@ class Estimator:
 
     @property
     def option_names(self) -> set[str]:
-        known = (
-            p
+        """Return the names of all options: keyword arguments that are not fields of Evidence."""
+        parameters = [
+            parameter
             for function in (self.function, *self.passes_to)
-            for p in inspect.signature(function).parameters.values()
-        )
-        return {p.name for p in known if p.kind is p.KEYWORD_ONLY} - {
-            f.name for f in fields(Evidence)
-        }
+            for parameter in inspect.signature(function).parameters.values()
+        ]
+        keywords = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+        return keywords - {f.name for f in fields(Evidence)}
 
     def __call__(self, evidence: Evidence, **options: Any) -> Tensor:
-        """fp32 [B], or per token.
+        """Return the advantages, fp32 [B], or per token.
 
-        Raises ValueError where evidence is missing, TypeError for an option that it does not have.
+        Raises ValueError if the evidence lacks a field, TypeError for an unknown option.
         """
         for name in self.needs:
             require(
@@ -120,92 +125,101 @@ class Estimator:
 
 
 def _group(e: Evidence, **options: Any) -> Tensor:
-    if (
-        isinstance(e.rewards, Tensor) and e.rewards.dim() == 2
-    ):  # of several functions, before they are added up
+    """Return `group_advantages`, of rewards [B] or of the rewards [B, K] of K functions."""
+    if isinstance(e.rewards, Tensor) and e.rewards.dim() == 2:
         options["reward_weights"] = e.reward_weights
     if options.get("baseline") == "length":
-        options["lengths"] = (
-            e.lengths
-            if e.lengths is not None or e.mask is None
-            else e.mask.reshape(len(e.rewards), -1).sum(1)
-        )
-    return group_advantages(e.rewards, **e.prompts, **options)
+        options["lengths"] = e.lengths
+        if e.lengths is None and e.mask is not None:
+            options["lengths"] = e.mask.reshape(len(e.rewards), -1).sum(1)
+    return group_advantages(e.rewards, **e.group_arguments, **options)
 
 
 def _gdpo(e: Evidence, **options: Any) -> Tensor:
-    """Each reward function normalised by itself (GDPO, arXiv 2601.05242)."""
-    return group_advantages(e.columns, reward_weights=e.reward_weights, **e.prompts, **options)  # type: ignore[arg-type]
+    """Return advantages that normalise each reward function alone (GDPO, arXiv 2601.05242)."""
+    assert e.columns is not None
+    return group_advantages(
+        e.columns, reward_weights=e.reward_weights, **e.group_arguments, **options
+    )
 
 
 def _gpg(e: Evidence, **options: Any) -> Tensor:
-    """Centred rewards times B / (completions in groups whose rewards differ) (GPG, arXiv
-    2504.02546).
-    """
-    return gpg_scale(e.rewards, **e.prompts) * group_advantages(e.rewards, **e.prompts, **options)
+    """Return centred rewards times the factor of `gpg_scale` (GPG, arXiv 2504.02546)."""
+    scale = gpg_scale(e.rewards, **e.group_arguments)
+    return scale * group_advantages(e.rewards, **e.group_arguments, **options)
 
 
 def _reinforce_pp(
     e: Evidence, *, baseline: str = "none", gamma: float = 1.0, **whitening: Any
 ) -> Tensor:
-    """Discounted returns of the completion's reward, minus the baseline of its group if given,
-    whitened over all tokens (REINFORCE++, arXiv 2501.03262).
+    """Return whitened returns of tokens (REINFORCE++, arXiv 2501.03262).
+
+    The reward of a completion, minus the baseline of its group, is the reward of its last token.
     """
-    centred = group_advantages(e.rewards, **e.prompts, baseline=baseline, scale="none")
-    return whiten(
-        discounted_returns(at_last_token(centred, **e.tokens), gamma=gamma, **e.tokens),
-        e.mask,
-        **whitening,
-    )
+    centred = group_advantages(e.rewards, **e.group_arguments, baseline=baseline, scale="none")
+    token_rewards = at_last_token(centred, **e.token_arguments)
+    returns = discounted_returns(token_rewards, gamma=gamma, **e.token_arguments)
+    return whiten(returns, e.mask, **whitening)
 
 
 def _gae(
     e: Evidence, *, gamma: float = 1.0, lam: float | Tensor = 0.95, **whitening: Any
 ) -> Tensor:
-    """Generalised advantages of the completion's reward and a critic, whitened over all tokens."""
-    known: dict[str, Any] = {"values": e.values, "gamma": gamma, "lam": lam, **e.tokens}
-    return whiten(gae(at_last_token(e.rewards, **e.tokens), **known)[0], e.mask, **whitening)
+    """Return whitened advantages of `gae` from rewards of completions and a critic's values."""
+    assert e.values is not None
+    token_rewards = at_last_token(e.rewards, **e.token_arguments)
+    advantages, _ = gae(token_rewards, e.values, gamma=gamma, lam=lam, **e.token_arguments)
+    return whiten(advantages, e.mask, **whitening)
 
 
 def _process(e: Evidence, **options: Any) -> Tensor:
-    return process_advantages(e.steps, **e.prompts, cu_seqlens=e.cu_seqlens, **options)  # type: ignore[arg-type]
+    """Return `process_advantages` of the rewards of reasoning steps."""
+    assert e.steps is not None
+    return process_advantages(e.steps, **e.group_arguments, cu_seqlens=e.cu_seqlens, **options)
 
 
 def _optimal_token(e: Evidence) -> Tensor:
-    known: dict[str, Any] = {
-        "old_logps": e.old_logps,
-        "sum_squares": e.sum_squares,
-        **e.prompts,
-        **e.tokens,
-    }
-    return optimal_token_advantages(at_last_token(e.rewards, **e.tokens), **known)
+    """Return `optimal_token_advantages` of the rewards of completions."""
+    assert e.old_logps is not None and e.sum_squares is not None
+    return optimal_token_advantages(
+        at_last_token(e.rewards, **e.token_arguments),
+        e.old_logps,
+        e.sum_squares,
+        **e.group_arguments,
+        **e.token_arguments,
+    )
 
 
 def _pass_at_k(e: Evidence, **options: Any) -> Tensor:
-    return pass_at_k_advantages(e.rewards, **e.prompts, **options)
+    """Return `pass_at_k_advantages` of the rewards of completions."""
+    return pass_at_k_advantages(e.rewards, **e.group_arguments, **options)
 
 
 def _remax(e: Evidence) -> Tensor:
-    return greedy_baseline_advantages(e.rewards, e.greedy_rewards)  # type: ignore[arg-type]
+    """Return `greedy_baseline_advantages`: rewards minus those of greedy completions."""
+    assert e.greedy_rewards is not None
+    return greedy_baseline_advantages(e.rewards, e.greedy_rewards)
 
 
-_OF_GROUP = (group_advantages,)
-_OF_TOKENS: dict[str, Any] = {"passes_to": (whiten,), "per_token": True}
-#: The names are those of the papers. Options are arguments of the functions: Dr. GRPO is "group"
-#: with scale="none".
+_GROUP_OPTIONS = (group_advantages,)
+_WHITENED: dict[str, Any] = {"passes_to": (whiten,), "per_token": True}
+#: All estimators by the names of their papers. Their options are arguments of the functions: Dr.
+#: GRPO is "group" with scale="none".
 ADVANTAGES: dict[str, Estimator] = {
     entry.name: entry
     for entry in (
-        Estimator("group", _group, _OF_GROUP),
-        Estimator("rloo", _group, _OF_GROUP, {"baseline": "leave-one-out", "scale": "none"}),
-        Estimator("opo", _group, _OF_GROUP, {"baseline": "length", "scale": "none"}),
-        Estimator("maxrl", _group, _OF_GROUP, {"scale": "mean", "eps": 0.0}),
-        Estimator("gdpo", _gdpo, _OF_GROUP, {"combine": "gdpo"}, ("columns", "reward_weights")),
+        Estimator("group", _group, passes_to=_GROUP_OPTIONS),
+        Estimator("rloo", _group, _GROUP_OPTIONS, {"baseline": "leave-one-out", "scale": "none"}),
+        Estimator("opo", _group, _GROUP_OPTIONS, {"baseline": "length", "scale": "none"}),
+        Estimator("maxrl", _group, _GROUP_OPTIONS, {"scale": "mean", "eps": 0.0}),
+        Estimator(
+            "gdpo", _gdpo, _GROUP_OPTIONS, {"combine": "gdpo"}, ("columns", "reward_weights")
+        ),
         Estimator("pass_at_k", _pass_at_k, (pass_at_k_advantages,)),
-        Estimator("gpg", _gpg, _OF_GROUP, {"scale": "none"}),
+        Estimator("gpg", _gpg, _GROUP_OPTIONS, {"scale": "none"}),
         Estimator("remax", _remax, needs=("rewards", "greedy_rewards")),
-        Estimator("reinforce_pp", _reinforce_pp, needs=("rewards", "mask"), **_OF_TOKENS),
-        Estimator("gae", _gae, needs=("rewards", "values", "mask"), **_OF_TOKENS),
+        Estimator("reinforce_pp", _reinforce_pp, needs=("rewards", "mask"), **_WHITENED),
+        Estimator("gae", _gae, needs=("rewards", "values", "mask"), **_WHITENED),
         Estimator(
             "process",
             _process,
@@ -224,5 +238,9 @@ ADVANTAGES: dict[str, Estimator] = {
 
 
 def lookup(table: Mapping[str, Any], name: str, argument: str) -> Any:
+    """Return table[name].
+
+    Raises ValueError, which names the argument and lists the choices, for an unknown name.
+    """
     require_one_of(argument, name, table)
     return table[name]
