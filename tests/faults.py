@@ -705,8 +705,7 @@ FAULTS: list[Fault] = [
             "places.append(torch.cat([torch.zeros(total - tokens, dtype=torch.int64), torch.arange(tokens) + 1]))",
         ),
         (
-            "KL left in pg_loss", '- spec.beta * metrics.get(\n            "kl_loss", 0.0\n        )',
-            "", "tests/integrations/test_policy_losses.py",
+            "KL left in pg_loss", "+ entropy_term - kl_term", "+ entropy_term", "tests/integrations/test_policy_losses.py",
         ),
     ),
     *of("grpo_kernels/integrations/trl.py", "tests/integrations/test_trl_losses.py",
@@ -799,12 +798,12 @@ FAULTS: list[Fault] = [
         ),
         ("CISPO's lower bound dropped", '("cispo", Cispo, "to from")', '("cispo", Cispo, "to")'),
         (
-            "DPPO's lower clip fraction counts filtered tokens", 'marks = ~keep, (ratio > high) & keep',
-            'marks = ~keep, ratio > high',
+            "DPPO's lower clip fraction counts filtered tokens", 'marks = (~is_kept, (ratio > high) & is_kept)',
+            'marks = (~is_kept, ratio > high)',
         ),
         (
-            "verl distillation: masses of padding kept", ".sum(-1).masked_fill(~counted, 0.0) for x in (logps, listed)",
-            ".sum(-1) for x in (logps, listed)", "tests/integrations/test_trainer_distillation.py",
+            "verl distillation: masses of padding kept", "return log_probs.detach().exp().sum(-1).masked_fill(~is_counted, 0.0)",
+            "return log_probs.detach().exp().sum(-1)", "tests/integrations/test_trainer_distillation.py",
         ),
         (
             "GSPO's aggregation is the mode's before 0.9.1", 'range(9)), "0.9.0")', 'range(9)),)',

@@ -85,36 +85,34 @@ def bind(
     head: bool = False,
     **how: bool,
 ) -> Slots:
-    """Put our functions in the place of miles'; the result undoes it, see `Slots`, which has the
-    errors too.
+    """Replace miles' functions by ours, until `undo` of the result (see `Slots`) is called.
 
     args            miles' arguments: rollout_top_p and rollout_top_k say whether there is replay.
-    reference_over  "kept" declares that the log-probs of a reference or teacher run over the same
-                    sets.
-    entropy_over    of replayed rows: "vocabulary", or "kept", the entropy over the set, which saves
-                    a second pass.
-    missing         of replayed rows, as in `token_logprobs`. "raise" waits for the device.
+    reference_over  "kept" declares that the log-probs of a reference or teacher are over the same
+                    candidate sets.
+    entropy_over    for replayed rows: "vocabulary", or "kept", the entropy over the set, which
+                    saves a second pass.
+    missing         for replayed rows, as in `token_logprobs`. "raise" waits for the device.
     head            True: also replace `get_log_probs_and_entropy`, for models that return hidden
                     states in place of logits (`skip_logits`). Not with replay.
     how             strict and any_version of `Slots`; replay cannot be compared.
-    Raises ValueError for replay with a KL or a teacher and no declaration.
+
+    Raises ValueError for replay with a KL or a teacher but without reference_over, and the errors
+    of `Slots`.
     """
-    require(
-        reference_over in (None, "kept"),
-        "reference_over",
-        reference_over,
-        "log-probs over all ids and sets make no KL: pass 'kept'.",
-    )
+    remedy = "log-probs over all ids and sets make no KL: pass 'kept'."
+    require(reference_over in (None, "kept"), "reference_over", reference_over, remedy)
     replays = getattr(args, "rollout_top_p", 1.0) < 1.0 or getattr(args, "rollout_top_k", -1) > 0
-    centers = (
-        getattr(args, "loss_type", None) == "score_centering"
-    )  # a loss that keeps the two apart
-    for name in COMPARED if replays and reference_over is None and not centers else ():
+    # The loss of score centering keeps log-probs over sets and over the vocabulary apart.
+    centers = getattr(args, "loss_type", None) == "score_centering"
+    if replays and reference_over is None and not centers:
         remedy = (
             "with replay miles refuses it, the other network's log-probs being over the vocabulary."
             " Switch one off, or pass reference_over='kept' if they run over the same sets."
         )
-        require(not getattr(args, name, None), name, getattr(args, name, None), remedy)
+        for name in COMPARED:
+            value = getattr(args, name, None)
+            require(not value, name, value, remedy)
     remedy = "log-probs over recorded sets are computed from logits: pass head=False."
     require(not (head and (replays or centers)), "head", head, remedy)
     slots = Slots(ADAPTER, **how)
@@ -129,15 +127,16 @@ def bind(
 
 
 def skip_logits(args: Any, model: Sequence[Any]) -> None:
-    """Make miles' model return hidden states and head in place of logits, from then on. Requires
-    `bind(args, head=True)`.
+    """Make miles' model return hidden states and head in place of logits.
+
+    Requires `bind(args, head=True)`.
 
         --custom-megatron-before-log-prob-hook-path my_hooks.before_log_probs
         --custom-megatron-before-train-step-hook-path my_hooks.before_train_step
 
-    args    miles' arguments. Ids from args.vocab_size on pad the output weight: they are not in the
-            softmax, unlike in miles.
-    model   the chunks that miles passes to its hooks; those of a critic are left alone
+    args    miles' arguments. Ids from args.vocab_size on are padding of the output weight. They are
+            not in the softmax, unlike in miles.
+    model   the chunks that miles passes to its hooks. The model of a critic is not changed.
     """
     if getattr(model[0], "role", "actor") != "critic":
         megatron.skip_logits(model, getattr(args, "vocab_size", None))
@@ -199,18 +198,26 @@ def get_log_probs_and_entropy(
     return results
 
 
-def _sets(name: str, record: Any, tokens: int) -> TokenSets:
-    sets = response_sets(
-        name,
-        record._as_tensors() if hasattr(record, "_as_tensors") else (record.ids, record.offsets),
-        tokens,
-    )
-    empty = (sets.counts == 0).nonzero()
-    if len(empty) and not getattr(record, "allows_empty_rows", False):
+def _sets_of_response(name: str, record: Any, num_tokens: int) -> TokenSets:
+    """Return the candidate sets of a response from miles' record of it.
+
+    name         the name of the record, for errors
+    record       a `RolloutSamplingMask` or `PartialSamplingMask`
+    num_tokens   the number of tokens of the response
+
+    Raises ValueError if there is not one set for each token, or if a set is empty that may not be.
+    """
+    if hasattr(record, "_as_tensors"):
+        ids, offsets = record._as_tensors()
+    else:
+        ids, offsets = record.ids, record.offsets
+    sets = response_sets(name, (ids, offsets), num_tokens)
+    empty_rows = (sets.counts == 0).nonzero()
+    if len(empty_rows) > 0 and not getattr(record, "allows_empty_rows", False):
         raise ValueError(
-            f"{name} has no ids for response token {int(empty[0])}: miles records a set for each,"
-            " of one id where the token was not sampled. A PartialSamplingMask may leave tokens"
-            " out."
+            f"{name} has no ids for response token {int(empty_rows[0])}: miles records a set for"
+            " each, of one id where the token was not sampled. A PartialSamplingMask may leave"
+            " tokens out."
         )
     return sets
 
@@ -218,26 +225,29 @@ def _sets(name: str, record: Any, tokens: int) -> TokenSets:
 def kept_sets(
     masks: Sequence[Any], total_lengths: Sequence[int], response_lengths: Sequence[int]
 ) -> TokenSets:
-    """Return the sets of the rows of a packed batch, [sum of total_lengths], on the CPU: row i has
-    the set of token i + 1.
+    """Return the candidate sets of the rows of a packed batch, on the CPU.
 
-    masks   a `RolloutSamplingMask` for each sample; a response, of response_lengths, is the end of
-            its text, of total_lengths. Rows that predict no response token, and in a
-            `PartialSamplingMask` those without ids, stand for the whole vocabulary.
+    Row i has the set of token i + 1. There are sum(total_lengths) rows.
 
-    Raises ValueError, with the sample and the token, where a record has not a set for each token of
-    its response, or an empty one.
+    masks              a `RolloutSamplingMask` for each sample
+    total_lengths      number of tokens of each sample, prompt and response
+    response_lengths   number of tokens at its end that are the response
+
+    Rows that predict no response token, and in a `PartialSamplingMask` those without ids, stand for
+    the whole vocabulary. Raises ValueError, with the sample and the token, if a record has not one
+    set for each token of its response, or has an empty one.
     """
     records = []
-    rows = torch.zeros(sum(total_lengths), dtype=torch.bool)
+    predicts_response = torch.zeros(sum(total_lengths), dtype=torch.bool)
     end = 0
-    for b, (mask, total, tokens) in enumerate(
-        zip(masks, total_lengths, response_lengths, strict=True)
-    ):
-        records.append(_sets(f"masks[{b}]", mask, tokens))
-        end += total
-        rows[end - 1 - tokens : end - 1] = True
-    return sets_on_rows(TokenSets.cat(records), rows) if records else TokenSets.whole(0)
+    samples = zip(masks, total_lengths, response_lengths, strict=True)
+    for b, (mask, total_length, response_length) in enumerate(samples):
+        records.append(_sets_of_response(f"masks[{b}]", mask, response_length))
+        end += total_length
+        predicts_response[end - 1 - response_length : end - 1] = True
+    if not records:
+        return TokenSets.whole(0)
+    return sets_on_rows(TokenSets.cat(records), predicts_response)
 
 
 def local_sets(
@@ -248,21 +258,19 @@ def local_sets(
     tp_rank: int = 0,
     response_length: int | None = None,
 ) -> TokenSets:
-    """The sets of the rows of logits [R, V / ranks], which score the response tokens
-    response_indices [R]; in the place of the mask that miles makes of a sampling_mask. Ids are
-    those of the whole vocabulary on every rank, so tp_rank is not needed.
+    """Return the candidate sets of rows of logits, in place of the mask that miles makes.
 
-    response_length   the number of tokens of the response; None: the length of the record.
+    logits             [R, V / ranks]; only the device is used
+    sampling_mask      miles' record of the response
+    response_indices   [R]: the response token that each row predicts
+    tp_rank            not used: ids are those of the whole vocabulary on every rank
+    response_length    the number of tokens of the response. None: the length of the record.
     """
-    index = torch.as_tensor(
-        response_indices if isinstance(response_indices, Tensor) else [*response_indices],
-        dtype=torch.int64,
-    )
-    sets = _sets(
-        "sampling_mask",
-        sampling_mask,
-        len(sampling_mask) if response_length is None else response_length,
-    )
+    if not isinstance(response_indices, Tensor):
+        response_indices = [*response_indices]
+    index = torch.as_tensor(response_indices, dtype=torch.int64)
+    num_tokens = len(sampling_mask) if response_length is None else response_length
+    sets = _sets_of_response("sampling_mask", sampling_mask, num_tokens)
     return sets[index].to(logits.device)
 
 
@@ -283,29 +291,35 @@ def calculate_log_probs_and_entropy(
     missing: str = "raise",
     entropy_over: str = "vocabulary",
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (log-probs [R, 1], entropy [R] or None), fp32; logits [R, V / ranks], tokens [R]; both
-    [0] of no tokens.
+    """Return (log-probs, entropy), fp32: [R, 1] and [R], both [0] without tokens.
 
-    tp_group        the ranks that the vocabulary is cut over; None: all.
-    with_entropy, entropy_requires_grad   whether to compute the entropy, and whether it has a
-                                          gradient. temperature divides the
-    logits. sampling_mask   what `local_sets` makes, or None.
-    missing, entropy_over   as in `bind`.
-    true_on_policy  left to miles. chunk_size, vocab_size and debug_unified_grad_fused_logprob
-                    change nothing here.
+    logits          [R, V / ranks]
+    tokens          int64 [R]
+    tp_group        the ranks that the vocabulary is sharded over. None: all.
+    with_entropy    False: the entropy is None
+    entropy_requires_grad   whether the entropy has a gradient
+    temperature     divides the logits
+    sampling_mask   candidate sets from `local_sets`, or None
+    missing, entropy_over   as in `bind`
+
+    A call with true_on_policy is left to miles. chunk_size, vocab_size and
+    debug_unified_grad_fused_logprob are not used.
     """
     if true_on_policy:
-        require(
-            sampling_mask is None,
-            "true_on_policy",
-            True,
-            "with replay it is miles' own: undo() this binding for it.",
-        )
+        remedy = "with replay it is miles' own: undo() this binding for it."
+        require(sampling_mask is None, "true_on_policy", True, remedy)
         raise NotCovered("true on-policy mode")
     return logps_in_a_column(
-        logits, tokens, tp_group, with_entropy, entropy_requires_grad, temperature=temperature, kept=sampling_mask, missing=missing,
+        logits,
+        tokens,
+        tp_group,
+        with_entropy,
+        entropy_requires_grad,
+        temperature=temperature,
+        kept=sampling_mask,
+        missing=missing,
         entropy_over=entropy_over,
-    )  # fmt: skip
+    )
 
 
 @with_trainer_names(at="token_ids", targets="token_ids")
@@ -321,38 +335,44 @@ def selected_log_probs_and_entropy(
     sampling_support: bool = False,
     missing: str = "raise",
 ) -> tuple[Tensor, Tensor]:
-    """Return (log-probs of token_ids [R, 1 + K], entropy [R], 0 unless with_entropy), fp32, both
-    with gradient; logits [R, V / ranks]. An id of -1 is padding, with log-prob 0, and an id may
-    stand in a row twice.
+    """Return (log-probs of token_ids, entropy), fp32 [R, 1 + K] and [R], both with gradient.
 
-    group            the ranks that the vocabulary is cut over; None: one rank.
-    vocab_size       ids from this on are padding of the head, and in no softmax.
-    temperature      divides the logits. chunk_size is not needed.
-    sampling_support   True: the softmax is over the ids after the first, which is the token; a row
-                       without them has zeros.
-    missing          what becomes of a token that is not among them, as in `token_logprobs`.
+    logits             [R, V / ranks]
+    token_ids          int64 [R, 1 + K]: the token, then further ids, which may repeat. -1 is
+                       padding, with log-prob 0.
+    group              the ranks that the vocabulary is sharded over. None: one rank.
+    vocab_size         ids from this on are padding of the head, and not in the softmax
+    temperature        divides the logits
+    chunk_size         not used
+    with_entropy       False: the entropy is 0
+    sampling_support   True: the softmax is over the further ids. A row without them has zeros.
+    missing            what to do with a token that is not among them, as in `token_logprobs`
     """
-    width = logits.shape[-1]
-    shard = even_shard(logits.shape[-1], group)
-    start, whole = (0, width) if shard is None else (shard.start, shard.vocab)
-    vocab = whole if vocab_size is None else vocab_size
-    if vocab <= whole - width:
+    local_vocab = logits.shape[-1]
+    shard = even_shard(local_vocab, group)
+    shard_start = 0 if shard is None else shard.start
+    padded_vocab = local_vocab if shard is None else shard.vocab
+    vocab = padded_vocab if vocab_size is None else vocab_size
+    if vocab <= padded_vocab - local_vocab:
         raise NotCovered("a rank that has padding of the head alone")
-    options = Options(shard=None if shard is None else replace(shard, vocab=vocab))
+    if shard is not None:
+        shard = replace(shard, vocab=vocab)
     kept = None
     mask = None
     if sampling_support:
-        sets = token_ids[:, 1:]
-        kept = TokenSets.from_padded(sets)
-        mask = (sets >= 0).any(-1)
-    at, entropy, _ = logps_at_ids(
-        logits[:, : vocab - start],
+        further_ids = token_ids[:, 1:]
+        kept = TokenSets.from_padded(further_ids)
+        mask = (further_ids >= 0).any(-1)
+    logps, entropy, _ = logps_at_ids(
+        logits[:, : vocab - shard_start],
         token_ids,
         temperature=temperature,
         entropy=with_entropy,
         kept=kept,
         missing=missing,
         mask=mask,
-        options=options,
+        options=Options(shard=shard),
     )
-    return at, logits.new_zeros(len(logits), dtype=torch.float32) if entropy is None else entropy
+    if entropy is None:
+        entropy = logits.new_zeros(len(logits), dtype=torch.float32)
+    return logps, entropy

@@ -351,49 +351,45 @@ def objective_of(args: Any) -> Objective:
     Raises ValueError for what `policy_loss` refuses.
     """
     centers = getattr(args, "use_score_centering", False)
+    remedy = "this loss has no such term: keep slime's own, and use bind() alone."
     for name in REFUSED[centers:]:  # TIS is part of the centered term
         value = getattr(args, name, None)
-        require(
-            not value,
-            name,
-            value,
-            "this loss has no such term: keep slime's own, and use bind() alone.",
-        )
+        require(not value, name, value, remedy)
+
+    low = args.eps_clip
     high = args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
-    clip = bounded_clip(
-        "slime",
-        args.eps_clip,
-        high,
-        getattr(args, "eps_clip_c", None),
-        "eps_clip_c",
-        "eps_clip_high",
-    )
-    kind = args.kl_loss_type
-    gspo = args.advantage_estimator == "gspo"
-    low_var = kind == "low_var_kl"
-    unbiased = args.use_kl_loss and getattr(args, "use_unbiased_kl", False)
+    delta = getattr(args, "eps_clip_c", None)
+    clip = bounded_clip("slime", low, high, delta, "eps_clip_c", "eps_clip_high")
+    if centers:
+        policy_term = _centered_term(args)
+    elif args.advantage_estimator == "cispo":
+        policy_term = {"surrogate": Cispo(cap=1 + high, low=1 - low)}
+    else:
+        policy_term = {"surrogate": clip}
+
+    kl_name = args.kl_loss_type
+    is_gspo = args.advantage_estimator == "gspo"
+    is_low_var = kl_name == "low_var_kl"  # k3, clamped
+    is_unbiased = args.use_kl_loss and getattr(args, "use_unbiased_kl", False)
     remedy = (
-        f"with gspo, score centering or kl_loss_type={kind!r} it is slime's own: use k1, k2 or k3"
-        " without these."
+        f"with gspo, score centering or kl_loss_type={kl_name!r} it is slime's own: use k1, k2 or"
+        " k3 without these."
     )
-    require(not (unbiased and (gspo or low_var or centers)), "use_unbiased_kl", unbiased, remedy)
+    can_be_unbiased = not (is_gspo or is_low_var or centers)
+    require(can_be_unbiased or not is_unbiased, "use_unbiased_kl", is_unbiased, remedy)
     kl = Kl(
-        "k3" if low_var else kind,
-        weighting="ratio" if unbiased else "none",
-        clamp=10.0 if low_var else math.inf,
+        "k3" if is_low_var else kl_name,
+        weighting="ratio" if is_unbiased else "none",
+        clamp=10.0 if is_low_var else math.inf,
     )
-    own = {
-        "surrogate": (
-            Cispo(cap=1 + high, low=1 - args.eps_clip)
-            if args.advantage_estimator == "cispo"
-            else clip
-        )
-    }
     return Objective(
-        **(_centered_term(args) if centers else own),
-        level="sequence" if gspo else "token", aggregate="token-sum", kl=kl,
-        beta=float(args.kl_loss_coef) if args.use_kl_loss else 0.0, entropy_coef=float(args.entropy_coef),
-    )  # fmt: skip
+        **policy_term,
+        level="sequence" if is_gspo else "token",
+        aggregate="token-sum",
+        kl=kl,
+        beta=float(args.kl_loss_coef) if args.use_kl_loss else 0.0,
+        entropy_coef=float(args.entropy_coef),
+    )
 
 
 def policy_loss(objective: Objective | None = None) -> Callable[..., LossAndMetrics]:
@@ -423,25 +419,27 @@ def policy_loss(objective: Objective | None = None) -> Callable[..., LossAndMetr
         from slime.backends.megatron_utils import loss as theirs
 
         centers = getattr(args, "use_score_centering", False)
-        require(
-            objective is None or not centers,
-            "use_score_centering",
-            True,
-            "it corrects its own policy term: pass no objective.",
-        )
+        remedy = "it corrects its own policy term: pass no objective."
+        require(objective is None or not centers, "use_score_centering", True, remedy)
         spec = objective_of(args) if objective is None else objective
         _, scored = theirs.get_log_probs_and_entropy(
-            logits, args=args, with_entropy=True, **theirs.get_rollout_top_p_logprob_kwargs(args, batch),
-            **{name: batch[name] for name in ("unconcat_tokens", "total_lengths", "response_lengths")},
-        )  # fmt: skip
+            logits,
+            args=args,
+            unconcat_tokens=batch["unconcat_tokens"],
+            total_lengths=batch["total_lengths"],
+            response_lengths=batch["response_lengths"],
+            with_entropy=True,
+            **theirs.get_rollout_top_p_logprob_kwargs(args, batch),
+        )
 
-        def joined(parts: list[Tensor] | None) -> Any:
+        def concatenate(parts: list[Tensor] | None) -> Any:
+            """Return the tensors of all samples as one, None for None."""
             if parts is None:
                 return None
             return torch.cat(parts) if parts else logits.new_zeros(0, dtype=torch.float32)
 
         lengths = [x.numel() for x in scored["log_probs"]]
-        logps = joined(scored["log_probs"])
+        logps = concatenate(scored["log_probs"])
         if spec.level != "token" and lengths != [x.numel() for x in batch["loss_masks"]]:
             raise ValueError(
                 f"level={spec.level!r} needs whole sequences, but context parallelism has cut them."
@@ -459,48 +457,53 @@ def policy_loss(objective: Objective | None = None) -> Callable[..., LossAndMetr
         def reduce(values: Tensor) -> Tensor:
             return torch.where(weights != 0, weights * values, 0.0).sum()
 
-        needed = args.use_rollout_logprobs or centers
-        rollout = joined(batch["rollout_log_probs"] if needed else batch.get("rollout_log_probs"))
-        old, advantages, ref = (
-            joined(batch.get(name)) for name in ("log_probs", "advantages", "ref_log_probs")
+        needs_rollout = args.use_rollout_logprobs or centers
+        rollout_logps = concatenate(
+            batch["rollout_log_probs"] if needs_rollout else batch.get("rollout_log_probs")
         )
-        old = rollout if args.use_rollout_logprobs else old
+        old_logps = concatenate(batch.get("log_probs"))
+        if args.use_rollout_logprobs:
+            old_logps = rollout_logps
+        advantages = concatenate(batch.get("advantages"))
+        offsets = torch.tensor([0, *(lengths or [0])], device=logps.device).cumsum(0)
         rows = scored_batch(
-            weights, advantages, old_logps=rollout if centers else old, ref_logps=ref,
-            cu_seqlens=torch.tensor([0, *(lengths or [0])], device=logps.device).cumsum(0),
-        )  # fmt: skip
-        out = objective_loss(
-            logps, rows, spec, entropy=joined(scored["entropy"]), token_weights=weights
+            weights,
+            advantages,
+            old_logps=rollout_logps if centers else old_logps,
+            ref_logps=concatenate(batch.get("ref_log_probs")),
+            cu_seqlens=offsets,
         )
-        value = (
-            out.loss if logps.numel() else out.loss + 0 * logits.sum()
-        )  # every rank needs a graph
-        of_tokens = _metrics(spec, out, rows)
-        old = out.logps if old is None else old
-        if rollout is not None:
-            of_tokens["train_rollout_logprob_abs_diff"] = (
-                (out.logps if centers else old) - rollout
-            ).abs()
+        entropy = concatenate(scored["entropy"])
+        out = objective_loss(logps, rows, spec, entropy=entropy, token_weights=weights)
+        value = out.loss
+        if logps.numel() == 0:
+            value = value + 0 * logits.sum()  # the loss of every rank needs a graph
+
+        token_metrics = _metrics(spec, out, rows)
+        if old_logps is None:
+            old_logps = out.logps
+        if rollout_logps is not None:
+            compared = out.logps if centers else old_logps
+            token_metrics["train_rollout_logprob_abs_diff"] = (compared - rollout_logps).abs()
         if centers:
-            own = ScoreCentering.of(spec).advantage_times_weight(
-                out.logps, rollout, torch.ones_like(rollout)
+            # With an advantage of 1, this is the importance weight alone.
+            importance_weights = ScoreCentering.of(spec).advantage_times_weight(
+                out.logps, rollout_logps, torch.ones_like(rollout_logps)
             )
             terms = theirs.get_score_centering_terms(args, batch, logits)
-            value = value + reduce(
-                torch.where(weights != 0, advantages, 0.0) * terms["sc_correction"]
-            )
-            of_tokens |= (
-                {"ppo_kl": old - out.logps, "pg_clipfrac": torch.zeros_like(own)}
-                | terms
-                | {"sc_importance_weight": own}
-            )
-        metrics = {name: reduce(x.detach()) for name, x in of_tokens.items()} | {
-            "loss": value.detach()
-        }
-        others = spec.entropy_coef * metrics["entropy_loss"] - spec.beta * metrics.get(
-            "kl_loss", 0.0
-        )
-        return value, metrics | {"pg_loss": metrics["loss"] + others}
+            used_advantages = torch.where(weights != 0, advantages, 0.0)
+            value = value + reduce(used_advantages * terms["sc_correction"])
+            token_metrics["ppo_kl"] = old_logps - out.logps
+            token_metrics["pg_clipfrac"] = torch.zeros_like(importance_weights)
+            token_metrics |= terms
+            token_metrics["sc_importance_weight"] = importance_weights
+        metrics = {name: reduce(x.detach()) for name, x in token_metrics.items()}
+        metrics["loss"] = value.detach()
+        # loss = pg_loss - entropy_coef * entropy + beta * kl
+        entropy_term = spec.entropy_coef * metrics["entropy_loss"]
+        kl_term = spec.beta * metrics.get("kl_loss", 0.0)
+        metrics["pg_loss"] = metrics["loss"] + entropy_term - kl_term
+        return value, metrics
 
     return loss
 

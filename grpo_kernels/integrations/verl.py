@@ -305,47 +305,58 @@ def _normalizer(objective: Objective, info: dict[str, Any]) -> float | Tensor | 
 def _metrics(
     name: str, objective: Any, out: LossOutput, batch: Any, log_prob: Tensor
 ) -> dict[str, Tensor]:
-    """verl's metrics under verl's names, before the trip to the host."""
+    """Return verl's metrics of a loss under verl's names, 0-d tensors.
+
+    name       the name of verl's loss
+    log_prob   the policy's log-probs that the loss was computed from
+    """
     if name == "gpg":
         return {}
-    mask, old, A, surrogate = batch.mask, batch.old_logps, batch.advantages, objective.surrogate
-    x = torch.where(mask, out.logps - old, 0.0)
+    mask = batch.mask
+    advantages = batch.advantages
+    surrogate = objective.surrogate
+    log_ratio = torch.where(mask, out.logps - batch.old_logps, 0.0)
     if objective.log_ratio_bounds is not None and objective.level == "token":
-        x = x.clamp(*objective.log_ratio_bounds)
-    ratio = x.exp()
+        log_ratio = log_ratio.clamp(*objective.log_ratio_bounds)
+    ratio = log_ratio.exp()
     none = torch.zeros_like(mask)
     low, high = surrogate.ratio_bounds
-    # Which tokens are clipped, and which at the other end; verl has neither of some losses.
+    # Tokens that are clipped, and tokens that are clipped at the other end, as far as verl reports
+    # them for this loss.
     marks: tuple[Tensor, ...] = ()
     if name == "cispo":
-        marks = (ratio < low) | (ratio > high), none
+        marks = ((ratio < low) | (ratio > high), none)
     elif name in ("dppo_tv", "dppo_kl"):
         # In verl an advantage of 0 counts as negative.
-        keep = objective.filters[0].keeps(out.logps, old, torch.where(A == 0, -1.0, A))
-        marks = ~keep, (ratio > high) & keep
+        signs = torch.where(advantages == 0, -1.0, advantages)
+        is_kept = objective.filters[0].keeps(out.logps, batch.old_logps, signs)
+        marks = (~is_kept, (ratio > high) & is_kept)
     elif name == "geo_mean":
-        beyond = (x < -surrogate.eps_low) | (x > surrogate.eps_high)
-        marks = beyond & (A > 0), beyond & (A < 0)
+        is_clipped = (log_ratio < -surrogate.eps_low) | (log_ratio > surrogate.eps_high)
+        marks = (is_clipped & (advantages > 0), is_clipped & (advantages < 0))
     elif name == "clip_cov":
-        # Tokens that were drawn have no slope. All others have one, except those that are clipped.
-        slopes = (
-            torch.autograd.grad(out.loss, log_prob, retain_graph=True)[0]
-            if out.loss.requires_grad
-            else x
-        )
-        silent = torch.logical_or(*surrogate.clipped(ratio, A)) | (A == 0)
-        silent = silent if batch.weights is None else silent | (batch.weights == 0)
-        marks = ((slopes == 0) & ~silent,)
+        # Tokens that were drawn have no gradient. All others have one, unless they are clipped or
+        # have no weight.
+        gradient = log_ratio
+        if out.loss.requires_grad:
+            (gradient,) = torch.autograd.grad(out.loss, log_prob, retain_graph=True)
+        has_no_term = torch.logical_or(*surrogate.clipped(ratio, advantages)) | (advantages == 0)
+        if batch.weights is not None:
+            has_no_term = has_no_term | (batch.weights == 0)
+        marks = ((gradient == 0) & ~has_no_term,)
     elif name == "sapo":
-        marks = none, none
+        marks = (none, none)
     elif name not in ("kl_cov", "dro"):
-        lower = (ratio > surrogate.delta) & (A < 0) if name == "vanilla" else none
-        marks = ratio_terms(objective, out.logps, out.rows, batch)[1].view(mask.shape), lower
-    named = {"actor/ppo_kl": masked_mean(x.abs() if name == "kl_cov" else -x, mask)}
-    return named | {
-        key: masked_mean(mark.float(), mask)
-        for key, mark in zip(CLIPPED_SHARES, marks, strict=False)
-    }
+        _, is_clipped, _ = ratio_terms(objective, out.logps, out.rows, batch)
+        is_dual_clipped = none
+        if name == "vanilla":
+            is_dual_clipped = (ratio > surrogate.delta) & (advantages < 0)
+        marks = (is_clipped.view(mask.shape), is_dual_clipped)
+    kl = log_ratio.abs() if name == "kl_cov" else -log_ratio
+    metrics = {"actor/ppo_kl": masked_mean(kl, mask)}
+    for key, mark in zip(CLIPPED_SHARES, marks, strict=False):
+        metrics[key] = masked_mean(mark.float(), mask)
+    return metrics
 
 
 # ---- log-probs and entropy
@@ -626,43 +637,50 @@ def topk_divergence(
     config: Any,
     data_format: str,
 ) -> dict[str, Tensor]:
-    """`distillation_losses`, `student_mass` and `teacher_mass`, fp32 [1, n], of student_logits [1,
-    n, V] and nested teacher_topk_log_probs and teacher_topk_ids [n, K], as verl's own function
-    takes them (data_format is not needed). In a sum over the ids alone an id counts as often as it
-    is listed, as in verl; a divergence with a tail has each id once, and a row in which one repeats
-    is padding and gets 0.
+    """Return "distillation_losses", "student_mass" and "teacher_mass", fp32 [1, n].
 
-    config   verl's DistillationConfig, whose loss_mode is one of ours.
+    student_logits           [1, n, V]
+    teacher_topk_log_probs   nested [n, K]
+    teacher_topk_ids         nested [n, K]
+    config                   verl's DistillationConfig, whose loss_mode is one of ours
+    data_format              not used
+
+    The arguments are those of verl's own function. In a sum over the ids alone an id counts as
+    often as it is listed, as in verl. A divergence with a tail counts each id once. A row in which
+    an id repeats is padding there, and gets 0.
     """
     from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size, slice_input_tensor
 
-    mode: Any = getattr(
-        config.distillation_loss, "loss_mode", None
-    )  # which verl's own function does not read
+    # verl's own function does not read loss_mode.
+    mode: Any = getattr(config.distillation_loss, "loss_mode", None)
     exact = _registered.get(mode)
     if exact is None:
         raise NotCovered(f"loss_mode={mode!r}")
-    given = [x.values().unsqueeze(0) for x in (teacher_topk_ids, teacher_topk_log_probs)]
+    ids = teacher_topk_ids.values().unsqueeze(0)
+    teacher_logps = teacher_topk_log_probs.values().unsqueeze(0)
     if get_ulysses_sequence_parallel_world_size() > 1:
-        given = [slice_input_tensor(x, dim=1) for x in given]
-    ids = given[0]
-    listed = given[1].float()
-    alone = exact.tail == "ignore"
-    K = ids.shape[-1]
-    with torch.set_grad_enabled(alone and torch.is_grad_enabled()):
-        logps, _, different = logps_at_ids(student_logits, ids)
-    counted = (different == K) | alone
-    if alone:
-        losses = divergence_over_ids(exact, logps, listed)
+        ids = slice_input_tensor(ids, dim=1)
+        teacher_logps = slice_input_tensor(teacher_logps, dim=1)
+    teacher_logps = teacher_logps.float()
+    is_sum_over_ids = exact.tail == "ignore"
+    with torch.set_grad_enabled(is_sum_over_ids and torch.is_grad_enabled()):
+        logps, _, num_distinct = logps_at_ids(student_logits, ids)
+    is_counted = (num_distinct == ids.shape[-1]) | is_sum_over_ids
+    if is_sum_over_ids:
+        losses = divergence_over_ids(exact, logps, teacher_logps)
     else:
-        known = torch.where(counted[..., None], ids, -1).flatten(0, 1)
-        losses = token_divergence(
-            student_logits, TokenSets.from_padded(known, values=listed.flatten(0, 1)), exact
-        )
-    masses = [x.detach().exp().sum(-1).masked_fill(~counted, 0.0) for x in (logps, listed)]
-    return dict(
-        zip(("distillation_losses", "student_mass", "teacher_mass"), (losses, *masses), strict=True)
-    )
+        known_ids = torch.where(is_counted[..., None], ids, -1).flatten(0, 1)
+        teacher = TokenSets.from_padded(known_ids, values=teacher_logps.flatten(0, 1))
+        losses = token_divergence(student_logits, teacher, exact)
+
+    def mass(log_probs: Tensor) -> Tensor:
+        return log_probs.detach().exp().sum(-1).masked_fill(~is_counted, 0.0)
+
+    return {
+        "distillation_losses": losses,
+        "student_mass": mass(logps),
+        "teacher_mass": mass(teacher_logps),
+    }
 
 
 def _distillation_loss(
