@@ -299,13 +299,13 @@ class Comparison(NamedTuple):
 
         The memory around the results is compared as well, to detect writes past the end.
         """
-        ours = Result(self.rows, self.columns, self.dtype)
-        theirs = Result(self.rows, self.columns, self.dtype)
-        self.compute(ours.matrix, engine_name)
-        self.compute(theirs.matrix, reference)
-        if torch.equal(ours.memory, theirs.memory):
+        result = Result(self.rows, self.columns, self.dtype)
+        expected = Result(self.rows, self.columns, self.dtype)
+        self.compute(result.matrix, engine_name)
+        self.compute(expected.matrix, reference)
+        if torch.equal(result.memory, expected.memory):
             return None
-        count = int((ours.memory != theirs.memory).sum())
+        count = int((result.memory != expected.memory).sum())
         return (
             f"{count} elements of {self.matmul} of {self.operands} operands differ from the engine"
             f" {reference}"
@@ -353,36 +353,51 @@ def _comparisons(n: int, h: int, v: int) -> Iterator[Comparison]:
     def compare_logits(
         operands: str, hidden: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Comparison:
+        """Compare hidden @ weight.T + bias."""
+
         def compute(out: Tensor, name: str) -> None:
             logits(hidden, weight, bias, out, engine_name=name, threads=1)
 
-        return Comparison(operands, "logits", n, v, fp32, compute)
+        return Comparison(operands, "logits", rows=n, columns=v, dtype=fp32, compute=compute)
 
     def compare_grad_hidden(operands: str, grad: Tensor, weight: Tensor) -> Comparison:
+        """Compare grad @ weight."""
+
         def compute(out: Tensor, name: str) -> None:
             grad_hidden(grad, weight, out, engine_name=name, threads=1)
 
-        return Comparison(operands, "grad_hidden", n, h, fp32, compute)
+        return Comparison(operands, "grad_hidden", rows=n, columns=h, dtype=fp32, compute=compute)
 
     def compare_grad_weight(
         operands: str,
-        what: str,
+        matmul: str,
         grad: Tensor,
         hidden: Tensor,
         *,
         start: Tensor | None = None,
         dtype: torch.dtype = fp32,
     ) -> Comparison:
+        """Compare start + grad.T @ hidden in a dtype. `matmul` is its name in messages."""
+
         def compute(out: Tensor, name: str) -> None:
             grad_weight(grad, hidden, start, out, engine_name=name, threads=1)
 
-        return Comparison(operands, what, v, h, dtype, compute)
+        return Comparison(operands, matmul, rows=v, columns=h, dtype=dtype, compute=compute)
 
     def compare_sum_in_place(operands: str, grad: Tensor, hidden: Tensor) -> Comparison:
+        """Compare grad.T @ hidden, added in place to a result that holds a sum already."""
+
         def compute(out: Tensor, name: str) -> None:
             grad_weight(grad, hidden, out.copy_(start), out, engine_name=name, threads=1)
 
-        return Comparison(operands, "grad_weight, added to a sum", v, h, fp32, compute)
+        return Comparison(
+            operands,
+            "grad_weight, added to a sum",
+            rows=v,
+            columns=h,
+            dtype=fp32,
+            compute=compute,
+        )
 
     yield compare_logits("bf16", hidden16, weight16, bias)
     yield compare_grad_hidden("bf16", grad16, weight16)

@@ -133,7 +133,9 @@ class Kernels(Backend):
     ) -> None:
         """Write d loss / d logits of each row into the same row of `out`.
 
-        The formula is in `GradientCoefficients`. Rows whose coefficients are all 0 become 0.
+        The formula is in `GradientCoefficients`. Rows whose coefficients are all 0 become 0. The
+        gradient of a block of rows is computed from exps = exp(z - max_logit), and a divergence
+        from a reference is added.
 
         sums   softmax sums of the rows, from `softmax_sums`
         out    [A, T, V] like `rows.logits` (A * T rows of V logits); may be their memory

@@ -202,43 +202,61 @@ def rescale_sums(
 ):
     """Convert sums relative to the maxima of both rows to sums relative to other bases.
 
-    For example sum_exp is sum_j exp(z_j - max_logit) and becomes sum_j exp(z_j - base).
-    `merge_log_ratio_sums` of core/divergence.py has the formulas for log_ratio and excess.
+    For example sum_exp = sum_j exp(z_j - max_logit) becomes sum_j exp(z_j - base): it is multiplied
+    by exp(max_logit - base). With p_j and q_j the exponentials of policy and reference (FORWARD: of
+    reference and policy), log_ratio = sum_j p_j d_j and excess = sum_j p_j psi(-d_j) become
+
+        factor_p * (log_ratio + shift_p * sum_p)
+        factor_q * excess - (factor_q - factor_p) * log_ratio
+            + (factor_q - factor_p + factor_p * shift_p) * sum_p
+
+    where the p_j and q_j are multiplied by factor_p and factor_q, all d_j grow by shift_p, and
+    factor_q = factor_p * exp(-shift_p).
 
     base, reference_base   replace max_logit and reference_max
-    FORWARD                whether the divergence is KL(q || p), whose sums swap p and q
+    FORWARD                whether the divergence is KL(q || p)
     max_logit, ...         the sums of `add_both_tiles`
 
     Returns (sum_exp, reference_sum_exp, log_ratio, excess, shifted, squared), rescaled.
     """
-    # Factors of the policy's and of the reference's exponentials. They are 0 for empty sums.
-    f = tl.where(max_logit == NEG_INF, 0.0, fast_exp(max_logit - base))
-    g = tl.where(reference_max == NEG_INF, 0.0, fast_exp(reference_max - reference_base))
+    # The factors are 0 for sums without any finite logit.
+    policy_factor = tl.where(max_logit == NEG_INF, 0.0, fast_exp(max_logit - base))
+    reference_factor = fast_exp(reference_max - reference_base)
+    reference_factor = tl.where(reference_max == NEG_INF, 0.0, reference_factor)
     is_empty = (max_logit == NEG_INF) | (reference_max == NEG_INF)
     shift = logit_difference(max_logit, reference_max, base, reference_base)
     shift = tl.where(is_empty, 0.0, shift)
-    shifted = tl.where(f == 0.0, 0.0, f * (shifted + sum_exp * (max_logit - base)))
+    rescaled_shifted = policy_factor * (shifted + sum_exp * (max_logit - base))
+    shifted = tl.where(policy_factor == 0.0, 0.0, rescaled_shifted)
     if FORWARD:
-        factor_p = g
-        factor_q = f
+        factor_p = reference_factor
+        factor_q = policy_factor
         sum_p = reference_sum_exp
         sum_q = sum_exp
         shift_p = -shift
     else:
-        factor_p = f
-        factor_q = g
+        factor_p = policy_factor
+        factor_q = reference_factor
         sum_p = sum_exp
         sum_q = reference_sum_exp
         shift_p = shift
+    # For a small shift the differences of the factors are computed from psi, without cancellation.
     is_small = tl.abs(shift_p) <= PSI_LIMIT
     psi = psi_of_negative(shift_p)
     per_log_ratio = tl.where(is_small, factor_p * (psi - shift_p), factor_q - factor_p)
     per_sum = tl.where(is_small, factor_p * psi, (factor_q - factor_p) + factor_p * shift_p)
-    whole_excess = (factor_q * excess - per_log_ratio * log_ratio) + per_sum * sum_p
-    excess = tl.where(factor_p == 0.0, factor_q * sum_q, whole_excess)
+    rescaled_excess = (factor_q * excess - per_log_ratio * log_ratio) + per_sum * sum_p
+    excess = tl.where(factor_p == 0.0, factor_q * sum_q, rescaled_excess)
     log_ratio = tl.where(factor_p == 0.0, 0.0, factor_p * (log_ratio + shift_p * sum_p))
     excess = tl.where(log_ratio == INF, INF, excess)
-    return sum_exp * f, reference_sum_exp * g, log_ratio, excess, shifted, squared * f * f
+    return (
+        sum_exp * policy_factor,
+        reference_sum_exp * reference_factor,
+        log_ratio,
+        excess,
+        shifted,
+        squared * policy_factor * policy_factor,
+    )
 
 
 @triton.jit

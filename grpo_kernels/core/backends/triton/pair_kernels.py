@@ -57,9 +57,9 @@ def load_columns(x, i, stride, columns, H, is_wanted, TILE):
 
 @triton.jit
 def add_to_columns(out, i, stride, columns, H, total, TILE):
-    """Add total, fp32 [TILE.BLOCK], to columns of row i of the matrix `out`.
+    """Add total, fp32 [TILE.BLOCK], to columns of row i of the matrix `out`, which has H columns.
 
-    The sum is in fp32 and is rounded once, to the dtype of `out`.
+    The sum is in fp32 and is rounded once, to the dtype of `out`. Columns from H on are left out.
     """
     pointer = matrix_row(out, i, stride, TILE) + columns
     is_inside = columns < columns_to_read(H, is_wanted=True, TILE=TILE)
