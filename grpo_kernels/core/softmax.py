@@ -511,10 +511,11 @@ class SoftmaxSums:
         return LogRatioSums(mean_log_ratio, excess, sum_ratio, log_sum_ratio, is_small)
 
 
-#: The coefficients of the gradient, in the order of csrc/kernels.h; the first is always there.
-COEFFICIENTS = ("target", "constant", "logp", "prob", "divergence")
-#: Those that the C++ and Triton kernels take. A gradient with others runs in eager PyTorch.
-COEFFICIENTS_OF_KERNELS = COEFFICIENTS[:5]
+#: The coefficients of the gradient that the C++ and Triton kernels take, in the order of
+#: `enum Coefficient` in csrc/kernels.h. A gradient with other coefficients runs in eager PyTorch.
+COEFFICIENTS_OF_KERNELS = ("target", "constant", "logp", "prob", "divergence")
+#: All coefficients, in the order of the rows of a table. "target" is in every table.
+COEFFICIENTS = COEFFICIENTS_OF_KERNELS
 
 
 class GradientCoefficients(NamedTuple):
