@@ -236,10 +236,10 @@ class Objective(Checked):
                         denominator of the policy term.
     count_empty         whether a fully masked sequence counts in the denominator (not so in verl
                         and OpenRLHF)
-    listed              what the terms of a batch's `logp_terms` are: a function (logp, values,
-                        advantage, sums) -> (term, slope), see formulas/extra_id_terms.py. None:
-                        value * logp. They are weighted, filtered and aggregated like the policy
-                        term, except that a `TrustRegion` drops the sampled token alone.
+    listed              the terms of the ids in a batch's `logp_terms`: a function (logp, values,
+                        advantage, sum_over_ids) -> (term, slope), see formulas/extra_id_terms.py.
+                        None: value * logp. The terms are weighted, filtered and aggregated like the
+                        policy term, except that a `TrustRegion` drops the sampled token alone.
     future_kl           a `FutureKl`, which weighs the policy term of a token by the ratios of the
                         tokens that follow it (FIPO), at level "token" only. None: no such weights.
 
@@ -281,7 +281,9 @@ class Objective(Checked):
         self._check_level_and_aggregates()
         if self.listed is not None:
             is_function = callable(self.listed) and not isinstance(self.listed, type)
-            remedy = "pass a function (logp, values, advantage, sums) -> (term, slope), or None."
+            remedy = (
+                "pass a function (logp, values, advantage, sum_over_ids) -> (term, slope), or None."
+            )
             require(is_function, "listed", self.listed, remedy)
         if self.max_tokens is not None:
             remedy = "the completion budget is a whole number of at least 1 token."

@@ -91,31 +91,31 @@ class ScoreCentering(Checked):
         return cls(objective.surrogate, objective.filter(TrustRegion), tail)
 
     def __call__(
-        self, logp: Tensor, values: Tensor, advantage: Tensor, sums: Any
+        self, logp: Tensor, values: Tensor, advantage: Tensor, sum_over_ids: Any
     ) -> tuple[Tensor, ...]:
         """Return the term A c log p of each listed id and its derivative A c.
 
         The coefficient c is a constant: q w, and with `tail` q w - a p (see the class). Arguments
         and results are those of an `ExtraIdFunction`.
 
-        logp        float64 [num_ids], log p of each id under the policy
-        values      float [num_ids], log q of each id under the sampler
-        advantage   fp32 [num_ids], A of the token that lists the id
-        sums        function: sums x [num_ids] over the ids of the same token, [num_ids]
+        logp           float64 [num_ids], log p of each id under the policy
+        values         float [num_ids], log q of each id under the sampler
+        advantage      fp32 [num_ids], A of the token that lists the id
+        sum_over_ids   function x -> sum of x over the ids of the same token, [num_ids] each
         """
         p = logp.exp()
         q = values.exp()
         coefficient = q * self.advantage_times_weight(logp, values, advantage)
         if not self.tail:
-            return logp_term(logp, coefficient, advantage, sums)
+            return logp_term(logp, coefficient, advantage, sum_over_ids)
         # r may be 1e6. The gradient of a listed logit is a difference of numbers of this size and
         # is at most 1, so the log-probs must be float64.
-        r = probability_outside(values, sums) / probability_outside(logp, sums)
+        r = probability_outside(values, sum_over_ids) / probability_outside(logp, sum_over_ids)
         # Any two log-probs that differ by log(p / q) = -log r give the weight w(1 / r).
         unlisted_weight = self.advantage_times_weight(
             logp=-r.log(), sampler_logp=0.0 * r, advantage=advantage, trust_offset=UNLISTED_LOGP
         )
-        return logp_term(logp, coefficient - r * p * unlisted_weight, advantage, sums)
+        return logp_term(logp, coefficient - r * p * unlisted_weight, advantage, sum_over_ids)
 
     def advantage_times_weight(
         self,

@@ -4,7 +4,7 @@ A batch lists ids for each token, with a value for each id (`TokenBatch(logp_ter
 An `ExtraIdFunction` computes the term of each id. The terms of the ids that a token lists add up to
 the auxiliary loss of this token, which is added to its surrogate.
 
-An `ExtraIdFunction` is a function (logp, values, advantage, sum_over_ids) -> (term, grad):
+An `ExtraIdFunction` is a function (logp, values, advantage, sum_over_ids) -> (term, slope):
 
     logp           float64 [num_ids], log-prob of each id under the policy, token after token
     values         fp32 [num_ids], the value of each id
@@ -12,7 +12,7 @@ An `ExtraIdFunction` is a function (logp, values, advantage, sum_over_ids) -> (t
     sum_over_ids   function x -> y, [num_ids] each: y is the sum of x over all ids that the same
                    token lists
     term           float64 [num_ids], what the id adds to the auxiliary loss of its token
-    grad           float64 [num_ids], d auxiliary loss / d logp of the id
+    slope          float64 [num_ids], d auxiliary loss / d logp of the id
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class ExtraIdTerms(NamedTuple):
             """Return the sum of x over the ids of the same token, [num_ids] like x."""
             if not has_shape_of(x, logps):
                 raise ValueError(
-                    f"sums is given a {type(x).__name__} that has not one number for each id: pass"
+                    f"sum_over_ids is given a {type(x).__name__} that has not one number for each id: pass"
                     " a tensor of the shape of logp."
                 )
             return self.sum_of_tokens(x)[token_of_id]
@@ -119,9 +119,9 @@ class ExtraIdTerms(NamedTuple):
                 function, logps, values, advantages[token_of_id], sum_over_ids
             )
             check_terms(function, returned, logps)
-            term, grad = returned
+            term, slope = returned
             terms = terms + term
-            grad_logps = grad_logps + grad
+            grad_logps = grad_logps + slope
         return AuxiliaryLosses(self.sum_of_tokens(terms), grad_logps)
 
     def sum_of_tokens(self, x: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ def has_shape_of(x: Any, other: Tensor) -> bool:
 
 
 def check_terms(function: ExtraIdFunction, returned: Any, logps: Tensor) -> None:
-    """Raise ValueError unless a function returned (term, grad), two tensors of the shape of logps.
+    """Raise ValueError unless a function returned (term, slope), two tensors shaped like logps.
 
     returned   what `function` returned
     logps      float64 [num_ids]

@@ -379,7 +379,7 @@ def _policy_and_sampler_logps(batch: TokenBatch, logps: Tensor) -> tuple[Tensor,
     """Return the log-prob of each token under the policy and under the sampler, 0 where masked.
 
     Without sampler_logps, the old_logps of the batch take their place. Without old_logps, and for
-    tokens that the batch marks as on-policy, it is the log-prob under the policy.
+    tokens that the batch marks as on-policy, both results are the log-prob under the policy.
 
     batch   may have sampler_logps, old_logps and a mark of on-policy tokens
     logps   fp32 [num_tokens], log-prob of each token under the policy
@@ -429,8 +429,8 @@ def _keep_likely(batch: TokenBatch, differences: Tensor, delta: float, advantage
 def logp_difference(a_logps: Tensor, b_logps: Tensor) -> Tensor:
     """Return a_logps - b_logps, fp64, clamped to [-60, 60] (LOG_RATIO_BOUND).
 
-    The difference is 0 if one of both is NaN, because one of the two models did not score the token
-    then. a_logps and b_logps are float tensors of one shape.
+    If one of the log-probs is NaN, a model did not score the token, and the difference is 0.
+    a_logps and b_logps are float tensors of one shape.
     """
     difference = torch.nan_to_num(a_logps.double() - b_logps.double(), nan=0.0)
     return difference.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)

@@ -57,7 +57,7 @@ def test_what_is_listed_at_a_token_of_weight_0_adds_nothing(level, slope, backen
 #: whatever runs it.
 WRONG = {
     lambda logp, *_: [logp, logp]: "^listed=.* no pair of tensors", lambda logp, *_: (logp, 1.0): "^listed=.* no pair",
-    lambda logp, values, advantage, sums: (sums(1.0) * logp, logp): "^sums is given a float",
+    lambda logp, values, advantage, sum_over_ids: (sum_over_ids(1.0) * logp, logp): "^sum_over_ids is given a float",
     lambda logp, *_: (logp, int("own")): "^invalid literal",
 }  # fmt: skip
 
