@@ -59,9 +59,12 @@ def gather_logprobs(
     tp_group: Any = None,
     chunk_size: int = 1024,
 ) -> Tensor:
-    """Return log-probs of labels, fp32 in their shape; logits [..., V], divided by temperature.
-    With a tp_group of several ranks logits are [..., V / ranks], this rank's part. chunk_size has
-    no effect.
+    """Return the log-probs of labels, fp32 in the shape of labels.
+
+    logits        [..., V], or this rank's part [..., V / ranks] with a tp_group of several ranks
+    temperature   divides the logits
+
+    chunk_size has no effect.
     """
     return log_probs_of(logits, labels, temperature=temperature, group=tp_group).logps
 
@@ -93,8 +96,10 @@ def gather_logprobs_entropy(
 def mapped_logprobs_entropy(
     logits: Tensor, rows: Tensor, labels: Tensor, temperature: float = 1.0, tp_group: Any = None
 ) -> tuple[Tensor, ...]:
-    """Return the same of labels [M], each predicted by the row of logits [N, V] that `rows`, int64
-    [M], names: several by one row.
+    """Return (log-probs, entropy) of labels [M] from shared rows of logits.
+
+    logits   [N, V]
+    rows     int64 [M]: the row that predicts each label. Labels may share a row.
     """
     return tuple(
         log_probs_of(

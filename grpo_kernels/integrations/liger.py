@@ -103,22 +103,27 @@ NO_OBJECTIVE = {
 
 
 def liger_objective(loss_type: str = "dapo", **options: Any) -> Objective:
-    """Convert Liger's options to an Objective, for the functions of grpo_kernels itself. Raises
-    ValueError naming what is wrong.
+    """Convert Liger's options to an `Objective`, for the functions of grpo_kernels.
 
     loss_type    "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo" or "vespo": surrogate
-                 and denominator.
-    options      of `LigerFusedLinearGRPOLoss`, with its defaults:
-    importance_sampling_level   "token", or "sequence" for the losses that clip.
-    beta         weight of the KL, by k3; use_bias_correction_kl: times the ratio.
+                 and denominator
+
+    The options are those of `LigerFusedLinearGRPOLoss`, with the same defaults:
+
+    importance_sampling_level   "token", or "sequence" for the losses that clip
+    beta         weight of the KL, estimated by k3; use_bias_correction_kl multiplies it by the
+                 ratio
     epsilon_low, epsilon_high, delta   clip widths and two-sided bound, as in `Clip`. As in Liger,
-                                       epsilon_high is CISPO's cap, an absolute ratio, and delta
-                                       means nothing to CISPO, SAPO and VESPO.
-    sapo_temperature_pos, sapo_temperature_neg   for A > 0, for the others; both: sapo_temperatures
+                                       epsilon_high is the cap of CISPO's ratio, and CISPO, SAPO and
+                                       VESPO ignore delta.
+    sapo_temperature_pos, sapo_temperature_neg   for A > 0, for all other A; sapo_temperatures
+                                                 passes both
     vespo_k_pos, vespo_lambda_pos   for A >= 0
-    vespo_k_neg, vespo_lambda_neg   for the others; all four: vespo
-    max_completion_length   tokens, which dr_grpo divides by; nothing to the others.
-    What is no part of an objective is refused: temperature, compiled and chunk_size.
+    vespo_k_neg, vespo_lambda_neg   for A < 0; vespo passes all four
+    max_completion_length   tokens per completion, the divisor of dr_grpo; other losses ignore it
+
+    temperature, compiled and chunk_size are not part of an objective and are refused. Raises
+    ValueError naming what is wrong.
     """
     for name in [name for name in TOGETHER if name in options]:
         parts = TOGETHER[name]
@@ -256,20 +261,19 @@ def rows_with_padding(batch: TokenBatch, objective: Objective) -> TokenInputs:
 
 @dataclass(eq=False, repr=False)
 class LigerFusedLinearGRPOLoss(torch.nn.Module):
-    """`linear_grpo_loss` as Liger's module of this name: hidden states and head in, `(loss,
-    metrics)` out.
+    """A drop-in for Liger's module of this name: it returns `(loss, metrics)` from hidden states.
 
-    The options are Liger's, read on every call; see `liger_objective`. `temperature` divides the
-    logits. use_ref_model=False leaves the KL out, which is then 0 in the metrics, with a warning if
-    beta is not 0.
+    The options are Liger's. They are read on every call; see `liger_objective`. `temperature`
+    divides the logits. With use_ref_model=False there is no KL: it is 0 in the metrics, and a
+    warning is given if beta is not 0.
 
-    as_liger   True: LUSPO and VESPO count masked positions as Liger's chunked loss does, with a
-               warning, so that a run can be compared with Liger's number by number before it is
-               improved. Everything else is the same either way.
-    grad_scale   what the loss is multiplied by before the backward, as in `linear_grpo_loss`, or a
-                 function without arguments that returns it. `patch` sets it to 1 / the
-                 accumulation steps of the trainer.
-    any_version   True: no warning where an installed Liger was not tested.
+    as_liger   True: LUSPO and VESPO count masked positions, as Liger's chunked loss does, with a
+               warning. Use it to compare a run with Liger number by number. It changes nothing
+               else.
+    grad_scale   the factor of the loss before the backward, as in `linear_grpo_loss`, or a function
+                 without arguments that returns it. `patch` sets it to 1 / the accumulation steps of
+                 the trainer.
+    any_version   True: no warning if the installed version of Liger was not tested
     """
 
     beta: float = 0.04
@@ -452,23 +456,24 @@ def triton_grpo_loss(
     vespo_k_neg: float = 3.0,
     vespo_lambda_neg: float = 2.0,
 ) -> tuple[Any, ...]:
-    """Compute `grpo_loss` with the arguments of Liger's function of this name, from logits [B, L +
-    1, V] whose last position is ignored.
+    """Compute `grpo_loss` with the arguments of Liger's function of this name.
 
+    logits   [B, L + 1, V]; the last position is ignored
     completion_ids, completion_mask, old_logp, ref_logp   [B, L]
     advantages   [B]
     vllm_is_ratio   [B], [B, 1] or [B, L]
-    reduce   True: (loss, [mean KL if beta != 0, share of clipped tokens]), 0-d fp32. False: (loss,
-             KL or None, clipped) of each token, [B, L] fp32, 0 where masked; only the loss is
-             differentiable.
-    inplace  True: the backward writes the gradient over the logits, as in Liger. False: into a new
-             buffer; a reduced loss at token level (except VESPO) computes it in the forward, with
-             one pass less. "forward", which Liger lacks: the forward overwrites the logits with
-             the gradient. Logits that are a leaf are never overwritten.
-    max_completion_length   None: L.
-    num_items_in_batch   tokens of all micro-batches and ranks, as in `LigerFusedLinearGRPOLoss`.
-    eps_low and eps_high are the epsilon_low and epsilon_high of `liger_objective`, `temperature`
-    divides the logits, and everything else is as in `LigerFusedLinearGRPOLoss`. Raises ValueError
+    reduce   True: returns (loss, [mean KL if beta != 0, share of clipped tokens]), 0-d fp32. False:
+             returns (loss, KL or None, clipped) of each token, [B, L] fp32, 0 in masked tokens.
+             Only the loss is differentiable.
+    inplace  True: the backward writes the gradient over the logits, as in Liger. False: the
+             gradient gets a new buffer; a reduced loss at token level (except VESPO) computes it in
+             the forward, which saves a pass. "forward", which Liger does not have: the forward
+             overwrites the logits with the gradient. Logits that are a leaf are never overwritten.
+    max_completion_length   None: L
+    num_items_in_batch   tokens of all micro-batches and ranks, as in `LigerFusedLinearGRPOLoss`
+
+    eps_low and eps_high are epsilon_low and epsilon_high of `liger_objective`. `temperature`
+    divides the logits. All other arguments are as in `LigerFusedLinearGRPOLoss`. Raises ValueError
     naming what is wrong.
     """
     options = SimpleNamespace(
@@ -530,9 +535,11 @@ def triton_grpo_loss(
 def fused_selective_log_softmax(
     logits: Tensor, input_ids: Tensor, temperature: float = 0.9, mask: Tensor | None = None
 ) -> Tensor:
-    """Return log-probs [B, L] fp32 of the last L of `input_ids`, from logits [B, L + 1, V] whose
-    last position is not looked at; 0 where `mask`, of which the last L count too, is 0.
-    `temperature` divides the logits. No gradient.
+    """Return the log-probs [B, L] of the last L of `input_ids`, fp32, without a gradient.
+
+    logits        [B, L + 1, V]; the last position is ignored
+    mask          the last L columns count: the result is 0 where they are 0
+    temperature   divides the logits
     """
     L = logits.shape[1] - 1
     ids = input_ids[:, input_ids.shape[1] - L :]
@@ -589,20 +596,21 @@ def _metrics(kl: Tensor | None, clipped: Tensor, batch: TokenBatch) -> list[Tens
 
 
 def patch(trainer: Any, **how: bool) -> Slots:
-    """Replace the loss object of this trainer, and of no other; the result undoes it, by `undo()`
-    or as a context manager.
+    """Replace the loss object of one trainer, and return `Slots`, which restore it.
 
         slots = liger.patch(trainer)     # one trainer that exists
         slots = liger.bind()             # or every trainer of this process that will be made
 
-    For TRL 0.17 to 1.13, with use_liger_kernel=True (use_liger_loss before 0.25), and ms-swift. The
-    constants are those that the trainer gave to its own object. The first call is compared with it
-    where the version of Liger-Kernel (or of a TRL with a copy of it) was not tested. What Liger's
-    slot has not, ours has not there: the entropy bonus, the entropy quantile, off-policy masks.
+    For TRL 0.17 to 1.13 with use_liger_kernel=True (use_liger_loss before 0.25), and for ms-swift.
+    The constants are those that the trainer passed to its own object. If the version of
+    Liger-Kernel (or of a TRL that contains a copy of it) was not tested, the first call is compared
+    with the trainer's own object. Options that Liger's loss does not have are not available: the
+    entropy bonus, the entropy quantile and off-policy masks.
 
-    how   strict and any_version of `Slots`.
-    Raises RuntimeError for a trainer without such an object, or with ours, and in the first step
-    where the comparison fails.
+    how   strict and any_version of `Slots`
+
+    Raises RuntimeError for a trainer without such an object or with ours, and in the first step if
+    the comparison fails.
     """
     name = next((name for name in ATTRIBUTES if callable(getattr(trainer, name, None))), None)
     if name is None:
@@ -631,9 +639,10 @@ def accumulation_steps(trainer: Any) -> int:
 
 
 def bind(**how: bool) -> Slots:
-    """Make `liger_kernel.chunked_loss.LigerFusedLinearGRPOLoss` ours for what imports it from now
-    on; `undo()` puts it back, but for trainers that are made already. Options and errors are those
-    of `patch`.
+    """Replace `liger_kernel.chunked_loss.LigerFusedLinearGRPOLoss` by our class for later imports.
+
+    `undo()` restores it, but not in trainers that exist already. Options and errors are those of
+    `patch`.
     """
     from liger_kernel import chunked_loss
 
@@ -694,15 +703,16 @@ def _in_place_of(theirs: Any, slots: Slots, grad_scale: Callable[[], float] | fl
 
 @dataclass(eq=False, repr=False)
 class LigerFusedLinearJSD(torch.nn.Module):
-    """The mean divergence of a student's tokens to a teacher's, from hidden states and weights of
-    both; also on a CPU. Values are Liger's. Logits are fp32 where Liger's may be rounded to 16
-    bits, and the gradient of the weight is summed in fp32.
+    """The mean divergence between student and teacher, from hidden states and weights of both.
 
-    jsd_beta      0: KL(teacher, student). 1: KL(student, teacher). In between: the jsd, with the
-                  teacher's share jsd_beta.
-    ignore_index  the label of tokens that do not count.
-    temperature   divides the logits of both.
-    accum_dtype   not needed: sums are fp32.
+    Values are Liger's. Logits are fp32, while Liger's may be rounded to 16 bits, and the gradient
+    of the weight is summed in fp32. It also runs on a CPU.
+
+    jsd_beta      0: KL(teacher, student). 1: KL(student, teacher). Between 0 and 1: the JSD, with
+                  jsd_beta as the weight of the teacher in the mixture.
+    ignore_index  the label of tokens that do not count
+    temperature   divides the logits of both
+    accum_dtype   has no effect: sums are fp32
 
     Raises ValueError naming the argument that is wrong.
     """

@@ -90,14 +90,16 @@ def chunked_logprobs(
     entropy_over: str = "vocabulary",
     missing: str = "full",
 ) -> tuple[Tensor | None, ...]:
-    """Return (log-probs, entropy) fp32 [N] of labels [N]; hidden [N, H], weight [V, H],
-    inv_temperature [N]. chunk_size is ours.
+    """Return (log-probs, entropy) of labels [N], fp32.
 
+    hidden, weight, inv_temperature   [N, H], [V, H], [N]
     sampling_mask   int32 [N, K]: the set of each row, padded with -1. None: no replay.
-    return_mask_logprobs  True: a third result is the log-probs of all ids of the sets, fp32 [N, K],
-                          with gradient; 0 for padding and rows that are not replayed. False: it is
-                          None.
-    entropy_over, missing   of replayed rows, see `bind`.
+    return_mask_logprobs  True: the third result has the log-probs of all ids of the sets, fp32 [N,
+                          K], with a gradient. They are 0 for padding and in rows that are not
+                          replayed. False: the third result is None. None: there is no third result.
+    entropy_over, missing   for replayed rows, see `bind`
+
+    chunk_size has no effect.
     """
     sets = None if sampling_mask is None else TokenSets.from_padded(sampling_mask)
     found = log_probs_of(

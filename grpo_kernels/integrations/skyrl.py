@@ -79,10 +79,11 @@ NOT_LINEAR = (ClipCov, KlCov, Dro, A2po)
 
 
 def register(prefix: str = "fused_", *, any_version: bool = False) -> list[str]:
-    """Add our presets to SkyRL's registry, and return their names there: `prefix` and the preset's
-    name. Under a version that was not tested, unless any_version is True, the first call compares
-    SkyRL's own clipped loss with ours of the same constants, and raises RuntimeError if they
-    differ.
+    """Add our presets to SkyRL's registry, and return their names there: `prefix` + the preset's
+    name.
+
+    Under a version of SkyRL that was not tested, the first call compares SkyRL's own clipped loss
+    with ours of the same constants, unless any_version is True. Raises RuntimeError if they differ.
     """
     trial = Trial(ADAPTER.untested(any_version))
     from skyrl.backends.skyrl_train.utils import ppo_utils
@@ -116,19 +117,18 @@ def _compare_with_witness(trial: Trial, config: Any, *tensors: Tensor | None) ->
 def policy_loss(
     objective: str | Objective, trial: Trial | None = None
 ) -> Callable[..., LossAndMetrics]:
-    """Make a policy loss with SkyRL's signature, (log_probs, old_log_probs, advantages, config,
-    loss_mask, rollout_logprobs) -> (loss, metrics), tensors [B, T]: the sum over tokens, of
-    advantages that SkyRL has divided already.
+    """Make a policy loss with SkyRL's signature.
 
-    objective   a preset's name (with SkyRL's constants if SkyRL has that objective) or an
-                Objective; its aggregate is the sum. If rollout_logprobs are given, they are the
-                anchor of the objectives for which SkyRL uses them so (dppo, rollout_is).
+    objective   the name of a preset (with SkyRL's constants if SkyRL has that objective) or an
+                Objective; its aggregate is the sum. If rollout_logprobs are passed, objectives for
+                which SkyRL uses them as the anchor (dppo, rollout_is) do so too.
+    trial       of `register`: a comparison before the first call under an untested version
 
-    With score centering the loss also takes rollout_topk_logprobs and topk_log_probs [B, T, K]:
-    log-probs of the ids of the sampler's head under the sampler, -inf for padding, and under the
-    policy.
-
-    trial       of `register`: a comparison before the first call under an untested version.
+    The result is a function (log_probs, old_log_probs, advantages, config, loss_mask,
+    rollout_logprobs) -> (loss, metrics), with tensors [B, T]. The loss is the sum over tokens,
+    because SkyRL has already divided the advantages. With score centering the function also takes
+    rollout_topk_logprobs and topk_log_probs [B, T, K]: the log-probs of the ids of the sampler's
+    head under the sampler, with -inf for padding, and under the policy.
     """
     spec = objective
     name = "objective"
@@ -328,18 +328,21 @@ def sample_support_logprobs(
     temperature: float = 1.0,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (log-probs fp32 over the sets, bool: rows with a set), of the shape of sampled_ids; 0
-    and False where a row has none.
+    """Return (log-probs fp32 over the sets, bool: rows with a set), in the shape of sampled_ids.
 
-    logits_or_hidden   [.., V / ranks], or [.., H] with lm_head_weight [V / ranks, H], of which only
-                       the sets' rows are read.
-    sampled_ids        int64 [..].
-    support_ids        int32 [.., K], ids of the whole vocabulary, padded with -1. Where a set lacks
-                       its sampled id, or lists an id twice, the call is left to SkyRL, whose sum
-                       over what is listed is no softmax then.
-    vocab_start_index, vocab_end_index   by name, as in `fused_lm_head_logprobs`
-    tp_group           by name, the same; None is one rank.
-    temperature        divides the logits. chunk_size is not needed.
+    Rows without a set have 0 and False.
+
+    logits_or_hidden   [.., V / ranks], or [.., H] with lm_head_weight [V / ranks, H]. Only the rows
+                       of the weight that are in the sets are read.
+    sampled_ids        int64 [..]
+    support_ids        int32 [.., K], ids of the whole vocabulary, padded with -1. If a set does not
+                       contain its sampled id, or lists an id twice, SkyRL computes the call: its
+                       sum over the listed ids is then not a softmax.
+    vocab_start_index, vocab_end_index   keyword arguments, as in `fused_lm_head_logprobs`
+    tp_group           keyword argument, the same; None is one rank
+    temperature        divides the logits
+
+    chunk_size has no effect.
     """
     logps, _, scored = _over_support(
         logits_or_hidden,
@@ -368,11 +371,10 @@ def sample_support_scores(
     compute_entropy: bool = False,
     entropy_requires_grad: bool = False,
 ) -> Any:
-    """`sample_support_logprobs` of newer versions, with the same arguments, and their type of
-    result.
+    """Compute `sample_support_logprobs` of newer versions of SkyRL, with their type of result.
 
-    compute_entropy   True: the entropy over the sets too, fp32, 0 where there is none; with a
-                      gradient if entropy_requires_grad.
+    compute_entropy   True: also the entropy over the sets, fp32, 0 in rows without a set. It has a
+                      gradient if entropy_requires_grad is True.
     """
     from skyrl.backends.skyrl_train.utils.sample_support_replay import SampleSupportScores
 

@@ -82,19 +82,19 @@ def selective_log_softmax(
     fp32_lm_head: bool | None = None,
     fused_linear: bool | None = None,
 ) -> Tensor:
-    """Return log-probs fp32 [B, T] of index; hidden_states [B, T, H], lm_head [V, H], lm_head_bias
-    [V]. The result is on the device of hidden_states.
+    """Return the log-probs of index, fp32 [B, T], on the device of hidden_states.
 
+    hidden_states, lm_head, lm_head_bias   [B, T, H], [V, H], [V] or None
     logit_scale_multiply, logit_scale_divide, logit_softcapping   applied in this order, before the
-                   temperature; 0: none.
-    fp32_lm_head   True: products in fp32, even under autocast; None: the setting of
-                   UNSLOTH_VLLM_FP32_LM_HEAD.
+                   temperature; 0: none
+    fp32_lm_head   True: matmuls in fp32, even under autocast. None: the setting of
+                   UNSLOTH_VLLM_FP32_LM_HEAD
     support_top_k, support_top_p, support_min_p, support_excluded_ids   a softmax over candidate
-                   sets, which is left to Unsloth.
-    support_triton_sampler   how the sampler breaks ties in that set; without a set it has no
-                             effect.
-    chunks, max_rows_per_chunk, fused_linear   choose among Unsloth's own implementations; no effect
-                                               here.
+                   sets, which Unsloth computes
+    support_triton_sampler   how the sampler breaks ties in that set; without a set it has no effect
+
+    chunks, max_rows_per_chunk and fused_linear choose among Unsloth's own implementations and have
+    no effect here.
     """
     if (
         support_top_k > 0
@@ -128,8 +128,10 @@ def log_softmax_and_entropy(
     fused_linear: bool | None = None,
     entropy_requires_grad: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`selective_log_softmax` over all tokens; with return_entropy (log-probs, entropy), which has
-    a gradient if entropy_requires_grad.
+    """Compute `selective_log_softmax` over all tokens.
+
+    With return_entropy it returns (log-probs, entropy). The entropy has a gradient if
+    entropy_requires_grad is True.
     """
     require_supported(hidden_states, lm_head)
     if fp32_lm_head is None:
