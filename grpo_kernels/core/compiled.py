@@ -160,7 +160,10 @@ def fake_gradients(
     wanted: list[bool],
     *others: Any,
 ) -> list[Tensor]:
-    """Return uninitialized results of the shapes and dtypes of `compute_gradients`, for tracing."""
+    """Return uninitialized results of the shapes and dtypes of `compute_gradients`, for tracing.
+
+    They have the shapes and dtypes of those `tensors` for which `wanted` is True.
+    """
     return [x.new_empty(x.shape) for x, needed in zip(tensors, wanted, strict=True) if needed]
 
 

@@ -656,7 +656,7 @@ class RowCall:
     """
 
     def __init__(self, rows: LogitRows, out: Tensor | None = None) -> None:
-        """Check the layout of the logits and of the gradient."""
+        """Check shapes, dtypes and strides of the logits and of the gradient."""
         num_groups, rows_per_group, _ = rows.logits.shape
         first, stop = rows.row_range or (0, num_groups * rows_per_group)
         self.rows = rows
