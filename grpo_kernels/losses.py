@@ -235,8 +235,8 @@ def objective_loss(
                      KL. Unlike a mask it changes no denominator.
     normalizer       as in `grpo_loss`
 
-    Value and gradient are those of `grpo_loss`. Raises ValueError naming the argument that is
-    wrong.
+    Value and gradient are those of `grpo_loss`. The backend of `use` evaluates the formula, see
+    `Custom`. Raises ValueError naming the argument that is wrong.
     """
     check_batch_and_objective(batch, objective)
     if batch.extra_ids is not None and auxiliary_loss is None:

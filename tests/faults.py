@@ -835,6 +835,10 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/losses.py", "tests/core/test_waits.py",
         ("torch evaluates a formula on vectors", "if self.kernels is None:", "if True:"),
+        (
+            "torch evaluates the formula of given log-probs", "None if is_traced() else pick_kernels(DEFAULT_OPTIONS,", "None if True else pick_kernels(DEFAULT_OPTIONS,",
+            "tests/rows/test_evaluate.py",
+        ),
     ),
     *of("grpo_kernels/objective.py", OBJECTIVES,
         ("dropped sequences keep their KL", 'aggregates = {"policy_weight": policy, "kl_weight": kl, "entropy_weight": entropy}', 'aggregates = {"policy_weight": policy, "entropy_weight": entropy}'),

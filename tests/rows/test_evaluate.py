@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from grpo_kernels import TokenBatch, objective_loss, use
 from grpo_kernels.core import backends
 from grpo_kernels.formulas.filters import EntropyFloor, TrustRegion
 from grpo_kernels.formulas.kl import Kl
@@ -194,3 +195,16 @@ def test_a_formula_that_is_no_program_runs_in_torch_and_strict_refuses_it(monkey
     assert torch.equal(found.grad_logps, wanted.grad_logps) and found.grad_entropy is None
     with pytest.raises(FormulaRefused, match="untraced cannot run in the kernels"):
         strict.evaluate_formula(loss_formula, logps, entropy)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_objective_loss_refuses_such_a_formula_in_strict_mode(level):
+    name = "triton" if TRITON else "cpu"
+    if backends.unavailable(name):
+        pytest.skip("needs the kernels")
+    batch = TokenBatch(torch.zeros(2, 3, dtype=torch.int64), torch.ones(2))
+    logps = -torch.rand(2, 3)
+    with use(backend=name, strict=True):
+        objective_loss(logps, batch, Objective(level=level))
+        with pytest.raises(FormulaRefused, match="untraced cannot run in the kernels"):
+            objective_loss(logps, batch, Objective(Custom(untraced), level=level))
