@@ -714,18 +714,18 @@ FAULTS: list[Fault] = [
             "items / trainer",
         ),
         (
-            "corrected and plain KL swapped", 'changes: dict[str, Any] = {} if s.use_bias_correction_kl else {"kl": "k3"}',
-            'changes: dict[str, Any] = {"kl": "k3"} if s.use_bias_correction_kl else {}',
+            "corrected and plain KL swapped", 'if not options.use_bias_correction_kl:',
+            'if options.use_bias_correction_kl:',
         ),
-        ("tool mask dropped", "mask=tools,", "mask=None,"),
+        ("tool mask dropped", "mask=packed(\"tool_mask\"),", "mask=None,"),
         (
-            "entropy bonus not divided by accumulation", "s.entropy_coef / accumulation(trainer) if bonus else 0.0",
-            "s.entropy_coef if bonus else 0.0",
+            "entropy bonus not divided by accumulation", "options.entropy_coef / accumulation(trainer)",
+            "options.entropy_coef",
         ),
         (
-            "Dr. GRPO's budget dropped", "max_tokens=s.max_completion_length,", "max_tokens=1,",
+            "Dr. GRPO's budget dropped", "max_tokens=options.max_completion_length,", "max_tokens=1,",
         ),
-        ("sequences begin where others end", "cu_seqlens=offsets_of(scored.sum(1)),", "cu_seqlens=offsets_of(scored.sum(1).flip(0)),"),
+        ("sequences begin where others end", "cu_seqlens=offsets_of(is_scored.sum(1)),", "cu_seqlens=offsets_of(is_scored.sum(1).flip(0)),"),
         ("log-probs of a loss without gradients left to TRL", "if loss is None and torch.is_grad_enabled():", "if loss is None:", "tests/integrations/test_trl_runs.py"),
         (
             "TRL's sets dropped in the loss", "logps = linear_logprobs(hidden, head, targets, mask=mask, kept=sets).logps",

@@ -284,41 +284,53 @@ class PolicyLoss:
 
     @classmethod
     def like(cls, theirs: Any, **options: Any) -> PolicyLoss:
-        """This loss with the settings of `theirs`, a `ClippedPGLossFn`. Raises ValueError, with the
-        option's name, for settings that are not supported and for every option that is set and not
-        known here.
+        """Return this loss with the settings of `theirs`, a `ClippedPGLossFn`.
 
-        options   inplace, megatron, sampling_params.
+        options   inplace, megatron, sampling_params
+
+        Raises ValueError, with the name of the option, for settings that are not supported, and for
+        every option that is set and not known here.
         """
         _refuse_other_options(theirs, READ)
+        # force_on_policy_ratio has precedence in NeMo-RL.
+        has_no_ratio = theirs.disable_ppo_ratio and not theirs.force_on_policy_ratio
         low = theirs.ratio_clip_min
         high = theirs.ratio_clip_max
-        clip_c = theirs.ratio_clip_c
+        delta = theirs.ratio_clip_c
         remedy = "with disable_ppo_ratio it bounds no ratio: set one of them only."
-        off = (
-            theirs.disable_ppo_ratio and not theirs.force_on_policy_ratio
-        )  # whose ratio of 1 comes first in NeMo-RL
-        require(clip_c is None or not off, "ratio_clip_c", clip_c, remedy)
-        surrogate: Any = bounded_clip(
-            "NeMo-RL", low, high, clip_c, "ratio_clip_c", "ratio_clip_max"
-        )
-        if theirs.use_cispo or off:
-            surrogate = Cispo(1 + high, 1 - low) if theirs.use_cispo else PolicyGradient()
+        require(delta is None or not has_no_ratio, "ratio_clip_c", delta, remedy)
+        clip = bounded_clip("NeMo-RL", low, high, delta, "ratio_clip_c", "ratio_clip_max")
+        surrogate: Any = clip
+        if theirs.use_cispo:
+            surrogate = Cispo(1 + high, 1 - low)
+        elif has_no_ratio:
+            surrogate = PolicyGradient()
         level = "sequence" if theirs.sequence_level_importance_ratios else "token"
-        bounds = [
-            math.inf if x is None else x
-            for x in (theirs.kl_input_clamp_value, theirs.kl_output_clamp_value)
-        ]
+        is_token_mean = theirs.loss_type.name == "TOKEN_LEVEL"
+        log_bound = theirs.kl_input_clamp_value
+        bound = theirs.kl_output_clamp_value
+        kl = Kl(
+            theirs.reference_policy_kl_type,
+            weighting="score",
+            straight_through=False,
+            clamp_log=math.inf if log_bound is None else log_bound,
+            clamp=math.inf if bound is None else bound,
+        )
         objective = Objective(
-            surrogate, level=level, aggregate="token-mean" if theirs.loss_type.name == "TOKEN_LEVEL" else "seq-mean-token-mean",
-            beta=theirs.reference_policy_kl_penalty, kl=Kl(theirs.reference_policy_kl_type, "score", False, *bounds),
-        )  # fmt: skip
+            surrogate,
+            level=level,
+            aggregate="token-mean" if is_token_mean else "seq-mean-token-mean",
+            beta=theirs.reference_policy_kl_penalty,
+            kl=kl,
+        )
         if theirs.use_importance_sampling_correction:
             largest = theirs.truncated_importance_sampling_ratio
             options["importance"] = {
-                "level": level, "mode": MODES[theirs.truncated_importance_sampling_type], "high": math.inf if largest is None else largest,
+                "level": level,
+                "mode": MODES[theirs.truncated_importance_sampling_type],
+                "high": math.inf if largest is None else largest,
                 "low": theirs.truncated_importance_sampling_ratio_min or 0.0,
-            }  # fmt: skip
+            }
         if getattr(theirs, "seq_logprob_error_in_loss", False):
             options["seq_logprob_error_threshold"] = theirs.seq_logprob_error_threshold
         names = (
@@ -509,53 +521,74 @@ class PolicyLoss:
         self, out: LossOutput, batch: TokenBatch, samples: Tensor, counts: tuple[Tensor, Tensor], weights: Tensor | None,
         outside: Tensor | None,
     ) -> dict[str, Tensor]:  # fmt: skip
-        """NeMo-RL's metrics under its names:
+        """Return NeMo-RL's metrics of a micro-batch under its names, 0-d tensors.
 
-        sums over the micro-batch by global counts, of tokens and of sequences.
+        They are sums over the micro-batch, divided by global numbers of tokens or of sequences.
+
+        samples   [B]: 1 for samples that count
+        counts    global numbers of tokens and sequences
+        weights   importance weights [B, T], None to compute them here
+        outside   bool [B, T]: tokens outside of the bounds of the importance weights, or None
         """
         mask: Any = batch.mask
         sampler: Any = batch.sampler_logps
-        tokens, sequences = (count.clamp(min=1) for count in counts)
+        num_tokens = counts[0].clamp(min=1)
+        num_sequences = counts[1].clamp(min=1)
         logps = out.logps
         old: Any = _with_old_logps(batch, out.logps).old_logps
-        x, _, kl = ratio_terms(self.objective, logps, out.rows, batch)
-        r = x.view(mask.shape).exp()  # may be infinite, as NeMo-RL's
-        clamped = r.clamp(*self.objective.surrogate.ratio_bounds)
+        log_ratio, _, kl = ratio_terms(self.objective, logps, out.rows, batch)
+        ratio = log_ratio.view(mask.shape).exp()  # may be infinite, as in NeMo-RL
+        clamped_ratio = ratio.clamp(*self.objective.surrogate.ratio_bounds)
         if isinstance(self.objective.surrogate, PolicyGradient) and not self.force_on_policy_ratio:
-            r = clamped = logps  # REINFORCE has no ratio, and NeMo-RL shows the log-probs
+            # REINFORCE has no ratio. NeMo-RL reports the log-probs in its place.
+            ratio = logps
+            clamped_ratio = logps
 
         def mean(values: Tensor) -> Tensor:
-            return torch.where(mask, values, 0.0).sum() / tokens
+            return torch.where(mask, values, 0.0).sum() / num_tokens
 
-        value = self.objective.kl_spec.function
-        middle = torch.logaddexp(old, sampler) - math.log(2.0)
+        def estimate(logp: Tensor, ref_logp: Tensor) -> Tensor:
+            """Return the objective's KL estimate of two log-probs."""
+            return self.objective.kl_spec.function(logp, logp, ref_logp)[0]
+
+        mixture = torch.logaddexp(old, sampler) - math.log(2.0)
+        js_divergence = (k3(mixture, mixture, old)[0] + k3(mixture, mixture, sampler)[0]) / 2
         metrics = {
-            "token_mult_prob_error": mean((sampler - old).abs().exp()), "gen_kl_error": mean(value(sampler, sampler, old)[0]),
-            "policy_kl_error": mean(value(old, old, sampler)[0]), "approx_entropy": mean(-(logps - sampler).exp() * logps),
-            "js_divergence_error": mean((k3(middle, middle, old)[0] + k3(middle, middle, sampler)[0]) / 2),
-            "num_valid_samples": samples.sum(), "kl_penalty": r.new_zeros(()), "positive_nll_loss": r.new_zeros(()),
-        }  # fmt: skip
-        for name, ratio in (("probs_ratio", r), ("probs_ratio_clamped", clamped)):
-            last = ratio.new_tensor([torch.inf])  # what there is of a batch without samples
-            low, high = (
-                torch.cat([torch.where(mask, x, torch.inf).flatten(), last]).amin()
-                for x in (ratio, -ratio)
-            )
-            metrics |= {name: mean(ratio), f"{name}_min": low, f"{name}_max": -high}
+            "token_mult_prob_error": mean((sampler - old).abs().exp()),
+            "gen_kl_error": mean(estimate(sampler, old)),
+            "policy_kl_error": mean(estimate(old, sampler)),
+            "approx_entropy": mean(-(logps - sampler).exp() * logps),
+            "js_divergence_error": mean(js_divergence),
+            "num_valid_samples": samples.sum(),
+            "kl_penalty": ratio.new_zeros(()),
+            "positive_nll_loss": ratio.new_zeros(()),
+        }
+        for name, x in (("probs_ratio", ratio), ("probs_ratio_clamped", clamped_ratio)):
+            # The minimum of a batch without tokens is inf, and the maximum -inf.
+            no_value = x.new_tensor([torch.inf])
+            largest = torch.cat([torch.where(mask, x, -torch.inf).flatten(), -no_value]).amax()
+            smallest = torch.cat([torch.where(mask, x, torch.inf).flatten(), no_value]).amin()
+            metrics[name] = mean(x)
+            metrics[f"{name}_min"] = smallest
+            metrics[f"{name}_max"] = largest
         if kl is not None:
-            weight: Any = out.rows.kl_weight
-            metrics["kl_penalty"] = (
-                torch.where(weight != 0, weight * kl, 0.0).sum() / self.objective.beta
-            )
+            kl_weight: Any = out.rows.kl_weight
+            kl_sum = torch.where(kl_weight != 0, kl_weight * kl, 0.0).sum()
+            metrics["kl_penalty"] = kl_sum / self.objective.beta
         if weights is None:
             weights, _ = self._weights(replace(batch, old_logps=old))
-        of_sequences = torch.where(mask.any(1), weights.amax(1), 1.0) * samples
-        metrics["sampling_importance_ratio"] = (
-            of_sequences.sum() / sequences if self.sequences else mean(weights)
-        )
+        if self.sequences:
+            sequence_weights = torch.where(mask.any(1), weights.amax(1), 1.0) * samples
+            mean_weight = sequence_weights.sum() / num_sequences
+        else:
+            mean_weight = mean(weights)
+        metrics["sampling_importance_ratio"] = mean_weight
         if outside is not None and self.bounded:
-            dropped = ((outside & mask).any(1) * samples).sum() / sequences
-            metrics["is_oob_ratio"] = dropped if self.drops_sequences else mean(outside.float())
+            if self.drops_sequences:
+                is_dropped = (outside & mask).any(1) * samples
+                metrics["is_oob_ratio"] = is_dropped.sum() / num_sequences
+            else:
+                metrics["is_oob_ratio"] = mean(outside.float())
         return metrics
 
 

@@ -238,35 +238,38 @@ class PolicyLoss(torch.nn.Module):
     def _weights(
         self, batch: TokenBatch, mask: Tensor, sampler: Any, old: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Importance weights [B, T], and which tokens [B, T] or sequences [B] are outside the
-        threshold.
+        """Return (importance weights, is_outside), see `is_correction_threshold`.
+
+        The weights are [B, T]. is_outside marks tokens [B, T], or sequences [B] at the level "seq".
+
+        mask         bool [B, T]
+        sampler, old   [B, T], log-probs under the sampler and at the start of the update
         """
         low, high = self.is_correction_threshold
-        sequences = self.is_correction_level == "seq"
+        by_sequence = self.is_correction_level == "seq"
         if self.is_correction_gating == "ratio":
-            outside = (
-                rejection_mask(
-                    batch, metric="ratio", over="mean" if sequences else "token", low=low, high=high
-                )
-                == 0
-            )
+            over = "mean" if by_sequence else "token"
+            outside = rejection_mask(batch, metric="ratio", over=over, low=low, high=high) == 0
         else:
-            p, q = (x.exp().clamp(1e-6, 1 - 1e-6) for x in (sampler, old))
-            kl = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
-            measured = torch.where(
-                mask, (p - q).abs() if self.is_correction_gating == "tv" else kl, 0.0
-            )
-            if sequences:
-                measured = (measured.sum(1) / mask.sum(1).clamp(min=1))[:, None].expand_as(measured)
-            outside = measured > high
-        raw = importance_weights(batch, high=math.inf)
-        weights = (
-            raw.clamp(low, high)
-            if self.is_correction_mode == "clip"
-            else torch.where(outside, 0.0, raw)
-        )
+            # Divergence of two Bernoulli distributions: the sampled token, and all others.
+            p = sampler.exp().clamp(1e-6, 1 - 1e-6)
+            q = old.exp().clamp(1e-6, 1 - 1e-6)
+            if self.is_correction_gating == "tv":
+                divergence = (p - q).abs()
+            else:
+                divergence = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+            divergence = torch.where(mask, divergence, 0.0)
+            if by_sequence:
+                means = divergence.sum(1) / mask.sum(1).clamp(min=1)
+                divergence = means[:, None].expand_as(divergence)
+            outside = divergence > high
+        weights = importance_weights(batch, high=math.inf)
+        if self.is_correction_mode == "clip":
+            weights = weights.clamp(low, high)
+        else:
+            weights = torch.where(outside, 0.0, weights)
         # A sequence without tokens has no mean and counts as outside the threshold.
-        return weights, (outside | ~mask).all(1) if sequences else outside
+        return weights, (outside | ~mask).all(1) if by_sequence else outside
 
 
 def bind(*, entropy_temperature: float = 1.0, **how: bool) -> Slots:

@@ -150,36 +150,37 @@ def loss(
     score_centering: bool = False,
     on_policy: bool = False,
 ) -> Any:
-    """`fn(LossInputs, **kwargs) -> LossOutputs` of one sequence [T], unnormalised.
+    """Return prime-rl's LossOutputs for the LossInputs of one sequence [T], a sum over tokens.
 
     objective, changes   `Objective.preset(objective, **changes)`, with prime-rl's constants if it
                          has that objective. The aggregate is always the sum. old_logps are those of
                          the sampler. ref_logps are `inputs.ref_logprobs`, except for "dppo_tv" and
                          "ipo", whose KL is to the sampler.
-    score_centering      True: over the ids that the sampler has recorded, of every trained token.
-                         Without a record, as in prime-rl, there is none.
+    score_centering      True: center the score over the ids that the sampler has recorded, at every
+                         trained token. Without a record nothing is centered, as in prime-rl.
     on_policy   True: the ratio of every token is 1 and keeps its gradient, see
-                `TokenBatch.on_policy`. Where `inputs` has an attribute of that name, it says so for
-                this sequence, with one bool or with a bool tensor [T]. The KL and mismatch_kl still
-                compare with the sampler.
+                `TokenBatch.on_policy`. An attribute of `inputs` with this name, a bool or a bool
+                tensor [T], takes precedence. The KL and mismatch_kl still compare with the sampler.
 
     Metrics, 0-d: mismatch_kl (k3 to the sampler), is_masked (the share of tokens that are clipped
-    or filtered out), with score centering is_centered (1 with a record, else 0).
+    or filtered out), and with score centering is_centered (1 with a record, else 0).
     """
     from prime_rl.trainer.rl.loss import LossOutputs
 
-    theirs = "prime-rl" if objective in NUMERICS["prime-rl"] else None
-    spec = Objective.preset(
-        objective, numerics=theirs, **{**(changes or {}), "aggregate": "token-sum"}
-    )
+    numerics = "prime-rl" if objective in NUMERICS["prime-rl"] else None
+    settings = {**(changes or {}), "aggregate": "token-sum"}
+    spec = Objective.preset(objective, numerics=numerics, **settings)
 
     def row(name: str) -> Any:
+        """Return a tensor of the inputs as [1, T], None for None."""
         x = getattr(inputs, name)
-        return x if x is None else x[None]
+        return None if x is None else x[None]
 
-    sampler = row("inference_logprobs")
+    sampler_logps = row("inference_logprobs")
     mask = row("loss_mask")
-    reference = sampler if theirs and objective != "sampled_distillation" else row("ref_logprobs")
+    ref_logps = row("ref_logprobs")
+    if numerics is not None and objective != "sampled_distillation":
+        ref_logps = sampler_logps
     advantages = row("advantages").float()
     marks = getattr(inputs, "on_policy", None)
     marks = torch.as_tensor(on_policy if marks is None else marks, device=mask.device)
@@ -191,25 +192,30 @@ def loss(
     batch = scored_batch(
         mask,
         advantages,
-        old_logps=sampler,
-        sampler_logps=sampler,
-        ref_logps=reference,
+        old_logps=sampler_logps,
+        sampler_logps=sampler_logps,
+        ref_logps=ref_logps,
         on_policy=marks.expand(mask.shape),
     )
     out = objective_loss(row("trainer_logprobs"), batch, spec, token_weights=row("loss_weights"))
     value = out.loss
-    ours = row("trainer_mask_logprobs") if score_centering else None
-    theirs = row("inference_mask_logprobs") if score_centering else None
-    if ours is not None and theirs is not None:
-        weights = 1.0 if inputs.loss_weights is None else row("loss_weights")
-        value = value + score_centering_term(
-            ScoreCentering.of(spec, tail=False), ours, theirs, advantages, mask, weights
-        )
-    x = torch.where(mask, out.logps - sampler, 0.0)
+    log_ratio = torch.where(mask, out.logps - sampler_logps, 0.0)
     metrics = {
-        "mismatch_kl": masked_mean(x.exp() - x - 1, mask),
+        "mismatch_kl": masked_mean(log_ratio.exp() - log_ratio - 1, mask),
         "is_masked": excluded_share(out, spec),
     }
     if score_centering:
-        metrics["is_centered"] = value.new_tensor(float(ours is not None and theirs is not None))
+        recorded_policy_logps = row("trainer_mask_logprobs")
+        recorded_sampler_logps = row("inference_mask_logprobs")
+        has_record = recorded_policy_logps is not None and recorded_sampler_logps is not None
+        if has_record:
+            value = value + score_centering_term(
+                ScoreCentering.of(spec, tail=False),
+                recorded_policy_logps,
+                recorded_sampler_logps,
+                advantages,
+                mask,
+                1.0 if inputs.loss_weights is None else row("loss_weights"),
+            )
+        metrics["is_centered"] = value.new_tensor(float(has_record))
     return LossOutputs(loss=value, metrics=metrics)

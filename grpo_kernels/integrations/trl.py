@@ -426,39 +426,51 @@ def objective_of(trainer: Any) -> Objective:
 
     Raises ValueError with the reason if the configuration is not supported.
     """
-    # TRL copies some options from args to the trainer; the copy counts.
-    s: Any = types.SimpleNamespace(**vars(trainer.args) | vars(trainer))
-    vespo = s.loss_type == "vespo"
-    low = s.vllm_importance_sampling_clip_min
-    high = s.vllm_importance_sampling_clip_max
-    if len({*(getattr(s.model, "hf_device_map", None) or {}).values()}) > 1:
+    # TRL copies some options from args to the trainer. The copy counts.
+    options: Any = types.SimpleNamespace(**vars(trainer.args) | vars(trainer))
+    is_vespo = options.loss_type == "vespo"
+    if len({*(getattr(options.model, "hf_device_map", None) or {}).values()}) > 1:
         raise NotCovered("a model split over devices")
-    if vespo and _corrected(s) and ((low or 0) > 1 or (high is not None and high < 1)):
-        raise NotCovered("VESPO with a clip range without 1, in which the weights of padding count")
-    if (
-        vespo
-        and s.importance_sampling_level == "sequence"
-        and s.beta != 0
-        and s.use_bias_correction_kl
-    ):
+    if is_vespo and _corrected(options):
+        low = options.vllm_importance_sampling_clip_min
+        high = options.vllm_importance_sampling_clip_max
+        if (low or 0) > 1 or (high is not None and high < 1):
+            raise NotCovered(
+                "VESPO with a clip range without 1, in which the weights of padding count"
+            )
+    has_weighted_kl = options.beta != 0 and options.use_bias_correction_kl
+    if is_vespo and options.importance_sampling_level == "sequence" and has_weighted_kl:
         raise NotCovered("VESPO's KL weighted by the ratio of the sequence")
-    filters: list[Any] = (
-        []
-        if s.top_entropy_quantile >= 1.0
-        else [EntropyQuantile(s.top_entropy_quantile, default_group())]
-    )
-    if s.off_policy_mask_threshold is not None:
-        filters.append(OffPolicySequences(s.off_policy_mask_threshold, advantage_of="token"))
-    changes: dict[str, Any] = {} if s.use_bias_correction_kl else {"kl": "k3"}
-    if not vespo:
-        changes["level"] = s.importance_sampling_level
-    bonus = s._entropy_bonus_enabled and not (
-        s.use_adaptive_entropy and s._last_world_entropy > s.entropy_target
-    )
+
+    filters: list[Any] = []
+    if options.top_entropy_quantile < 1.0:
+        filters.append(EntropyQuantile(options.top_entropy_quantile, default_group()))
+    if options.off_policy_mask_threshold is not None:
+        threshold = options.off_policy_mask_threshold
+        filters.append(OffPolicySequences(threshold, advantage_of="token"))
+    changes: dict[str, Any] = {}
+    if not options.use_bias_correction_kl:
+        changes["kl"] = "k3"
+    if not is_vespo:
+        changes["level"] = options.importance_sampling_level
+    entropy_coef = 0.0
+    if options._entropy_bonus_enabled:
+        # TRL's adaptive bonus is off while the entropy is above its target.
+        is_above_target = (
+            options.use_adaptive_entropy and options._last_world_entropy > options.entropy_target
+        )
+        if not is_above_target:
+            entropy_coef = options.entropy_coef / accumulation(trainer)
     return Objective.preset(
-        s.loss_type, numerics="trl", surrogate=surrogate_of(s), beta=s.beta, filters=tuple(filters),
-        entropy_coef=s.entropy_coef / accumulation(trainer) if bonus else 0.0, max_tokens=s.max_completion_length, **changes,
-    )  # fmt: skip
+        options.loss_type,
+        numerics="trl",
+        surrogate=surrogate_of(options),
+        beta=options.beta,
+        filters=tuple(filters),
+        entropy_coef=entropy_coef,
+        max_tokens=options.max_completion_length,
+        **changes,
+    )
 
 
 def accumulation(trainer: Any) -> float:
@@ -471,30 +483,39 @@ def accumulation(trainer: Any) -> float:
 
 def token_batch(trainer: Any, inputs: dict[str, Any], objective: Objective) -> TokenBatch:
     """Return TRL's micro-batch as a packed batch of the tokens with completion_mask."""
-    scored = inputs["completion_mask"] != 0
-    rows = scored.flatten().nonzero()[:, 0]
+    is_scored = inputs["completion_mask"] != 0
+    places = is_scored.flatten().nonzero()[:, 0]
 
     def packed(name: str) -> Any:
+        """Return the values of scored tokens, from values per sequence or token; None for None."""
         x = inputs.get(name)
-        return (
-            x
-            if x is None
-            else (x[:, None] if x.dim() == 1 else x).expand(scored.shape).flatten()[rows]
-        )
+        if x is None:
+            return None
+        if x.dim() == 1:
+            x = x[:, None]
+        return x.expand(is_scored.shape).flatten()[places]
 
     weights = packed("importance_sampling_ratio")
-    tools = packed("tool_mask")
     if trainer.loss_type == "vespo":
         # TRL's VESPO gives a token of weight 0 the least weight instead.
         weights = None if weights is None else weights.clamp(min=LEAST_WEIGHT)
     elif not _corrected(trainer):
         weights = None
+    needs_sampler = trainer.off_policy_mask_threshold is not None
+    kept = None
+    if KEY in inputs:
+        kept = TokenSets.from_padded(inputs[KEY].flatten(0, 1)[places])
     return TokenBatch(
-        packed("completion_ids"), packed("advantages"), weights=weights, old_logps=packed("old_per_token_logps"), mask=tools,
+        packed("completion_ids"),
+        packed("advantages"),
+        mask=packed("tool_mask"),
+        weights=weights,
+        old_logps=packed("old_per_token_logps"),
         ref_logps=packed("ref_per_token_logps") if objective.beta != 0 else None,
-        sampler_logps=None if trainer.off_policy_mask_threshold is None else packed("sampling_per_token_logps"),
-        kept=TokenSets.from_padded(inputs[KEY].flatten(0, 1)[rows]) if KEY in inputs else None, cu_seqlens=offsets_of(scored.sum(1)),
-    )  # fmt: skip
+        sampler_logps=packed("sampling_per_token_logps") if needs_sampler else None,
+        kept=kept,
+        cu_seqlens=offsets_of(is_scored.sum(1)),
+    )
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
