@@ -1538,10 +1538,10 @@ FAULTS: list[Fault] = [
         (
             "rows without a gradient are processed after those with one",
             (
-                '        for chunk in plan.chunks_without_gradient:\n            formula.process_chunk(chunk, logits.compute(chunk), None)\n        for chunks in plan.blocks:\n            block = slice(chunks[0].start, chunks[-1].stop)\n            grad_logits = gradient_of_block(chunks, formula, logits, accumulator, inputs.kernels)\n            is_last = chunks is plan.blocks[-1]\n            accumulator.add_block(block, grad_logits, formula.row_scale(block), is_last)\n            del grad_logits  # before the next block allocates its own\n'
+                '        for chunk in plan.chunks_without_gradient:\n            formula.process_chunk(chunk, logits.compute(chunk), None)\n        for chunks in plan.blocks:\n            block = slice(chunks[0].start, chunks[-1].stop)\n            grad_logits = gradient_of_block(chunks, formula, logits, accumulator)\n            is_last = chunks is plan.blocks[-1]\n            accumulator.add_block(block, grad_logits, formula.row_scale(block), is_last)\n            del grad_logits  # before the next block allocates its own\n'
             ),
             (
-                '        for chunks in plan.blocks:\n            block = slice(chunks[0].start, chunks[-1].stop)\n            grad_logits = gradient_of_block(chunks, formula, logits, accumulator, inputs.kernels)\n            is_last = chunks is plan.blocks[-1]\n            accumulator.add_block(block, grad_logits, formula.row_scale(block), is_last)\n            del grad_logits  # before the next block allocates its own\n        for chunk in plan.chunks_without_gradient:\n            formula.process_chunk(chunk, logits.compute(chunk), None)\n'
+                '        for chunks in plan.blocks:\n            block = slice(chunks[0].start, chunks[-1].stop)\n            grad_logits = gradient_of_block(chunks, formula, logits, accumulator)\n            is_last = chunks is plan.blocks[-1]\n            accumulator.add_block(block, grad_logits, formula.row_scale(block), is_last)\n            del grad_logits  # before the next block allocates its own\n        for chunk in plan.chunks_without_gradient:\n            formula.process_chunk(chunk, logits.compute(chunk), None)\n'
             ),
             LINEAR_PASS,
         ),

@@ -415,7 +415,10 @@ class GradientAccumulator:
             # hidden [., H] is much smaller than grad_logits [., V].
             hidden = scale_rows(self.logits.policy_hidden(block), row_scale)
             self.grad_weight = matmuls.add_grad_weight(
-                self.grad_weight, grad_logits, hidden, is_last and self.rounds_weight
+                total=self.grad_weight,
+                grad_logits=grad_logits,
+                hidden=hidden,
+                may_round=is_last and self.rounds_weight,
             )
 
     def add_bias_of_chunk(self, grad_logits: Tensor) -> None:
@@ -427,8 +430,10 @@ class GradientAccumulator:
             self.grad_bias += grad_logits.sum(0, dtype=torch.float32)
 
     def result(self) -> LinearGradients:
-        """Return the gradients of all blocks that were added."""
-        return LinearGradients(self.grad_hidden, self.grad_weight, self.grad_bias)
+        """Return the gradients over all blocks that were added."""
+        return LinearGradients(
+            hidden=self.grad_hidden, weight=self.grad_weight, bias=self.grad_bias
+        )
 
 
 def scale_rows(x: Tensor, row_scale: Tensor | None) -> Tensor:
@@ -492,7 +497,7 @@ def run_pass(
             formula.process_chunk(chunk, logits.compute(chunk), None)
         for chunks in plan.blocks:
             block = slice(chunks[0].start, chunks[-1].stop)
-            grad_logits = gradient_of_block(chunks, formula, logits, accumulator, inputs.kernels)
+            grad_logits = gradient_of_block(chunks, formula, logits, accumulator)
             is_last = chunks is plan.blocks[-1]
             accumulator.add_block(block, grad_logits, formula.row_scale(block), is_last)
             del grad_logits  # before the next block allocates its own
@@ -513,11 +518,16 @@ def gradient_of_block(
     formula: Formula,
     logits: ChunkedLogits,
     accumulator: GradientAccumulator,
-    kernels: Backend,
 ) -> Tensor:
-    """Return d loss / d logits of the chunks of a block, [num_block_rows, V], without row_scale."""
+    """Return d loss / d logits of the rows of a block, [num_block_rows, V], without row_scale.
+
+    The result is in the dtype in which the matmuls read it: fp32, or 16-bit from a buffer.
+
+    chunks        of the block, one after the other
+    accumulator   adds the gradient of the bias
+    """
     num_rows = chunks[-1].stop - chunks[0].start
-    buffer = logits.matmuls.make_grad_buffer(num_rows, accumulator.wanted.bias)
+    buffer = logits.matmuls.make_grad_buffer(num_rows, sums_bias=accumulator.wanted.bias)
     for chunk in chunks:
         write_gradient_of_chunk(chunk, formula, logits, accumulator, buffer)
     return buffer.all_rows()
@@ -532,8 +542,10 @@ def write_gradient_of_chunk(
 ) -> None:
     """Compute the logits of a chunk and write their gradient to the buffer of its block.
 
-    This is a function of its own so that no variable holds the logits when the next chunk computes
+    This is a separate function so that no variable holds the logits when the next chunk computes
     its logits.
+
+    buffer   where the matmuls want the gradient: a 16-bit copy, or over the logits
     """
     rows = logits.compute(chunk)
     grad_logits = buffer.memory_for(rows.logits[0])
@@ -572,6 +584,8 @@ class SumsRecorder:
     def process_chunk(self, chunk: slice, rows: LogitRows, grad_logits: Tensor | None) -> None:
         """Record the softmax sums of a chunk, and write d log-prob / d logits of each row.
 
+        chunk         slice of the rows in the order of the pass
+        rows          their logits and targets
         grad_logits   [1, num_chunk_rows, V]: where to write the gradient; None: none is needed
         """
         kernels = self.inputs.kernels
@@ -627,7 +641,7 @@ class ChunkValues:
         self.chunks.append((chunk.start, values))
 
     def in_batch_order(self, default: Tensor) -> Tensor:
-        """Return the values of all rows, fp32 [k, num_rows].
+        """Return the values of all rows, fp32 [k, num_rows], in the order of the batch.
 
         default   [k, num_rows]: the values of rows that were not processed
         """
@@ -665,7 +679,13 @@ class KnownGradients:
             self.coefficients = coefficients.select(order.row_ids)
 
     def process_chunk(self, chunk: slice, rows: LogitRows, grad_logits: Tensor | None) -> None:
-        """Write d loss / d logits of a chunk to grad_logits, [1, num_chunk_rows, V]."""
+        """Write d loss / d logits of a chunk.
+
+        chunk         slice of the rows in the order of the pass
+        rows          their logits and targets
+        grad_logits   [1, num_chunk_rows, V]: where to write it. All rows of this formula have a
+                      gradient, so it is never None.
+        """
         assert grad_logits is not None
         sums = self.sums.select(chunk)
         self.kernels.softmax_gradient(rows, sums, self.coefficients.select(chunk), grad_logits)
@@ -697,7 +717,10 @@ def plan_rows(
 ) -> RowPlan:
     """Split the rows of a pass into blocks and chunks.
 
-    blocks   the blocks, if the formula has chosen them; None: as few as memory allows
+    order    the rows to process
+    wanted   the gradients to compute; if there are none, no row has a gradient
+    memory   chooses the sizes of chunks and blocks
+    blocks   slices of `order`, if the formula has chosen the blocks; None: as few as memory allows
     """
     device_type = inputs.targets.device.type
     num_with_gradient = order.num_with_gradient if wanted.any else 0
@@ -706,9 +729,9 @@ def plan_rows(
     )
     evenly = device_type == "cpu" and not memory.has_grad_buffer
     if blocks is None:
-        is_one_chunk = sizes.block == sizes.chunk
+        blocks_are_chunks = sizes.block == sizes.chunk
         rows_with_gradient = slice(0, num_with_gradient)
-        blocks = split_rows(rows_with_gradient, sizes.block, evenly=evenly and is_one_chunk)
+        blocks = split_rows(rows_with_gradient, sizes.block, evenly=evenly and blocks_are_chunks)
     others = slice(num_with_gradient, len(order.row_ids))
     return RowPlan(
         chunks_without_gradient=split_rows(others, sizes.chunk, evenly),
@@ -730,7 +753,7 @@ def make_memory_model(
     wanted              the gradients that the pass computes
     grad_hidden_dtype   dtype of the gradient of hidden states
     rounds_weight       whether the gradient of the weight may be rounded to the weight's dtype
-    has_weight_total    whether it is added to memory of the caller
+    has_weight_total    whether the gradient of the weight is added to memory of the caller
     """
     policy = inputs.policy
     returns_weight = wanted.weight and not has_weight_total
