@@ -28,6 +28,7 @@ from benchmarks.tables import (
     Cell,
     Record,
     by_dtype,
+    display_name,
     figure,
     fixed,
     headline,
@@ -84,13 +85,13 @@ def _bars(title: str, cell: Cell, relative: bool) -> Record:
         multiple = ratio(cell, row) if relative else None
         bars.append(
             [
-                row["name"],
+                display_name(row["name"]),
                 _rounded(row["ms"]),
                 ", ".join([f"{times(multiple)}×"] * bool(multiple) + cost),
             ]
         )
     bars += [
-        [row["name"], 0.0, "wrong, not timed"]
+        [display_name(row["name"]), 0.0, "wrong, not timed"]
         for row in cell["providers"]
         if row["status"] == "wrong"
     ]
@@ -113,7 +114,7 @@ def _curves(record: Record) -> list[Record]:
         for key, axis in (("ms", "time, ms"), ("extra_mb", "extra memory, MB")):
             curves: dict[str, list[list[float]]] = {}
             for cell, row in ((one, row) for one in cells for row in timed(one) if row.get(key)):
-                x, y = curves.setdefault(row["name"], [[], []])
+                x, y = curves.setdefault(display_name(row["name"]), [[], []])
                 x.append(cell[field])
                 y.append(_rounded(row[key]))
             panels.append(
@@ -175,7 +176,7 @@ def of_readme(folder: Path) -> Picture | None:
         shape = f"{cell['rows']:,} tokens, {cell['vocab']:,} ids, {DTYPES[cell['dtype']]}"
         if cell["hidden"]:
             shape = f"{shape}, hidden size {cell['hidden']:,}"
-        names = [re.sub(r" \+ (loss|products)$", "", row["name"]) for row in rows]
+        names = [re.sub(r" \+ (loss|matmuls)$", "", display_name(row["name"])) for row in rows]
         milliseconds = [row["ms"] for row in rows]
         gigabytes = [row["extra_mb"] / 1000 for row in rows]
         panels += [
@@ -216,7 +217,7 @@ def draw(shown: Picture) -> Figure:
         name
         for panel in panels
         for name in panel.get("curves", ())
-        if not name.startswith((OURS, "products"))
+        if not name.startswith((OURS, "matmuls"))
     )
     rows = [panels[i : i + columns] for i in range(0, len(panels), columns)]
     heights = [
@@ -295,7 +296,7 @@ def _draw_curves(axes: Axes, panel: Record, names: list[str]) -> None:
             if name == OURS
             else VARIANT
         )
-        colour, line = (TEXT, "--") if name.startswith("products") else (colour, "-")
+        colour, line = (TEXT, "--") if name.startswith("matmuls") else (colour, "-")
         axes.plot(
             x,
             y,

@@ -82,8 +82,13 @@ def worst(row: Row) -> str:
     return f"{max(row['errors'].values()):.0e}" if row.get("errors") else ""
 
 
+def display_name(name: str) -> str:
+    """Return the name of a provider for readers. Result files call matmuls "products"."""
+    return name.replace("products", "matmuls")
+
+
 def label(row: Row) -> str:
-    return row["name"] + " (limit)" * bool(row.get("limit"))
+    return display_name(row["name"]) + " (limit)" * bool(row.get("limit"))
 
 
 # ---- parts of a result file
@@ -109,7 +114,7 @@ def processor(record: Record) -> str:
     return ", ".join(
         parts
         + [
-            f"products by {x}"
+            f"matmuls by {x}"
             for x in [m.get("products")]
             if x not in (None, m.get("instruction set"))
         ]
@@ -165,7 +170,7 @@ def fixed(cell: Cell, varied: str) -> str:
 
 def limit(cell: Cell) -> str:
     """The name of what times are divided by."""
-    return cell["limit"]["name"].split(",")[0] if cell["limit"] else EAGER
+    return display_name(cell["limit"]["name"]).split(",")[0] if cell["limit"] else EAGER
 
 
 def ratio(cell: Cell, row: Row) -> float | None:
@@ -217,7 +222,7 @@ def untimed(cells: list[Cell], what: str = "dtype") -> dict[str, str]:
         for row in cell["providers"]:
             if row["status"] != "ok":
                 found.setdefault(f"{row['status']}, {row['reason']}", {}).setdefault(
-                    row["name"], []
+                    display_name(row["name"]), []
                 ).append(mark)
     return {
         why: "; ".join(
