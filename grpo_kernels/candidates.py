@@ -166,10 +166,13 @@ def candidate_divergence(
     plan = plan_candidates(source, targets, candidates, mask=mask, rows=rows, missing=missing)
     policy = softmax_over_candidates(source, plan)
     with torch.no_grad():
-        other = softmax_over_candidates(reference, plan)
-    over_set = Exact(exact.direction, exact.mixture, tail="generalised")  # adds nothing to the set
-    divergence = divergence_of_logprobs(over_set, policy.logps, other.logps, plan.segments)
-    return finish(divergence, plan, policy.is_nan | other.is_nan)
+        reference_softmax = softmax_over_candidates(reference, plan)
+    # Both sides add up to 1 over the set, so the terms q - p of "generalised" add up to 0.
+    over_set = Exact(exact.direction, exact.mixture, tail="generalised")
+    divergence = divergence_of_logprobs(
+        over_set, policy.logps, reference_softmax.logps, plan.segments
+    )
+    return finish(divergence, plan, policy.is_nan | reference_softmax.is_nan)
 
 
 # ---- which tokens use their candidates, and which candidates they have

@@ -117,7 +117,7 @@ def pair_logprobs(
                so that the source need not look at a mask.
     """
     is_outside = (token_ids < -1) | (token_ids >= source.vocab_size)
-    pairs = DistinctPairs.of(row_ids, torch.where(is_outside, -1, token_ids), source)
+    pairs = DistinctPairs.from_pairs(row_ids, torch.where(is_outside, -1, token_ids), source)
     softmax = softmax_of_pairs(source, pairs, row_mask, names, detached)
     logps = pairs.spread(softmax.logps)
     is_nan = is_outside | (softmax.is_nan[row_ids] & (token_ids >= 0))
@@ -153,19 +153,25 @@ class DistinctPairs:
     repeated: Segments
 
     @classmethod
-    def of(cls, row_ids: Tensor, token_ids: Tensor, source: RowSource) -> DistinctPairs:
-        """Return the distinct ones of pairs, int64 [num_pairs] each, with ids of at least -1."""
+    def from_pairs(cls, row_ids: Tensor, token_ids: Tensor, source: RowSource) -> DistinctPairs:
+        """Return the distinct pairs of (row_ids[i], token_ids[i]).
+
+        row_ids     int64 [num_pairs]
+        token_ids   int64 [num_pairs], at least -1
+        """
         num_pairs = len(row_ids)
-        keys, order = (row_ids * (source.vocab_size + 1) + (token_ids + 1)).sort(stable=True)
+        # One number for each pair, which sorts by row, then by id.
+        ids_per_row = source.vocab_size + 1
+        keys, order = (row_ids * ids_per_row + (token_ids + 1)).sort(stable=True)
         is_new = keys.diff(prepend=keys[:1] - 1) != 0
         index_of_sorted = is_new.cumsum(0) - 1
         indices = torch.arange(num_pairs + 1, device=row_ids.device)
         offsets = torch.searchsorted(index_of_sorted, indices)
-        first_keys = F.pad(keys, (0, 1), value=source.num_rows * (source.vocab_size + 1) - 1)
+        first_keys = F.pad(keys, (0, 1), value=source.num_rows * ids_per_row - 1)
         first_keys = first_keys[offsets[:-1]]
         is_pair = offsets[:-1] < num_pairs
-        row_ids = first_keys // (source.vocab_size + 1)
-        token_ids = first_keys % (source.vocab_size + 1) - 1
+        row_ids = first_keys // ids_per_row
+        token_ids = first_keys % ids_per_row - 1
         return cls(
             row_ids=row_ids,
             token_ids=torch.where(is_pair, token_ids, -1),
@@ -387,13 +393,13 @@ def give_to_tokens(
     is_processed   bool [num_tokens]. The other tokens get 0, and -1 for "top_id".
     """
     segments = Segments.from_ids(row_ids, num_rows)
-    given = {}
+    token_statistics = {}
     for name, values in statistics.items():
         if name == "top_id":
-            given[name] = torch.where(is_processed, values[row_ids], -1)
+            token_statistics[name] = torch.where(is_processed, values[row_ids], -1)
         else:
-            given[name] = torch.where(is_processed, segments.spread(values), 0.0)
-    return given
+            token_statistics[name] = torch.where(is_processed, segments.spread(values), 0.0)
+    return token_statistics
 
 
 # ---- losses of further ids
@@ -420,16 +426,18 @@ def auxiliary_loss(terms: ExtraIdTerms, extra_logps: Tensor, advantages: Tensor)
 
 
 class _AuxiliaryLoss(torch.autograd.Function):
+    """Return the losses of tokens, whose gradient at each id is given."""
+
     @staticmethod
-    def forward(logps: Tensor, losses: Tensor, slopes: Tensor, token_of_id: Tensor) -> Tensor:
+    def forward(logps: Tensor, losses: Tensor, grad_logps: Tensor, token_of_id: Tensor) -> Tensor:
         return losses.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        _, _, slopes, token_of_id = inputs
-        ctx.save_for_backward(slopes, token_of_id)
+        _, _, grad_logps, token_of_id = inputs
+        ctx.save_for_backward(grad_logps, token_of_id)
 
     @staticmethod
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
-        slopes, token_of_id = ctx.saved_tensors
-        return times(grad_losses[token_of_id], slopes), None, None, None
+        grad_logps, token_of_id = ctx.saved_tensors
+        return times(grad_losses[token_of_id], grad_logps), None, None, None

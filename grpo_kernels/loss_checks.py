@@ -158,10 +158,13 @@ def refuse_infinite_terms(
             refuse_tokens(lists_outside, what, remedy, rows, batch)
 
 
-def any_of_token(of_ids: Tensor, sets: TokenSets, num_tokens: int) -> Tensor:
-    """Return bool [num_tokens]: whether any id of a token is marked. of_ids is bool [num_ids]."""
-    result = torch.zeros(num_tokens, dtype=torch.bool, device=of_ids.device)
-    return result.index_put((sets.row_of,), of_ids, accumulate=True)
+def any_of_token(is_marked: Tensor, sets: TokenSets, num_tokens: int) -> Tensor:
+    """Return bool [num_tokens]: whether any id of a token is marked.
+
+    is_marked   bool [num_ids]
+    """
+    result = torch.zeros(num_tokens, dtype=torch.bool, device=is_marked.device)
+    return result.index_put((sets.row_of,), is_marked, accumulate=True)
 
 
 def refuse_tokens(

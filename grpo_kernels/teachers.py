@@ -129,6 +129,7 @@ def divergence_of_logprobs(
 
 
 def _divergence(exact: Exact, logps: Tensor, other_logps: Tensor, segments: Segments) -> Tensor:
+    """Return the divergence of each segment, which may be infinite or NaN."""
     prob_outside = 1.0 - segments.sum(logps.exp())
     log_outside = prob_outside.clamp(min=LEAST_OUTSIDE).log()
     return divergence_at(exact, logps, other_logps, segments.offsets, log_outside)

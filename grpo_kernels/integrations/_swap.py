@@ -150,18 +150,15 @@ def _check_arguments(
     required: Sequence[str],
 ) -> None:
     """Raise RuntimeError if the required arguments of theirs and ours cannot be matched."""
-    unknown = [p.name for p in declared if p.default is _REQUIRED and p.name not in matched]
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     unknown = [
         p.name
         for p in declared
-        if p.name in unknown and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        if p.default is _REQUIRED and p.name not in matched and p.kind not in variadic
     ]
-    free = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in declared)
-    lacking = (
-        []
-        if free
-        else [name for name in required if name not in {matched.get(p.name) for p in declared}]
-    )
+    takes_anything = any(p.kind in variadic for p in declared)
+    passed = {matched.get(p.name) for p in declared}
+    lacking = [] if takes_anything else [name for name in required if name not in passed]
     if unknown or lacking:
         takes = ", ".join(p.name for p in declared)
         problem = f"requires {', '.join(unknown)}" if unknown else f"has no {', '.join(lacking)}"
@@ -424,18 +421,20 @@ class Trial:
         name   the compared function
         what   what the tensors are, for the error
         """
-        shapes = [[[*x.shape] for x in found] for found in (ours, theirs)]
-        if shapes[0] != shapes[1]:
-            self.refuse(name, f"{what} have shapes {shapes[0]}, and its own {shapes[1]}")
-        for number, pair in enumerate(zip(ours, theirs, strict=True)):
-            a, b = (x.detach().double() for x in pair)
-            apart = (a - b).abs().sum()
-            size = b.abs().sum()
-            if not apart <= tolerance * size + floor * b.numel():  # NaN differs too
+        our_shapes = [[*x.shape] for x in ours]
+        their_shapes = [[*x.shape] for x in theirs]
+        if our_shapes != their_shapes:
+            self.refuse(name, f"{what} have shapes {our_shapes}, and its own {their_shapes}")
+        for number, (our_tensor, their_tensor) in enumerate(zip(ours, theirs, strict=True)):
+            actual = our_tensor.detach().double()
+            expected = their_tensor.detach().double()
+            difference = (actual - expected).abs().sum()
+            size = expected.abs().sum()
+            if not difference <= tolerance * size + floor * expected.numel():  # NaN differs too
                 self.refuse(
                     name,
-                    f"{what}, tensor {number} of {len(ours)}: {apart:.3g} apart of {size:.3g} in"
-                    " absolute terms",
+                    f"{what}, tensor {number} of {len(ours)}: {difference:.3g} apart of"
+                    f" {size:.3g} in absolute terms",
                 )
 
     def refuse(self, name: str, difference: str) -> NoReturn:

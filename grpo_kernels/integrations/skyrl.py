@@ -177,25 +177,24 @@ def policy_loss(
             )
         ones = torch.ones_like(log_probs)
         correction = config.off_policy_correction
-        given = ones if loss_mask is None else loss_mask
+        mask_before_correction = ones if loss_mask is None else loss_mask
         weights, mask, metrics = apply_off_policy_correction(
-            ones, old_log_probs, rollout_logprobs, given, correction
+            ones, old_log_probs, rollout_logprobs, mask_before_correction, correction
         )
+        # Whether the ratio is to the sampler.
         anchored = name in ("dppo_tv", "dppo_kl", "rollout_is") and rollout_logprobs is not None
-        cispo = isinstance(spec.surrogate, Cispo) and not spec.filters
-        if cispo and getattr(getattr(config, "cispo", None), "cispo_anchor", "old") == "rollout":
+        is_cispo = isinstance(spec.surrogate, Cispo) and not spec.filters
+        if is_cispo and getattr(getattr(config, "cispo", None), "cispo_anchor", "old") == "rollout":
             remedy = 'cispo_anchor="rollout" takes the ratio to them: pass them.'
             require(rollout_logprobs is not None, "rollout_logprobs", None, remedy)
             tis = getattr(correction, "tis_ratio_type", None)
-            require(
-                tis is None,
-                "tis_ratio_type",
-                tis,
-                'cispo_anchor="rollout" is that correction already: set it to None.',
-            )
+            remedy = 'cispo_anchor="rollout" is that correction already: set it to None.'
+            require(tis is None, "tis_ratio_type", tis, remedy)
             anchored = True
-        old: Any = rollout_logprobs if anchored else old_log_probs
-        batch = scored_batch(mask, advantages, old_logps=old, weights=weights.detach().float())
+        old_logps: Any = rollout_logprobs if anchored else old_log_probs
+        batch = scored_batch(
+            mask, advantages, old_logps=old_logps, weights=weights.detach().float()
+        )
         out = objective_loss(log_probs, batch, spec)
         value = out.loss
         if getattr(getattr(config, "score_centering", None), "enabled", False):
@@ -203,28 +202,28 @@ def policy_loss(
                 "it compares with old_log_probs, which are not the sampler's: reinforce, rollout_is"
                 " and dppo do not."
             )
-            require(
-                anchored or isinstance(spec.surrogate, PolicyGradient),
-                "score_centering",
-                objective,
-                remedy,
-            )
+            compares_with_sampler = anchored or isinstance(spec.surrogate, PolicyGradient)
+            require(compares_with_sampler, "score_centering", objective, remedy)
             if rollout_topk_logprobs is None or topk_log_probs is None:
                 raise ValueError(
                     "rollout_topk_logprobs and topk_log_probs are needed for score centering:"
                     " record the sampler's head."
                 )
-            of = ScoreCentering.of(spec)
             value = value + score_centering_term(
-                of, topk_log_probs, rollout_topk_logprobs, advantages, mask != 0, weights
+                ScoreCentering.of(spec),
+                topk_log_probs,
+                rollout_topk_logprobs,
+                advantages,
+                mask != 0,
+                weights,
             )
-        # Of CISPO over the tokens before the correction, with any advantage.
-        named = (
-            _ratios((log_probs.detach() - old)[given != 0], spec)
-            if cispo
-            else {"clip_ratio": excluded_share(out, spec)}
-        )
-        return value, to_floats(named) | metrics
+        if is_cispo:
+            # SkyRL counts the tokens before the correction, with any advantage.
+            log_ratios = (log_probs.detach() - old_logps)[mask_before_correction != 0]
+            shares = _ratios(log_ratios, spec)
+        else:
+            shares = {"clip_ratio": excluded_share(out, spec)}
+        return value, to_floats(shares) | metrics
 
     loss.__name__ = f"fused_{name}"
     return loss
