@@ -1,8 +1,8 @@
-"""What the language models of transformers do to their logits, by the names of their classes.
+"""The softcap and the scale that language models of transformers apply to their logits.
 
-A class is listed if its forward is known to be base model, head, and then nothing, a scale or a
-softcap whose value is in the config. Nothing is guessed from a config alone, because two classes
-may read one entry differently, or ignore it.
+Classes are listed by name. A class is listed if its forward is known to be base model, head, and
+then nothing, or a scale or softcap from the config. The config alone does not decide, because two
+classes may read the same entry differently, or ignore it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-#: Classes whose logits are head(hidden), as they are: <name>ForCausalLM ...
+#: Classes whose logits are head(hidden), without softcap or scale: <name>ForCausalLM ...
 _CAUSAL = """
     AXK1 AXK2 Afmoe Apertus Apertus1p5Text Arcee AriaText BailingHybrid Bamba BioGpt BitNet Bloom CodeGen CpmAnt Cwm Dbrx DeepseekV2 DeepseekV3
     DeepseekV32 DeepseekV4 DiffLlama Doge Dots1 Emu3 Ernie4_5 Ernie4_5_Moe Exaone4 ExaoneMoe Falcon FalconMamba FlexOlmo
@@ -34,8 +34,9 @@ _CONDITIONAL = """
 _OTHERS = "CTRLLMHeadModel GPT2LMHeadModel OpenAIGPTLMHeadModel"
 
 
-def _classes(kind: str, names: str) -> list[str]:
-    return [name + kind for name in names.split()]
+def _classes(suffix: str, names: str) -> list[str]:
+    """Return class names: each of the names, which are separated by spaces, with the suffix."""
+    return [name + suffix for name in names.split()]
 
 
 CAUSAL, CONDITIONAL = "ForCausalLM", "ForConditionalGeneration"
@@ -43,16 +44,19 @@ PLAIN = frozenset(_classes(CAUSAL, _CAUSAL) + _classes(CONDITIONAL, _CONDITIONAL
 
 
 class Logits(NamedTuple):
-    """softcap and scale as `LogitTransform` has them."""
+    """What a model does to its logits: softcap and scale, as in `LogitTransform`."""
 
     softcap: float | None = None
     scale: float = 1.0
 
 
+#: Takes the config of a text model, and returns what the model does to its logits.
 Rule = Callable[[Any], Logits]
 
 
-def _times(entry: str) -> Rule:
+def _scaled_by(entry: str) -> Rule:
+    """Return the rule of models that multiply their logits by an entry of the config."""
+
     def rule(config: Any) -> Logits:
         factor = getattr(config, entry)
         return Logits(scale=1.0 if factor is None else factor)
@@ -61,18 +65,22 @@ def _times(entry: str) -> Rule:
 
 
 def _inkling(config: Any) -> Logits:
-    """Inkling divides the hidden states, and drops the logits of the padding of its head."""
-    kept = config.unpadded_vocab_size
-    if kept is not None and kept < config.vocab_size:
+    """Return the scale of Inkling, which divides its hidden states by an entry of the config.
+
+    Raises ValueError if the head has padding rows: the model drops their logits, so the softmax
+    must not contain them.
+    """
+    num_ids = config.unpadded_vocab_size
+    if num_ids is not None and num_ids < config.vocab_size:
         raise ValueError(
-            f"unpadded_vocab_size={kept}: the model drops the logits of the ids from {kept} on."
-            f" Pass Head(lm_head.weight[:{kept}], transform=LogitTransform(scale=1 /"
+            f"unpadded_vocab_size={num_ids}: the model drops the logits of the ids from"
+            f" {num_ids} on. Pass Head(lm_head.weight[:{num_ids}], transform=LogitTransform(scale=1 /"
             f" {config.logits_mup_width_multiplier})) to a linear_* function instead of the model."
         )
     return Logits(scale=1.0 / config.logits_mup_width_multiplier)
 
 
-#: What the others do, from the config of their text model.
+#: The rules of all other classes.
 RULES: dict[str, Rule] = {
     **dict.fromkeys(
         _classes(
@@ -83,7 +91,7 @@ RULES: dict[str, Rule] = {
         + _classes(CONDITIONAL, "Gemma3n Gemma4 Gemma4Unified Inkling2 Inkling2Loop MistralLarge4"),
         lambda config: Logits(config.final_logit_softcapping),
     ),
-    # whose text model may be a Gemma that has none
+    # Its text model may be a Gemma without softcap.
     "PaliGemmaForConditionalGeneration": lambda config: Logits(
         getattr(config, "final_logit_softcapping", None)
     ),
@@ -92,12 +100,12 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(
         _classes(CAUSAL, "Cohere Cohere2 Cohere2Moe CohereCompass")
         + _classes(CONDITIONAL, "CohereCompass"),
-        _times("logit_scale"),
+        _scaled_by("logit_scale"),
     ),
-    "FalconH1ForCausalLM": _times("lm_head_multiplier"),
+    "FalconH1ForCausalLM": _scaled_by("lm_head_multiplier"),
     **dict.fromkeys(
         _classes(CAUSAL, "HyperCLOVAX") + _classes(CONDITIONAL, "HyperCLOVAXVisionV2"),
-        _times("logits_scaling"),
+        _scaled_by("logits_scaling"),
     ),
     **dict.fromkeys(
         _classes(
@@ -118,40 +126,43 @@ RULES: dict[str, Rule] = {
 
 
 def language_model(model: Any) -> Any:
-    """The model with the head, without the wrappers of PEFT, torch.compile, and those that keep the
-    model as `module`.
+    """Return the model that has the head, without wrappers around it.
+
+    Removes the wrappers of PEFT and torch.compile, and those that have the model as an attribute
+    `module`, such as DDP.
     """
     while True:
-        inner = (
-            model.get_base_model()
-            if hasattr(model, "get_base_model")
-            else getattr(model, "_orig_mod", None)
-        )
-        inner = getattr(model, "module", None) if inner is None else inner
+        if hasattr(model, "get_base_model"):  # PEFT
+            inner = model.get_base_model()
+        else:
+            inner = getattr(model, "_orig_mod", None)  # torch.compile
+        if inner is None:
+            inner = getattr(model, "module", None)
         if not isinstance(inner, torch.nn.Module) or inner is model:
             return model
         model = inner
 
 
 def logits_of(model: Any) -> Logits:
-    """What a language model's forward does to head(hidden). Raises ValueError for a class that is
-    not listed, or that overrides the forward of a listed one.
+    """Return the softcap and scale that a language model applies to head(hidden).
+
+    Raises ValueError for a class that is not listed here, for one that overrides the forward of a
+    listed class, and if the config lacks an entry.
     """
-    # A subclass that does not override the forward (FSDP2 makes one) counts as the class it
-    # inherits from.
+    # A subclass that inherits its forward counts as the class that defines it. FSDP2 makes such
+    # subclasses.
     owner = next((kind for kind in type(model).__mro__ if "forward" in vars(kind)), type(model))
-    name, known = (
-        owner.__name__,
-        owner.__module__.split(".")[0] in ("transformers", "transformers_modules"),
-    )
-    if known and name in PLAIN:
+    name = owner.__name__
+    package = owner.__module__.split(".")[0]
+    is_from_transformers = package in ("transformers", "transformers_modules")
+    if is_from_transformers and name in PLAIN:
         return Logits()
-    if known and name in RULES:
+    if is_from_transformers and name in RULES:
         config = model.config
+        if hasattr(config, "get_text_config"):
+            config = config.get_text_config()
         try:
-            return RULES[name](
-                config.get_text_config() if hasattr(config, "get_text_config") else config
-            )
+            return RULES[name](config)
         except AttributeError as error:
             reason = f"its config lacks an entry ({error})"
     else:
@@ -159,5 +170,5 @@ def logits_of(model: Any) -> Logits:
     raise ValueError(
         f"what {type(model).__module__}.{type(model).__name__} does to its logits is not known:"
         f" {reason}. Look at its forward, and pass transform=LogitTransform(softcap=..., scale=...)"
-        " yourself; where it returns head(hidden) as it is, LogitTransform()."
+        " yourself; if it returns head(hidden) unchanged, LogitTransform()."
     )

@@ -1,6 +1,5 @@
-"""For several ranks:
-
-a vocabulary that is sharded over them, and the common denominator of a step.
+"""Train on several ranks: a vocabulary that is sharded over them, and the common denominator of an
+optimizer step.
 """
 
 from __future__ import annotations
@@ -69,31 +68,32 @@ def global_normalizer(
     )
     device = batches[0].targets.device
 
-    def number(x: float | Tensor | None) -> Tensor:
+    def as_fp64(x: float | Tensor | None) -> Tensor:
         assert x is not None
-        return (
-            x.double()
-            if isinstance(x, Tensor)
-            else torch.full((), x, dtype=torch.float64, device=device)
-        )
+        if isinstance(x, Tensor):
+            return x.double()
+        return torch.full((), x, dtype=torch.float64, device=device)
 
-    total = torch.stack(
-        [torch.stack([number(x) for x in objective.denominators(b)]) for b in batches]
-    ).sum(0)
-    ready = dist.is_available() and dist.is_initialized()
-    if reduce and not ready:
+    # [micro-batches, 3]: the denominators of surrogate, KL and entropy bonus.
+    per_batch = [
+        torch.stack([as_fp64(x) for x in objective.denominators(batch)]) for batch in batches
+    ]
+    total = torch.stack(per_batch).sum(0)
+    is_distributed = dist.is_available() and dist.is_initialized()
+    if reduce and not is_distributed:
         raise ValueError(
             "reduce=True, but torch.distributed is not initialised: call init_process_group, or"
             " leave it out."
         )
-    if ready and reduce is not False:
+    if is_distributed and reduce is not False:
         dist.all_reduce(total, group=process_group)
     # A plain sum has no denominator, however many micro-batches there are.
     denominators = [
         (torch.ones_like(x) if kind == "token-sum" else x.clamp(min=1.0)).float()
         for x, kind in zip(total, objective.aggregates, strict=True)
     ]
-    own = (objective.beta != 0 and objective.kl_aggregate) or (
-        objective.entropy_coef != 0 and objective.entropy_aggregate
-    )
-    return Denominators(*denominators) if own else denominators[0]
+    kl_differs = objective.beta != 0 and objective.kl_aggregate
+    entropy_differs = objective.entropy_coef != 0 and objective.entropy_aggregate
+    if kl_differs or entropy_differs:
+        return Denominators(*denominators)
+    return denominators[0]

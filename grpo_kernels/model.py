@@ -1,5 +1,5 @@
-"""The loss of a language model in one call, which finds hidden states, head, bias, softcap and
-scale; and a head that computes log-probs and losses in its own forward, so that hooks on it fire.
+"""The loss of a language model in one call (`loss_from_model`), and a head that computes log-probs
+and losses in its forward (`FusedLMHead`), so that hooks on the head run.
 """
 
 from __future__ import annotations
@@ -102,18 +102,14 @@ def loss_from_model(
                 f"{name} is given, but it is not used here: leave it out. Targets and mask are"
                 " in the batch."
             )
-    given = (input_ids, batch, inputs, model_kwargs)
-    hidden, head = _projected(model, temperature if transform is None else transform, *given)
-
-    def second(reference: Any) -> Any:
-        if not isinstance(reference, nn.Module):
-            return reference
+    model_inputs = (input_ids, batch, inputs, model_kwargs)
+    hidden, head = _hidden_and_head(model, temperature, transform, *model_inputs)
+    if isinstance(reference, nn.Module):
+        # The softcap and scale of the reference are its own.
+        if transform is not None:
+            temperature = transform.temperature
         with torch.no_grad():
-            return _projected(
-                reference, temperature if transform is None else transform.temperature, *given
-            )
-
-    reference = second(reference)
+            reference = _hidden_and_head(reference, temperature, None, *model_inputs)
     return linear_grpo_loss(
         hidden,
         head,
@@ -126,8 +122,8 @@ def loss_from_model(
     )
 
 
-#: Its own keywords, which a misspelt one may mean.
-_OWN = [
+#: Keywords of `loss_from_model`, which an error suggests in place of a misspelt one.
+_KEYWORDS = [
     p.name
     for p in inspect.signature(loss_from_model).parameters.values()
     if p.kind is p.KEYWORD_ONLY
@@ -137,44 +133,52 @@ _OWN = [
 # ---- the model
 
 
-def _projected(
+def _hidden_and_head(
     model: Any,
-    transform: Any,
+    temperature: float | Tensor,
+    transform: LogitTransform | None,
     input_ids: Tensor,
     batch: TokenBatch,
     inputs: dict[str, Any],
     model_kwargs: dict[str, Any],
 ) -> tuple[Tensor, Head]:
-    """(the hidden states that predict the targets, the head that they go through). `transform`:
-    what follows it, or the temperature alone, where the model is one that is known.
+    """Run the base model. Return (hidden states of the rows that predict the targets, the head).
+
+    transform              None: temperature, and the softcap and scale of a known model
+    inputs, model_kwargs   arguments of the base model, see `loss_from_model`
+
+    Raises ValueError if the model has a wrapper, hook or patch that this call would skip.
     """
     _check_wrappers(model)
     model = language_model(model)
-    if not isinstance(transform, LogitTransform):
-        transform = LogitTransform.of(model, temperature=transform)
-    head, base = _head(model), _base_model(model)
-    named = [
+    if transform is None:
+        transform = LogitTransform.of(model, temperature=temperature)
+    head = _head(model)
+    base = _base_model(model)
+    parameter_names = [
         p.name
         for p in inspect.signature(base.forward).parameters.values()
         if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
     ]
     remedy = f"What a {type(base).__name__} takes without naming it goes into model_kwargs={{...}}."
-    refuse_keywords(loss_from_model, inputs, [*_OWN, *named], remedy)
-    if "use_cache" in named and "use_cache" not in model_kwargs:
+    refuse_keywords(loss_from_model, inputs, [*_KEYWORDS, *parameter_names], remedy)
+    if "use_cache" in parameter_names and "use_cache" not in model_kwargs:
         inputs = {"use_cache": False, **inputs}
-    hidden = base(
-        input_ids=input_ids if input_ids.dim() > 1 else input_ids[None], **inputs, **model_kwargs
-    )[0]
+    batch_of_ids = input_ids if input_ids.dim() > 1 else input_ids[None]
+    hidden = base(input_ids=batch_of_ids, **inputs, **model_kwargs)[0]
     if not torch.is_autocast_enabled(hidden.device.type):
-        hidden = hidden.to(
-            torch.promote_types(hidden.dtype, head.weight.dtype)
-        )  # a head kept in fp32 is used in fp32
-    return _rows(hidden, input_ids, batch), Head(
-        head.weight, getattr(head, "bias", None), transform
-    )
+        # A head in fp32 is used in fp32.
+        hidden = hidden.to(torch.promote_types(hidden.dtype, head.weight.dtype))
+    bias = getattr(head, "bias", None)
+    return _predicting_rows(hidden, input_ids, batch), Head(head.weight, bias, transform)
 
 
 def _check_wrappers(model: Any) -> None:
+    """Raise ValueError if a wrapper around the model does something that is skipped here.
+
+    The base model is called directly. PEFT's prompt tuning, DDP, FSDP1 and torch.compile act in the
+    forward of their wrapper.
+    """
     config = getattr(model, "active_peft_config", None)
     if getattr(config, "is_prompt_learning", False):
         raise ValueError(
@@ -195,8 +199,9 @@ def _check_wrappers(model: Any) -> None:
 
 
 def _check_untouched(what: str, module: nn.Module) -> None:
-    """Raise ValueError where somebody has put something into a call of the module, which is not
-    called here.
+    """Raise ValueError if the module has hooks or another forward, which would not run here.
+
+    what   "model" or "head", for the error
     """
     if forward_of(module) is not type(module).forward:
         raise ValueError(
@@ -212,6 +217,11 @@ def _check_untouched(what: str, module: nn.Module) -> None:
 
 
 def _head(model: Any) -> Any:
+    """Return the output embeddings of a language model, whose weight and bias make the logits.
+
+    Raises ValueError if the model has none, if they do more than a product with the weight, or if
+    the weight is sharded.
+    """
     if not hasattr(model, "get_output_embeddings"):
         raise ValueError(
             f"model is a {type(model).__name__}, not a language model of transformers: call"
@@ -228,7 +238,7 @@ def _head(model: Any) -> Any:
             f"model is a {type(model).__name__}, which has no head: pass the causal language model."
         )
     head = plain_head(model)
-    for module in head.modules():  # PEFT's modules_to_save holds two
+    for module in head.modules():  # a head in PEFT's modules_to_save has two modules
         _check_untouched("head", module)
     if any(not p.is_replicate() for p in getattr(head.weight, "placements", ())):
         raise ValueError(
@@ -241,9 +251,13 @@ def _head(model: Any) -> Any:
 
 
 def _base_model(model: Any) -> Any:
-    """The module that makes the hidden states that the head is applied to."""
+    """Return the module that computes the hidden states, the input of the head.
+
+    Raises ValueError if it is not known.
+    """
     base = getattr(model, "base_model", None)
-    base = getattr(model, "model", None) if base is model else base
+    if base is model:  # transformers returns the model itself if it has no attribute of that name
+        base = getattr(model, "model", None)
     if not isinstance(base, nn.Module):
         raise ValueError(
             f"the base model of {type(model).__name__} is not known: call it yourself, and"
@@ -255,9 +269,13 @@ def _base_model(model: Any) -> Any:
 # ---- which row predicts what
 
 
-def _rows(hidden: Tensor, input_ids: Tensor, batch: TokenBatch) -> Tensor:
-    """The rows of hidden states [B, T, H] that predict the targets."""
-    if hidden.shape[:-1] != (input_ids.shape if input_ids.dim() > 1 else (1, *input_ids.shape)):
+def _predicting_rows(hidden: Tensor, input_ids: Tensor, batch: TokenBatch) -> Tensor:
+    """Return the rows of hidden states [B, T, H] that predict the targets.
+
+    If the batch chooses rows itself (`batch.rows`), all rows are returned.
+    """
+    expected_shape = input_ids.shape if input_ids.dim() > 1 else (1, *input_ids.shape)
+    if hidden.shape[:-1] != expected_shape:
         raise ValueError(
             f"the base model made hidden states {list(hidden.shape)} of input_ids"
             f" {list(input_ids.shape)}: their positions must be the same. Call it yourself, and"
@@ -265,19 +283,25 @@ def _rows(hidden: Tensor, input_ids: Tensor, batch: TokenBatch) -> Tensor:
         )
     if batch.rows is not None:
         return hidden
-    hidden = hidden[0] if batch.targets.dim() == 1 else hidden
-    return hidden[..., _places(input_ids, batch), :]
+    if batch.targets.dim() == 1:  # packed sequences, a batch of one for the model
+        hidden = hidden[0]
+    return hidden[..., _predicting_positions(input_ids, batch), :]
 
 
-def _places(input_ids: Tensor, batch: TokenBatch) -> slice:
-    """Which tokens of input_ids the targets follow: all, or those before the last ones."""
-    total, count = input_ids.shape[-1], batch.targets.shape[-1]
+def _predicting_positions(input_ids: Tensor, batch: TokenBatch) -> slice:
+    """Return the positions of input_ids whose next tokens are the targets.
+
+    These are all positions, or if the targets are the last K of T tokens, T - K - 1 to T - 2.
+    """
+    total = input_ids.shape[-1]
+    count = batch.targets.shape[-1]
     return slice(None) if count == total else slice(total - 1 - count, total - 1)
 
 
 def _check_alignment(input_ids: Tensor, batch: TokenBatch) -> None:
-    """Raise ValueError unless batch.targets are the tokens that follow in input_ids, where the mask
-    is set.
+    """Raise ValueError unless batch.targets are the next tokens of input_ids, in trained tokens.
+
+    On a GPU the tokens are compared by an asynchronous assertion, unless `values_are_checked`.
     """
     require_tensor("input_ids", input_ids, INTEGRAL, "an int64 tensor of token ids, [B, T]")
     if batch.context_group is not None:
@@ -288,12 +312,10 @@ def _check_alignment(input_ids: Tensor, batch: TokenBatch) -> None:
     if batch.rows is not None:
         return
     targets, mask = batch.targets, batch.mask
+    ids = input_ids
     # A model takes packed sequences [1, N] as a batch of one.
-    ids = (
-        input_ids[0]
-        if targets.dim() == 1 and input_ids.dim() == 2 and input_ids.shape[0] == 1
-        else input_ids
-    )
+    if targets.dim() == 1 and input_ids.dim() == 2 and input_ids.shape[0] == 1:
+        ids = input_ids[0]
     if (
         ids.dim() != targets.dim()
         or ids.shape[:-1] != targets.shape[:-1]
@@ -304,25 +326,26 @@ def _check_alignment(input_ids: Tensor, batch: TokenBatch) -> None:
             " targets are of the same shape, as grpo_kernels.batch.shift_targets makes them, or"
             " the last tokens of input_ids."
         )
-    whole = targets.shape == ids.shape
-    if batch.cu_seqlens is not None and not whole:
+    has_all_positions = targets.shape == ids.shape
+    if batch.cu_seqlens is not None and not has_all_positions:
         raise ValueError(
             f"batch.targets has {len(targets)} packed tokens and input_ids {len(ids)}: pass one for"
             " each, see shift_targets."
         )
-    if whole and mask is None:
+    if has_all_positions and mask is None:
         raise ValueError(
             "batch.mask is None, but the last token of input_ids predicts nothing: pass the mask of"
             " shift_targets."
         )
     if torch.compiler.is_compiling() or targets.numel() == 0:
         return
-    following, known = (
-        x[..., _places(ids, batch)].to(targets.device)
-        for x in shift_targets(ids, cu_seqlens=batch.cu_seqlens)
-    )
-    wrong = (targets != following) | ~known
-    wrong = wrong if mask is None else wrong & mask
+    positions = _predicting_positions(ids, batch)
+    next_ids, has_next = shift_targets(ids, cu_seqlens=batch.cu_seqlens)
+    next_ids = next_ids[..., positions].to(targets.device)
+    has_next = has_next[..., positions].to(targets.device)
+    wrong = (targets != next_ids) | ~has_next
+    if mask is not None:
+        wrong = wrong & mask
     if not values_are_checked(targets):
         torch._assert_async(
             ~wrong.any(),
@@ -370,10 +393,11 @@ class HeadLoss(NamedTuple):
         return describe(self)
 
 
-class _AsGiven:
-    """Hides an argument, unless it is a tensor of ids, from the hooks of the head. FSDP's mixed
-    precision casts all floats among the arguments, in dataclasses and lists too, and an old
-    log-prob in 16 bits makes the ratio wrong by percents.
+class _NotCast:
+    """Holds an argument of a call of the head, so that hooks of the head do not cast it.
+
+    FSDP's mixed precision casts all floating-point tensors among the arguments to 16 bits, in
+    dataclasses and lists too. Old log-probs in 16 bits make ratios wrong by percents.
     """
 
     def __init__(self, value: Any) -> None:
@@ -381,10 +405,13 @@ class _AsGiven:
 
     @classmethod
     def wrap(cls, x: Any) -> Any:
-        return x if isinstance(x, Tensor) and not x.is_floating_point() else cls(x)
+        """Return x in a holder, a tensor of integers unchanged."""
+        is_integer_tensor = isinstance(x, Tensor) and not x.is_floating_point()
+        return x if is_integer_tensor else cls(x)
 
     @classmethod
     def unwrap(cls, x: Any) -> Any:
+        """Return the argument that `wrap` was called with."""
         return x.value if isinstance(x, cls) else x
 
 
@@ -417,15 +444,16 @@ class FusedLMHead(nn.Linear):
     def __init__(self, head: nn.Linear, *, transform: LogitTransform | None = None) -> None:
         _check_plain(head)
         nn.Module.__init__(self)
-        # Parameters, and the attributes that libraries have set on it.
-        self.__dict__.update(
-            {name: x.copy() if isinstance(x, dict) else x for name, x in vars(head).items()}
-        )
+        # The same parameters, and attributes that libraries have set on the head.
+        for name, x in vars(head).items():
+            self.__dict__[name] = x.copy() if isinstance(x, dict) else x
         self.transform = as_transform(transform)
 
-    def __call__(self, hidden: Tensor, *arguments: Any, **named: Any) -> Any:
-        wrapped = {name: _AsGiven.wrap(x) for name, x in named.items()}
-        out = super().__call__(hidden, *map(_AsGiven.wrap, arguments), **wrapped)
+    def __call__(self, hidden: Tensor, *arguments: Any, **keywords: Any) -> Any:
+        """Call the hooks and `forward`, with arguments that hooks do not cast."""
+        wrapped_arguments = [_NotCast.wrap(x) for x in arguments]
+        wrapped_keywords = {name: _NotCast.wrap(x) for name, x in keywords.items()}
+        out = super().__call__(hidden, *wrapped_arguments, **wrapped_keywords)
         if isinstance(out, HeadLogprobs) and out.logps.dtype in (torch.bfloat16, torch.float16):
             raise ValueError(
                 f"the head's log-probs were cast to {out.logps.dtype} on their way out: give the"
@@ -456,8 +484,8 @@ class FusedLMHead(nn.Linear):
                      raise ValueError, because the head has them. With also= or at= the result is
                      (logps, entropy, dict).
         """
-        targets, objective, temperature = map(_AsGiven.unwrap, (targets, objective, temperature))
-        others = {name: _AsGiven.unwrap(x) for name, x in others.items()}
+        targets, objective, temperature = map(_NotCast.unwrap, (targets, objective, temperature))
+        others = {name: _NotCast.unwrap(x) for name, x in others.items()}
         for name in ("weight", "bias", "transform"):
             if name in others:
                 raise ValueError(
@@ -485,15 +513,13 @@ class FusedLMHead(nn.Linear):
                 raise ValueError(
                     "metrics=True: only a loss has them, pass a TokenBatch and an Objective."
                 )
-            found = linear_logprobs(hidden, head, targets, **others)
+            results = linear_logprobs(hidden, head, targets, **others)
             # Copies, not views: FSDP2 loses its hook on a view when the caller writes to it in
             # place, and warns of it.
-            logps, entropy = (
-                found.logps.clone(),
-                None if found.entropy is None else found.entropy.clone(),
-            )
-            if found.also:  # hooks look for tensors in plain tuples and dicts
-                return logps, entropy, {name: x.clone() for name, x in found.also.items()}
+            logps = results.logps.clone()
+            entropy = None if results.entropy is None else results.entropy.clone()
+            if results.also:  # hooks look for tensors in plain tuples and dicts
+                return logps, entropy, {name: x.clone() for name, x in results.also.items()}
             return HeadLogprobs(logps, entropy)
         assert objective is not None
         self._check_not_cast(targets, others.get("normalizer"))
@@ -501,17 +527,16 @@ class FusedLMHead(nn.Linear):
         return HeadLoss(out.loss, out.logps, out.entropy, dict(out.metrics) if metrics else None)
 
     def _check_not_cast(self, batch: TokenBatch, normalizer: Any) -> None:
-        """Raise ValueError if FSDP has cast the tensors of the batch to 16 bits before they reached
-        the head.
+        """Raise ValueError if FSDP has cast a tensor of the batch, or the normalizer, to 16 bits.
+
+        Mixed precision of a wrapper around the whole model does this before the head is called.
         """
         if not getattr(self, "_is_fsdp_managed_module", False):
             return
-        given = [(f.name, getattr(batch, f.name)) for f in fields(batch)]
-        given += [
-            ("normalizer", x)
-            for x in (normalizer if isinstance(normalizer, tuple) else (normalizer,))
-        ]
-        for name, x in given:
+        tensors = [(f.name, getattr(batch, f.name)) for f in fields(batch)]
+        normalizers = normalizer if isinstance(normalizer, tuple) else (normalizer,)
+        tensors += [("normalizer", x) for x in normalizers]
+        for name, x in tensors:
             if isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16):
                 raise ValueError(
                     f"{name} is {x.dtype}: FSDP's mixed precision casts the arguments of a wrapped"
@@ -538,9 +563,9 @@ class FusedLMHead(nn.Linear):
         Raises ValueError if the head is not a plain linear layer, or if `LogitTransform.of` does
         not know the model. The model is then unchanged.
         """
-        old = model.get_output_embeddings()
-        transform = LogitTransform.of(model) if transform is None else transform
-        head = cls(old, transform=transform)
+        if transform is None:
+            transform = LogitTransform.of(model)
+        head = cls(model.get_output_embeddings(), transform=transform)
         model.set_output_embeddings(head)
         return head
 
@@ -562,50 +587,50 @@ class FusedLMHead(nn.Linear):
 
 
 def _refuse(head: Any, reason: str, remedy: str) -> NoReturn:
+    """Raise ValueError that names the class of the head, the reason and the remedy."""
     raise ValueError(f"head is a {type(head).__module__}.{type(head).__name__}, {reason}: {remedy}")
 
 
-#: Where the wrappers are made that change nothing but dtypes and places: accelerate's, and the
-#: autocast that it puts in them.
-_PASSES_ON = ("accelerate.hooks", "accelerate.utils.operations", "torch.amp.autocast_mode")
+#: Modules whose wrappers of a forward change only dtypes and devices: accelerate's, and the
+#: autocast inside them.
+_HARMLESS_WRAPPERS = ("accelerate.hooks", "accelerate.utils.operations", "torch.amp.autocast_mode")
 
 
 def forward_of(module: nn.Module) -> Any:
-    """The function that makes what a call of the module returns: its class's forward, or what was
-    put in its place on the instance.
+    """Return the function that computes the result of a call of the module.
 
-    Accelerate's wrappers are passed through: autocast, the cast of outputs to fp32, and its own
-    hooks that move weights.
+    This is the forward of its class, or a function that replaces it on the instance. Wrappers by
+    accelerate are removed: autocast, the cast of outputs to fp32, and its own hooks, which move
+    weights.
     """
     hook = getattr(module, "_hf_hook", None)
-    foreign = any(
-        type(one).__module__ != "accelerate.hooks"
-        for one in getattr(hook, "hooks", (hook,))
-        if one is not None
+    hooks = getattr(hook, "hooks", (hook,))  # a SequentialHook has several
+    has_foreign_hook = any(
+        type(one).__module__ != "accelerate.hooks" for one in hooks if one is not None
     )
     forward = vars(module).get("forward", type(module).forward)
     while True:
         forward = getattr(forward, "__func__", forward)
-        inner = getattr(forward, "func", forward)  # of a functools.partial
-        made_in = getattr(inner, "__globals__", {}).get("__name__", type(inner).__module__)
-        plain = (
-            forward is type(module).forward
-            or made_in not in _PASSES_ON
-            or not hasattr(forward, "__wrapped__")
+        function = getattr(forward, "func", forward)  # of a functools.partial
+        made_in = getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
+        is_wrapper = (
+            forward is not type(module).forward
+            and made_in in _HARMLESS_WRAPPERS
+            and hasattr(forward, "__wrapped__")
         )
-        if plain or (foreign and made_in == "accelerate.hooks"):
+        if not is_wrapper or (has_foreign_hook and made_in == "accelerate.hooks"):
             return forward
         forward = forward.__wrapped__
 
 
-def check_linear(head: Any, known: Any = None) -> None:
-    """Raise ValueError unless a call of the module is x W^T + b with its own weight and bias, and
-    nothing else.
+def check_linear(head: Any, known_forward: Any = None) -> None:
+    """Raise ValueError unless a call of the module computes x W^T + b and nothing else.
 
-    A FusedLMHead is such a module, and so is a head that FSDP2 or ZeRO-3 has sharded or accelerate
-    has hooked.
-    known   a forward that the caller knows to be the same thing, where the instance has been given
-            one.
+    W and b are its own weight and bias. A FusedLMHead passes, and so does a head that FSDP2 or
+    ZeRO-3 has sharded or that accelerate has hooked.
+
+    known_forward   a function on the instance that may replace the forward, because the caller
+                    knows that it computes the same
     """
     if hasattr(head, "token_adapter"):
         _refuse(
@@ -618,11 +643,11 @@ def check_linear(head: Any, known: Any = None) -> None:
             "take it out of the adapter's target_modules, or merge the adapter (merge_and_unload)."
         )
         _refuse(head, "which carries an adapter", remedy)
-    plain = (nn.Linear.forward, FusedLMHead.forward)
+    linear_forwards = (nn.Linear.forward, FusedLMHead.forward)
     if (
         not isinstance(head, nn.Linear)
-        or type(head).forward not in plain
-        or forward_of(head) not in (*plain, known)
+        or type(head).forward not in linear_forwards
+        or forward_of(head) not in (*linear_forwards, known_forward)
     ):
         _refuse(
             head,
@@ -635,26 +660,28 @@ def check_linear(head: Any, known: Any = None) -> None:
             "with parameters or modules besides weight and bias",
             "a parametrised layer has to be made plain first.",
         )
-    kind = type(head.weight.data)
-    if kind is not torch.Tensor and not hasattr(head.weight, "placements"):
+    weight_type = type(head.weight.data)
+    is_dtensor = hasattr(head.weight, "placements")
+    if weight_type is not torch.Tensor and not is_dtensor:
         _refuse(
             head,
-            f"whose weight is a {kind.__module__}.{kind.__name__}",
+            f"whose weight is a {weight_type.__module__}.{weight_type.__name__}",
             "a quantised weight has to be made plain first.",
         )
 
 
-def plain_head(model: Any, known: Callable[[Any], Any] = lambda head: None) -> Any:
-    """The output embeddings of a language model, whose weight (and bias, if it has one) make the
-    logits. Raises ValueError where a call of them is more than a product with these.
+def plain_head(model: Any, known_forward: Callable[[Any], Any] = lambda head: None) -> Any:
+    """Return the output embeddings of a language model, whose weight and bias make the logits.
 
-    known   of a head, the forward on its instance that the caller knows to be the same thing, see
-            `check_linear`.
+    known_forward   takes the head, and returns the `known_forward` of `check_linear`
+
+    Raises ValueError if a call of the head does more than multiply with its weight and add its
+    bias.
     """
     head = model.get_output_embeddings()
-    # PEFT's modules_to_save: a copy that is trained, whose weight it hands out.
+    # PEFT's modules_to_save trains a copy of the head, and has the weight of the copy.
     inner = head.original_module if hasattr(head, "modules_to_save") else head
-    check_linear(inner, known(inner))
+    check_linear(inner, known_forward(inner))
     weight = head.weight
     require_tensor(
         "the weight of the head",
@@ -665,7 +692,7 @@ def plain_head(model: Any, known: Callable[[Any], Any] = lambda head: None) -> A
     return head
 
 
-#: Hooks of a module that would be lost with it: those of its calls, and those of its checkpoints.
+#: Attributes with the hooks of a module: those of its calls, and all, with those of checkpoints.
 CALL_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 HOOKS = (
     *CALL_HOOKS, "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
@@ -673,8 +700,9 @@ HOOKS = (
 
 
 def _check_plain(head: Any) -> None:
-    """Raise ValueError unless the head can be replaced by one that computes x W^T + b from its
-    parameters, all here.
+    """Raise ValueError unless a FusedLMHead with the same parameters can replace the head.
+
+    The head must be plain (see `check_linear`), without hooks, not sharded, and no FusedLMHead.
     """
     if isinstance(head, FusedLMHead):
         _refuse(head, "installed already", "use it as it is.")
@@ -690,7 +718,8 @@ def _check_plain(head: Any) -> None:
             head, "whose weight is a DTensor",
             "install before fully_shard. A head that a tensor-parallel plan has cut: linear_grpo_loss(..., options=Options(shard=VocabShard.of(weight))).",
         )  # fmt: skip
-    if head.weight.dim() != 2 or "weight" not in head._parameters:  # FSDP1 leaves a view of its own
+    # ZeRO-3 leaves an empty weight, FSDP1 a view that is not a parameter.
+    if head.weight.dim() != 2 or "weight" not in head._parameters:
         _refuse(
             head,
             f"whose weight has shape {list(head.weight.shape)}",

@@ -491,7 +491,7 @@ FAULTS: list[Fault] = [
     *of("grpo_kernels/architectures.py", "tests/core/test_model.py",
         ("a model's divisor multiplies", "Logits(scale=1.0 / config.logits_scaling)", "Logits(scale=config.logits_scaling)"),
         ("Inkling's divisor left out", "return Logits(scale=1.0 / config.logits_mup_width_multiplier)", "return Logits()"),
-        ("Inkling's padding ids in the softmax", "if kept is not None and kept < config.vocab_size:", "if False:"),
+        ("Inkling's padding ids in the softmax", "if num_ids is not None and num_ids < config.vocab_size:", "if False:"),
     ),
     *of("grpo_kernels/checks.py", OBJECTIVES,
         ("the first token of a sequence is of the one before", "rows, right=True)", "rows, right=False)"),
