@@ -994,14 +994,14 @@ FAULTS: list[Fault] = [
         ),
         (
             "ends of the generation config forgotten",
-            'ids = {\n            *(configured if isinstance(configured, list) else [configured]),\n            self.tokenizer.eos_token_id,\n        } - {None}',
+            'ids = {*configured, self.tokenizer.eos_token_id} - {None}',
             "ids = {self.tokenizer.eos_token_id} - {None}",
         ),
-        ("positions of generated tokens off by one", "at = at[:, -1:] + 1", "at = at[:, -1:] + 2"),
-        ("sampling never ends", "alive = alive & ~torch.isin(fed, torch.tensor(ends, device=device))", "pass"),
+        ("positions of generated tokens off by one", "position_ids = position_ids[:, -1:] + 1", "position_ids = position_ids[:, -1:] + 2"),
+        ("sampling never ends", "unfinished = unfinished & ~torch.isin(input_ids, torch.tensor(ends, device=device))", "pass"),
         (
-            "sets of other tokens", "numbers = torch.arange(count * width, device=mask.device).view(width, count).T",
-            "numbers = torch.arange(count * width, device=mask.device).view(count, width)",
+            "sets of other tokens", "token_rows = torch.arange(num_tokens, device=mask.device).view(width, num_completions).T",
+            "token_rows = torch.arange(num_tokens, device=mask.device).view(num_completions, width)",
         ),
         (
             "accuracy of the total above 1", "(scores.each[0] >= 1).double()", "(scores.totals > 1).double()",

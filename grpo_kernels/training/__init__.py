@@ -1,11 +1,13 @@
-"""The parts of the reference trainer, one concern per file; `grpo_kernels/training/trainer.py` puts
-them together. Here is what all of them share: packages that may not be installed, and the processes
-of a run.
+"""The parts of the reference trainer, which trainer.py puts together.
+
+This file has what all of them use: imports of optional packages, and the processes (ranks) of a
+run.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -20,7 +22,10 @@ T = TypeVar("T")
 
 
 def require(module: str) -> ModuleType:
-    """Import an optional dependency of the trainer, or say how to get it."""
+    """Import and return a module that the trainer needs.
+
+    Raises ModuleNotFoundError, which says how to install it.
+    """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -31,38 +36,41 @@ def require(module: str) -> ModuleType:
 
 
 class Ranks:
-    """This process among those of the run; one process alone is a world of 1, where nothing here
-    communicates.
+    """The processes of a run, and the rank of this one. One process alone does not communicate.
 
-    Where WORLD_SIZE is above 1 and no process group exists, one is made: NCCL on CUDA devices, gloo
-    on the CPU.
+    If WORLD_SIZE is above 1 in the environment and there is no process group yet, one is created:
+    NCCL on CUDA devices, gloo on the CPU.
+
+    rank           rank of this process
+    world          number of processes
+    main           whether this is rank 0
+    shared_error   the exception that `together` raised on all ranks, or None
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.made = False
+        self.made_group = False
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            # Objects travel over gloo, so that they need not wait for the device.
+            # Python objects are sent over gloo, so that they do not wait for the device.
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-            self.made = True
-        self.rank, self.world = (
-            (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        )
+            self.made_group = True
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.world = dist.get_world_size() if dist.is_initialized() else 1
         self.main = self.rank == 0
-        #: The exception that `together` raised, which all ranks have then raised.
         self.shared_error: BaseException | None = None
 
     def share(self, count: int) -> slice:
-        """This rank's part of `count` things:
+        """Return the slice of `count` items that belongs to this rank.
 
-        consecutive, the parts in the order of the ranks, at most one longer.
+        The slices of all ranks follow each other. Their lengths differ by at most one.
         """
-        return slice(*(-(-count * rank // self.world) for rank in (self.rank, self.rank + 1)))
+        start, stop = (math.ceil(count * rank / self.world) for rank in (self.rank, self.rank + 1))
+        return slice(start, stop)
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks, on every rank."""
+        """Return the values of all ranks, on every rank."""
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
@@ -70,11 +78,15 @@ class Ranks:
         return values
 
     def any(self, flag: bool) -> bool:
+        """Return whether the flag of any rank is True, on every rank."""
         return any(self.gather(flag))
 
     def together(self, function: Callable[[], T]) -> list[T]:
-        """The function's results on each rank. If it raises on one, all ranks raise, so that none
-        waits for a rank that has failed.
+        """Call a function on all ranks. Return its results on all ranks, on every rank.
+
+        If it raises on one rank, all ranks raise, so that none waits for a rank that has failed.
+        Ranks where it did not raise raise ValueError if the cause is a ValueError or an OSError
+        (wrong arguments, or the machine), else RuntimeError.
         """
         if self.world == 1:
             return [function()]
@@ -83,10 +95,9 @@ class Ranks:
         message = ""
         try:
             result = function()
-        except Exception as caught:  # which may not be fit to be sent
+        except Exception as caught:  # it may not be possible to pickle, so its text is sent
             error = caught
             message = f"{type(caught).__name__}: {caught}"
-        # ValueError and OSError: arguments or the machine are to blame.
         kind = ValueError if isinstance(error, (ValueError, OSError)) else RuntimeError
         outcomes = self.gather((result, message, kind))
         for rank, (_, text, kind) in enumerate(outcomes):
@@ -96,34 +107,37 @@ class Ranks:
         return [outcome for outcome, _, _ in outcomes]
 
     def on_main(self, function: Callable[[], T]) -> T:
-        """Its result on rank 0, on every rank; the others wait for it, and fail if it fails."""
+        """Call a function on rank 0 only. Return its result on every rank.
+
+        The other ranks wait for it, and raise if it raises.
+        """
         return self.together(lambda: function() if self.main else None)[0]  # type: ignore[return-value]
 
     @torch.no_grad()
     def make_same(self, model: nn.Module) -> None:
-        """Broadcast rank 0's parameters and buffers:
+        """Copy the parameters and buffers of rank 0 to all ranks.
 
-        training would never remove an initial difference between ranks.
+        Training would never remove an initial difference between ranks.
         """
-        for x in model.state_dict().values() if self.world > 1 else ():
-            there = x.to(self.device)
-            dist.broadcast(there, 0)
-            x.copy_(there)
+        if self.world == 1:
+            return
+        for x in model.state_dict().values():
+            on_device = x.to(self.device)
+            dist.broadcast(on_device, 0)
+            x.copy_(on_device)
 
     def close(self) -> None:
-        """Leave the group if it was made here; all ranks have to."""
-        if self.made and dist.is_initialized():
+        """Destroy the process group if `__init__` created it. All ranks must call this."""
+        if self.made_group and dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
-            self.made = False
+            self.made_group = False
 
     def leave(self, status: int) -> int:
-        """The exit status of the program; of several processes each ends here with it, once all are
-        done.
-        """
+        """Return the exit status of the program, or end this process if there are others."""
         if self.world > 1:
-            # DDP still holds the process group, whose destructor may wait for ever for a thread of
-            # gloo that waits for Python.
+            # A normal exit may hang: DDP still has the process group, whose destructor waits for a
+            # thread of gloo that waits for Python.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status)

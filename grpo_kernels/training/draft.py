@@ -1,7 +1,7 @@
-"""A draft head that is trained together with the policy, for speculative decoding.
+"""A draft head for speculative decoding, which is trained together with the policy.
 
-At each step it learns from the policy's distributions on the completions of that step. The policy
-is frozen meanwhile: the draft's gradient reaches neither its body nor its embedding nor its head.
+At each step it learns the policy's distributions on the completions of that step. Its loss has no
+gradient with respect to the policy: its body, embedding and head do not change.
 
 Shape suffixes: B completions, L positions that are fed, H hidden size.
 """
@@ -34,7 +34,7 @@ class DraftHead(nn.Module):
     2412.19437, section 2.2). Its transformer block is a gated MLP here: the policy's hidden state
     has the context already. The result goes through the policy's output head.
 
-    width   H
+    width   H, the hidden size of the policy
     """
 
     def __init__(self, width: int) -> None:
@@ -49,22 +49,22 @@ class DraftHead(nn.Module):
         self.output_norm = nn.RMSNorm(width)
 
     def forward(self, hidden: Tensor, next_embeddings: Tensor) -> Tensor:
-        """Return what the policy's head gets, [B, L, H].
+        """Return the draft's hidden states [B, L, H], the input of the policy's head.
 
-        hidden            [B, L, H]: hidden states of the policy, as its head gets them
+        hidden            [B, L, H]: hidden states of the policy, the input of its head
         next_embeddings   [B, L, H]: embedding of the token at t + 1
         """
-        both = [self.hidden_norm(hidden), self.embedding_norm(next_embeddings)]
-        x = self.projection(torch.cat(both, -1))
-        y = self.mlp_norm(x)
-        x = x + self.down(F.silu(self.gate(y)) * self.up(y))
+        normed = [self.hidden_norm(hidden), self.embedding_norm(next_embeddings)]
+        x = self.projection(torch.cat(normed, -1))
+        mlp_input = self.mlp_norm(x)
+        x = x + self.down(F.silu(self.gate(mlp_input)) * self.up(mlp_input))
         return self.output_norm(x)
 
 
 class DraftTrainer:
-    """The draft head of a run, its optimizer and its updates.
+    """The draft head of a run and its optimizer.
 
-    Of several processes each has a copy, whose gradients are summed over all of them.
+    Each rank has a copy of the head. Gradients are summed over all ranks.
     """
 
     def __init__(self, config: TrainConfig, policy: ParallelModel, ranks: Ranks) -> None:
@@ -73,7 +73,7 @@ class DraftTrainer:
         self.ranks = ranks
         policy.without_gradients(check_projection)
         width = policy.model.get_output_embeddings().weight.shape[-1]
-        # The policy's run draws the same random numbers with and without a draft.
+        # The run of the policy must draw the same random numbers with and without a draft.
         devices = [ranks.device] if ranks.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(config.seed + SEED_OFFSET)
@@ -83,11 +83,17 @@ class DraftTrainer:
         )
 
     def update(self, completions: Completions) -> dict[str, float]:
-        """One optimizer step on the completions of this rank. Returns the metrics before it."""
+        """Make one optimizer step on the completions of all ranks.
+
+        completions   those of this rank
+
+        Returns the means over all positions before the step: "draft_loss", "draft_acceptance" (the
+        probability that speculative sampling accepts the draft's token) and "draft_top1_agreement".
+        """
         every = torch.arange(len(completions.ids), device=self.ranks.device)
         sums = torch.zeros(4, dtype=torch.float64, device=self.ranks.device)
         for rows in pieces(every, self.config.micro_batch, self.ranks):
-            # Ranks make the same number of forwards, some without completions of their own.
+            # All ranks make the same number of forwards. One without rows left takes any row.
             part = completions[rows if len(rows) else every[:1]]
             out = self.policy.without_gradients(self.loss, part)
             if len(rows):
@@ -120,9 +126,10 @@ class DraftTrainer:
         return [p.grad for p in self.head.parameters() if p.grad is not None]
 
     def loss(self, model: Any, completions: Completions) -> DraftLoss:
-        """Return the draft's loss, summed over positions. It runs inside a forward of the policy.
+        """Return the loss of the draft, summed over positions.
 
-        Only the draft's parameters get a gradient.
+        Only the draft's parameters get a gradient. This function runs inside a forward of the
+        policy (`ParallelModel.without_gradients`), so that sharded weights are gathered.
         """
         config = self.config
         with self.policy.autocast(config.dtype):

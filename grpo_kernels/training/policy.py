@@ -1,7 +1,8 @@
-"""The policy and its reference on the processes of a run: what the processes tell each other; a
-model on all of them, as copies with reduced gradients (DDP) or in shards (FSDP2); its log-probs and
-the loss of a micro-batch, from hidden states or from logits. torchrun, `accelerate launch`, srun
-and Ray Train set ranks in the environment.
+"""The policy and its reference on the ranks of a run, with their log-probs and the loss of a
+micro-batch, from hidden states or from logits.
+
+A model is a copy on each rank (DDP), or its parameters are sharded over the ranks (FSDP2).
+torchrun, `accelerate launch`, srun and Ray Train set the ranks in the environment.
 
 Shape suffixes: B completions, P prompt width, T completion width, V vocabulary.
 """
@@ -30,13 +31,14 @@ from .config import TrainConfig
 T = TypeVar("T")
 
 
-# ---- a model on all of them
+# ---- a model on all ranks
 
 
-class Inside(nn.Module):
-    """Run any function of the model inside a forward. The hooks of a wrapper around it,
-    which reduce gradients and gather shards, fire whatever the function does: reads the head's
-    weight as an attribute, say, or samples in a loop.
+class FunctionOfModel(nn.Module):
+    """Runs any function of a model inside a forward, so that DDP or FSDP2 can wrap it.
+
+    The hooks of the wrapper gather shards and reduce gradients around the forward. The function may
+    read the head's weight as an attribute, or sample in a loop.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -44,65 +46,74 @@ class Inside(nn.Module):
         self.model = model
 
     def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return function(model, *arguments)."""
         return function(self.model, *arguments)
 
 
 class ParallelModel:
-    """A causal language model in the layout of the run: "ddp" or "fsdp2", in a run of one process
-    neither.
+    """A causal language model on all ranks of a run.
 
-    Ranks have to make the same calls in the same number and order; under "fsdp2" those without
-    gradients too, and every forward of the model within them, because each gathers shards from all
-    ranks.
+    model     the model of this rank
+    layout    "ddp": a copy on each rank. "fsdp2": sharded over the ranks. With one rank: neither.
+    frozen    whether the model is not trained
+
+    All ranks must make the same calls in the same order, because each call may communicate. Under
+    "fsdp2" this is also true for calls without gradients, and for each forward within them.
     """
 
     def __init__(self, model: Any, ranks: Ranks, layout: str, *, frozen: bool = False) -> None:
         self.model = model
         self.ranks = ranks
         self.layout = layout if ranks.world > 1 else "single"
-        self.inside: Any = Inside(model)
+        self.wrapped: Any = FunctionOfModel(model)
         if frozen:
             model.eval().requires_grad_(False)
         if self.layout == "ddp" and not frozen:
-            self.inside = nn.parallel.DistributedDataParallel(self.inside, broadcast_buffers=False)
+            self.wrapped = nn.parallel.DistributedDataParallel(
+                self.wrapped, broadcast_buffers=False
+            )
         elif self.sharded:
             from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import fully_shard
 
             mesh = init_device_mesh(ranks.device.type, (ranks.world,))
-            # The classes that the model says must stay whole: its decoder layers.
-            whole = set(getattr(model, "_no_split_modules", None) or ())
+            # transformers lists the classes of decoder layers. Each layer is gathered as a whole.
+            layer_classes = set(getattr(model, "_no_split_modules", None) or ())
             for module in model.modules():
-                if type(module).__name__ in whole:
+                if type(module).__name__ in layer_classes:
                     fully_shard(module, mesh=mesh)
-            # Embedding, norm and head are the root's: plain tensors in its forward, also where they
-            # are tied.
-            fully_shard(self.inside, mesh=mesh)
+            # Embedding, norm and head belong to the root. They are plain tensors in its forward,
+            # also if they are tied.
+            fully_shard(self.wrapped, mesh=mesh)
 
     @property
     def sharded(self) -> bool:
-        """Whether a forward gathers parameters from other ranks."""
+        """Return whether a forward gathers parameters from other ranks."""
         return self.layout == "fsdp2"
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """function(model, *arguments), whose backward reduces gradients to their mean over the
-        ranks. It returns a tuple, named tuple or dict of tensors: what wrappers find tensors in.
+        """Return function(model, *arguments). Its backward averages gradients over the ranks.
+
+        The function must return a tuple, named tuple or dict of tensors, so that DDP and FSDP2 find
+        the tensors.
         """
-        return self.inside(function, *arguments)
+        return self.wrapped(function, *arguments)
 
     @torch.no_grad()
     def without_gradients(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """function(model, *arguments), which may return anything."""
+        """Return function(model, *arguments), computed without gradients. It may be anything."""
         if not self.sharded:
             return function(self.model, *arguments)
         try:
-            return self.inside(function, *arguments)
+            return self.wrapped(function, *arguments)
         finally:
-            self.inside.reshard()  # which a forward leaves to the backward
+            self.wrapped.reshard()  # after a forward, FSDP2 reshards the root in its backward only
 
     def autocast(self, dtype: str) -> AbstractContextManager:
-        """Around a forward: its arithmetic. Copies of the weights are kept until it ends; of
-        gathered shards they would become the whole model.
+        """Return a context in which a forward computes in `dtype`.
+
+        Autocast caches converted weights until the context ends. With shards this cache would grow
+        to the whole model, so it is switched off.
         """
         if dtype == "float32":
             return nullcontext()
@@ -111,23 +122,27 @@ class ParallelModel:
         )
 
     def reduction(self, wanted: bool) -> AbstractContextManager:
-        """Around forward and backward: False leaves gradients as sums of this rank, to be reduced
-        by a later backward. Sharded gradients are reduced every time: unreduced ones would be whole
-        on each rank.
+        """Return a context for forward and backward in which gradients may not be reduced.
+
+        wanted   False: keep the gradient of this rank, for a later backward to reduce. Only DDP
+                 does so; FSDP2 always reduces, because unreduced gradients are not sharded.
         """
-        return nullcontext() if wanted or self.layout != "ddp" else self.inside.no_sync()
+        if wanted or self.layout != "ddp":
+            return nullcontext()
+        return self.wrapped.no_sync()
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scale gradients to a norm of at most `max_norm`.
 
-        Returns the norm before, of the whole model.
+        Returns the norm of the gradient of the whole model before that.
         """
         norm: Any = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def state(self, *optimizers: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The states of model and optimizers, whole whatever the layout, on the CPU of rank 0;
-        empty on the others, which have to call it too.
+        """Return the states of the model and of optimizers, not sharded, on the CPU of rank 0.
+
+        They are empty on other ranks, which must call this too.
         """
         options = checkpoint.StateDictOptions(full_state_dict=True, cpu_offload=True)
         return checkpoint.get_state_dict(self.model, optimizers, options=options)
@@ -135,76 +150,87 @@ class ParallelModel:
     def load_state(
         self, state: tuple[dict[str, Any], dict[str, Any]], *optimizers: torch.optim.Optimizer
     ) -> None:
-        """Load what `state` returned, which only rank 0 needs to have."""
-        how: dict[str, Any] = {
+        """Load states that `state` returned on rank 0. All ranks must call this."""
+        model_state, optimizer_state = state
+        flags: dict[str, Any] = {
             "full_state_dict": True,
             "broadcast_from_rank0": self.ranks.world > 1,
         }
-        checkpoint.set_model_state_dict(
-            self.model, state[0], options=checkpoint.StateDictOptions(**how)
-        )
-        options = checkpoint.StateDictOptions(
-            **how, strict=False
-        )  # rank 0 alone has the optimizer's names
+        options = checkpoint.StateDictOptions(**flags)
+        checkpoint.set_model_state_dict(self.model, model_state, options=options)
+        # Not strict, because only rank 0 has the names of the optimizer's state.
+        options = checkpoint.StateDictOptions(**flags, strict=False)
         for optimizer in optimizers:
-            checkpoint.set_optimizer_state_dict(self.model, optimizer, state[1], options=options)
+            checkpoint.set_optimizer_state_dict(
+                self.model, optimizer, optimizer_state, options=options
+            )
 
 
-# ---- what it is given, and its loss and log-probs
+# ---- completions, their loss and log-probs
 
 
 @dataclass(frozen=True)
 class Completions:
-    """Left-padded prompts, each followed by its completion."""
+    """Completions with their left-padded prompts.
 
-    ids: Tensor  # [B, P + T] int64
-    # [B, P + T] bool: prompt tokens and completion tokens up to and including the first end token
+    ids            int64 [B, P + T]: prompts, then completions
+    attention      bool [B, P + T]: False for padding, before a prompt or after a completion
+    prompt_width   P
+    logps          fp32 [B, T]: log-prob of each token under the distribution it was sampled from,
+                   after temperature, top-k, top-p and min-p; or None
+    finished       bool [B]: True if the completion ended with an end token, False if it used up its
+                   budget; or None
+    kept           the set of ids that each token was sampled from, B * T rows; None if all tokens
+                   were sampled from the whole vocabulary
+    """
+
+    ids: Tensor
     attention: Tensor
-    prompt_width: int  # P
-    logps: Tensor | None = (
-        # [B, T] fp32: of each token under what it was drawn from: temperature, top-k, top-p, min-p
-        None
-    )
-    finished: Tensor | None = (
-        None  # [B] bool: an end token was sampled, and not only the budget used up
-    )
-    kept: TokenSets | None = (
-        # the set that each token was drawn from, B * T rows; None: all from the whole vocabulary
-        None
-    )
+    prompt_width: int
+    logps: Tensor | None = None
+    finished: Tensor | None = None
+    kept: TokenSets | None = None
 
     @property
     def targets(self) -> Tensor:
-        """[B, T]"""
+        """Return the ids of the completions, [B, T]."""
         return self.ids[:, self.prompt_width :]
 
     @property
     def mask(self) -> Tensor:
-        """[B, T]:
+        """Return which ids of the completions were sampled, bool [B, T].
 
-        the tokens that were sampled, known from when sampling stopped and not from the padding id.
+        The padding id cannot tell, because it may be an end token.
         """
         return self.attention[:, self.prompt_width :]
 
     @property
     def tokens(self) -> list[list[int]]:
-        """The sampled ids of each completion, the end token included."""
+        """Return the sampled ids of each completion, with its end token."""
         rows = zip(self.targets.tolist(), self.mask.sum(1).tolist(), strict=True)
         return [ids[:length] for ids, length in rows]
 
     def __getitem__(self, rows: slice | Tensor) -> Completions:
-        logps, finished = (None if x is None else x[rows] for x in (self.logps, self.finished))
+        """Return some of the completions."""
         kept = self.kept
         if kept is not None:
-            numbers = torch.arange(kept.rows, device=self.ids.device).view(self.targets.shape)
-            kept = kept.take(numbers[rows].flatten())
+            token_rows = torch.arange(kept.rows, device=self.ids.device).view(self.targets.shape)
+            kept = kept.take(token_rows[rows].flatten())
         return Completions(
-            self.ids[rows], self.attention[rows], self.prompt_width, logps, finished, kept
+            self.ids[rows],
+            self.attention[rows],
+            self.prompt_width,
+            logps=None if self.logps is None else self.logps[rows],
+            finished=None if self.finished is None else self.finished[rows],
+            kept=kept,
         )
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        """What a forward is given. The last token predicts nothing and is not fed."""
+        """Return the inputs of a forward of the model, without the last token of each row.
+
+        The last token predicts nothing.
+        """
         attention = self.attention[:, :-1]
         return {
             "input_ids": self.ids[:, :-1],
@@ -214,13 +240,15 @@ class Completions:
 
 
 def positions(attention: Tensor) -> Tensor:
-    """Positions count real tokens, so that left padding moves nothing."""
+    """Return the position of each token, int64 in the shape of `attention`, without padding."""
     return (attention.long().cumsum(1) - 1).clamp(min=0)
 
 
 def completion_logits(model: Any, completions: Completions) -> Tensor:
-    """Logits [B, T, V] whose row t predicts completion token t; of what is fed, only the last T
-    positions go through the head.
+    """Return logits [B, T, V], of which row t predicts token t of the completion.
+
+    Only the last T positions go through the head. Raises ValueError for a model that ignores
+    `logits_to_keep`.
     """
     width = completions.targets.shape[1]
     out = model(**completions.inputs, logits_to_keep=width, use_cache=False)
@@ -233,7 +261,7 @@ def completion_logits(model: Any, completions: Completions) -> Tensor:
 
 
 class LossParts(NamedTuple):
-    """Of `LossOutput`, the tensors: wrappers of a model look for them in what a forward returns."""
+    """The tensors of `LossOutput`, as a tuple in which DDP and FSDP2 find them."""
 
     loss: Tensor
     logps: Tensor
@@ -241,8 +269,9 @@ class LossParts(NamedTuple):
 
 
 class Losses:
-    """`config.loss` for the model of a run; its methods run inside a forward of that model or of
-    its reference.
+    """Losses and log-probs of a run, from hidden states or from logits as `config.loss` says.
+
+    The methods run inside a forward of the policy or of its reference, see `ParallelModel`.
     """
 
     def __init__(
@@ -254,80 +283,86 @@ class Losses:
         self.linear = config.loss == "linear"
         backend = "eager" if config.loss == "eager" else config.backend
         self.options = Options(backend=backend)
-        for each in (policy, reference):
-            if self.linear and each is not None:
-                each.without_gradients(check_projection)
-        # A model that softcaps its logits needs their values in its own backward.
+        for model in (policy, reference):
+            if self.linear and model is not None:
+                model.without_gradients(check_projection)
+        # The backward of a softcap needs the values of the logits, so they must not be overwritten.
         softcap = getattr(policy.model.config.get_text_config(), "final_logit_softcapping", None)
         self.inplace = config.loss == "logits" and softcap is None
 
     def loss(
         self, model: Any, completions: Completions, batch: TokenBatch, objective: Objective, normalizer: Tensor | Denominators
     ) -> LossParts:  # fmt: skip
-        """The objective of one micro-batch:
+        """Return the loss of one micro-batch.
 
-        from hidden states, so that logits never exist, or from the model's logits.
+        With config.loss="linear" it is computed from hidden states, and the logits never exist as a
+        whole.
         """
         options: dict[str, Any] = {"normalizer": normalizer, "options": self.options}
         with self.policy.autocast(self.config.dtype):
             rows = self.rows(model, completions)
-            second = None
-            if objective.exact is not None:  # the other side of the divergence
+            reference_rows = None
+            if objective.exact is not None:  # a divergence from the reference over all ids
                 assert self.reference is not None
-                second = self.reference.without_gradients(self.rows, completions)
-        # The logits of candidate sets are read twice.
-        inplace = self.inplace and batch.kept is None
-        own = {"reference": second} if self.linear else {"ref_logits": second, "inplace": inplace}
-        out = self.of_rows((linear_grpo_loss, grpo_loss), rows, batch, objective, **options, **own)
+                reference_rows = self.reference.without_gradients(self.rows, completions)
+        if self.linear:
+            options["reference"] = reference_rows
+        else:
+            options["ref_logits"] = reference_rows
+            # With candidate sets the logits are read twice, so they must not be overwritten.
+            options["inplace"] = self.inplace and batch.kept is None
+        out = self._call(linear_grpo_loss, grpo_loss, rows, batch, objective, **options)
         return LossParts(out.loss, out.logps, out.metrics)
 
-    def of_rows(
-        self, functions: tuple[Any, Any], rows: Any, *arguments: Any, **options: Any
+    def _call(
+        self, linear_function: Any, logits_function: Any, rows: Any, *arguments: Any, **options: Any
     ) -> Any:
-        """What the function of hidden states and head returns, or that of logits."""
+        """Call the function of hidden states and head, or the function of logits, with `rows`."""
         if not self.linear:
-            return functions[1](
-                rows, *arguments, transform=LogitTransform(self.config.temperature), **options
-            )
+            transform = LogitTransform(self.config.temperature)
+            return logits_function(rows, *arguments, transform=transform, **options)
+        hidden, head = rows
         with self.policy.autocast(self.config.dtype):
-            return functions[0](*rows, *arguments, **options)
+            return linear_function(hidden, head, *arguments, **options)
 
     def rows(self, model: Any, completions: Completions) -> Any:
-        """A model's hidden states and head, or its logits:
+        """Return (hidden states [B, T, H], head), or logits [B, T, V].
 
-        rows [B, T], of which row t predicts completion token t.
+        Row t predicts token t of the completion.
         """
         if not self.linear:
             return completion_logits(model, completions)
         hidden = model.get_decoder()(**completions.inputs, use_cache=False).last_hidden_state
-        return hidden[:, -completions.targets.shape[1] :], head_of(model, self.config.temperature)
+        width = completions.targets.shape[1]
+        return hidden[:, -width:], head_of(model, self.config.temperature)
 
     def logps(self, model: Any, completions: Completions) -> Tensor:
-        """[B, T]:
+        """Return log-probs of the sampled tokens, [B, T].
 
-        log-probs of the sampled tokens, over the sets that they were sampled from where these are
-        replayed.
+        They are over the set that each token was sampled from, if `completions` has these sets.
         """
-        return self._layer_1(model, completions)[0]
+        return self._logprobs(model, completions).logps
 
     def sum_squares(self, model: Any, completions: Completions) -> Tensor:
-        """[B, T]:
+        """Return the sum of the squared probabilities at each sampled token, [B, T].
 
-        the sum of the squared probabilities of all tokens that might have been sampled, likewise.
+        It is over the same ids as in `logps`.
         """
-        return self._layer_1(model, completions, also=("sum_squares",)).also["sum_squares"]
+        return self._logprobs(model, completions, also=("sum_squares",)).also["sum_squares"]
 
-    def _layer_1(self, model: Any, completions: Completions, **options: Any) -> Any:
+    def _logprobs(self, model: Any, completions: Completions, **options: Any) -> Any:
+        """Return the result of `linear_logprobs` or `token_logprobs`."""
         options |= {"mask": completions.mask, "kept": completions.kept, "options": self.options}
         with self.policy.autocast(self.config.dtype):
             rows = self.rows(model, completions)
-        return self.of_rows((linear_logprobs, token_logprobs), rows, completions.targets, **options)
+        return self._call(linear_logprobs, token_logprobs, rows, completions.targets, **options)
 
 
 def head_of(model: Any, temperature: float) -> Head:
-    """The projection to logits of a causal language model, with what its own forward does to them.
-    Of a model that is not known plain logits are assumed, which `check_projection` compares with
-    its own.
+    """Return the head of a causal language model, with its softcap, scale and temperature.
+
+    For a model that is not known, no softcap and scale are assumed; `check_projection` compares the
+    result with the model's own logits.
     """
     try:
         transform = LogitTransform.of(model, temperature=temperature)
@@ -339,19 +374,22 @@ def head_of(model: Any, temperature: float) -> Head:
 
 @torch.no_grad()
 def check_projection(model: Any) -> None:
-    """Raise ValueError unless backbone, head and transform give the log-probs that the model itself
-    gives.
+    """Raise ValueError unless hidden states and `head_of` give the model's own log-probs.
+
+    They are compared on four tokens.
     """
     ids = torch.arange(4, device=next(model.parameters()).device)[None]
     try:
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
             raise ValueError(f"the head is a {type(head).__name__}, not a plain linear layer")
-        expected = token_logprobs(model(input_ids=ids, use_cache=False).logits, ids)[0]
+        logits = model(input_ids=ids, use_cache=False).logits
+        expected = token_logprobs(logits, ids).logps
         hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
-        off = float((linear_logprobs(hidden, head_of(model, 1.0), ids)[0] - expected).abs().max())
-        if not off <= 1e-3 * (1.0 + float(expected.abs().max())):
-            raise ValueError(f"log-probs differ by up to {off:.2g} from the model's own forward")
+        logps = linear_logprobs(hidden, head_of(model, 1.0), ids).logps
+        error = float((logps - expected).abs().max())
+        if not error <= 1e-3 * (1.0 + float(expected.abs().max())):  # a NaN is an error
+            raise ValueError(f"log-probs differ by up to {error:.2g} from the model's own forward")
     except (AttributeError, ValueError) as error:
         raise ValueError(
             f"loss='linear' does not know how {type(model).__name__} makes its logits ({error}):"
@@ -359,17 +397,19 @@ def check_projection(model: Any) -> None:
         ) from error
 
 
-# ---- activations that are computed again in the backward pass, in the network that samples
+# ---- gradient checkpointing in eval mode
 #
-# The policy stays in eval mode for the whole run: completions, old log-probs, reference and
-# gradient then come from one network, and before the first step of an update every ratio is 1.
-# With dropout every forward would be another network.
+# The policy stays in eval mode for the whole run, without dropout. Completions, old log-probs and
+# gradient are then computed by the same network, and before the first step of an update every ratio
+# is 1.
 
 
 @contextmanager
 def recomputing(model: Any) -> Iterator[None]:
-    """Around forward and backward: layers recompute where this was switched on. They do so in
-    training mode alone, which the modules inside them, dropout among them, do not get.
+    """Let layers with gradient checkpointing recompute activations in this context.
+
+    transformers recomputes only in training mode. Only the layers themselves are set to it, not the
+    modules inside them, so that dropout stays off.
     """
     layers = [
         module for module in model.modules() if getattr(module, "gradient_checkpointing", False)
@@ -385,11 +425,12 @@ def recomputing(model: Any) -> Iterator[None]:
 
 @torch.no_grad()
 def check_recomputing(model: Any) -> None:
-    """Raise ValueError if layers that recompute are another network than the one that samples."""
-    ids = (
-        torch.arange(8, device=next(model.parameters()).device)[None]
-        % model.config.get_text_config().vocab_size
-    )
+    """Raise ValueError if gradient checkpointing changes the logits, such as by dropout.
+
+    The logits are compared on eight tokens.
+    """
+    vocab_size = model.config.get_text_config().vocab_size
+    ids = torch.arange(8, device=next(model.parameters()).device)[None] % vocab_size
     expected = model(input_ids=ids, use_cache=False).logits
     with recomputing(model):
         recomputed = model(input_ids=ids, use_cache=False).logits

@@ -1,4 +1,4 @@
-"""The records of a run: metrics of its steps, samples, trackers, progress, and what it came to."""
+"""The records of a run: metrics of each step, samples, trackers, progress and the summary."""
 
 from __future__ import annotations
 
@@ -32,62 +32,61 @@ Line = dict[str, Any]
 # ---- metrics
 
 
-def of_update(
+def update_metrics(
     parts: list[dict[str, Tensor]], objective: Objective, ranks: Ranks, *, weighted: bool
 ) -> dict[str, float]:
-    """The metrics of an update from those of its parts on all ranks, their "loss" among them,
-    without what parts do not tell.
+    """Return the metrics of an update from the metrics of its micro-batches on all ranks.
+
+    parts      metrics and "loss" of each micro-batch of this rank, 0-d tensors
+    weighted   whether the tokens have weights. The effective sample size "ess" is then left out,
+               because the sum of weighted ratios is not known.
     """
-    # As numbers in one table: the host waits once.
+    # One transfer for all metrics: the host waits once.
     table = torch.stack([torch.stack([*part.values()]) for part in parts]).tolist()
-    lines = [dict(zip(parts[0], values, strict=True)) for values in table]
-    metrics = combine([line for of_rank in ranks.gather(lines) for line in of_rank])
+    own_parts = [dict(zip(parts[0], values, strict=True)) for values in table]
+    metrics = combine_metrics([part for rank in ranks.gather(own_parts) for part in rank])
     if ranks.world > 1 and objective.filter(EntropyQuantile):
-        del metrics["kept"]  # which leaves out a quantile over ranks
+        del metrics["kept"]  # a quantile over ranks is not counted in it
     if weighted:
-        del metrics["ess"]  # of weighted ratios, whose sum is not among the metrics
-    if "clip_low" in metrics:  # losses of users may not tell
+        del metrics["ess"]
+    if "clip_low" in metrics:  # a custom loss may not have it
         metrics["clip_ratio"] = metrics["clip_low"] + metrics["clip_high"]
     return metrics
 
 
-def combine(parts: list[dict[str, float]]) -> dict[str, float]:
-    """Metrics of micro-batches as those of the batch:
+def combine_metrics(parts: list[dict[str, float]]) -> dict[str, float]:
+    """Return the metrics of a batch from those of its micro-batches.
 
-    the loss adds up, extremes stay extremes, means weigh by tokens.
+    "loss" and "tokens" are summed, names with "_max" and "_min" are extremes, "ess" is computed
+    anew, and all others are means over the tokens.
     """
-    loss = math.fsum(p["loss"] for p in parts)
-    parts = [p for p in parts if p["tokens"] > 0] or parts[
-        :1
-    ]  # the extremes of nothing are not the batch's
-    of = {name: torch.tensor([p[name] for p in parts], dtype=torch.float64) for name in parts[0]}
-    weights = of["tokens"]
-    total = of["tokens"].sum()
-    metrics = {
-        name: (
-            x.max()
-            if name.endswith("_max")
-            else x.min()
-            if name.endswith("_min")
-            else weights @ x / total.clamp(min=1.0)
-        )
-        for name, x in of.items()
+    loss = math.fsum(part["loss"] for part in parts)
+    # A micro-batch without tokens has no extremes.
+    parts = [part for part in parts if part["tokens"] > 0] or parts[:1]
+    columns = {
+        name: torch.tensor([part[name] for part in parts], dtype=torch.float64) for name in parts[0]
     }
-    # (sum of ratios)^2 / (tokens * sum of their squares), of which each part has its own.
-    sums = of["ratio_mean"] * weights
-    squares = (sums.square() / (weights * of["ess"]).clamp(min=1e-30)).sum()
+    num_tokens = columns["tokens"]
+    total = num_tokens.sum()
+    metrics = dict[str, float]()
+    for name, column in columns.items():
+        if name.endswith("_max"):
+            metrics[name] = column.max().item()
+        elif name.endswith("_min"):
+            metrics[name] = column.min().item()
+        else:
+            metrics[name] = (num_tokens @ column / total.clamp(min=1.0)).item()
+    # ess = (sum of ratios)^2 / (tokens * sum of squares). Solve it for the squares of each part.
+    sums = columns["ratio_mean"] * num_tokens
+    squares = (sums.square() / (num_tokens * columns["ess"]).clamp(min=1e-30)).sum()
     ess = sums.sum().square() / (total * squares).clamp(min=1e-30)
-    return {name: x.item() for name, x in metrics.items()} | {
-        "loss": loss,
-        "tokens": total.item(),
-        "ess": ess.item(),
-    }
+    return metrics | {"loss": loss, "tokens": total.item(), "ess": ess.item()}
 
 
 class Stopwatch:
-    """Seconds of the parts of a step.
+    """Measures the seconds of each part of a step.
 
-    Read where the host has just waited for the device, it adds no wait.
+    It does not synchronise. Call `lap` when the host has just waited for the device.
     """
 
     def __init__(self) -> None:
@@ -95,14 +94,17 @@ class Stopwatch:
         self.seconds = defaultdict[str, float](float)
 
     def lap(self, part: str) -> None:
-        """What has passed since the last lap belongs to `part`."""
+        """Add the time since the last lap to `part`."""
         now = time.perf_counter()
         self.seconds[f"{part}_seconds"] += now - self.last
         self.last = now
 
     def metrics(self, tokens: int, device: torch.device) -> dict[str, float]:
-        """Of a step that ends now and sampled so many tokens, with the most memory that the device
-        had, or on the CPU the process.
+        """Return the metrics of a step that ends now.
+
+        tokens   number of sampled tokens
+
+        "peak_memory_gb" is the peak of the GPU since the start, on a CPU of the process.
         """
         seconds = time.perf_counter() - self.began
         process = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -115,104 +117,111 @@ class Stopwatch:
         }
 
 
-# ---- files of one JSON object per line, where a crash at any moment costs nothing that was
-# complete
+# ---- files with one JSON object a line. A crash at any time loses no complete line.
 
 
 def append(file: IO[str], line: Line) -> None:
-    """A line is whole on the disk when this returns.
+    """Append a line to a file, and wait until it is on the disk.
 
-    NaN and infinity, which JSON lacks, become null.
+    NaN and infinity become null, because JSON does not have them.
     """
-    known = {
-        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()
+    values = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in line.items()
     }
-    file.write(json.dumps(known, allow_nan=False) + "\n")
+    file.write(json.dumps(values, allow_nan=False) + "\n")
     file.flush()
     os.fsync(file.fileno())
 
 
 def read_metrics(path: Path) -> list[Line]:
-    """All complete lines, without what a crash while writing leaves:
+    """Return all complete lines of a file.
 
-    a partial last line, or NUL bytes.
+    A crash during a write may leave a partial last line or NUL bytes, which are skipped.
     """
-    found = []
+    lines = []
     for text in path.read_text(errors="replace").splitlines():
         with suppress(ValueError):
-            found.append(json.loads(text))
-    return found
+            lines.append(json.loads(text))
+    return lines
 
 
-# ---- where they go
+# ---- trackers and files
 
 
 class Tracker(Protocol):
-    """What the trainer asks of a tracker.
-
-    It is called on rank 0 alone, once per step, with numbers of the host.
-    """
+    """The interface of a tracker of metrics. It is called on rank 0 only."""
 
     def log(self, step: int, metrics: Line) -> None:
-        """The metrics of a step, by the names of metrics.jsonl."""
+        """Record the metrics of a step, Python numbers by the names of metrics.jsonl."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Finish the run."""
 
 
 class Dashboard:
-    """A tracker of accelerate by its name, one run for each process, named like the folder.
+    """A tracker of accelerate ("wandb", ...), whose run has the name of the output folder.
 
-    TensorBoard writes to out/tensorboard, where a resumed run hides the steps that it repeats.
+    name        its name in accelerate
+    resume_at   first step of this run. TensorBoard, which writes to out/tensorboard, hides later
+                steps of the run that is resumed.
     """
 
     def __init__(self, name: str, config: TrainConfig, out: Path, resume_at: int) -> None:
-        own: Line = {
-            "mlflow": {"run_name": out.name},
-            "tensorboard": {"logging_dir": out, "purge_step": resume_at or None},
-        }
-        project = name if name == "tensorboard" else "grpo_kernels"
-        self.tracker = require("accelerate.tracking").LOGGER_TYPE_TO_CLASS[name](
-            project, **own.get(name, {"name": out.name})
-        )
+        if name == "tensorboard":
+            project = "tensorboard"
+            options: Line = {"logging_dir": out, "purge_step": resume_at or None}
+        else:
+            project = "grpo_kernels"
+            options = {"run_name" if name == "mlflow" else "name": out.name}
+        tracker_class = require("accelerate.tracking").LOGGER_TYPE_TO_CLASS[name]
+        self.tracker = tracker_class(project, **options)
         self.tracker.start()
         settings = {
-            k: v if isinstance(v, (bool, int, float)) else str(v) for k, v in asdict(config).items()
+            key: value if isinstance(value, (bool, int, float)) else str(value)
+            for key, value in asdict(config).items()
         }
         self.tracker.store_init_configuration(settings)
 
     def log(self, step: int, metrics: Line) -> None:
-        """The numbers among metrics, by the names of metrics.jsonl."""
-        self.tracker.log(
-            {name: float(x) for name, x in metrics.items() if isinstance(x, (int, float))},
-            step=step,
-        )
+        """Record the metrics that are numbers."""
+        numbers = {name: float(x) for name, x in metrics.items() if isinstance(x, (int, float))}
+        self.tracker.log(numbers, step=step)
 
     def close(self) -> None:
+        """Finish the run."""
         self.tracker.finish()
 
 
 @dataclass
 class RunLog:
-    """What rank 0, which alone has the files, keeps of a run: options, metrics and samples. With
-    `config.progress` it shows how the run goes, a line for each step.
+    """Writes the options, metrics and samples of a run, on rank 0 only.
+
+    With `config.progress` it also prints a line for each step.
+
+    out            folder of the files
+    own_trackers   trackers of the caller, in addition to `config.log_to`
+    files          the open files, by name: "metrics" and "samples"
+    sizes          size of each file when the last step was written
+    trackers       all trackers that have not failed
+    samples        the samples of the current step
     """
 
     config: TrainConfig
     out: Path
     ranks: Ranks
-    given: Sequence[Tracker]
+    own_trackers: Sequence[Tracker]
     files: dict[str, IO[str]] = field(default_factory=dict)
-    sizes: dict[str, int] = field(
-        default_factory=dict
-    )  # of the files when the last step was written
+    sizes: dict[str, int] = field(default_factory=dict)
     trackers: list[Tracker] = field(default_factory=list)
-    samples: list[Line] = field(default_factory=list)  # of the step at hand
+    samples: list[Line] = field(default_factory=list)
 
     @contextmanager
     def opened(self, step: int) -> Iterator[None]:
-        """Around the steps of a run from `step` on.
+        """Open the files and trackers for the steps of a run from `step` on, and close them after.
 
-        What files hold beyond `sizes` is of steps that come again, and is cut off.
+        A resumed run repeats the steps after its checkpoint. Their lines, beyond `sizes`, are cut
+        off.
         """
         self.ranks.on_main(lambda: self._open(step))
         try:
@@ -224,9 +233,9 @@ class RunLog:
             self.ask_trackers("is not closed", lambda tracker: tracker.close())
 
     def _open(self, step: int) -> None:
-        write(
-            replace(self.config, resume=False), self.out / "config.yaml"
-        )  # another run like it begins anew
+        """Write config.yaml, and open files and trackers; see `opened`."""
+        # A run that is started from this file must not continue the present run.
+        write(replace(self.config, resume=False), self.out / "config.yaml")
         self.files = {
             name: open(self.out / f"{name}.jsonl", "a") for name in ("metrics", "samples")
         }
@@ -237,14 +246,19 @@ class RunLog:
             for name in self.config.log_to
             if name in TRACKERS
         ]
-        self.trackers = [*named, *self.given]
+        self.trackers = [*named, *self.own_trackers]
 
     def ask_trackers(self, failed: str, act: Callable[[Tracker], None]) -> None:
-        """One that fails is left out from then on, with a message: the run is worth more."""
+        """Call `act` with each tracker. A tracker that raises is removed with a message.
+
+        failed   what the message says of the tracker
+
+        The run goes on, because it is worth more than its tracker.
+        """
         for tracker in [*self.trackers]:
             try:
                 act(tracker)
-            except Exception as error:  # of anybody's code
+            except Exception as error:  # trackers are foreign code
                 self.trackers.remove(tracker)
                 print(
                     f"{type(tracker).__name__} {failed}: {type(error).__name__}: {error}",
@@ -252,9 +266,12 @@ class RunLog:
                 )
 
     def keep_samples(self, step: int, rows: list[Row], scores: Scores, advantages: Tensor) -> None:
-        """The first completions of a batch every so many steps, to look at, from what has come to
-        rank 0 anyway, which has the first ones of all; `write` writes them. Of advantages [B, T] a
-        completion's is the mean.
+        """Keep the first `config.sample_count` completions of a batch; `write` writes them.
+
+        This happens every `config.sample_every` steps, on rank 0, which has the first completions.
+
+        rows         the rows of the prompts
+        advantages   [B], or [B, T] of tokens, of which the sample has the mean
         """
         config = self.config
         totals = scores.totals
@@ -263,31 +280,32 @@ class RunLog:
             return
         for i, text in enumerate(scores.texts[: config.sample_count]):
             length = scores.lengths[i]
-            rewards = dict(zip(scores.names, scores.each[:, i].tolist(), strict=True))
-            advantage = (
-                advantages[i, ..., :length].mean().item()
-                if advantages.dim() > 1
-                else advantages[i].item()
-            )
-            numbers = {
+            per_token = advantages.dim() > 1
+            advantage = advantages[i, :length].mean() if per_token else advantages[i]
+            sample = {
+                "prompt": rows[i // config.group_size]["prompt"],
+                "completion": text,
                 "tokens": length,
                 "reward": totals[i].item(),
-                "rewards": rewards,
-                "advantage": advantage,
+                "rewards": dict(zip(scores.names, scores.each[:, i].tolist(), strict=True)),
+                "advantage": advantage.item(),
             }
-            self.samples.append(
-                {"prompt": rows[i // config.group_size]["prompt"], "completion": text, **numbers}
-            )
+            self.samples.append(sample)
 
     def write(self, line: Line) -> None:
-        """The metrics of a step, and its samples."""
+        """Write the metrics of a step and its samples to files, trackers and the terminal.
+
+        line   "step" and the metrics. Metrics of an evaluation alone have no "loss".
+        """
         self.ranks.on_main(lambda: self._write(**line))
 
     def _write(self, step: int, **metrics: Any) -> None:
-        for sample in self.samples if "loss" in metrics else ():
+        """Do the work of `write` on rank 0."""
+        is_training_step = "loss" in metrics
+        for sample in self.samples if is_training_step else ():
             append(self.files["samples"], {"step": step, **sample})
-            told = _told({**sample["rewards"], "advantage": sample["advantage"]})
-            self.show(f"step {step}: {told}{pair(sample['prompt'], sample['completion'])}")
+            summary = _text_of({**sample["rewards"], "advantage": sample["advantage"]})
+            self.show(f"step {step}: {summary}{pair(sample['prompt'], sample['completion'])}")
         append(self.files["metrics"], {"step": step, **metrics})
         self.ask_trackers("gets no more metrics", lambda tracker: tracker.log(step, metrics))
         if "accuracy" in metrics:
@@ -295,39 +313,40 @@ class RunLog:
                 f"step {step}: held-out accuracy {metrics['accuracy']:.3f}"
                 f" ({metrics['accuracy_counts']})"
             )
-        if (
-            "loss" in metrics
-        ):  # and not the last evaluation alone, which comes again when the run is resumed
+        # A resumed run repeats the last evaluation, so its line must not count.
+        if is_training_step:
             self.sizes = {name: os.path.getsize(file.fileno()) for name, file in self.files.items()}
             names = ("reward", "kl", "entropy", "completion_length")
-            told = _told({name: metrics[name] for name in names if name in metrics})
+            summary = _text_of({name: metrics[name] for name in names if name in metrics})
             self.show(
-                f"step {step}: {told}, {metrics['seconds']:.1f} s, {step + 1} of"
+                f"step {step}: {summary}, {metrics['seconds']:.1f} s, {step + 1} of"
                 f" {self.config.steps} done"
             )
 
     def show(self, text: str) -> None:
+        """Print a line of progress, unless it is switched off."""
         if self.config.progress:
             print(text, file=sys.stderr)
 
 
-def _told(numbers: dict[str, float]) -> str:
+def _text_of(numbers: dict[str, float]) -> str:
+    """Return "name value, name value"."""
     return ", ".join(f"{name} {value:.3g}" for name, value in numbers.items())
 
 
-# ---- what a run came to
+# ---- the summary
 
 
 def write_summary(out: Path) -> None:
-    """Evaluations and rewards before and after, time and speed: lines of text."""
+    """Write summary.txt: accuracy and reward at the start and at the end, time and speed."""
     lines = read_metrics(out / "metrics.jsonl")
     steps = [line for line in lines if "seconds" in line]
     evaluations = [line for line in lines if "accuracy" in line]
-    told = [f"{len(steps)} steps in {out}"]
+    texts = [f"{len(steps)} steps in {out}"]
     if evaluations:
         first = evaluations[0]
         last = evaluations[-1]
-        told.append(
+        texts.append(
             f"held-out accuracy {first['accuracy']:.3f} -> {last['accuracy']:.3f}"
             f" ({last['accuracy_counts']})"
         )
@@ -338,6 +357,6 @@ def write_summary(out: Path) -> None:
             fmean(line["reward"] for line in some) for some in (steps[:tenth], steps[-tenth:])
         )
         tokens = math.fsum(line["tokens_per_second"] * line["seconds"] for line in steps)
-        told.append(f"reward {begin:.4g} -> {end:.4g} (means of {tenth})")
-        told.append(f"{seconds:.1f} s, {tokens / seconds:.0f} sampled tokens a second")
-    (out / "summary.txt").write_text("".join(f"{text}\n" for text in told))
+        texts.append(f"reward {begin:.4g} -> {end:.4g} (means of {tenth})")
+        texts.append(f"{seconds:.1f} s, {tokens / seconds:.0f} sampled tokens a second")
+    (out / "summary.txt").write_text("".join(f"{text}\n" for text in texts))

@@ -37,7 +37,7 @@ from .config import TrainConfig, parse
 from .data import Row, prompts_of_step
 from .draft import DraftTrainer
 from .policy import Completions, Losses, LossParts, ParallelModel, check_recomputing, recomputing
-from .report import RunLog, Stopwatch, Tracker, of_update, write_summary
+from .report import RunLog, Stopwatch, Tracker, update_metrics, write_summary
 from .rewards import RewardFunction, Scores
 from .rollouts import Rollouts, micro_batches, pieces
 from .saving import OutputFolder, Saved, random_state, stop_after_step
@@ -270,7 +270,7 @@ class Trainer:
                 ]
             moved = self.move(config.lr_at(self.step * config.num_updates + k))
             metrics = (
-                of_update(told, self.objective, self.ranks, weighted=bool(config.corrections))
+                update_metrics(told, self.objective, self.ranks, weighted=bool(config.corrections))
                 | moved
             )
             if self.entropy_coef is not None:
