@@ -1,4 +1,13 @@
-"""The case language: a call in words (`CallCase`), and its tensors (`Problem`)."""
+"""Calls of the public functions as data, for tests that compare all of them with the oracle.
+
+CallCase   the options of a call, as a few plain values that print well
+Problem    the tensors of a call, which `problem(case)` draws from the seed of the case
+
+`covering` returns cases in which all pairs of options meet. For a new option of a call, add a field
+to CallCase, its values to AXES, combinations that are refused to `legal`, its tensors to `problem`,
+its argument to `function_and_arguments` (public_functions.py), and its result to `answer`
+(oracle.py).
+"""
 
 from __future__ import annotations
 
@@ -22,56 +31,79 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class CallCase:
-    """A call in a few plain values, which print well.
+    """The options of a call. `legal` resets options that have no meaning with the others.
 
-    A value that has no meaning beside the others is put right by `legal`.
+    function     "loss", "logprobs" or "divergence"
+    source       "logits" or "hidden" (hidden states and a head)
+    lengths      number of tokens of each sequence
+    layout       "padded", "packed", or "without offsets" (packed without cu_seqlens)
+    view         strides of logits, or of hidden states and weight, see VIEWS
+    rows         the row of each token: "own", "shared" by several tokens, or "shuffled"
+    mask         "none", "some", or "all" of the tokens are masked
+    spread       standard deviation of the logits
+    extreme      "far": targets up to 700 below the other logits. "confident": an id 20 above them.
+                 "absent": logits of -inf. "ends": logits at the ends of fp16.
+    transform    "none", "temperature", "softcap", "scale", "everything", "per sequence" or "per
+                 token" (temperatures)
+    objective    a key of OBJECTIVES (objectives.py)
+    given        fields of the batch. "everything". "on-policy": no old log-probs and weights.
+                 "column": advantages [B, 1]. "token": an advantage per token. "marked": some
+                 sequences or tokens are marked as on-policy.
+    normalizer   None, a number, or one for policy term, KL and entropy bonus
+    upstream     the upstream gradient of the loss
+    bias         "none", "plain", or "column" (a column of a matrix)
+    head         dtype of the weight: "of hidden", or "bfloat16" with fp32 hidden states
+    width        size of the hidden states
+    frozen       "nothing", "weight" or "hidden": the tensor that requires no gradient
+    kept         tokens with a candidate set: "none", "some" or "all". "empty": all sets are empty.
+                 "whole": sets of the whole vocabulary. "long": sets of any size.
+    missing      what to do with a target that is not in its set: "include", "full" or "mask"
+    other        a reference. "none". "whole": another model. "near": with the policy's weight.
+                 "listed": a teacher known at some ids. "own": with its own transform. "itself": the
+                 policy's logits with another transform.
+    exact        the divergence: "reverse", "forward", "jsd", "jsd .1" (mixture 0.1) or "tv"
+    tail         of a "listed" teacher: "bin", "ignore", "renormalise" or "generalised"
+    squared      whether the divergence is multiplied by the temperature squared
+    listed       whether the loss has terms at further ids: "none" or "some"
+    also         statistics besides log-probs: "nothing", "entropy", "detached" (entropy without
+                 gradient), "sum_squares", "at" (further ids), "log_kept_mass" or "all"
+    weight_grad  memory that the gradient of the weight is added to: "none", "float32" or "of
+                 weight" (its dtype)
+    ranks        number of shards of the vocabulary
     """
 
-    function: str = "loss"  # loss, logprobs, divergence
-    source: str = "logits"  # logits, hidden
-    lengths: tuple[int, ...] = (4, 2, 0, 5)  # of the sequences
-    layout: str = "padded"  # padded, packed, without offsets
+    function: str = "loss"
+    source: str = "logits"
+    lengths: tuple[int, ...] = (4, 2, 0, 5)
+    layout: str = "padded"
     vocab: int = 61
     dtype: str = "float32"
-    view: str = "whole"  # of logits, or of hidden states and weight, in memory
-    rows: str = "own"  # of tokens: own, shared: by several of them, shuffled: in another order
-    mask: str = "some"  # none, some, all of the tokens
-    spread: float = 3.0  # of the logits
-    #: far: a target up to 700 below the rest; confident: an id 20 above; absent: logits of -inf;
-    #: ends: those at the ends of fp16
+    view: str = "whole"
+    rows: str = "own"
+    mask: str = "some"
+    spread: float = 3.0
     extreme: str = "none"
-    transform: str = (
-        "none"  # none, temperature, softcap, scale, everything, per sequence, per token
-    )
-    objective: str = "dapo"  # a key of objectives.OBJECTIVES
-    # on-policy: without old log-probs and weights; column: advantages [B, 1]; token: one a token;
-    # marked: some sequences, or tokens, are marked as on-policy
+    transform: str = "none"
+    objective: str = "dapo"
     given: str = "everything"
-    normalizer: Any = None  # None, a number, or one for policy term, KL and bonus
-    upstream: float = 1.0  # gradient that arrives at the loss
+    normalizer: Any = None
+    upstream: float = 1.0
     inplace: bool = False
     skip_inactive: bool = False
-    bias: str = "none"  # none, plain, column: of a matrix
-    head: str = "of hidden"  # dtype of the weight beside fp32 hidden states: of hidden, bfloat16
-    width: int = 8  # of the hidden states
-    frozen: str = "nothing"  # nothing, weight, hidden
-    # rows with a set of ids: none, some, all, empty: sets without ids, whole: of the vocabulary,
-    # long: of any size
+    bias: str = "none"
+    head: str = "of hidden"
+    width: int = 8
+    frozen: str = "nothing"
     kept: str = "none"
-    missing: str = "include"  # of a target that its set lacks: include, full, mask
-    #: A second distribution: whole, near, listed, own: with a transform of its own, itself: the
-    #: same logits under it
+    missing: str = "include"
     other: str = "none"
-    exact: str = "reverse"  # reverse, forward, jsd, jsd .1, tv
-    tail: str = "bin"  # of listed ids: bin, ignore, renormalise, generalised
-    squared: bool = False  # divergence times the temperature's square
-    listed: str = "none"  # terms of a loss at further ids: none, some
-    # of log-probs: nothing, entropy, detached, sum_squares, at: further ids, log_kept_mass, all
+    exact: str = "reverse"
+    tail: str = "bin"
+    squared: bool = False
+    listed: str = "none"
     also: str = "entropy"
-    weight_grad: str = (
-        "none"  # memory that the gradient of the weight is added to: none, float32, of weight
-    )
-    ranks: int = 1  # that the vocabulary is cut over
+    weight_grad: str = "none"
+    ranks: int = 1
     seed: int = 0
 
     def __str__(self) -> str:
@@ -163,9 +195,7 @@ PAIRED = tuple(name for name in AXES if name not in ("lengths", "upstream", "nor
 
 
 def legal(r: CallCase) -> CallCase:
-    """The case with every value that means nothing, or is refused, beside the others put back to
-    what is plain.
-    """
+    """Return the case, with options that are refused or meaningless with the others reset."""
     plain: dict[str, Any] = {}
     spec = SPECS[r.objective]
     if r.source == "logits":
@@ -253,64 +283,67 @@ def _counts_tokens(spec: Any) -> bool:
 
 
 def covering(seed: int = 0, **fixed: Any) -> list[CallCase]:
-    """Call cases in which every two values of two axes meet, where they may. `fixed`: axes of one
-    value.
+    """Return cases in which every two values of two options meet, if `legal` allows it.
 
-    A pair that is missing is put into a few random cases, of which the one is taken that holds
-    the most missing pairs.
+    For a pair of values that is missing, a few random cases with it are drawn. The one with the
+    most missing pairs is taken.
+
+    fixed   options that have one value in all cases
     """
-    rng, axes = (
-        random.Random(seed),
-        {name: dict.fromkeys(AXES[name]) for name in PAIRED if name not in fixed},
-    )
-    axes |= {"objective": dict.fromkeys(KINDS)} if "objective" in axes else {}
-    met: set[Any] = set()
-    found: list[CallCase] = []
+    rng = random.Random(seed)
+    axes = {name: dict.fromkeys(AXES[name]) for name in PAIRED if name not in fixed}
+    if "objective" in axes:
+        axes["objective"] = dict.fromkeys(KINDS)
+    covered: set[Any] = set()
+    cases: list[CallCase] = []
 
-    def pairs(r: CallCase) -> set[Any]:
-        values = [(name, getattr(r, name)) for name in axes]
+    def pairs(case: CallCase) -> set[Any]:
+        values = [(name, getattr(case, name)) for name in axes]
         return set(combinations(values, 2))
 
-    for (a, of_a), (b, of_b) in combinations(axes.items(), 2):
-        for pair in product(((a, x) for x in of_a), ((b, x) for x in of_b)):
-            if pair in met:
+    for (first_name, first_values), (second_name, second_values) in combinations(axes.items(), 2):
+        for first, second in product(first_values, second_values):
+            pair = ((first_name, first), (second_name, second))
+            if pair in covered:
                 continue
-            drawn = [
-                random_case(rng, **{"objective": rng.choice(KINDS), **dict(pair), **fixed})
-                for _ in range(6)
-            ]
-            kept = [
-                r
-                for r in drawn
-                if all(getattr(r, name) == value for name, value in (*pair, *fixed.items()))
-            ]
-            if kept:
-                found.append(max(kept, key=lambda r: len(pairs(r) - met)))
-                met |= pairs(found[-1])
-    return found
+            wanted = {**dict(pair), **fixed}
+            candidates = []
+            for _ in range(6):
+                case = random_case(rng, **{"objective": rng.choice(KINDS), **wanted})
+                # `legal` may have changed the pair.
+                values = [*pair, *fixed.items()]
+                if all(getattr(case, name) == value for name, value in values):
+                    candidates.append(case)
+            if candidates:
+                cases.append(max(candidates, key=lambda case: len(pairs(case) - covered)))
+                covered |= pairs(cases[-1])
+    return cases
 
 
 def each_value(cases: list[CallCase], beside: Sequence[str], axes: Sequence[str]) -> list[CallCase]:
-    """Some of them, in which each value of these axes meets all values of those `beside`."""
-    met: set[Any] = set()
-    found = []
-    for r in cases:
-        values = {(*(getattr(r, name) for name in beside), name, getattr(r, name)) for name in axes}
-        found += [r] if values - met else []
-        met |= values
-    return found
+    """Return some of the cases, which cover each value of `axes` with all values of `beside`."""
+    covered: set[Any] = set()
+    chosen = []
+    for case in cases:
+        values_beside = tuple(getattr(case, name) for name in beside)
+        combined = {(*values_beside, name, getattr(case, name)) for name in axes}
+        if combined - covered:
+            chosen.append(case)
+        covered |= combined
+    return chosen
 
 
 def random_case(rng: random.Random, **fixed: Any) -> CallCase:
-    """One at random in which axes have the values `fixed`, where they may."""
-    chosen = {name: rng.choice(values) for name, values in AXES.items()}
-    # A plain value half of the time: what is unusual meets little else that is.
-    chosen = {
-        name: value if rng.random() < 0.5 else getattr(CallCase(), name)
-        for name, value in chosen.items()
-    }
-    chosen["function"], chosen["source"] = rng.choice(AXES["function"]), rng.choice(AXES["source"])
-    return legal(CallCase(**{**chosen, "seed": rng.randrange(10**6), **fixed}))
+    """Return a random case with the options `fixed`, if `legal` allows them."""
+    options = {name: rng.choice(values) for name, values in AXES.items()}
+    # Each option has its default half of the time. Otherwise `legal` would reset most of them.
+    default = CallCase()
+    for name in options:
+        if rng.random() >= 0.5:
+            options[name] = getattr(default, name)
+    options["function"] = rng.choice(AXES["function"])
+    options["source"] = rng.choice(AXES["source"])
+    return legal(CallCase(**{**options, "seed": rng.randrange(10**6), **fixed}))
 
 
 # ---- the tensors of a case
@@ -318,46 +351,66 @@ def random_case(rng: random.Random, **fixed: Any) -> CallCase:
 
 @dataclass
 class SecondDistribution:
-    """A second distribution of each row."""
+    """A reference or teacher, see `CallCase.other`.
+
+    kind        the value of `CallCase.other`
+    rows        float64 [N, V], its logits before the transform
+    given       the tensors that the caller passes: logits, or hidden and weight
+    transform   its temperature, softcap and scale
+    ids         the ids at which a teacher is known, for each token; None: all
+    """
 
     kind: str
-    rows: Tensor  # [N, V] logits as the caller has them, in float64
-    given: dict[str, Tensor]  # logits, or hidden and weight, as the caller gives them
+    rows: Tensor
+    given: dict[str, Tensor]
     transform: dict[str, Any]
-    ids: list[list[int]] | None = None  # of a teacher known at these ids only
+    ids: list[list[int]] | None = None
 
 
 @dataclass
 class Problem:
-    """All tensors of a call. `given` holds what the caller passes: NaN and rubbish where nobody may
-    read; `clean` the same values with 0 there, contiguous, which the oracle reads.
+    """The tensors of a call, with N tokens.
+
+    given         the tensors that the caller passes: logits, or hidden, weight and bias. NaN and
+                  inf stand where nothing may read, and between rows.
+    clean         the same with 0 there, contiguous, for the oracle
+    targets       as the caller passes them, with ids outside of the vocabulary where masked
+    ids           int64 [N]: the targets, valid everywhere
+    sequences     the tokens of each sequence
+    fields        further fields of the batch, as the caller passes them
+    seen          the same without NaN, for the oracle
+    trained       bool [N]
+    transform     temperature, softcap and scale
+    temperature   as the caller passes it
+    sets          the candidate set of each token, or None
+    keep          bool [N, V]: the ids in the softmax of each token; None: all
+    other         the reference, or None
+    at            further ids of each token whose log-probs are asked for, or None
+    rows          int64 [N]: the row of each token; None: token i has row i
+    terms         (ids of each token, values of logp_terms, values of prob_terms), or None
+    upstream      the upstream gradients of log-probs and statistics by name
+    columns       the part of the vocabulary that this rank has
     """
 
     case: CallCase
-    given: dict[str, Tensor]  # logits, or hidden, weight, bias
+    given: dict[str, Tensor]
     clean: dict[str, Tensor]
-    targets: Tensor  # as the caller passes them
-    ids: Tensor  # int64 [N], valid everywhere
+    targets: Tensor
+    ids: Tensor
     sequences: list[list[int]]
-    fields: dict[str, Any]  # of a batch, as the caller passes them
-    seen: dict[str, Any]  # the same without rubbish
-    trained: Tensor  # bool [N]
+    fields: dict[str, Any]
+    seen: dict[str, Any]
+    trained: Tensor
     transform: dict[str, Any]
-    temperature: Any  # as the caller passes it
+    temperature: Any
     sets: list[list[int]] | None = None
-    keep: Tensor | None = None  # bool [N, V]: what the softmax of each row runs over
+    keep: Tensor | None = None
     other: SecondDistribution | None = None
     at: list[list[int]] | None = None
-    rows: Tensor | None = None  # int64 [N]: the row of each token; None: its own
-    terms: tuple[list[list[int]], Tensor, Tensor] | None = (
-        None  # ids listed for each token, c of c log p and r of r p for each
-    )
-    upstream: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # gradients that arrive at log-probs and statistics
-    columns: slice = field(
-        default_factory=lambda: slice(None)
-    )  # of the vocabulary, that this rank has
+    rows: Tensor | None = None
+    terms: tuple[list[list[int]], Tensor, Tensor] | None = None
+    upstream: dict[str, Tensor] = field(default_factory=dict)
+    columns: slice = field(default_factory=lambda: slice(None))
 
     @property
     def spec(self) -> Any:
