@@ -1671,7 +1671,7 @@ FAULTS: list[Fault] = [
         ("the target has no logit if it is left out", 'sums["target_logit"].copy_(target_logits(rows))', "pass"),
         (
             "rows of a chunk are taken for others",
-            "if rows.batch_rows is not None:\n        return rows.batch_rows\n", "", LISTED,
+            "if rows.batch_rows is not None:", "if False:", LISTED,
         ),
     ),
     *of("grpo_kernels/core/pair_logits.py", COMBINATIONS,
