@@ -257,7 +257,10 @@ def draw(shown: Picture) -> Figure:
                 labelcolor=TEXT,
             )
         if notes:
-            page.supxlabel("\n".join(notes), x=0.01, ha="left", fontsize=7.5)
+            legend_rows = -(-len(named) // 3)
+            # Empty lines keep the notes above the legend: a row of it is as high as two of them.
+            text = "\n".join(notes) + "\n" * 2 * legend_rows
+            page.supxlabel(text, x=0.01, ha="left", fontsize=7.5)
     return page
 
 
@@ -309,6 +312,9 @@ def _draw_curves(axes: Axes, panel: Record, names: list[str]) -> None:
         )
     for scale in (axes.set_xscale, axes.set_yscale):
         scale("log" if panel["log"] else "linear")
+    if panel["log"]:
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.10g}"))
     ticks = sorted({x for curve in panel["curves"].values() for x in curve[0]})
     axes.xaxis.set_minor_locator(NullLocator())
