@@ -29,7 +29,7 @@ from grpo_kernels.core.backends import cpu, cpu_matmuls
 from grpo_kernels.core.softmax import RowTransform
 from support import amx
 from support.bits import same_bits
-from support.kernel_rows import DTYPES, KINDS, Rows, beside, check, ways
+from support.kernel_rows import DTYPES, KINDS, Rows, check, ways_to_compute, with_reference
 
 Draw = random.Random
 
@@ -184,7 +184,7 @@ def drawn_rows(draw, absurd):
     )
     if draw.random() < 0.5:
         other = r.logits.float() if draw.random() < 0.5 else numbers(kind, A, T, vocab)
-        r = beside(r, other.to(draw.choice(DTYPES)), draw.choice(KINDS))
+        r = with_reference(r, other.to(draw.choice(DTYPES)), draw.choice(KINDS))
     r.slopes = {name: x * (torch.rand(n) < 0.8) for name, x in r.slopes.items()}
     return r, (lo, lo if draw.random() < 0.05 else draw.randint(lo + 1, n))
 
@@ -218,7 +218,7 @@ def rows(memory):
     )
     outside = [i for i in range(r.count) if not part[0] <= i < part[1]]
     unread = [i for i in range(r.count) if i in outside or (r.mask is not None and not r.mask[i])]
-    for way, one in ways(r):
+    for way, one in ways_to_compute(r):
         found = []
         for isa in cpu._cpu.isas():
             cpu._cpu.use_isa(isa)

@@ -23,13 +23,13 @@ from support.kernel_rows import (
     TRITON,
     UNIT,
     Rows,
-    beside,
     check,
     in_cpp,
     kernels,
     same,
-    visited,
-    ways,
+    two_passes,
+    ways_to_compute,
+    with_reference,
 )
 
 V = 531 if TRITON else 5003
@@ -49,14 +49,14 @@ def module(request):
 def drawn(vocab=V, dtype=torch.float32, shape=(2, 3), reference=None, **fields):
     r = Rows((4 * torch.randn(*shape, vocab)).clamp(-6e4, 6e4).to(dtype), **fields)
     return (
-        beside(r, r.logits.float() + torch.randn(*shape, vocab), reference, COOL)
+        with_reference(r, r.logits.float() + torch.randn(*shape, vocab), reference, COOL)
         if reference
         else r
     )
 
 
 def check_each_way(module, r):
-    for way, one in ways(r):
+    for way, one in ways_to_compute(r):
         check(one, way(module, one))
 
 
@@ -167,8 +167,10 @@ def test_where_rows_lie(module, view, second):
         )
         if second:
             of_second = VIEWS[view](torch.randn_like(whole))
-            dense = beside(dense, of_second if moved else of_second.contiguous(), second, COOL)
-        for way, one in ways(dense):
+            dense = with_reference(
+                dense, of_second if moved else of_second.contiguous(), second, COOL
+            )
+        for way, one in ways_to_compute(dense):
             expected, around = way(module, one), whole.clone()
             of_view = replace(one, logits=logits)
             if second:
@@ -193,21 +195,21 @@ def test_a_row_depends_on_nothing_but_itself(module, second):
             second,
             transform=PLAIN._replace(inverse_temperature=torch.linspace(0.5, 2.0, 12)),
         )
-        for way, one in ways(r):
+        for way, one in ways_to_compute(r):
             values, gradient = way(module, one)
             torch.set_num_threads(3)
             same(way(module, one), (values, gradient), "threads")
             torch.set_num_threads(1)
             out = torch.full_like(r.logits, math.nan)
             for lo, hi in ((0, 1), (1, 6), (6, 12)):
-                if way is visited:  # what runs in one visit takes whole logits
+                if way is two_passes:  # what runs in one visit takes whole logits
                     part, _ = way(module, one, out, (lo, hi))
                     assert all(torch.equal(x, values[name][lo:hi]) for name, x in part.items())
                     assert out.view(12, -1)[hi:].isnan().all(), "rows that were not asked for"
                 found, alone = way(module, one.at(lo, hi))
                 assert all(torch.equal(x, values[name][lo:hi]) for name, x in found.items())
                 assert torch.equal(alone.view(hi - lo, -1), gradient.view(12, -1)[lo:hi])
-            assert way is not visited or torch.equal(out, gradient)
+            assert way is not two_passes or torch.equal(out, gradient)
 
 
 @each_stream
@@ -217,7 +219,9 @@ def test_rows_that_are_not_read(module, second):
     t = torch.tensor([0.8, math.nan, 1.0, 1.2, math.inf, 1.0])
     for dtype in SOME:
         fine = PLAIN._replace(inverse_temperature=torch.where(read, t, 1.0))
-        for way, one in ways(drawn(1000, dtype, reference=second, mask=read, transform=fine)):
+        for way, one in ways_to_compute(
+            drawn(1000, dtype, reference=second, mask=read, transform=fine)
+        ):
             bad = replace(
                 one,
                 logits=one.logits.clone(),
@@ -246,7 +250,7 @@ def test_what_cannot_be_computed_shows_in_its_row(module, at):
         bad = replace(r, logits=r.logits.clone(), targets=r.targets.clone())
         bad.logits[0, 1, at], bad.logits[0, 2, at], bad.logits[0, 3] = math.nan, math.inf, -math.inf
         bad.targets[4] = (-1, 1003, 1 << 60)[(at + 1) % 3]
-        for (way, one), (_, spoiled) in zip(ways(r), ways(bad), strict=True):
+        for (way, one), (_, spoiled) in zip(ways_to_compute(r), ways_to_compute(bad), strict=True):
             (values, gradient), around = way(module, one), torch.full((3, 6, 1003), 7.0).to(dtype)
             found, out = way(module, spoiled, around[1:2])
             check(spoiled, (found, out))

@@ -17,7 +17,7 @@ from grpo_kernels.core.divergence import DivergenceKind
 from grpo_kernels.core.softmax import LogitRows, ReferenceRows, RowTransform
 from grpo_kernels.formulas.surrogates import Cispo, Clip, Custom, PolicyGradient, ops
 from grpo_kernels.objective import Objective
-from support.kernel_rows import Rows, random_slots, values_for, visited
+from support.kernel_rows import Rows, random_slots, two_passes, values_for
 from support.processes import interpreted
 
 pytest.importorskip("triton")
@@ -130,7 +130,7 @@ def test_no_length_no_schedule_and_no_mixture_compiles_again(columns):
             fuse(
                 logits, objective, transform, token_inputs(n, objective, offset=draw.randint(0, 3))
             )
-            visited(
+            two_passes(
                 KERNELS,
                 Rows(logits, transform),
                 logits,
@@ -141,7 +141,7 @@ def test_no_length_no_schedule_and_no_mixture_compiles_again(columns):
                 transform,
                 DivergenceKind("jsd", draw.choice((0.5, draw.random()))),
             )
-            visited(KERNELS, Rows(logits, transform, reference))
+            two_passes(KERNELS, Rows(logits, transform, reference))
             KERNELS.scale_(torch.zeros(n, columns, dtype=torch.bfloat16), torch.ones(()))
             on_vectors(n, objective, draw.randint(0, 3))
             width, half = draw.choice((16, 48, 1024)), torch.bfloat16

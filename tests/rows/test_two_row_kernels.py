@@ -23,15 +23,15 @@ from support.kernel_rows import (
     check,
     exact,
     first_order,
-    fused,
-    given,
+    fused_loss_call,
     in_cpp,
     kernels,
     loss_formula_of,
     row_pairs,
     same,
-    visited,
-    ways,
+    to_logit_rows,
+    two_passes,
+    ways_to_compute,
 )
 
 V = 131
@@ -53,15 +53,15 @@ def two(z, w, kind, mixture, transform=PLAIN, own=PLAIN, **fields):
 
 
 def check_each_way(module, r):
-    for way, one in ways(r):
-        if way is visited or in_cpp(module):  # the others make them one after the other
+    for way, one in ways_to_compute(r):
+        if way is two_passes or in_cpp(module):  # the others make them one after the other
             check(one, way(module, one))
 
 
 def check_closely(module, r, rtol, of_gradient):
     """The divergence alone: no digit may cancel."""
     right, steep = exact(r.divergence_alone)
-    for way in (visited, fused):
+    for way in (two_passes, fused_loss_call):
         values, gradient = way(module, r.divergence_alone)
         assert (values["divergence"] >= 0).all()
         torch.testing.assert_close(
@@ -89,8 +89,8 @@ def test_values_and_gradients(module, kind, mixture):
                 ReferenceRows(w.to(of_second)[None], transforms[1], DivergenceKind(kind, mixture)),
             )
             check_each_way(module, r)
-            without = module.fused_loss(given(r), loss_formula_of(r), None).losses
-            assert torch.equal(without, fused(module, r)[0]["losses"])
+            without = module.fused_loss(to_logit_rows(r), loss_formula_of(r), None).losses
+            assert torch.equal(without, fused_loss_call(module, r)[0]["losses"])
 
 
 @each_kind
@@ -133,7 +133,7 @@ def test_a_total_variation_by_hand(module):
     by_hand = torch.tensor(
         [[0.21, -0.14, -0.07], [0.25, -0.15, -0.1], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
     )
-    for way in (visited, fused):
+    for way in (two_passes, fused_loss_call):
         values, gradient = way(module, r)
         torch.testing.assert_close(
             values["divergence"], torch.tensor([0.5, 0.3, 0.0, 1.0]), rtol=1e-6, atol=0.0
@@ -155,7 +155,11 @@ def test_what_is_impossible_or_no_number(module, kind, mixture):
     front[4, 7], behind[5, 200] = -math.inf, -math.inf
     z[8], w[8] = math.nan, math.inf
     r = two(z, w, kind, mixture, targets=torch.full((9,), 9), mask=torch.arange(9) < 8)
-    for way, one in ((visited, r), (visited, r.divergence_alone), (fused, r.divergence_alone)):
+    for way, one in (
+        (two_passes, r),
+        (two_passes, r.divergence_alone),
+        (fused_loss_call, r.divergence_alone),
+    ):
         values, gradient = way(module, one)
         check(one, (values, gradient))
         found = values["divergence"]
@@ -209,7 +213,7 @@ def test_a_gradient_over_the_second_stream(module, kind, mixture, monkeypatch):
         monkeypatch.setitem(LAUNCH, "reference", LAUNCH["reference"]._replace(threads=64))
     both = row_pairs(291)[0][None]
     r = two(both[0], both[0], kind, mixture, PLAIN, COOL, targets=torch.arange(10) * 40)
-    found, memory = visited(module, replace(r, logits=both.clone())), both.clone()
+    found, memory = two_passes(module, replace(r, logits=both.clone())), both.clone()
     shared = replace(r, logits=memory, reference=r.reference._replace(logits=memory))
     if not type(module).__module__.endswith("eager"):
-        same(visited(module, shared, out=memory), found)
+        same(two_passes(module, shared, out=memory), found)

@@ -22,7 +22,17 @@ from grpo_kernels.formulas.ops import ops
 from grpo_kernels.formulas.surrogates import Cispo, Custom
 from grpo_kernels.formulas.token_inputs import TokenInputs
 from grpo_kernels.objective import PRESETS, Objective
-from support.kernel_rows import DTYPES, PLAIN, Rows, check, fused, given, matrix, same, slots_of
+from support.kernel_rows import (
+    DTYPES,
+    PLAIN,
+    Rows,
+    check,
+    fused_loss_call,
+    matrix,
+    same,
+    slots_of,
+    to_logit_rows,
+)
 
 WIDTH = 0.5
 backend = triton.Kernels()
@@ -116,8 +126,8 @@ def compare_with_torch(objective, old):
         entropy_weight=objective.entropy_coef * torch.rand(n) if objective.entropy_coef else None, sampler_logps=base + 0.1 * torch.randn(n),
     )  # fmt: skip
     outs = [torch.full_like(r.logits, math.nan) for _ in range(2)]
-    ours = backend.fused_loss(given(r), objective.loss_formula(rows), outs[0])
-    visits = backend.loss_in_two_passes(given(r), objective.loss_formula(rows), outs[1], 8)
+    ours = backend.fused_loss(to_logit_rows(r), objective.loss_formula(rows), outs[0])
+    visits = backend.loss_in_two_passes(to_logit_rows(r), objective.loss_formula(rows), outs[1], 8)
     for got, want in ((ours.losses, visits.losses), (outs[0], outs[1])):
         assert want.abs().max() > 1e-3 and (got - want).abs().max() <= 3e-6 * want.abs().max()
 
@@ -144,12 +154,12 @@ def test_every_choice_gives_the_same_rows(choice, dtype, monkeypatch):
     for tiles, columns in LENGTHS[DTYPES.index(dtype) :: 2]:
         vocab = tiles * taken.threads * taken.accesses * (16 // dtype.itemsize) + columns
         r = with_bonus(drawn(vocab, dtype, transform=RowTransform(1.3, 0.0, 0.7)))
-        peeled = fused(backend, r)
+        peeled = fused_loss_call(backend, r)
         check(r, peeled)
         wider = torch.full(
             (1, r.count, vocab + 3), 3.0, dtype=dtype
         )  # no boundary is where the logits' is
-        _, beside = fused(backend, r, wider[..., :vocab])
+        _, beside = fused_loss_call(backend, r, wider[..., :vocab])
         assert (wider[..., vocab:] == 3.0).all()
         if vocab % 16:  # else threads take other columns, and sums have another order
             assert torch.equal(beside, peeled[1])
@@ -159,9 +169,9 @@ def test_every_choice_gives_the_same_rows(choice, dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_of_a_real_length_as_they_are_launched(dtype, V):
     r = with_bonus(drawn(V, dtype, 3, RowTransform(1.0, 0.0, 0.8)))
-    found = fused(backend, r)
+    found = fused_loss_call(backend, r)
     check(r, found)
-    same(fused(backend, r, r.logits), found, "in place")
+    same(fused_loss_call(backend, r, r.logits), found, "in place")
 
 
 # ---- products over slots

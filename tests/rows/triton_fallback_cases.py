@@ -22,7 +22,7 @@ from grpo_kernels.core.backends import triton
 from grpo_kernels.formulas.surrogates import Custom
 from grpo_kernels.formulas.token_inputs import TokenInputs
 from support.call_cases import CallCase, problem
-from support.kernel_rows import Rows, check, ways
+from support.kernel_rows import Rows, check, ways_to_compute
 from support.public_functions import assert_matches_oracle, make_batch, make_objective, run_call
 
 backend = triton.Kernels()
@@ -95,7 +95,7 @@ def test_a_smaller_tile_is_right_and_remembered(above, dtype, refuse):
     launches, r = refuse(*KERNELS, above=above), Rows(torch.randn(1, 3, 9000).to(dtype))
 
     def check_both(r):
-        for way, one in ways(r)[:2]:
+        for way, one in ways_to_compute(r)[:2]:
             check(one, way(backend, one))
 
     with pytest.warns(RuntimeWarning) as caught:

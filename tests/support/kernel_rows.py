@@ -1,5 +1,4 @@
-"""Rows of logits as kernels behind their binding take them, what they make of them, and the same in
-float64.
+"""Rows of logits for tests of the kernels: the calls of a backend, and expected results in float64.
 
 With GRPO_KERNELS_TEST_BACKENDS=triton the kernels are Triton's: in its interpreter, as compiled
 (support/ptx), or on a GPU.
@@ -90,10 +89,9 @@ def transformed(x: Tensor, transform: RowTransform) -> Tensor:
 
 @dataclass
 class Rows:
-    """A call.
+    """The rows of a kernel call. Targets and upstream gradients are random.
 
-    Targets and slopes, which are d loss / d statistic, are random; a row that is not read has no
-    slope.
+    slopes   upstream gradients of the statistics by name, [num_rows] each, 0 in masked rows
     """
 
     logits: Tensor  # [A, T, V]
@@ -122,18 +120,18 @@ class Rows:
         return self.logits.shape[0] * self.logits.shape[1]
 
     def only(self, *names: str) -> Rows:
-        """With slopes of these statistics alone."""
+        """Return the rows with upstream gradients of these statistics alone."""
         return replace(self, slopes={name: self.slopes[name] for name in names})
 
     @property
     def divergence_alone(self) -> Rows:
-        """As the loss of a divergence has its slopes."""
+        """The rows with an upstream gradient of the divergence alone, as for its loss."""
         return replace(
             self, slopes={"logps": torch.zeros(self.count), "divergence": self.slopes["divergence"]}
         )
 
     def at(self, lo: int, hi: int) -> Rows:
-        """Some of its rows alone, [hi - lo, 1, V] in memory of their own."""
+        """Return rows lo to hi as [hi - lo, 1, V], copied."""
 
         def alone(x: Tensor) -> Tensor:
             return x.reshape(self.count, 1, x.shape[-1])[rows].clone()
@@ -158,12 +156,12 @@ class Rows:
         )
 
 
-def beside(
+def with_reference(
     r: Rows, logits: Tensor, second: tuple[str, float], transform: RowTransform = PLAIN
 ) -> Rows:
-    """Rows with a second stream for a divergence:
+    """Return the rows with the logits of a reference, and new upstream gradients.
 
-    its kind, its mixture. GradientCoefficients are new.
+    second   (direction, mixture) of the divergence
     """
     return Rows(
         r.logits,
@@ -177,46 +175,49 @@ def beside(
 # ---- by the kernels
 
 
-def given(r: Rows, part: tuple[int, int] | None = None) -> LogitRows:
+def to_logit_rows(r: Rows, part: tuple[int, int] | None = None) -> LogitRows:
     rows = LogitRows(r.logits, r.targets, r.mask, r.transform, r.reference)
     return rows.slice_rows(*part) if part else rows
 
 
-def stats_of(kernels: Backend, r: Rows, part: tuple[int, int] | None = None) -> SoftmaxSums:
+def softmax_sums_of(kernels: Backend, r: Rows, part: tuple[int, int] | None = None) -> SoftmaxSums:
     kind = r.reference.direction if r.reference else ""
     statistics = ("entropy", "sum_squares", "top_id") + ("divergence",) * bool(kind)
-    return kernels.softmax_sums(given(r, part), sums_for(statistics, kind))
+    return kernels.softmax_sums(to_logit_rows(r, part), sums_for(statistics, kind))
 
 
-def values_of(stats: SoftmaxSums, r: Rows) -> dict[str, Tensor]:
+def statistics_of(stats: SoftmaxSums, r: Rows) -> dict[str, Tensor]:
     names = ("logps", "entropy", "sum_squares", "top_prob") + ("divergence",) * (
         r.reference is not None
     )
     return {name: getattr(stats, name) for name in names}
 
 
-def slopes_of(stats: SoftmaxSums, slopes: dict[str, Tensor]) -> GradientCoefficients:
+def make_coefficients(stats: SoftmaxSums, slopes: dict[str, Tensor]) -> GradientCoefficients:
     return GradientCoefficients.from_gradients(stats, slopes, None)
 
 
-def visited(
+def two_passes(
     kernels: Backend, r: Rows, out: Tensor | None = None, part: tuple[int, int] | None = None
 ) -> Found:
-    """In two visits: the statistics, and what is pulled through them."""
-    stats, of = stats_of(kernels, r, part), slice(*part) if part else slice(None)
+    """Return statistics and gradient of the logits, from a forward and a backward kernel call."""
+    stats, of = softmax_sums_of(kernels, r, part), slice(*part) if part else slice(None)
     out = (
         torch.full_like(r.logits, torch.nan, memory_format=torch.contiguous_format)
         if out is None
         else out
     )
     kernels.softmax_gradient(
-        given(r, part), stats, slopes_of(stats, {name: x[of] for name, x in r.slopes.items()}), out
+        to_logit_rows(r, part),
+        stats,
+        make_coefficients(stats, {name: x[of] for name, x in r.slopes.items()}),
+        out,
     )
-    return values_of(stats, r), out
+    return statistics_of(stats, r), out
 
 
 def loss_formula_of(r: Rows, surrogate: Surrogate | None = None) -> TokenLossFormula:
-    """A loss that has the slopes of log-prob, entropy and divergence."""
+    """Return a loss whose gradients of log-prob, entropy and divergence are r.slopes."""
     n, bonus = r.count, r.slopes.get("entropy")
     rows = TokenInputs(
         r.targets, r.mask, advantages=-r.slopes["logps"], policy_weight=torch.ones(n), divergence_weight=r.slopes.get("divergence"),
@@ -227,17 +228,19 @@ def loss_formula_of(r: Rows, surrogate: Surrogate | None = None) -> TokenLossFor
     ).loss_formula(rows)
 
 
-def fused(
+def fused_loss_call(
     kernels: Backend, r: Rows, out: Tensor | None = None, part: tuple[int, int] | None = None
 ) -> Found:
-    """The loss in one call."""
+    """Return statistics, losses and gradient of the logits, from one kernel call."""
     out = (
         torch.full_like(r.logits, torch.nan, memory_format=torch.contiguous_format)
         if out is None
         else out
     )
     values = kernels.fused_loss(
-        given(r, part), loss_formula_of(r).select(slice(*part)) if part else loss_formula_of(r), out
+        to_logit_rows(r, part),
+        loss_formula_of(r).select(slice(*part)) if part else loss_formula_of(r),
+        out,
     )
     found = {"logps": values.logps, "entropy": values.entropy, "losses": values.losses}
     if values.divergence is not None:
@@ -245,16 +248,16 @@ def fused(
     return found, out
 
 
-def ways(r: Rows) -> list[tuple[Callable[..., Found], Rows]]:
+def ways_to_compute(r: Rows) -> list[tuple[Callable[..., Found], Rows]]:
     """What kernels make of rows, each with the slopes that it takes: all statistics in two visits;
     losses in one call, with an entropy bonus and without, of the divergence alone where there is
     one.
     """
     names = ("logps", "entropy") + ("divergence",) * (r.reference is not None)
     return [
-        (visited, r),
-        (fused, r.only(*names)),
-        (fused, r.only("logps") if r.reference is None else r.divergence_alone),
+        (two_passes, r),
+        (fused_loss_call, r.only(*names)),
+        (fused_loss_call, r.only("logps") if r.reference is None else r.divergence_alone),
     ]
 
 
