@@ -73,12 +73,19 @@ class TokenFormula:
         """Return None: `process_chunk` wrote the whole gradient."""
 
     def result(self) -> FormulaResult:
-        """Return the loss of all rows that were processed."""
+        """Return the loss, and log-probs and entropies of all rows in the order of the batch.
+
+        Rows that were not processed have 0 for each.
+        """
         device = self.order.row_ids.device
-        default = torch.zeros(self.num_values, self.order.num_rows, device=device)
-        values = FusedLossValues(self.chunks.in_batch_order(default))
-        loss = sum_losses(values.losses)
-        return FormulaResult(loss, values.logps, values.entropy, values.divergence)
+        not_processed = torch.zeros(self.num_values, self.order.num_rows, device=device)
+        values = FusedLossValues(self.chunks.in_batch_order(not_processed))
+        return FormulaResult(
+            loss=sum_losses(values.losses),
+            logps=values.logps,
+            entropy=values.entropy,
+            divergence=values.divergence,
+        )
 
 
 class SequenceFormula:
@@ -149,10 +156,18 @@ class SequenceFormula:
         return grad_logps.masked_fill(is_nan, torch.nan)[self.order.row_ids_at(block)]
 
     def result(self) -> FormulaResult:
-        """Return the loss of all rows that were processed."""
+        """Return the loss, and log-probs and entropies of all rows in the order of the batch.
+
+        Rows that were not processed have 0 for each.
+        """
         token_losses = self.losses_so_far()
-        loss = sum_losses(token_losses.losses)
-        return FormulaResult(loss, self.logps, self.entropy, None, token_losses.log_ratios)
+        return FormulaResult(
+            loss=sum_losses(token_losses.losses),
+            logps=self.logps,
+            entropy=self.entropy,
+            divergence=None,
+            log_ratios=token_losses.log_ratios,
+        )
 
 
 def sum_losses(losses: Tensor) -> Tensor:

@@ -90,27 +90,29 @@ def zeros(
     device: torch.device,
     touched: int = 0,
 ) -> Tensor:
-    """Return torch.zeros.
+    """Return a tensor of zeros, as torch.zeros does.
 
-    On a CPU the zeros of a large tensor are not written: they are new pages, which take time and
-    memory only when they are read or written.
+    The zeros of a large tensor on a CPU are new pages, which the system fills when they are first
+    read or written. If the caller will write many rows, reused memory that is set to 0 is faster.
 
-    touched   how many rows will be written. If they are many, memory that may be reused is faster.
+    touched   the number of rows that the caller will write
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if not _is_large(num_bytes, device):
         return torch.zeros(shape, dtype=dtype, device=device)
-    if MIN_TOUCHED * touched >= shape[0]:
+    writes_many_rows = MIN_TOUCHED * touched >= shape[0]
+    if writes_many_rows:
         return empty(shape, dtype, device).zero_()
     return torch.frombuffer(_map_memory(num_bytes), dtype=dtype).view(shape)
 
 
 def converted(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x in another dtype; x itself if it has that dtype."""
+    """Return x in `dtype`, in memory that may be reused; x itself if it has that dtype."""
     return x if x.dtype == dtype else empty_like(x, dtype).copy_(x)
 
 
 def _is_large(num_bytes: int, device: torch.device) -> bool:
+    """Return whether a tensor gets memory from this module: it is large and on a CPU."""
     is_large = device.type == "cpu" and num_bytes >= LARGE_BYTES
     return is_large and not torch.compiler.is_compiling()
 
@@ -151,6 +153,7 @@ def _take_free_memory(num_bytes: int) -> mmap.mmap | None:
 
 
 def _request_large_pages(memory: mmap.mmap) -> None:
+    """Ask the system for pages of 2 MiB, if it has them."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return
     try:
