@@ -491,8 +491,11 @@ class Objective(Checked):
         "constant"      B * max_tokens
         other names     B, the number of sequences
 
-        Unless `count_empty`, B and groups count only if they have a trained token. If ranks share
-        sequences, return this rank's share.
+        Sequences and groups without a trained token are not counted, unless `count_empty`.
+
+        If context_ranks > 1 ranks have parts of the same sequences, each rank counts
+        1 / context_ranks of a sequence or group, so that the sum over the ranks counts it once. A
+        token is on one rank only.
 
         aggregate   one of AGGREGATES
 
@@ -1071,9 +1074,11 @@ class Objective(Checked):
         """Return the weight of the entropy bonus of each token after a filter, fp32 [num_tokens].
 
         Dropped tokens have the weight 0. With entropy_aggregate="token-mean" the bonus is a mean
-        over the kept tokens, so the weights of these are multiplied by one factor, with which their
-        sum is the same as that of all weights before the filter. Ranks that share sequences
-        (`TokenBatch.context_group`) add up their sums.
+        over the kept tokens. Their weights are therefore multiplied by
+
+            (sum of all weights before the filter) / (sum of the weights of kept tokens)
+
+        Both sums include the other ranks of `TokenBatch.context_group`.
 
         entropy_weight   fp32 [num_tokens], weight before the filter
         keep             bool [num_tokens], tokens that the filter keeps
@@ -1083,7 +1088,8 @@ class Objective(Checked):
         if self.entropy_aggregate != "token-mean":
             return kept_weight
         sums = [x.sum(dtype=torch.float64) for x in (kept_weight, entropy_weight)]
-        kept_sum, total = batch.over_context(torch.stack(sums)).unbind()
+        sums_over_ranks = batch.over_context(torch.stack(sums))
+        kept_sum, total = sums_over_ranks.unbind()
         factor = torch.where(kept_sum == 0, 0.0, total / kept_sum)
         return kept_weight * factor.float()
 

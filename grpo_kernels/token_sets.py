@@ -274,16 +274,18 @@ class TokenSets:
 
     @classmethod
     def whole(cls, rows: int, *, device: torch.device | str | None = None) -> TokenSets:
-        """Make `rows` rows without ids, which stand for the whole vocabulary.
+        """Make empty sets for `rows` tokens. An empty set stands for the whole vocabulary.
 
-        device   None makes them on the CPU.
+        device   device of the sets; None: the CPU
         """
         remedy = "the number of rows is a whole number of at least 0."
         require_whole("rows", rows, remedy, low=0)
         ids = torch.empty(0, dtype=torch.int32, device=device)
         offsets = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         host_offsets = array("q", [0]) * (rows + 1)
-        return cls._from_checked(ids, offsets, None, host_offsets, largest_id=-1)
+        return cls._from_checked(
+            ids, offsets, values=None, host_offsets=host_offsets, largest_id=-1
+        )
 
     @classmethod
     def cat(cls, parts: Sequence[TokenSets]) -> TokenSets:

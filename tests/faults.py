@@ -243,7 +243,7 @@ FAULTS: list[Fault] = [
         ("the mixture's shares are those of the other stream", "-log_ratio, 1.0 - mixture)", "-log_ratio, mixture)"),
         ("the share of the student is that of the teacher", "p = (1.0 - mixture) * p", "p = mixture * p"),
         ("the sign of a total variation is turned", "0.5 * log_ratio.sign())", "-0.5 * log_ratio.sign())"),
-        ("a total variation is a sum of |p - q|", "-0.5 * larger * relative_difference", "-larger * relative_difference"),
+        ("a total variation is a sum of |p - q|", "0.5 * larger * relative_difference", "larger * relative_difference"),
         ("a sign in the sums of parts", "(g - f) + f * shift", "(g - f) - f * shift", RANKS),
     ),
     *of("grpo_kernels/formulas/ops.py", COMBINATIONS,

@@ -191,10 +191,13 @@ def mixture_terms(
     log_ratio   log p - log q, any number where both are 0
     """
     if direction == "tv":
+        # |p - q| = larger - smaller = larger (1 - exp(-|log_ratio|)), accurate also for p near q.
         larger = torch.where(log_ratio >= 0, p, q)
-        relative_difference = torch.expm1(-log_ratio.abs())
+        relative_difference = -torch.expm1(-log_ratio.abs())
+        half_difference = 0.5 * larger * relative_difference
+        # log_ratio is any number, also NaN, where both probabilities are 0.
         policy_terms = torch.where(p == 0, 0.0, p * half_sign(log_ratio))
-        reference_terms = torch.where(larger == 0, 0.0, -0.5 * larger * relative_difference)
+        reference_terms = torch.where(larger == 0, 0.0, half_difference)
         return policy_terms, reference_terms
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     policy_terms = kl_terms_from_mixture(p, q, log_ratio, mixture)

@@ -90,9 +90,9 @@ def has_grad_buffer(dtype: torch.dtype, device: torch.device, sums_bias: bool) -
 def cpu_operand_dtype(weight: Tensor, dtype: torch.dtype) -> torch.dtype | None:
     """Return the dtype of the operands of our C++ matmuls, or None if torch.mm has to be used.
 
-    They take bf16 operands if `dtype` is bf16, or fp32 operands if the weight is fp32.
+    There are matmuls of bf16 operands, for `dtype` bf16, and of fp32 operands, for an fp32 weight.
 
-    dtype   the dtype to which operands may be rounded
+    dtype   the dtype to which hidden states and weight are rounded before the matmul
     """
     if weight.device.type != "cpu" or cpu_matmuls.unavailable_reason() is not None:
         return None
@@ -328,9 +328,11 @@ class TensorCoreMatmuls(HeadMatmuls):
     ) -> Tensor:
         """Return total + grad_logits.T @ hidden, [V, H].
 
-        The result is fp32, in the memory of `total` if that is given. Only if this block is the
-        first and the last (total=None, may_round=True) the result is bf16, if the caller's weight
-        is: then no fp32 sum is needed, because the matmul rounds its own result.
+        The result is fp32, in the memory of `total`. A single block needs no fp32 sum: its matmul
+        returns bf16, if the gradient of the weight is bf16 in the end.
+
+        total       fp32 [V, H], the sum of the blocks before this one; None for the first block
+        may_round   whether this is the last block, so that the sum may be rounded
         """
         if total is None:
             rounds = may_round and self.grad_weight_dtype == self.dtype

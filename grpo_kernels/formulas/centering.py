@@ -80,15 +80,19 @@ class ScoreCentering(Checked):
     def of(cls, objective: Any, *, tail: bool = True) -> ScoreCentering:
         """Return the score centering for the surrogate and trust region of an `Objective`.
 
+        tail   whether to correct for the ids that are not listed, see the class
+
         Raises ValueError unless the objective has level="token".
         """
         require(
             objective.level == "token",
             "level",
             objective.level,
-            'the ratio of a sequence cannot weight a single id: pass level="token".',
+            "score centering weights each id by its own ratio, which is not defined for a"
+            ' sequence: pass level="token".',
         )
-        return cls(objective.surrogate, objective.filter(TrustRegion), tail)
+        trust_region = objective.filter(TrustRegion)  # its filter of this class, or None
+        return cls(objective.surrogate, trust_region, tail)
 
     def __call__(
         self, logp: Tensor, values: Tensor, advantage: Tensor, sum_over_ids: Any

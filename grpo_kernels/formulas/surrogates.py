@@ -830,15 +830,20 @@ class ClipCov(Surrogate):
     def select(
         self, logps: Tensor, old_logps: Tensor, advantages: Tensor, trained: Tensor
     ) -> Tensor:
-        """Return 1 for random tokens that are not clipped, with a covariance inside of the bounds.
+        """Return 1 for the tokens whose loss becomes 0, otherwise 0, fp32 [num_tokens].
 
-        Other tokens get 0. Arguments and result as in `Surrogate.select`.
+        They are drawn at random, `share` of the trained tokens, from the trained tokens that the
+        ratio does not clip and whose covariance of log-prob and advantage is between the bounds.
+
+        logps, old_logps, advantages   fp32 [num_tokens], of all tokens of the batch
+        trained                        bool [num_tokens], the loss mask
         """
         ratio = bounded_exp(logps - old_logps)
         is_clipped_low, is_clipped_high = self.clipped(ratio, advantages)
         cov = covariance(logps, advantages, trained)
         is_in_band = (cov > self.low) & (cov < self.high)
         eligible = trained & ~is_clipped_low & ~is_clipped_high & is_in_band
+        # The tokens with the lowest of random scores are a random choice.
         random_scores = torch.rand(logps.shape, device=logps.device)
         return _select_lowest(random_scores, eligible, self.share, trained)
 

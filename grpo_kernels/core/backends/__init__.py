@@ -297,24 +297,26 @@ class Backend(ABC):
     def write_grad_hidden_of_pairs(
         self, values: Tensor, pairs: Pairs, weight: Tensor, out: Tensor
     ) -> None:
-        """Write out[row] = sum of values[i] * weight[id] over the pairs i = (row, id) of each row.
+        """Write to out[row] the sum of values[i] * weight[id] over all pairs i = (row, id).
 
         This is the gradient of hidden states from the gradients of `pair_logits`.
 
         values        fp32 [num_pairs]: the gradient of each pair's logit
-        weight, out   [V, H] and [num_rows, H]
+        weight        [V, H]
+        out           [num_rows, H]
         """
 
     @abstractmethod
     def add_grad_weight_of_pairs(
         self, values: Tensor, pairs: Pairs, hidden: Tensor, out: Tensor
     ) -> None:
-        """Add sum of values[i] * hidden[row] over the pairs i = (row, id) of each id to out[id].
+        """For each pair i = (row, id): out[id] += values[i] * hidden[row].
 
         This is the gradient of the weight from the gradients of `pair_logits`.
 
         values        fp32 [num_pairs]: the gradient of each pair's logit
-        hidden, out   [num_rows, H] and [V, H]
+        hidden        [num_rows, H]
+        out           [V, H]
         """
 
 
@@ -368,25 +370,27 @@ class BackendWrapper(Backend):
     def write_grad_hidden_of_pairs(
         self, values: Tensor, pairs: Pairs, weight: Tensor, out: Tensor
     ) -> None:
-        """Write out[row] = sum of values[i] * weight[id] over the pairs i = (row, id) of each row.
+        """Write to out[row] the sum of values[i] * weight[id] over all pairs i = (row, id).
 
         This is the gradient of hidden states from the gradients of `pair_logits`. A pair is unused
         if its id is -1 or its value 0. Rows without a used pair are not written.
 
         values        fp32 [num_pairs]: the gradient of each pair's logit
-        weight, out   [V, H] and [num_rows, H]
+        weight        [V, H]
+        out           [num_rows, H]
         """
         self.kernels.write_grad_hidden_of_pairs(values, pairs, weight, out)
 
     def add_grad_weight_of_pairs(
         self, values: Tensor, pairs: Pairs, hidden: Tensor, out: Tensor
     ) -> None:
-        """Add sum of values[i] * hidden[row] over the pairs i = (row, id) of each id to out[id].
+        """For each pair i = (row, id): out[id] += values[i] * hidden[row].
 
         This is the gradient of the weight from the gradients of `pair_logits`.
 
         values        fp32 [num_pairs]: the gradient of each pair's logit
-        hidden, out   [num_rows, H] and [V, H]
+        hidden        [num_rows, H]
+        out           [V, H]
         """
         self.kernels.add_grad_weight_of_pairs(values, pairs, hidden, out)
 

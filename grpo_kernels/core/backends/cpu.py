@@ -298,13 +298,14 @@ class Kernels(Backend):
     def write_grad_hidden_of_pairs(
         self, values: Tensor, pairs: Pairs, weight: Tensor, out: Tensor
     ) -> None:
-        """Write out[row] = sum of values[i] * weight[id] over the pairs i = (row, id) of each row.
+        """Write to out[row] the sum of values[i] * weight[id] over all pairs i = (row, id).
 
         This is the gradient of hidden states from the gradients of `pair_logits`. A pair is unused
         if its id is -1 or its value 0. Rows without a used pair are not written.
 
         values        fp32 [num_pairs]: the gradient of each pair's logit
-        weight, out   [V, H] and [num_rows, H]
+        weight        [V, H]
+        out           [num_rows, H]
         """
         _cpu.write_grad_hidden_of_pairs(
             vector_argument("values", values, torch.float32, pairs.ids.numel()),
@@ -317,12 +318,13 @@ class Kernels(Backend):
     def add_grad_weight_of_pairs(
         self, values: Tensor, pairs: Pairs, hidden: Tensor, out: Tensor
     ) -> None:
-        """Add sum of values[i] * hidden[row] over the pairs i = (row, id) of each id to out[id].
+        """For each pair i = (row, id): out[id] += values[i] * hidden[row].
 
         This is the gradient of the weight from the gradients of `pair_logits`.
 
         values        fp32 [num_pairs]: the gradient of each pair's logit
-        hidden, out   [num_rows, H] and [V, H]
+        hidden        [num_rows, H]
+        out           [V, H]
         """
         _cpu.add_grad_weight_of_pairs(
             vector_argument("values", values, torch.float32, pairs.ids.numel()),

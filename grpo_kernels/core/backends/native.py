@@ -200,7 +200,7 @@ def installed_module() -> tuple[Path | None, str | None]:
     candidates = [folder / f"{MODULE_STEM}{suffix}" for suffix in suffixes]
     files = [file for file in candidates if file.is_file()]
     if not files:
-        return None, f"{copy} has none"
+        return None, f"{copy} has no compiled module"
     version = package_version()
     if distribution.version != version:
         return None, f"{copy} is version {distribution.version} and this is {version}"

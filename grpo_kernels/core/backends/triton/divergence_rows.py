@@ -48,7 +48,7 @@ LOG1P_LIMIT = tl.constexpr(0.41)
 SQRT_HALF_BITS = tl.constexpr(0x3F3504F3)
 EXPONENT_MASK = tl.constexpr(-0x800000)
 #: log 2 / 2^23: an exponent in the bits of an fp32 number, times this, is exponent * log 2.
-LN2_PER_EXPONENT_BIT = tl.constexpr(math.log(2.0) / 2**23)
+LN2_OVER_2_POW_23 = tl.constexpr(math.log(2.0) / 2**23)
 
 #: Numbers of a row that turn the logits z and w into probabilities p and q:
 #:
@@ -132,17 +132,20 @@ def exp_of_negative(x):
 
 @triton.jit
 def log_parts(v, v_minus_1):
-    """Return (n, t, r), from which log v = n * LN2_PER_EXPONENT_BIT + (t - r) follows.
+    """Return (n, t, r), from which log v = n * LN2_OVER_2_POW_23 + (t - r) follows.
 
     v is 2^k (1 + t) with 1 + t from sqrt(1/2) to sqrt(2), n is k * 2^23, and r = t - log(1 + t).
+    t and r are separate, so that a caller who subtracts t loses no digits of r.
 
     v_minus_1   v - 1, as accurate as the caller knows it. It is taken as t if k is 0.
     """
     bits = v.to(tl.int32, bitcast=True)
-    exponent = (bits - SQRT_HALF_BITS) & EXPONENT_MASK
-    t = (bits - exponent).to(tl.float32, bitcast=True) - 1.0
-    t = tl.where(exponent == 0, v_minus_1, t)
-    return exponent.to(tl.float32), t, x_minus_log1p(t)
+    # The exponent k of a float is in bits 23 and above, so n is a multiple of 2^23. It is negative
+    # for v below sqrt(1/2).
+    n = (bits - SQRT_HALF_BITS) & EXPONENT_MASK
+    t = (bits - n).to(tl.float32, bitcast=True) - 1.0
+    t = tl.where(n == 0, v_minus_1, t)
+    return n.to(tl.float32), t, x_minus_log1p(t)
 
 
 @triton.jit
@@ -399,7 +402,7 @@ def log_ratio_to_mixture(d, b, one_minus_b):
     ratio, _, ratio_minus_1 = exp_of_negative(d)  # ratio is q / p
     # m / p = one_minus_b + b * ratio, and log(m / p) follows from its `log_parts`.
     n, t, r = log_parts(fma(ratio, b, one_minus_b), b * ratio_minus_1)
-    return fma(n, -LN2_PER_EXPONENT_BIT, r - t)
+    return fma(n, -LN2_OVER_2_POW_23, r - t)
 
 
 @triton.jit
@@ -428,7 +431,7 @@ def jsd_terms(policy_is_larger, distance, ratio, psi, ratio_minus_1, b, one_minu
     v = tl.where(uses_y, 1.0, fma(weight_of_smaller, ratio, weight_of_larger))
     n, t, r = log_parts(v, tl.where(uses_y, y, x))
     from_y = fma(ratio_minus_1, y, psi)
-    from_x = fma(n, -LN2_PER_EXPONENT_BIT, x - t)
+    from_x = fma(n, -LN2_OVER_2_POW_23, x - t)
     larger_term = r + tl.where(uses_y, from_y, from_x)
     smaller_from_x = fma(weighted_difference, ratio_minus_1, ratio * (larger_term - psi))
     smaller_term = tl.where(uses_y, ratio * r, smaller_from_x)

@@ -218,6 +218,7 @@ def softmax_sums_kernel(
             logits, stride_a, stride_t, inverse_temperature, transform, V, T, first_row, i, TILE
         )
         row = Row(*fields, *transform)
+        # The loop over the row leaves out the last factor of z: z = row.u_to_z * u.
         target_u = load_unscaled_logit(row, tl.load(targets + i))
         LEVEL: tl.constexpr = level_of(NAMES, "sum_exp_shifted", "sum_exp_squared")
         max_u, sum_exp, shifted, squared, _ = compute_softmax_sums(row, LEVEL, KEPT=0, TILE=TILE)
