@@ -1028,15 +1028,15 @@ FAULTS: list[Fault] = [
             "generator = torch.Generator(self.device).manual_seed(config.seed)",
         ),
         (
-            "learning rate of another update", "moved = self.move(config.lr_at(self.step * config.num_updates + k))",
-            "moved = self.move(config.lr_at(self.step + k))",
+            "learning rate of another update", "optimizer_metrics = self.move(config.lr_at(self.step * config.num_updates + k))",
+            "optimizer_metrics = self.move(config.lr_at(self.step + k))",
         ),
         (
             "reference refreshed at another step", "and self.step % config.ref_refresh_steps == 0\n",
             "and self.step % config.ref_refresh_steps == 1\n",
             "tests/training/test_trainer_update.py tests/training/test_trainer_resume.py",
         ),
-        ("a step with NaN", "        if finite:  # else", "        if True:  # else"),
+        ("a step with NaN", "        if finite:\n", "        if True:\n"),
         (
             "random state of the start is saved", "        self.rng = random_state(self.device)\n        return (\n            scores",
             "        return (\n            scores", "tests/training/test_trainer_resume.py",

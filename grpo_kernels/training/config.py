@@ -1,5 +1,5 @@
-"""The options of a run, a dataclass for each group of `--help`, and `TrainConfig`, which has all of
-them and checks them. They are read from the command line and from YAML, and written as YAML.
+"""The options of a training run: `TrainConfig`, which checks them, and one dataclass for each group
+of `--help`. They are read from the command line and from YAML, and written as YAML.
 """
 
 # ruff: noqa: RUF009
@@ -28,7 +28,7 @@ from ..rewards.corrections import CORRECTIONS
 from ..rewards.estimators import ADVANTAGES, Evidence, lookup
 from . import require as package
 
-#: What the trainer knows in addition to the rewards, for estimators of advantages.
+#: Fields of `Evidence` that the trainer can give to estimators of advantages.
 KNOWN = (
     "rewards",
     "columns",
@@ -42,7 +42,7 @@ KNOWN = (
 TRAINABLE = tuple(name for name in PRESETS if name != "a2po")
 #: prime-rl's KL is to the sampler, which here is the policy itself.
 TRAINERS = tuple(name for name in NUMERICS if name != "prime-rl")
-#: Values of `kl` that are no estimators.
+#: Values of the option `kl` that are exact divergences and not estimators.
 EXACT = {
     "exact": Exact("reverse"),
     "exact-forward": Exact("forward"),
@@ -56,7 +56,12 @@ TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
 def option(default: Any, text: str, unit: str | None = None, **more: Any) -> Any:
-    """A field with what it does, the unit or kind of its value, and more that argparse takes."""
+    """Return a dataclass field for an option.
+
+    text   its help
+    unit   the unit or kind of its value, which --help shows
+    more   other arguments of argparse's add_argument
+    """
     shown = " (required)" if default == "" else "" if default is None else f" (default: {default})"
     metadata = {"help": text + shown, **({"metavar": unit} if unit else {}), **more}
     if isinstance(default, list):
@@ -520,6 +525,7 @@ class TrainConfig(
 
     @property
     def objective(self) -> Objective:
+        """Return the objective: the preset with the options that change it."""
         changes = {
             "entropy_coef": self.entropy_coef,
             "beta": self.beta,
@@ -542,8 +548,10 @@ class TrainConfig(
         return objective
 
     def estimator(self, text: str) -> Any:
-        """The estimator of advantages that a text names, with its options, else baseline and scale
-        as chosen, else the constants of `numerics`.
+        """Return the estimator of advantages for a text such as "rloo" or "group:scale=none".
+
+        Its arguments are, in this order of priority: the options in the text, advantage_baseline
+        and advantage_scale, and the constants of the trainer `numerics`.
         """
         name, options = with_options(text)
         function = lookup(ADVANTAGES, name, "advantages")
@@ -560,16 +568,17 @@ class TrainConfig(
         )
 
     def corrected(self, batch: TokenBatch, **known: Any) -> TokenBatch:
-        """A batch with the weights and masks of `corrections`, one after the other."""
+        """Return a batch with all `corrections` applied in their order.
+
+        known   arguments of each correction (finished, process_group)
+        """
         for text in self.corrections:
             name, options = with_options(text)
             batch = lookup(CORRECTIONS, name, "corrections")(batch, **known, **options)
         return batch
 
     def lr_at(self, update: int) -> float:
-        """The learning rate of an optimizer step; a plain function of its number, so there is
-        nothing to save.
-        """
+        """Return the learning rate of an optimizer step, which depends only on its number."""
         if update < self.warmup_steps:
             return self.lr * (update + 1) / self.warmup_steps
         done = (update - self.warmup_steps) / max(
@@ -588,7 +597,10 @@ GROUPS = TrainConfig.__bases__[:-1]
 
 
 def with_options(text: str) -> tuple[str, dict[str, Any]]:
-    """A name, and the options that follow it as in "name:key=value,key=value"."""
+    """Return (name, options) of a text such as "name:key=value,key=value".
+
+    Values are Python literals, or else texts. Raises ValueError for a pair without "=".
+    """
     name, _, rest = text.partition(":")
     options = {}
     for pair in filter(None, rest.split(",")):
@@ -604,7 +616,7 @@ def with_options(text: str) -> tuple[str, dict[str, Any]]:
 
 # ---- as text
 
-#: What other trainers call our options.
+#: Our options by their names in other trainers, which an error suggests.
 ELSEWHERE = {
     "model_name_or_path": "model", "dataset_name": "dataset", "reward_funcs": "rewards", "loss_type": "preset",
     "num_generations": "group_size", "max_completion_length": "max_new_tokens", "max_prompt_length": "max_prompt_tokens",
@@ -616,8 +628,10 @@ ELSEWHERE = {
 
 
 def parse(argv: list[str]) -> TrainConfig:
-    """The config of a command line and of the YAML file that its --config names, over which the
-    command line wins. Raises ValueError for what is wrong.
+    """Return the config of a command line.
+
+    Options come from the YAML file of --config, which options on the command line override. Raises
+    ValueError for a wrong option.
     """
     parser = package("transformers").HfArgumentParser(
         GROUPS,
@@ -656,6 +670,10 @@ def parse(argv: list[str]) -> TrainConfig:
 def _read(
     parser: argparse.ArgumentParser, argv: list[str], into: argparse.Namespace, where: str = ""
 ) -> argparse.Namespace:
+    """Parse arguments into a namespace, and return it.
+
+    Raises ValueError, which begins with `where`, for a wrong value or an unknown option.
+    """
     try:
         _, unknown = parser.parse_known_args(argv, into)
     except argparse.ArgumentError as error:
@@ -673,7 +691,10 @@ def _read(
 
 
 def _of_file(path: str) -> list[str]:
-    """What a YAML file says as arguments of the command line; null is the default."""
+    """Return the options of a YAML file as arguments of the command line.
+
+    null is the default. Raises ValueError if the file cannot be read.
+    """
     yaml = package("yaml")
     try:
         options = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
@@ -693,7 +714,7 @@ def _of_file(path: str) -> list[str]:
 
 
 def write(config: TrainConfig, path: Path) -> None:
-    """All options of a run, group by group."""
+    """Write all options of a run to a YAML file, group by group."""
     text = (
         "# All options of this run. Another one like it: python -m grpo_kernels train --config"
         " THIS_FILE --out FOLDER\n"

@@ -1,6 +1,4 @@
-"""What a run starts from: what is known to be wrong with it is found first; then models, prompts
-and rewards are loaded: where the rows come from, which text the model sees, and in which order.
-"""
+"""Check the options of a run, load its models, data and reward functions, and render prompts."""
 
 from __future__ import annotations
 
@@ -30,19 +28,26 @@ FILE_LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv"
 
 @dataclass
 class Start:
-    """What a run starts from. None: `load` takes it from the source that the config names."""
+    """The models, rows and reward functions of a run. `load` fills in what is None.
+
+    rows        (training rows, held-out rows)
+    rewards     reward functions
+    reference   a frozen model: the teacher of the caller, or what the config names
+    """
 
     model: Any
     tokenizer: Any
-    rows: Any  # (training rows, held-out rows)
-    rewards: Any  # reward functions
-    reference: Any  # a frozen model: the teacher that is passed, or what the config says
+    rows: Any
+    rewards: Any
+    reference: Any
 
 
 def check(config: TrainConfig, given: Start) -> torch.device:
-    """Refuse what is known to be wrong before anything is made or loaded.
+    """Check the options before anything is loaded, and return the device of this process.
 
-    Returns the device of this process.
+    given   what the caller passes in place of what the config names
+
+    Raises ValueError for options that do not fit each other, the caller's objects or the machine.
     """
     device = pick_device(config.device)
     model = given.model
@@ -114,7 +119,12 @@ def check(config: TrainConfig, given: Start) -> torch.device:
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of this process; of several on a machine, each has its own."""
+    """Return the device of this process. Processes on one machine get different GPUs.
+
+    name   "auto", "cpu", "cuda" or "cuda:1"
+
+    Raises ValueError if there is no such device.
+    """
     try:
         device = torch.device(
             ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
@@ -148,8 +158,12 @@ def pick_device(name: str) -> torch.device:
 
 
 def check_name(field: str, name: str | None) -> None:
-    """Raise ValueError for a path that is not there. What looks like a path is never asked of the
-    Hub, which without a network would take minutes to say no.
+    """Raise ValueError if a name is neither an existing path nor a possible name on the Hub.
+
+    field   the option, for the error
+
+    A path that does not exist must not be looked up on the Hub: without a network this takes
+    minutes.
     """
     require(
         name != "",
@@ -169,9 +183,9 @@ def check_name(field: str, name: str | None) -> None:
 
 
 def load(config: TrainConfig, given: Start, ranks: Ranks) -> None:
-    """Fill in what the caller did not pass:
+    """Load what the caller did not pass, and move the models to the device.
 
-    models with float32 parameters; a reference where the objective looks at one.
+    Parameters are float32. A reference is loaded or copied if the objective has a KL.
     """
     transformers = package("transformers")
     attention = config.attn_implementation
@@ -234,8 +248,10 @@ def load(config: TrainConfig, given: Start, ranks: Ranks) -> None:
 
 
 def load_rows(config: TrainConfig) -> tuple[list[Row], list[Row]]:
-    """(training rows, held-out rows) with "prompt" and "answer"; without evaluations no rows are
-    held out. Raises ValueError where the data set cannot be read or lacks a split or a column.
+    """Return (training rows, held-out rows) of the data set, with "prompt" and "answer".
+
+    Without evaluations no rows are held out. Raises ValueError if the data set cannot be read, or
+    lacks a split or a column.
     """
     datasets = package("datasets")
     path = Path(config.dataset)
@@ -276,6 +292,7 @@ def load_rows(config: TrainConfig) -> tuple[list[Row], list[Row]]:
 
 
 def _load(function: Any, config: TrainConfig, *arguments: Any, **options: Any) -> Any:
+    """Call a function of the package datasets. Raises ValueError with the reason if it fails."""
     try:
         return function(*arguments, **options)
     except Exception as error:  # datasets has exceptions of many kinds, and the reason in a cause
@@ -286,7 +303,7 @@ def _load(function: Any, config: TrainConfig, *arguments: Any, **options: Any) -
 
 
 def _cut(rows: list[Row], config: TrainConfig) -> tuple[list[Row], list[Row]]:
-    """If there is only one file, its last rows are held out for evaluation."""
+    """Return (training rows, held-out rows) of a single file: its last rows are held out."""
     if not config.eval_steps:
         return rows, []
     count = config.eval_prompts or min(config.most_held_out, max(len(rows) // 10, 1))
@@ -299,9 +316,9 @@ def _cut(rows: list[Row], config: TrainConfig) -> tuple[list[Row], list[Row]]:
 
 
 def prepare(row: Row, config: TrainConfig) -> Row:
-    """Name the columns of a raw row "prompt" and "answer".
+    """Return a row of the data set with "prompt", and with "answer" if it has one.
 
-    Of a worked solution "... #### 42" (gsm8k) the answer is "42".
+    The answer of a worked solution "... #### 42" (gsm8k) is "42".
     """
     prepared = {
         **row,
@@ -316,6 +333,10 @@ def prepare(row: Row, config: TrainConfig) -> Row:
 
 
 def _column(row: Row, wanted: str | None, usual: tuple[str, ...], argument: str) -> str:
+    """Return the column `wanted`, or if it is None the first of `usual` that the row has.
+
+    Raises ValueError, which names the argument, if the row does not have it.
+    """
     for name in (wanted,) if wanted else usual:
         if name in row:
             return name
@@ -327,9 +348,15 @@ def _column(row: Row, wanted: str | None, usual: tuple[str, ...], argument: str)
 def encode(
     rows: list[Row], tokenizer: Any, config: TrainConfig, which: str, tell: bool
 ) -> list[Row]:
-    """Rows with "prompt" as the text that the model sees and its "prompt_ids", without those longer
-    than max_prompt_tokens, whose number is told. Raises ValueError, which names the row, for a
-    prompt that is neither text nor a conversation, and where no row is left.
+    """Return rows with "prompt", the text that the model sees, and its ids "prompt_ids".
+
+    Rows longer than max_prompt_tokens are left out.
+
+    which   "training" or "held-out", for messages
+    tell    whether to print how many rows are left out
+
+    Raises ValueError, which names the row, for a prompt that is neither a text nor a conversation,
+    and if no row is left.
     """
     if not rows:
         remedy = (
@@ -360,12 +387,16 @@ def encode(
 
 
 def render(prompt: Any, tokenizer: Any, config: TrainConfig) -> tuple[str, list[int]]:
-    """(text, ids) of a prompt that is a text, or a conversation: messages {"role": ..., "content":
-    ...}, of which an assistant's last one is continued.
+    """Return (text, ids) of a prompt.
+
+    prompt   a text, or a conversation: a list of messages {"role": ..., "content": ...}. If the
+             last message is the assistant's, the completion continues it.
+
+    Raises ValueError for another prompt, and for one without tokens.
     """
     plain = isinstance(prompt, str) and bool(prompt.strip())
     text = ""
-    special = False  # tokens, which a template writes itself
+    special = False  # whether to add special tokens: a chat template writes them itself
     if plain:
         text = config.prompt_template.replace("{prompt}", prompt)
         # A text may come with its special tokens, and a beginning-of-text token must not come
@@ -386,6 +417,10 @@ def render(prompt: Any, tokenizer: Any, config: TrainConfig) -> tuple[str, list[
 
 
 def conversation(prompt: Any, tokenizer: Any) -> str:
+    """Return the text of a list of messages in the tokenizer's chat template.
+
+    Raises ValueError if there is no template, or if it refuses the messages.
+    """
     if not tokenizer.chat_template:
         raise ValueError(
             f"prompt={prompt!r:.80} goes through the tokenizer's chat template, and it has none:"
@@ -412,8 +447,10 @@ def conversation(prompt: Any, tokenizer: Any) -> str:
 
 
 def prompts_of_step(rows: list[Row], step: int, count: int, seed: int) -> list[Row]:
-    """The prompts of a step: consecutive pieces of a new permutation each epoch. A pure function of
-    the step, so that a resumed run sees the same data.
+    """Return the `count` rows of a step.
+
+    Each epoch has a new permutation of the rows, of which steps take consecutive pieces. The result
+    depends only on the arguments, so a resumed run sees the same data.
     """
     epoch, start = divmod(step * count, len(rows))
     order: list[int] = []

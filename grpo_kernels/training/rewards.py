@@ -1,18 +1,19 @@
-"""Rewards: functions, reward models, per-token process rewards, what may not come of them, and the
-advantages made of them.
+"""Call reward functions and reward models, check their results, and compute advantages from them.
 
 A reward function is any callable
+
     reward(prompts, completions, *, completion_ids, **columns) -> list
-over the B completions of a step: texts, sampled ids (the end token included) and the data set's
-columns, each repeated per completion. It takes what it needs by name and swallows the rest with
-**_. It returns, per completion, either
 
-    a number              the outcome reward, or
-    a list                process rewards, one entry per sampled token: a number where a step of the
-                          reasoning ends, None elsewhere.
+It gets the prompts and completions of a step as texts, the sampled ids of each completion (with the
+end token), and the columns of the data set, each with one entry for each of B completions. It may
+name the arguments that it needs, and take the others as **_. For each completion it returns
 
-Numbers must be finite; anything else raises ValueError. Prompts are texts, as the model sees them.
-The global random states of torch, Python and NumPy are restored when a run is resumed; your own
+    a number   the outcome reward, or
+    a list     process rewards, with one entry for each sampled token: a number if a step of the
+               reasoning ends there, else None
+
+Numbers must be finite; other results raise ValueError. Prompts are the texts that the model sees.
+The global random states of torch, Python and NumPy are restored when a run is resumed. Other
 generators are not.
 """
 
@@ -43,25 +44,26 @@ RewardFunction = Callable[..., list[Any]]
 def exact(
     prompts: list[str], completions: list[str], *, answer: list[str], **_: Any
 ) -> list[float]:
-    """1 if the completion is the answer, apart from white space around it, else 0."""
-    return [float(c.strip() == a.strip()) for c, a in zip(completions, _known(answer), strict=True)]
+    """Return 1 for each completion that equals its answer, apart from outer white space, else 0."""
+    return [
+        float(c.strip() == a.strip())
+        for c, a in zip(completions, _require_answers(answer), strict=True)
+    ]
 
 
 def number(
     prompts: list[str], completions: list[str], *, answer: list[str], **_: Any
 ) -> list[float]:
-    r"""1 if the final number of the completion equals the answer, else 0:
-
-    after "####", or in \boxed{}, or the last.
-    """
-    pairs = [
-        (_final_number(c), _final_number(a))
-        for c, a in zip(completions, _known(answer), strict=True)
-    ]
-    return [float(found is not None and found == right) for found, right in pairs]
+    """Return 1 for each completion whose final number equals that of the answer, else 0."""
+    rewards = []
+    for completion, right_answer in zip(completions, _require_answers(answer), strict=True):
+        result = _final_number(completion)
+        rewards.append(float(result is not None and result == _final_number(right_answer)))
+    return rewards
 
 
-def _known(answers: list[Any]) -> list[str]:
+def _require_answers(answers: list[Any]) -> list[str]:
+    """Return the answers. Raises ValueError if one is None."""
     if None in answers:
         raise ValueError(
             f"the answer of completion {answers.index(None)} is None: leave rows without an answer"
@@ -71,17 +73,32 @@ def _known(answers: list[Any]) -> list[str]:
 
 
 def _final_number(text: str) -> float | None:
+    r"""Return the final number of a text, None if there is none.
+
+    This is the first number after the last "####", or the last number in the last \boxed{}, or the
+    last number of the text.
+    """
     boxed = re.findall(r"\\boxed\{([^{}]*)\}", text)
-    where = text.rsplit("####", 1)[1] if "####" in text else boxed[-1] if boxed else text
-    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", where)
-    return float(numbers[0 if "####" in text else -1].replace(",", "")) if numbers else None
+    has_marker = "####" in text
+    if has_marker:
+        text = text.rsplit("####", 1)[1]
+    elif boxed:
+        text = boxed[-1]
+    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
+    if not numbers:
+        return None
+    final = numbers[0] if has_marker else numbers[-1]
+    return float(final.replace(",", ""))
 
 
 REWARDS: dict[str, RewardFunction] = {"exact": exact, "number": number}
 
 
 def resolve(name: str) -> RewardFunction:
-    """A reward function by its name in REWARDS, or as module:function."""
+    """Return the reward function of a name in REWARDS, or of "module:function".
+
+    Raises ValueError if it cannot be found.
+    """
     if name in REWARDS:
         return REWARDS[name]
     if ":" not in name:
@@ -99,7 +116,12 @@ def resolve(name: str) -> RewardFunction:
 
 
 class RewardModel:
-    """An outcome reward function around a sequence classifier with one output."""
+    """A reward function that returns the output of a sequence classifier with one output.
+
+    path   path or Hub name of the classifier
+
+    Raises ValueError if it has several outputs.
+    """
 
     def __init__(self, path: str, device: torch.device) -> None:
         self.pipeline = require("transformers").pipeline(
@@ -118,23 +140,28 @@ class RewardModel:
             )
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
-        config.pad_token_id = (
-            tokenizer.pad_token_id
-        )  # by which the classifier finds the last real token
+        # The classifier finds the last real token by the padding id.
+        config.pad_token_id = tokenizer.pad_token_id
 
     def __call__(self, prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        """Return the output of the classifier for each prompt with its completion."""
         texts = [p + c for p, c in zip(prompts, completions, strict=True)]
-        return [found["score"] for found in self.pipeline(texts)]
+        return [result["score"] for result in self.pipeline(texts)]
 
 
-# ---- calls, and what may not come of them
+# ---- calls of reward functions, and checks of their results
 
-#: Characters of a text that are shown.
+#: How many characters of a text an error or a sample shows.
 SHOWN = 240
 
 
 class Asked(NamedTuple):
-    """The B completions that reward functions are asked about."""
+    """The arguments of a reward function, with one entry for each of B completions.
+
+    prompts, completions   texts
+    tokens                 the sampled ids
+    columns                the columns of the data set, by name
+    """
 
     prompts: list[str]
     completions: list[str]
@@ -143,21 +170,24 @@ class Asked(NamedTuple):
 
 
 def pair(prompt: str, completion: str) -> str:
-    """A prompt and its completion, as lines that follow what is said of them: what is no printable
-    character, such as the end of a line or a terminal's commands, as its escape, and the beginning
-    of a long text.
+    """Return two lines with a prompt and its completion, to append to a message.
+
+    Only the first `SHOWN` characters are shown. Characters that cannot be printed are escaped.
     """
     return f"\n  prompt     {prompt[:SHOWN]!r}\n  completion {completion[:SHOWN]!r}"
 
 
 def name_of(function: RewardFunction) -> str:
+    """Return the name of a reward function: of the function, or of the class of an instance."""
     return getattr(function, "__name__", type(function).__name__)
 
 
 def call(function: RewardFunction, asked: Asked) -> list[float | list[float]]:
-    """A function's rewards, one for each completion; without completions it is not called. Raises
-    RuntimeError where it raises, ValueError for what it must not return; both name the function,
-    the second shows the completion with its prompt.
+    """Call a reward function, and return its rewards: a number or a list for each completion.
+
+    Without completions the function is not called. Raises RuntimeError if it raises, and ValueError
+    if it returns something else than the top of this file says. The error names the function, and
+    shows the completion.
     """
     name = name_of(function)
     count = len(asked.completions)
@@ -172,7 +202,7 @@ def call(function: RewardFunction, asked: Asked) -> list[float | list[float]]:
         raise RuntimeError(f"reward {name} raised {type(error).__name__}: {error}") from error
     if not isinstance(values, list):
         raise ValueError(
-            f"reward {name} returned {_told(values)}: return a list, with an entry for each"
+            f"reward {name} returned {_describe(values)}: return a list, with an entry for each"
             " completion."
         )
     if len(values) != count:
@@ -193,8 +223,9 @@ def call(function: RewardFunction, asked: Asked) -> list[float | list[float]]:
 
 
 def _checked(value: Any, length: int) -> float | list[float]:
-    """What a function returned for a completion of `length` tokens, as a number or a list of
-    numbers, NaN where no step ends.
+    """Return the reward of a completion of `length` tokens as a number or a list of numbers.
+
+    None in a list, where no step ends, becomes NaN. Raises ValueError for anything else.
     """
     if not isinstance(value, (list, tuple)):
         return _number(value, "return a finite number, or a list of process rewards.")
@@ -205,18 +236,21 @@ def _checked(value: Any, length: int) -> float | list[float]:
 
 
 def _number(value: Any, remedy: str) -> float:
-    """A Python, NumPy or torch number, which is finite."""
+    """Return a Python, NumPy or torch number as a float.
+
+    Raises ValueError, which ends with the remedy, unless it is a finite number.
+    """
     try:
-        found = math.nan if isinstance(value, (str, bytes)) else float(value)
-    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several
-        found = math.nan
-    if not math.isfinite(found):
-        raise ValueError(f"{_told(value)}: {remedy}")
-    return found
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with several numbers
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{_describe(value)}: {remedy}")
+    return number
 
 
-def _told(value: Any) -> str:
-    """A value for an error message: its type and the beginning of its content."""
+def _describe(value: Any) -> str:
+    """Return the type of a value and the beginning of its content, for an error."""
     return "None" if value is None else f"a {type(value).__name__} ({value!r:.40})"
 
 
@@ -225,104 +259,132 @@ def _told(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Scores:
-    """The rewards of the completions of all ranks, by K functions:
+    """The rewards of the B completions of all ranks by K functions.
 
-    B completions, T tokens in the longest.
+    names     [K]: names of the functions, all different
+    weights   [K]: weights of the functions
+    lengths   [B]: tokens of each completion
+    each      [K, B]: the rewards, of process rewards their sum over the steps. The first function
+              decides whether a completion counts as right.
+    steps     [K]: process rewards [B, T] with NaN where no step ends, for T tokens of the longest
+              completion; None for a function that returns outcome rewards
+    texts     the completions of this rank only
     """
 
-    names: list[str]  # [K], each once
-    weights: list[float]  # [K]
-    lengths: list[int]  # [B]: tokens
-    # [K, B]; of process rewards, the sum over steps. The first decides whether a prompt counts as
-    # solved
+    names: list[str]
+    weights: list[float]
+    lengths: list[int]
     each: Tensor
-    steps: list[
-        Tensor | None
-    ]  # [K]: process rewards [B, T], NaN where no step ends; None of those that give outcomes
-    texts: list[str]  # of the completions of this rank alone, as reward functions see them
+    steps: list[Tensor | None]
+    texts: list[str]
 
     @property
     def totals(self) -> Tensor:
-        """[B]: the weighted sum of all rewards."""
+        """Return the weighted sum of the rewards of each completion, [B]."""
         return weighted_sum(self.each.unbind(), self.weights)
 
     def summary(self, group_size: int) -> dict[str, float]:
+        """Return metrics of the rewards. With several functions, also the mean of each one."""
         totals = self.totals
-        told = {
-            f"reward/{name}": x.mean().item() for name, x in zip(self.names, self.each, strict=True)
-        }
-        return (told if len(told) > 1 else {}) | {
-            "reward": totals.mean().item(),
-            "reward_std": totals.std(unbiased=False).item(),
-            "zero_variance_groups": (
-                zero_variance(totals, group_size=group_size).float().mean().item()
-            ),
-            "completion_length": sum(self.lengths) / len(self.lengths),
-        }
+        equal_groups = zero_variance(totals, group_size=group_size).float().mean()
+        metrics = dict[str, float]()
+        if len(self.names) > 1:
+            for name, rewards in zip(self.names, self.each, strict=True):
+                metrics[f"reward/{name}"] = rewards.mean().item()
+        metrics["reward"] = totals.mean().item()
+        metrics["reward_std"] = totals.std(unbiased=False).item()
+        metrics["zero_variance_groups"] = equal_groups.item()
+        metrics["completion_length"] = sum(self.lengths) / len(self.lengths)
+        return metrics
 
     def advantages(
-        self, estimate: Any, of_steps: Any, *, group_size: int, **known: Tensor
+        self, estimator: Any, step_estimator: Any, *, group_size: int, **evidence: Tensor
     ) -> Tensor:
-        """[B], or [B, T] where the estimator is one of tokens or there are process rewards.
-        `estimate` and `of_steps` are entries of `estimators.ADVANTAGES`, `known` what they need
-        in addition to the rewards.
+        """Return advantages of completions [B], or of tokens [B, T].
 
-        Outcome rewards are added with their weights. Process rewards follow DeepSeekMath (arXiv
-        2402.03300, section 4.1.3): all step rewards of a group are normalised together, and the
-        advantage of a token is the sum of the normalised rewards of the steps that end at it or
-        later; times the weight, it is added to the outcome's advantage.
+        estimator        estimates advantages of the outcome rewards, an entry of
+                         `estimators.ADVANTAGES`. Outcome rewards are added with their weights.
+        step_estimator   estimates advantages of tokens from process rewards
+        evidence         what `estimator` needs in addition to the rewards, fields of `Evidence`
+
+        The advantages of process rewards, times the weight of their function, are added to those of
+        the outcome rewards (DeepSeekMath, arXiv 2402.03300, section 4.1.3).
         """
         outcomes = [k for k, steps in enumerate(self.steps) if steps is None]
         weights = [self.weights[k] for k in outcomes]
         columns = self.each[outcomes]
-        rewards = (
-            weighted_sum(columns.unbind(), weights) if outcomes else torch.zeros_like(self.each[0])
-        )
-        known["mask"] = torch.arange(max(self.lengths)) < torch.tensor(self.lengths)[:, None]
-        total = estimate(
+        if outcomes:
+            rewards = weighted_sum(columns.unbind(), weights)
+        else:
+            rewards = torch.zeros_like(self.each[0])
+        mask = torch.arange(max(self.lengths)) < torch.tensor(self.lengths)[:, None]
+        total = estimator(
             Evidence(
-                rewards, group_size=group_size, columns=columns.T, reward_weights=weights, **known
+                rewards,
+                group_size=group_size,
+                columns=columns.T,
+                reward_weights=weights,
+                mask=mask,
+                **evidence,
             )
         )
         for weight, steps in zip(self.weights, self.steps, strict=True):
             if steps is not None:
-                total = total[:, None] if total.dim() == 1 else total
-                total = total + weight * of_steps(
-                    Evidence(rewards, group_size=group_size, steps=steps)
-                )
+                if total.dim() == 1:
+                    total = total[:, None]
+                step_evidence = Evidence(rewards, group_size=group_size, steps=steps)
+                total = total + weight * step_estimator(step_evidence)
         return total
 
 
 def score(
     functions: list[RewardFunction], weights: list[float], asked: Asked, ranks: Ranks
 ) -> Scores:
-    """The scores of a whole batch, of which each rank asks about its completions."""
-    of_ranks = ranks.together(
-        lambda: [[len(ids) for ids in asked.tokens], *(call(f, asked) for f in functions)]
-    )
+    """Call the reward functions for the completions of this rank. Return the scores of all ranks.
+
+    asked   the completions of this rank
+
+    Raises the errors of `call` on all ranks, and ValueError if a function returns numbers for some
+    completions and lists for others.
+    """
+
+    def own_results() -> list[list[Any]]:
+        lengths = [len(ids) for ids in asked.tokens]
+        return [lengths, *(call(function, asked) for function in functions)]
+
+    rank_results = ranks.together(own_results)
+    # The lengths, then the rewards of each function, concatenated over the ranks.
     lengths, *values = (
-        [x for part in parts for x in part] for parts in zip(*of_ranks, strict=True)
+        [x for part in parts for x in part] for parts in zip(*rank_results, strict=True)
     )
-    names = [name_of(f) for f in functions]
-    names = [
-        name if name not in names[:k] else f"{name}#{names[:k].count(name) + 1}"
-        for k, name in enumerate(names)
-    ]
+    # A name that occurs again gets a number: "exact", "exact#2".
+    plain_names = [name_of(function) for function in functions]
+    names = list[str]()
+    for k, name in enumerate(plain_names):
+        earlier = plain_names[:k].count(name)
+        names.append(f"{name}#{earlier + 1}" if earlier else name)
     each = list[Tensor]()
     steps = list[Tensor | None]()
     for name, rewards in zip(names, values, strict=True):
-        lists = sum(isinstance(r, list) for r in rewards)
-        if lists not in (0, len(rewards)):
+        num_lists = sum(isinstance(reward, list) for reward in rewards)
+        if num_lists not in (0, len(rewards)):
             raise ValueError(
                 f"reward {name} returned numbers for some completions and lists for others: return"
                 " one kind for all."
             )
-        rows = [torch.tensor(r, dtype=torch.float64) for r in rewards]
-        table = (
-            pad_sequence(rows, batch_first=True, padding_value=math.nan)
-            if lists
-            else torch.stack(rows)
-        )
-        each.append(table.nansum(1) if lists else table)
-        steps.append(table if lists else None)
-    return Scores(names, weights, lengths, torch.stack(each), steps, asked.completions)
+        tensors = [torch.tensor(reward, dtype=torch.float64) for reward in rewards]
+        if num_lists:
+            table = pad_sequence(tensors, batch_first=True, padding_value=math.nan)
+            each.append(table.nansum(1))
+            steps.append(table)
+        else:
+            each.append(torch.stack(tensors))
+            steps.append(None)
+    return Scores(
+        names=names,
+        weights=weights,
+        lengths=lengths,
+        each=torch.stack(each),
+        steps=steps,
+        texts=asked.completions,
+    )

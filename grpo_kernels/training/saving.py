@@ -1,11 +1,10 @@
-"""What a run keeps on disk, and how it stops: the folder that belongs to it, its checkpoints, the
-state in them, and signals.
+"""The output folder of a run, its checkpoints, and the signals that stop it.
 
 A checkpoint is a file `step-00000120.pt`, a zip archive with a checksum of each record, as torch
-writes it. It is written under another name and renamed, so a file with the right name was complete
-when it appeared. It is on the disk, with its name, before an older one is removed: a crash at any
-moment costs nothing that was complete. It knows how long the files of metrics and samples were; a
-resumed run cuts them there.
+writes it. It is written under another name and then renamed, so a file with this name is complete.
+It is on the disk before an older checkpoint is deleted, so a crash at any time loses no complete
+checkpoint. It records the sizes of the files of metrics and samples, and a resumed run cuts them to
+these sizes.
 """
 
 from __future__ import annotations
@@ -34,22 +33,23 @@ from .config import TrainConfig
 from .draft import DraftTrainer
 from .policy import ParallelModel
 
-#: What may differ between a run and its continuation without changing the steps.
+#: Options that may differ between a run and its continuation without changing its steps.
 FREE_TO_CHANGE = {
     "steps", "out", "resume", "progress", "checkpoint_steps", "keep_checkpoints", "eval_steps", "eval_prompts", "parallel",
     "log_to", "sample_every", "sample_count",
 }  # fmt: skip
-#: What of a checkpoint rank 0 sends to the other ranks as Python objects.
-SMALL = ("step", "entropy_coef", "draft", "rng", "sizes")
-#: Seconds within which a launcher and its batch system may pass on one and the same signal.
+#: Entries of a checkpoint that rank 0 sends to the other ranks as Python objects.
+SENT_ENTRIES = ("step", "entropy_coef", "draft", "rng", "sizes")
+#: Seconds within which the same signal may arrive twice, from a launcher and its batch system.
 ECHO = 3.0
-#: What file systems without locks answer, as NFS without its lock daemon does.
+#: Errors of file systems without locks, such as NFS without its lock daemon.
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class OutputFolder:
-    """`config.out`, which belongs to this run from `take` to `release`, or until its process ends,
-    even by a crash.
+    """The output folder of a run, locked against other runs from `take` to `release`.
+
+    The lock ends with the process, even in a crash.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,9 +58,12 @@ class OutputFolder:
         self.lock = filelock.FileLock(path / ".lock", blocking=False, thread_local=False)
 
     def take(self, resume: bool) -> None:
-        """Make the folder, and find out now rather than at the first checkpoint that it cannot be
-        written, that another run writes there, or that it holds a run which this one does not
-        continue.
+        """Create and lock the folder.
+
+        resume   whether this run continues the one in the folder
+
+        Raises ValueError if the folder cannot be written, is in use by another run, or has a run
+        that this one does not continue.
         """
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -69,7 +72,9 @@ class OutputFolder:
             raise ValueError(
                 f"out={str(self.path)!r} cannot be written ({error}): choose another folder."
             ) from error
-        if not resume and (listed(self.checkpoints) or (self.path / "metrics.jsonl").exists()):
+        if not resume and (
+            checkpoint_paths(self.checkpoints) or (self.path / "metrics.jsonl").exists()
+        ):
             self.release()
             raise ValueError(
                 f"out={str(self.path)!r} holds a run: continue it with resume, or choose another"
@@ -77,7 +82,7 @@ class OutputFolder:
             )
 
     def hold(self) -> None:
-        """Lock the folder against other runs."""
+        """Lock the folder, unless it is locked already. Raises ValueError if another run has it."""
         try:
             if not self.lock.is_locked:
                 self.lock.acquire()
@@ -86,10 +91,8 @@ class OutputFolder:
                 f"out={str(self.path)!r} is in use by another run: wait for that run to end, or"
                 " choose another folder."
             ) from error
-        except (
-            NotImplementedError,
-            OSError,
-        ) as error:  # a file system without locks, unless it says something else
+        except (NotImplementedError, OSError) as error:
+            # On a file system without locks the run goes on. Other errors are raised.
             if getattr(error, "errno", errno.ENOSYS) not in WITHOUT_LOCKS:
                 raise
             print(
@@ -99,6 +102,7 @@ class OutputFolder:
             )
 
     def release(self) -> None:
+        """Unlock the folder."""
         self.lock.release()
 
 
@@ -106,34 +110,34 @@ class OutputFolder:
 
 
 def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> None:
-    """Write the checkpoint of a step and drop all but the newest `keep`."""
-    draft = folder / "draft.pt"
-    with open(draft, "wb") as file:
+    """Write the checkpoint of a step, then delete all but the newest `keep` checkpoints."""
+    temporary = folder / "draft.pt"
+    with open(temporary, "wb") as file:
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
-    final = draft.rename(folder / f"step-{step:08d}.pt")
+    final = temporary.rename(folder / f"step-{step:08d}.pt")
     descriptor = os.open(folder, os.O_RDONLY)
-    with contextlib.suppress(OSError):  # a file system that does not do that for folders
-        os.fsync(
-            descriptor
-        )  # before the older ones go: a crash of the machine must not leave neither
+    # Before older ones are deleted, the new name must be on the disk, in case the machine crashes.
+    with contextlib.suppress(OSError):  # some file systems cannot do this for folders
+        os.fsync(descriptor)
     os.close(descriptor)
-    # Newer ones than this were passed over by the run that writes it: they are damaged.
-    good = [path for path in listed(folder) if path <= final]
-    for path in set(listed(folder)) - set(good[-keep:]):
+    # A resumed run skips damaged checkpoints. Those newer than this one were skipped.
+    good = [path for path in checkpoint_paths(folder) if path <= final]
+    for path in set(checkpoint_paths(folder)) - set(good[-keep:]):
         try:
             path.unlink()
-        except OSError as error:  # losing the run is worse than filling the disk
+        except OSError as error:  # a full disk is better than a lost run
             print(f"old checkpoint not removed: {error}", file=sys.stderr)
 
 
 def load_newest(folder: Path) -> dict[str, Any]:
-    """The newest intact checkpoint, {} if there is none at all. Those passed over are told; where
-    there is nothing else, and where checkpoints have another form, ValueError: a fresh start would
-    drop them.
+    """Return the state in the newest intact checkpoint, {} if the folder has no checkpoint.
+
+    Damaged checkpoints are skipped with a message. Raises ValueError if there are only damaged
+    ones, or ones of another version: a new run would delete them.
     """
-    for path in reversed(listed(folder)):
+    for path in reversed(checkpoint_paths(folder)):
         try:
             return read(path)
         except Exception as error:  # whatever the bytes of a file may lead to
@@ -147,23 +151,22 @@ def load_newest(folder: Path) -> dict[str, Any]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The state in a checkpoint.
+    """Return the state in a checkpoint.
 
-    Raises whatever error the file leads to where it is not what `save` wrote.
+    Raises an error of any type if `save` did not write this file.
     """
     with zipfile.ZipFile(path) as archive:
         if archive.testzip() is not None:
             raise ValueError("a record of the file does not match its checksum")
-    # The checksums say that the file is the one written; weights_only keeps it from being a
-    # program.
+    # weights_only: a pickle could run a program.
     state = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(state, dict) or f"step-{state.get('step'):08d}" != path.stem:
         raise ValueError("the file does not hold a run of that step")
     return state
 
 
-def listed(folder: Path) -> list[Path]:
-    """Checkpoints, oldest first. Copies under other names are not listed."""
+def checkpoint_paths(folder: Path) -> list[Path]:
+    """Return the checkpoints of a folder, oldest first. Files with other names are ignored."""
     return sorted(folder.glob(f"step-{'[0-9]' * 8}.pt"))
 
 
@@ -172,9 +175,11 @@ def listed(folder: Path) -> list[Path]:
 
 @dataclass
 class Saved:
-    """The parts of a run that have a state.
+    """Saves and restores the parts of a run that have a state.
 
-    Its checkpoints are read by runs of any number of processes and either layout.
+    A run with another number of ranks, or another `config.parallel`, can read the checkpoints.
+
+    newest   the step of the newest checkpoint, 0 if there is none
     """
 
     config: TrainConfig
@@ -185,11 +190,14 @@ class Saved:
     optimizer: torch.optim.Optimizer
     entropy_coef: AdaptiveEntropyCoef | None
     draft: DraftTrainer | None
-    newest: int = 0  # step of which there is a checkpoint
+    newest: int = 0
 
     def save(self, step: int, rng: dict[str, Any], sizes: dict[str, int]) -> None:
-        """A checkpoint of the run after `step` steps, where the shared random generators were at
-        `rng` and the files of its log had these sizes.
+        """Write a checkpoint.
+
+        step    number of steps done
+        rng     random state of this rank after the step, see `random_state`
+        sizes   sizes of the files of `RunLog` after the step
         """
         state = {
             "step": step,
@@ -207,43 +215,45 @@ class Saved:
         self.newest = step
 
     def restore(self) -> tuple[int, dict[str, Any], dict[str, int]]:
-        """Continue from the newest intact checkpoint: model, optimizer, reference, random states.
-        Returns what `save` was given, or where there is no checkpoint 0, the random states of now
-        and no sizes.
+        """Restore the newest intact checkpoint, and return (step, rng, sizes), see `save`.
+
+        Without a checkpoint this is (0, the present random state, {}).
         """
-        whole = {}  # on rank 0, which alone reads
+        checkpoint = {}  # remains empty on other ranks than rank 0, which reads the file
 
         def read() -> dict[str, Any]:
-            whole.update(load_newest(self.folder.checkpoints))
-            self.tell_changes(whole.get("config", {}))
-            small = {name: whole.get(name) for name in SMALL}
-            return small | {"refers": bool(whole.get("reference"))}
+            checkpoint.update(load_newest(self.folder.checkpoints))
+            self.warn_of_changes(checkpoint.get("config", {}))
+            sent = {name: checkpoint.get(name) for name in SENT_ENTRIES}
+            return sent | {"has_reference": bool(checkpoint.get("reference"))}
 
-        small = self.ranks.on_main(read)
+        sent = self.ranks.on_main(read)
         rng = random_state(self.ranks.device)
-        if small["step"] is None:
+        if sent["step"] is None:
             return 0, rng, {}
-        self.policy.load_state(whole.get("policy", ({}, {})), self.optimizer)
-        if self.reference is not None and small["refers"]:
-            self.reference.load_state(whole.get("reference", ({}, {})))
-        if self.entropy_coef is not None and small["entropy_coef"] is not None:
-            self.entropy_coef.load_state_dict(small["entropy_coef"])
-        if self.draft is not None and small["draft"] is not None:
-            self.draft.load_state(small["draft"])
-        if self.ranks.rank < len(small["rng"]):  # a rank that the run did not have keeps its own
-            rng = small["rng"][self.ranks.rank]
+        nothing: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+        self.policy.load_state(checkpoint.get("policy", nothing), self.optimizer)
+        if self.reference is not None and sent["has_reference"]:
+            self.reference.load_state(checkpoint.get("reference", nothing))
+        if self.entropy_coef is not None and sent["entropy_coef"] is not None:
+            self.entropy_coef.load_state_dict(sent["entropy_coef"])
+        if self.draft is not None and sent["draft"] is not None:
+            self.draft.load_state(sent["draft"])
+        if self.ranks.rank < len(sent["rng"]):  # the saved run may have had fewer ranks
+            rng = sent["rng"][self.ranks.rank]
             set_random_state(rng, self.ranks.device)
-        self.newest = small["step"]
-        return self.newest, rng, small["sizes"]
+        self.newest = sent["step"]
+        return self.newest, rng, sent["sizes"]
 
-    def tell_changes(self, before: dict[str, Any]) -> None:
-        """Say which options are others than those of the run that goes on, unless they change no
-        step.
+    def warn_of_changes(self, before: dict[str, Any]) -> None:
+        """Print which options differ from those of the checkpoint, if they change the steps.
+
+        before   the options of the checkpoint
         """
         free = set(FREE_TO_CHANGE)
         if self.config.lr_schedule != "constant":
             free -= {"steps"}
-        if os.path.isfile(self.config.dataset):  # which gives up rows for evaluation
+        if os.path.isfile(self.config.dataset):  # its last rows are held out for evaluation
             free -= {"eval_steps", "eval_prompts"}
         now = asdict(self.config)
         changed = [name for name in before if name not in free and before[name] != now.get(name)]
@@ -259,12 +269,12 @@ class Saved:
 
         A new checkpoint is complete before an old one is deleted.
         """
-        models = [each.model for each in (self.policy, self.reference) if each is not None]
-        model, *frozen = (
-            sum(p.nbytes for p in each.parameters()) for each in models
-        )  # of shards: the whole
-        more = max(self.config.keep_checkpoints + 1 - len(listed(self.folder.checkpoints)), 1)
-        needed = model + more * (3 * model + sum(frozen))  # AdamW has two moments
+        model = _num_bytes(self.policy.model)
+        reference = 0 if self.reference is None else _num_bytes(self.reference.model)
+        more = max(
+            self.config.keep_checkpoints + 1 - len(checkpoint_paths(self.folder.checkpoints)), 1
+        )
+        needed = model + more * (3 * model + reference)  # AdamW has two moments
         free = shutil.disk_usage(self.folder.path).free
         if free < needed:
             raise ValueError(
@@ -274,13 +284,13 @@ class Saved:
             )
 
     def save_draft(self) -> None:
-        """The parameters of the draft head, in out/draft.pt."""
+        """Write the parameters of the draft head to out/draft.pt, if there is one."""
         if self.draft is not None:
             parameters = self.draft.head.state_dict()
             self.ranks.on_main(lambda: torch.save(parameters, self.folder.path / "draft.pt"))
 
     def save_model(self, tokenizer: Any) -> None:
-        """The policy and its tokenizer, as transformers loads them."""
+        """Write the policy and its tokenizer to out/model, as transformers loads them."""
         state = self.policy.state()[0] if self.policy.sharded else None
 
         def write() -> None:
@@ -290,12 +300,16 @@ class Saved:
         self.ranks.on_main(write)
 
 
-# ---- random numbers that everybody in a process shares: a model may use them, and reward functions
-# do
+def _num_bytes(model: torch.nn.Module) -> int:
+    """Return the size of the parameters of a model, not divided by its shards."""
+    return sum(p.nbytes for p in model.parameters())
+
+
+# ---- the global random states, which reward functions and models use
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Of torch, Python and NumPy, as plain numbers and tensors, which a checkpoint can hold."""
+    """Return the global random states of torch, Python and NumPy, in types for a checkpoint."""
     kind, keys, *rest = require("numpy").random.get_state()
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return {
@@ -307,6 +321,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(states: dict[str, Any], device: torch.device) -> None:
+    """Restore the states that `random_state` returned."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     require("numpy").random.set_state(states["numpy"])
@@ -319,11 +334,13 @@ def set_random_state(states: dict[str, Any], device: torch.device) -> None:
 
 @contextlib.contextmanager
 def stop_after_step() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM, so that the step at hand ends whole; a second signal, `ECHO`
-    seconds later, acts at once.
+    """Collect SIGINT and SIGTERM in this context, so that the present step can end.
+
+    Yields the list of received signals. A signal more than `ECHO` seconds after the first one acts
+    at once. Outside the main thread signals are not collected.
     """
     received = list[int]()
-    first = math.inf  # when the first one came
+    first_time = math.inf
     before: dict[signal.Signals, Any] = {}
 
     def restore() -> None:
@@ -331,15 +348,15 @@ def stop_after_step() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
     def note(number: int, frame: Any) -> None:
-        nonlocal first
+        nonlocal first_time
         received.append(number)
         if len(received) == 1:
-            first = time.monotonic()  # another signal may arrive before this line
+            first_time = time.monotonic()  # another signal may arrive before this line
             print(
                 f"stopping after this step; interrupt again after {ECHO:.0f} s to stop now",
                 file=sys.stderr,
             )
-        elif time.monotonic() - first > ECHO:
+        elif time.monotonic() - first_time > ECHO:
             restore()
             signal.raise_signal(number)
 

@@ -1,18 +1,18 @@
-"""A reference trainer for GRPO, thin enough to read in one sitting.
+"""A small reference trainer for GRPO.
 
     python -m grpo_kernels train --model Qwen/Qwen3-0.6B --dataset openai/gsm8k --dataset-config
     main --rewards number
 
-Each step: take prompts, sample G completions of each, score them, turn rewards into
-group-normalised advantages, and make `num_updates` optimizer steps on the objective. Its
-simplifications: no tools or turns, no critic, and the model that samples is the model that trains.
-Where top-k, top-p or min-p cut tokens off, it trains over the sets that they left (`replay`).
+Each step samples G completions of some prompts, scores them, computes group-normalised advantages
+from the rewards, and makes `num_updates` optimizer steps on the objective. It has no tools, no
+turns and no critic, and the model that samples is the model that is trained. If top-k, top-p or
+min-p leave tokens out, it trains over the sets of tokens that they left (`replay`).
 
     torchrun --nproc-per-node 8 -m grpo_kernels train --parallel fsdp2 ...
 
-On several processes each takes some of the prompts, with all completions of each. The steps are
+With several processes, each takes some of the prompts and all completions of them. The steps are
 those of one process, up to rounding. Clip-Cov, KL-Cov and M2PO select among the completions of one
-process, and reward functions are called with them.
+process, and reward functions get the completions of one process.
 """
 
 from __future__ import annotations
@@ -46,13 +46,17 @@ __all__ = ["LossParts", "TrainConfig", "Trainer"]
 
 
 class Trainer:
-    """A run. `model`, `tokenizer`, `rows` (training rows, held-out rows), `rewards` and `teacher`
-    replace what the config names; a row is a dict with "prompt" and the columns that the reward
-    functions take. `trackers` get the metrics too.
+    """A training run.
 
-    Of several processes (see `training.policy`) each makes a Trainer with the same arguments, and
-    calls the same methods; rank 0 alone writes. What can be wrong with the output folder, the
-    device or the options is found here, before anything slow.
+    config      the options
+    model, tokenizer, rewards, teacher   replace what the config names
+    rows        (training rows, held-out rows), in place of the data set that the config names. A
+                row is a dict with "prompt" and the columns that the reward functions take.
+    trackers    get the metrics of each step, in addition to those that the config names
+
+    Each process of a run makes a Trainer with the same arguments and calls the same methods; rank 0
+    alone writes files. Raises ValueError for a wrong output folder, device or option, before
+    anything slow is done.
     """
 
     def __init__(
@@ -71,7 +75,8 @@ class Trainer:
         start = data.Start(model, tokenizer, rows, rewards, teacher)
         self.device = data.check(config, start)
         self.ranks = Ranks(self.device)
-        self.objective = config.objective  # which from now on knows of the ranks
+        # After `Ranks`, because some objectives use the process group.
+        self.objective = config.objective
         world = self.ranks.world
         remedy = (
             f"the {world} processes of this run take a prompt each at least, with all its"
@@ -88,12 +93,13 @@ class Trainer:
             raise
         self.log = RunLog(config, self.out, self.ranks, trackers)
         self.watch = Stopwatch()
-        self.step = 0  # steps done
-        self.stopped_by = 0  # the signal that stopped the run, if one did
-        self.mid_update = False
+        self.step = 0  # number of steps done
+        self.stopped_by = 0  # number of the signal that stopped the run, else 0
+        self.mid_update = False  # whether parameters may be between two steps
         self.rng = random_state(self.device)
 
     def start(self, given: data.Start) -> None:
+        """Make all parts of the run: models on the ranks, optimizer, losses, sampling, saving."""
         config = self.config
         ranks = self.ranks
         self.model = given.model
@@ -138,9 +144,10 @@ class Trainer:
     # ---- the run
 
     def train(self) -> bool:
-        """Run up to `config.steps`.
+        """Train up to `config.steps`.
 
-        True when done; False when stopped by SIGINT or SIGTERM, with everything saved.
+        Returns True if all steps are done, False if SIGINT or SIGTERM stopped the run after a
+        checkpoint.
         """
         self.ranks.on_main(self.folder.hold)
         self.stopped_by = 0
@@ -162,6 +169,10 @@ class Trainer:
         return self.step == self.config.steps
 
     def take_steps(self) -> None:
+        """Make the remaining steps, with evaluations and checkpoints.
+
+        If an exception occurs between two steps, a checkpoint is written before it is raised again.
+        """
         config = self.config
         with self.log.opened(self.step), stop_after_step() as signals:
             try:
@@ -177,27 +188,27 @@ class Trainer:
                 if self.step == config.steps and config.eval_steps:
                     self.log.write({"step": self.step, **self.rollouts.evaluate(self.eval_rows)})
             except BaseException as error:
-                # Between updates the parameters are those of the last whole step, and worth
-                # keeping; of several processes all have to come here to save.
-                together = self.ranks.world == 1 or error is self.ranks.shared_error
-                if self.step > self.saved.newest and not self.mid_update and together:
+                # All ranks must save together, so all of them must have raised.
+                all_raise = self.ranks.world == 1 or error is self.ranks.shared_error
+                if self.step > self.saved.newest and not self.mid_update and all_raise:
                     self.saved.save(self.step, self.rng, self.log.sizes)
                 raise
 
     def close(self) -> None:
-        """Leave the process group that the run made, if it did; all ranks together, after the last
-        call of the others.
+        """Destroy the process group if the run created it.
+
+        All ranks must call this, after all other calls.
         """
         self.ranks.close()
 
     # ---- a step, from rollouts to the optimizer
 
     def train_step(self) -> dict[str, float]:
-        """One batch: sample, score, update. Returns its metrics."""
+        """Sample one batch, score it, and update the policy. Return the metrics of the step."""
         config = self.config
         self.watch = Stopwatch()
         rows = prompts_of_step(self.train_rows, self.step, config.prompts_per_step, config.seed)
-        # A seed for each step, so that a resumed run samples the same.
+        # Each step has its own seed, so that a resumed run samples the same completions.
         generator = torch.Generator(self.device).manual_seed(config.seed * 1_000_003 + self.step)
         cuts = {name: getattr(config, name) for name in ("temperature", "top_p", "top_k", "min_p")}
         completions = self.rollouts.sample(rows, config.group_size, generator, **cuts)
@@ -216,9 +227,8 @@ class Trainer:
             and config.ref_refresh_steps
             and self.step % config.ref_refresh_steps == 0
         ):
-            self.reference.model.load_state_dict(
-                self.model.state_dict()
-            )  # in shards of the same cut
+            # Policy and reference are sharded in the same way.
+            self.reference.model.load_state_dict(self.model.state_dict())
         self.rng = random_state(self.device)
         return (
             scores.summary(config.group_size)
@@ -227,52 +237,48 @@ class Trainer:
         )
 
     def update(self, completions: Completions, advantages: Tensor) -> dict[str, float]:
-        """`num_updates` optimizer steps on one batch. The first is on-policy, and its log-probs are
-        the old ones of the others: they were computed before any step, by the same code; unless the
-        ratio is to the sampler (`config.ratio_to`). Of several ranks each brings its part of the
-        batch.
+        """Make `num_updates` optimizer steps on one batch, and return the metrics of the last one.
+
+        completions, advantages   those of this rank
+
+        The first step is on-policy: its ratios are 1. Its log-probs are the old log-probs of the
+        next steps, unless the ratio is to the sampler (`config.ratio_to`).
         """
         config = self.config
         whole = self.corrected(completions, advantages)
         parts, dropped = micro_batches(completions, whole, config, self.ranks)
         if config.ratio_to == "sampler":
-            parts = [(some, replace(batch, old_logps=some.logps)) for some, batch in parts]
+            parts = [(part, replace(batch, old_logps=part.logps)) for part, batch in parts]
         if self.reference is not None and self.objective.exact is None:
-            parts = [
-                (
-                    some,
-                    replace(
-                        batch, ref_logps=self.reference.without_gradients(self.losses.logps, some)
-                    ),
-                )
-                for some, batch in parts
-            ]
-        # One denominator for the whole batch, however it is cut and whatever is left out; over the
-        # world: gradients are averaged over the ranks where they should be added.
+            for i, (part, batch) in enumerate(parts):
+                ref_logps = self.reference.without_gradients(self.losses.logps, part)
+                parts[i] = (part, replace(batch, ref_logps=ref_logps))
+        # One denominator for the whole batch of all ranks, with the completions that were dropped.
+        # Gradients are averaged over the ranks instead of summed, so it is divided by their number.
         normalizer = global_normalizer(self.objective, whole) / self.ranks.world
         metrics = {}
         self.mid_update = True
         for k in range(config.num_updates):
             logps = list[Tensor]()
-            told = list[dict[str, Tensor]]()
+            part_metrics = list[dict[str, Tensor]]()
             if self.entropy_coef is not None:
                 self.objective = replace(self.objective, entropy_coef=self.entropy_coef.coef)
-            for i, part in enumerate(parts):
+            for i, (part, batch) in enumerate(parts):
                 with self.policy.reduction(i == len(parts) - 1), recomputing(self.model):
-                    out = self.policy(self.losses.loss, *part, self.objective, normalizer)
+                    out = self.policy(self.losses.loss, part, batch, self.objective, normalizer)
                     out.loss.backward()
                 logps.append(out.logps)
-                told.append({"loss": out.loss.detach() / self.ranks.world, **out.metrics})
+                part_metrics.append({"loss": out.loss.detach() / self.ranks.world, **out.metrics})
             if k == 0 and config.ratio_to == "policy":
                 parts = [
-                    (some, replace(batch, old_logps=own))
-                    for (some, batch), own in zip(parts, logps, strict=True)
+                    (part, replace(batch, old_logps=old_logps))
+                    for (part, batch), old_logps in zip(parts, logps, strict=True)
                 ]
-            moved = self.move(config.lr_at(self.step * config.num_updates + k))
-            metrics = (
-                update_metrics(told, self.objective, self.ranks, weighted=bool(config.corrections))
-                | moved
+            optimizer_metrics = self.move(config.lr_at(self.step * config.num_updates + k))
+            metrics = update_metrics(
+                part_metrics, self.objective, self.ranks, weighted=bool(config.corrections)
             )
+            metrics |= optimizer_metrics
             if self.entropy_coef is not None:
                 metrics["entropy_coef"] = self.entropy_coef.coef
                 self.entropy_coef.update(metrics["entropy"])
@@ -281,13 +287,17 @@ class Trainer:
         return metrics | {"dropped": dropped}
 
     def move(self, lr: float) -> dict[str, float]:
-        """The optimizer step."""
+        """Make an optimizer step with clipped gradients, and return its metrics.
+
+        The step is skipped if the gradient is not finite: one bad batch must not end in NaN
+        parameters.
+        """
         norm = self.policy.clip_gradients(self.config.max_grad_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         finite = math.isfinite(norm)
         self.watch.lap("gradient")
-        if finite:  # else the step is left out: one bad batch must not end in NaN parameters
+        if finite:
             self.optimizer.step()
         self.optimizer.zero_grad()
         return {"grad_norm": norm.item(), "lr": lr, "skipped": float(not finite)}
@@ -295,33 +305,36 @@ class Trainer:
     # ---- what a step needs
 
     def advantages(self, rows: list[Row], completions: Completions, scores: Scores) -> Tensor:
-        """Advantages of this rank's completions on the CPU, [B] or [B, T], estimated from the
-        scores of all ranks.
+        """Return the advantages of this rank's completions on the CPU, [B] or of tokens [B, T].
+
+        rows, scores   of all ranks. Whitening and groups use the scores of all ranks.
+        completions    of this rank
         """
         config = self.config
-        known = dict[str, Tensor]()
+        evidence = dict[str, Tensor]()
         estimate = config.estimator(config.advantages)
         if "greedy_rewards" in estimate.func.needs:
-            known["greedy_rewards"] = self.rollouts.greedy_rewards(rows)
+            evidence["greedy_rewards"] = self.rollouts.greedy_rewards(rows)
         for name, function in (
             ("old_logps", self.losses.logps),
             ("sum_squares", self.losses.sum_squares),
         ):
             if name in estimate.func.needs:
-                part = self.of_policy(function, completions).cpu()
+                part = self.per_token_values(function, completions).cpu()
                 padded = torch.nn.functional.pad(part, (0, max(scores.lengths) - part.shape[1]))
-                known[name] = torch.cat(self.ranks.gather(padded))
-        of_all = scores.advantages(
-            estimate, config.estimator("process"), group_size=config.group_size, **known
+                evidence[name] = torch.cat(self.ranks.gather(padded))
+        all_advantages = scores.advantages(
+            estimate, config.estimator("process"), group_size=config.group_size, **evidence
         )
         own = self.ranks.share(config.prompts_per_step)
-        part = of_all[own.start * config.group_size : own.stop * config.group_size]
+        part = all_advantages[own.start * config.group_size : own.stop * config.group_size]
         return part if part.dim() == 1 else part[:, : completions.targets.shape[1]]
 
     def corrected(self, completions: Completions, advantages: Tensor) -> TokenBatch:
-        """Completions and their advantages, with the weights and masks that the config names for
-        what the sampler did otherwise than the policy that is trained. Without old log-probs, which
-        the update knows.
+        """Return the batch of these completions, with the corrections that the config names.
+
+        Corrections are weights and masks for the mismatch between sampler and policy. The batch has
+        no old log-probs; `update` adds them.
         """
         batch = TokenBatch(
             completions.targets,
@@ -333,15 +346,15 @@ class Trainer:
             return batch
         batch = replace(
             batch,
-            old_logps=self.of_policy(self.losses.logps, completions),
+            old_logps=self.per_token_values(self.losses.logps, completions),
             sampler_logps=completions.logps,
         )
         group = torch.distributed.group.WORLD if self.ranks.world > 1 else None
         batch = self.config.corrected(batch, finished=completions.finished, process_group=group)
         return replace(batch, old_logps=None, sampler_logps=None)
 
-    def of_policy(self, function: Any, completions: Completions) -> Tensor:
-        """Numbers per token [B, T] under the current policy, 0 at padding."""
+    def per_token_values(self, function: Any, completions: Completions) -> Tensor:
+        """Call a method of `Losses` for each micro-batch. Return the results, [B, T]."""
         every = torch.arange(len(completions.ids), device=self.device)
         parts = [
             completions[rows if len(rows) else every[:1]]
@@ -353,9 +366,10 @@ class Trainer:
 
 
 def main(argv: list[str]) -> int:
-    """`python -m grpo_kernels train`. Exit status 0: done; 128 + the signal's number (130, 143):
-    stopped by it after a step, with a checkpoint to resume from; 2: something in the arguments is
-    wrong.
+    """Run `python -m grpo_kernels train`, and return its exit status.
+
+    0: done. 128 + the number of a signal (130, 143): stopped by it after a step, with a checkpoint
+    to resume from. 2: an argument is wrong.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
@@ -364,11 +378,8 @@ def main(argv: list[str]) -> int:
             (config.seed * 1_000_003 + int(os.environ.get("RANK", "0"))) % 2**32
         )
         trainer = Trainer(config)
-    except (
-        ValueError,
-        ImportError,
-        OSError,
-    ) as error:  # OSError: a name or path that transformers cannot load
+    except (ValueError, ImportError, OSError) as error:
+        # transformers raises OSError for a name or path that it cannot load.
         print(f"error: {error}", file=sys.stderr)
         return 2
     done = trainer.train()
