@@ -11,17 +11,13 @@ in no matmul with the whole weight. A token without candidates uses the whole vo
     statistics = candidate_logprobs(source, targets, candidates, names=("entropy",))
     loss = objective_loss(statistics["logps"], batch, objective, entropy=statistics["entropy"]).loss
 
-The softmax over a set runs in float64, relative to its likeliest candidate:
-
-    d(id) = z(id) - z(likeliest)
-    log p(id) = d(id) - log1p(sum of exp(d) over the other candidates)
-
-so that a log-prob near 0 and its gradient, 1 - p, keep their digits.
+`softmax_over_candidates` computes it in float64, relative to the largest logit of the set.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +33,13 @@ from .token_sets import TokenSets, check_sets, narrow_mask, rows_without_set
 
 #: Statistics of a token over its candidate set, in addition to its log-prob.
 STATISTICS = ("entropy", "sum_squares", "top_prob", "top_id", "log_kept_mass")
+
+#: `RowSource.logits_at` computes no dot product for this id. As "top_id" it marks a token without
+#: a likeliest candidate.
+NO_ID = -1
+
+#: Token ids, and the size of a vocabulary, are below 2^ID_BITS.
+ID_BITS = 31
 
 
 def candidate_logprobs(
@@ -102,12 +105,20 @@ def candidate_logprobs_with_extra_ids(
     names: tuple[str, ...] = (),
     detached: tuple[str, ...] = (),
 ) -> ExtraLogprobs:
-    """Return `candidate_logprobs`, and the log-probs of further ids over the same sets.
+    """Return the log-probs of targets and of extra ids over candidate sets, and statistics.
 
-    extra   the further ids of each token. An id outside of its candidate set has the log-prob -inf
-            without gradient. Log-probs of tokens that are not processed are 0.
+        log p(id) = z(id) - log(sum of exp(z) over the token's candidates)
 
-    The other arguments are as in `candidate_logprobs`.
+    targets      int64 [num_tokens]
+    candidates   the candidates of each token. An empty set stands for the whole vocabulary.
+    extra        further ids of each token, whose log-probs are wanted too. An id that is not a
+                 candidate has the log-prob -inf without gradient. Masked tokens give 0.
+    mask         bool [num_tokens]: tokens to process. None processes all tokens.
+    rows         int64 [num_tokens]: the row that predicts each token. None: row i predicts token i.
+    names        some of STATISTICS
+    detached     the statistics that need no gradient
+
+    `candidate_logprobs` describes the statistics, `missing` and the errors.
     """
     check_sets("extra", extra, targets, source.vocab_size)
     is_known = all(name in STATISTICS for name in names)
@@ -153,26 +164,38 @@ def candidate_divergence(
 ) -> Tensor:
     """Return the divergence of each token from a reference, both renormalised over its candidates.
 
-    reference   rows of the reference, one for each row of `source`. They get no gradient.
-    exact       which divergence. Its `tail` has no meaning here.
-    targets     int64 [num_tokens]. None: the candidates alone decide, no target joins them.
+    With p and q the softmax of policy and reference over the candidates of a token, this is for
+    example KL(p || q) = sum of p (log p - log q) over the candidates.
 
-    The other arguments are as in `candidate_logprobs`. The result is fp32 [num_tokens]. It is 0
-    for tokens that are masked or use the whole vocabulary: those without candidates and, with
-    missing="full", those whose target is missing. Raises the errors of `candidate_logprobs`.
+    reference    rows of the reference, one for each row of `source`. They get no gradient.
+    candidates   the candidates of each token
+    exact        which divergence. Its `tail`, which says how ids outside of a set count, is
+                 ignored: p and q are 0 there.
+    targets      int64 [num_tokens], of which `missing` decides whether they join their sets. None:
+                 no id joins a set.
+    mask         bool [num_tokens]: tokens to process. None processes all tokens.
+    rows         int64 [num_tokens]: the row that predicts each token. None: row i predicts token i.
+    missing      what to do if a target is not in its set, see `candidate_logprobs`
+
+    The result is fp32 [num_tokens]. It is 0 for masked tokens, and for tokens that use the whole
+    vocabulary, whose divergence the caller computes from whole rows: tokens with an empty set and,
+    with missing="full", tokens whose target is not in their set. Raises the errors of
+    `candidate_logprobs`.
     """
     if targets is None:
-        targets = first_ids(candidates)
+        targets = first_ids(candidates)  # such a target is in its set already
     plan = plan_candidates(source, targets, candidates, mask=mask, rows=rows, missing=missing)
-    policy = softmax_over_candidates(source, plan)
+    policy_softmax = softmax_over_candidates(source, plan)
     with torch.no_grad():
         reference_softmax = softmax_over_candidates(reference, plan)
-    # Both sides add up to 1 over the set, so the terms q - p of "generalised" add up to 0.
-    over_set = Exact(exact.direction, exact.mixture, tail="generalised")
+    # "generalised" adds the terms of the candidates only. It is exact here, because p and q each
+    # add up to 1 over the candidates.
+    over_candidates = Exact(exact.direction, exact.mixture, tail="generalised")
     divergence = divergence_of_logprobs(
-        over_set, policy.logps, reference_softmax.logps, plan.segments
+        over_candidates, policy_softmax.logps, reference_softmax.logps, plan.segments
     )
-    return finish(divergence, plan, policy.is_nan | reference_softmax.is_nan)
+    is_nan = policy_softmax.is_nan | reference_softmax.is_nan
+    return mask_token_values(divergence, plan, is_nan)
 
 
 # ---- which tokens use their candidates, and which candidates they have
@@ -180,21 +203,21 @@ def candidate_divergence(
 
 @dataclass(frozen=True, eq=False)
 class CandidatePlan:
-    """The candidates of all tokens, and which tokens use them.
+    """The candidates of all tokens in one list of entries, and which tokens use them.
 
-    Each token has one slot for each id of its set, and a last slot for its target, which is used
-    only if the set lacks the target. So the number of slots is known without reading the targets,
-    for which the host would wait for a GPU.
+    `CandidateEntries` describes the list: the ids of each token's set, then the token's target. The
+    entry of the target is used only if the set lacks the target.
 
     has_candidates       bool [num_tokens]: tokens to process with their candidates
     uses_vocabulary      bool [num_tokens]: tokens to process with the whole vocabulary
     may_use_vocabulary   False if the host knows that no token uses the vocabulary
-    segments             the slots of each token, sorted by token
-    row_ids              int64 [num_slots]: the row that predicts the token
-    token_ids            int64 [num_slots], vocab_size for a target outside of the vocabulary
-    is_used              bool [num_slots]
-    is_target            bool [num_slots]: used slots with the target of the token
-    needs_logit          bool [num_slots]: used slots of tokens with several candidates. The
+    segments             the entries of each token, sorted by token
+    row_ids              int64 [num_entries]: the row that predicts the token
+    token_ids            int64 [num_entries], vocab_size for a target outside of the vocabulary
+    is_outside           bool [num_entries]: targets outside of the vocabulary
+    is_used              bool [num_entries]: entries that are candidates of a processed token
+    is_target            bool [num_entries]: used entries with the target of their token
+    needs_logit          bool [num_entries]: used entries of tokens with several candidates. The
                          log-prob of a single candidate is 0 for any logit.
     """
 
@@ -204,6 +227,7 @@ class CandidatePlan:
     segments: Segments
     row_ids: Tensor
     token_ids: Tensor
+    is_outside: Tensor
     is_used: Tensor
     is_target: Tensor
     needs_logit: Tensor
@@ -218,7 +242,17 @@ def plan_candidates(
     rows: Tensor | None,
     missing: str,
 ) -> CandidatePlan:
-    """Decide which tokens use their candidates, and list the candidates of these tokens."""
+    """Decide which tokens use their candidates, and list the candidates of these tokens.
+
+    source       gives the sizes of rows and vocabulary. No logit is computed.
+    targets      int64 [num_tokens]
+    candidates   the candidates of each token. An empty set stands for the whole vocabulary.
+    mask         bool [num_tokens]: tokens to process. None processes all tokens.
+    rows         int64 [num_tokens]: the row that predicts each token. None: row i predicts token i.
+    missing      what to do if a target is not in its set, see `candidate_logprobs`
+
+    Raises the errors of `candidate_logprobs`.
+    """
     check_missing(missing)
     check_sets("candidates", candidates, targets, source.vocab_size)
     mask = narrow_mask(candidates, targets, mask, missing)
@@ -232,39 +266,74 @@ def plan_candidates(
     lacks_candidates = rows_without_set(candidates, targets, missing)
     has_candidates = is_processed & ~lacks_candidates
     uses_vocabulary = is_processed & lacks_candidates
+    # The host knows which sets are empty, but targets and mask may be on a GPU. It reads them on
+    # a CPU only.
     may_use_vocabulary = candidates.empty_rows > 0 or missing == "full"
     if may_use_vocabulary and targets.device.type == "cpu":
         may_use_vocabulary = bool(uses_vocabulary.any())
 
-    num_tokens = len(targets)
     is_outside = (targets < 0) | (targets >= source.vocab_size)
     target_ids = torch.where(is_outside, source.vocab_size, targets)
-    num_slots = len(candidates.ids) + num_tokens
-    offsets = candidates.offsets + torch.arange(num_tokens + 1, device=targets.device)
-    segments = Segments.from_offsets(offsets, num_slots)
-    token_of_slot = segments.segment_ids
-    slot_ids = torch.arange(num_slots, device=targets.device)
-    is_last = slot_ids == offsets[1:][token_of_slot] - 1
-    ids_of_sets = F.pad(candidates.ids.long(), (0, 1))  # the last slot of the last token reads it
-    token_ids = ids_of_sets[slot_ids - token_of_slot]
-    token_ids = torch.where(is_last, target_ids[token_of_slot], token_ids)
+    entries = list_entries(candidates, target_ids)
+    segments = entries.segments
+    token_of_entry = segments.segment_ids
 
-    is_target = token_ids == target_ids[token_of_slot]
-    holds_target = segments.max((is_target & ~is_last).float()) > 0
-    lacks_target = has_candidates & ~holds_target
-    num_candidates = candidates.counts + lacks_target
-    is_used = has_candidates[token_of_slot] & (~is_last | lacks_target[token_of_slot])
+    is_target = entries.token_ids == target_ids[token_of_entry]
+    set_has_target = segments.max((is_target & ~entries.is_last).float()) > 0
+    target_joins = has_candidates & ~set_has_target
+    num_candidates = candidates.counts + target_joins
+    is_candidate = ~entries.is_last | target_joins[token_of_entry]
+    is_used = has_candidates[token_of_entry] & is_candidate
     return CandidatePlan(
         has_candidates=has_candidates,
         uses_vocabulary=uses_vocabulary,
         may_use_vocabulary=may_use_vocabulary,
         segments=segments,
-        row_ids=row_of_token[token_of_slot],
-        token_ids=token_ids,
+        row_ids=row_of_token[token_of_entry],
+        token_ids=entries.token_ids,
+        is_outside=is_outside[token_of_entry] & entries.is_last,
         is_used=is_used,
         is_target=is_used & is_target,
-        needs_logit=is_used & (num_candidates > 1)[token_of_slot],
+        needs_logit=is_used & (num_candidates > 1)[token_of_entry],
     )
+
+
+class CandidateEntries(NamedTuple):
+    """The ids of each token's set, followed by the token's target, for one token after another.
+
+    The target has an entry even if the set contains it too. So the host knows the number of
+    entries, num_ids + num_tokens, without waiting for a GPU to compare targets and sets.
+
+    segments    the entries of each token, sorted by token
+    token_ids   int64 [num_entries]
+    is_last     bool [num_entries]: the last entry of each token, which is its target
+    """
+
+    segments: Segments
+    token_ids: Tensor
+    is_last: Tensor
+
+
+def list_entries(sets: TokenSets, target_ids: Tensor) -> CandidateEntries:
+    """Return a list of the ids of each set and the target of its token.
+
+    For the sets [5, 9] and [3] with the targets 9 and 4 the ids are 5, 9, 9, 3, 4.
+
+    target_ids   int64 [num_tokens]
+    """
+    num_tokens = len(target_ids)
+    num_entries = len(sets.ids) + num_tokens
+    # Each token before token i adds one entry to the ids before its set.
+    offsets = sets.offsets + torch.arange(num_tokens + 1, device=target_ids.device)
+    segments = Segments.from_offsets(offsets, num_entries)
+    token_of_entry = segments.segment_ids
+    positions = torch.arange(num_entries, device=target_ids.device)
+    is_last = positions == offsets[1:][token_of_entry] - 1
+    # The last entry of the last token would read beyond the ids: append one, which is not used.
+    padded_ids = F.pad(sets.ids.long(), (0, 1))
+    set_ids = padded_ids[positions - token_of_entry]
+    token_ids = torch.where(is_last, target_ids[token_of_entry], set_ids)
+    return CandidateEntries(segments=segments, token_ids=token_ids, is_last=is_last)
 
 
 # ---- the softmax over candidates
@@ -274,11 +343,14 @@ def plan_candidates(
 class CandidateSoftmax:
     """The softmax of each token over its candidates, float64.
 
-    logps           [num_slots]: log-probs of the candidates, -inf in unused slots
+    logps           [num_entries], in the order of the entries of a `CandidatePlan`: log-probs of
+                    the candidates, -inf for unused entries
     largest_logps   [num_tokens]: log-prob of the likeliest candidate
-    largest_ids     int64 [num_tokens]: its id, the lowest if several are equal, -1 if there is none
+    largest_ids     int64 [num_tokens]: the id of the likeliest candidate, the lowest if several are
+                    equal, NO_ID if there is none
     is_nan          bool [num_tokens]: tokens without a finite softmax. Their log-probs are those of
-                    logits of 0, so that no NaN arises in a backward. `finish` marks their results.
+                    equal logits, so that no NaN arises in a backward. `mask_token_values` makes
+                    their results NaN.
     """
 
     logps: Tensor
@@ -288,35 +360,57 @@ class CandidateSoftmax:
 
 
 def softmax_over_candidates(source: RowSource, plan: CandidatePlan) -> CandidateSoftmax:
-    """Compute the softmax of each token over its candidates. See the top of this file."""
-    segments = plan.segments
-    token_of_slot = segments.segment_ids
-    is_outside = plan.token_ids == source.vocab_size
-    is_computed = plan.needs_logit & ~is_outside
-    logits = source.logits_at(plan.row_ids, torch.where(is_computed, plan.token_ids, -1))
-    logits = torch.where(is_computed, logits, 0.0)
-    logits = torch.where(plan.needs_logit & is_outside, torch.nan, logits)
+    """Return the log-softmax of each token's logits z over its candidates, in float64.
 
+    With d(id) = z(id) - z(largest), where `largest` is the candidate with the largest logit:
+
+        log p(id) = d(id) - log1p(sum of exp(d) over the candidates other than `largest`)
+
+    so that a log-prob near 0 and its gradient, 1 - p, keep their digits. A token is marked in
+    `is_nan` if one of its logits is NaN or +inf, if all are -inf, or if its target joins the
+    candidates and is outside of the vocabulary.
+    """
+    segments = plan.segments
+    token_of_entry = segments.segment_ids
     is_used = plan.is_used
+    logits = logits_of_candidates(source, plan)
+
+    # Without a finite largest logit there is no softmax. Logits of 0 replace those of the token.
     maxima = segments.max(torch.where(is_used, logits.detach(), -torch.inf))
     is_nan = plan.has_candidates & ~maxima.isfinite()
-    logits = replace_values(logits, is_nan[token_of_slot], torch.zeros_like(logits))
+    logits = replace_values(logits, is_nan[token_of_entry], torch.zeros_like(logits))
 
-    largest = find_largest(logits, is_used, segments)
-    slot_ids = torch.arange(segments.num_values, device=logits.device)
-    is_largest = slot_ids == largest[token_of_slot]
-    differences = subtract_largest(logits, is_used, segments, largest, equals_largest=is_largest)
+    largest_positions = find_largest(logits, is_used, segments)
+    positions = torch.arange(segments.num_values, device=logits.device)
+    is_largest = positions == largest_positions[token_of_entry]
+    differences = subtract_largest(
+        logits, is_used, segments, largest_positions, equals_largest=is_largest
+    )
     other_exps = torch.where(is_used & ~is_largest, differences.exp(), 0.0)
     log_sums = torch.log1p(segments.sum(other_exps))
 
-    no_id = torch.iinfo(torch.int64).max
-    largest_ids = segments.lowest(plan.token_ids, differences == 0.0, otherwise=no_id)
+    # If several candidates are equally likely, `largest_ids` has the lowest of their ids.
+    is_likeliest = differences == 0.0
+    no_candidate = torch.iinfo(torch.int64).max
+    lowest_ids = segments.lowest(plan.token_ids, is_likeliest, otherwise=no_candidate)
+    has_no_id = is_nan | (lowest_ids == no_candidate)
     return CandidateSoftmax(
         logps=differences - segments.spread(log_sums),
         largest_logps=-log_sums,
-        largest_ids=torch.where(is_nan | (largest_ids == no_id), -1, largest_ids),
+        largest_ids=torch.where(has_no_id, NO_ID, lowest_ids),
         is_nan=is_nan,
     )
+
+
+def logits_of_candidates(source: RowSource, plan: CandidatePlan) -> Tensor:
+    """Return the logit of each entry of the plan, fp32 [num_entries], differentiable.
+
+    It is 0 for entries whose logit is not needed, and NaN for targets outside of the vocabulary.
+    """
+    is_computed = plan.needs_logit & ~plan.is_outside
+    logits = source.logits_at(plan.row_ids, torch.where(is_computed, plan.token_ids, NO_ID))
+    logits = torch.where(is_computed, logits, 0.0)
+    return torch.where(plan.needs_logit & plan.is_outside, torch.nan, logits)
 
 
 def statistics_over_candidates(
@@ -324,22 +418,32 @@ def statistics_over_candidates(
     plan: CandidatePlan,
     names: tuple[str, ...],
 ) -> dict[str, Tensor]:
-    """Return "logps" and the named statistics but for "log_kept_mass", [num_tokens] each."""
+    """Return statistics of the softmax p of each token over its candidates, [num_tokens] by name.
+
+        "logps"         log p(target)
+        "entropy"       -sum of p log p, where 0 log 0 is 0
+        "sum_squares"   sum of p^2
+        "top_prob"      largest p
+        "top_id"        id of the largest p, int64
+
+    "logps" is always computed, the others if they are among `names`. "log_kept_mass" is computed by
+    `log_kept_mass`.
+    """
     segments = plan.segments
     probs = softmax.logps.exp()
     finite_logps = torch.where(softmax.logps == -torch.inf, 0.0, softmax.logps)
     target_logps = segments.sum(torch.where(plan.is_target, softmax.logps, 0.0))
 
-    statistics = {"logps": finish(target_logps, plan, softmax.is_nan)}
+    statistics = {"logps": mask_token_values(target_logps, plan, softmax.is_nan)}
     if "entropy" in names:
         entropy = segments.sum(probs * -finite_logps)
-        statistics["entropy"] = finish(entropy, plan, softmax.is_nan)
+        statistics["entropy"] = mask_token_values(entropy, plan, softmax.is_nan)
     if "sum_squares" in names:
         sum_squares = segments.sum(probs.square())
-        statistics["sum_squares"] = finish(sum_squares, plan, softmax.is_nan)
+        statistics["sum_squares"] = mask_token_values(sum_squares, plan, softmax.is_nan)
     if "top_prob" in names:
         top_prob = softmax.largest_logps.detach().exp()
-        statistics["top_prob"] = finish(top_prob, plan, softmax.is_nan)
+        statistics["top_prob"] = mask_token_values(top_prob, plan, softmax.is_nan)
     if "top_id" in names:
         statistics["top_id"] = softmax.largest_ids
     return statistics
@@ -350,20 +454,26 @@ def extra_logps_over_candidates(
     plan: CandidatePlan,
     extra: TokenSets,
 ) -> Tensor:
-    """Return the log-probs of further ids, float64 [num_extra_ids], -inf for no candidates."""
+    """Return the log-prob of each extra id over the candidates of its token.
+
+    extra   the extra ids of each token, [num_extra_ids] in all
+
+    The result is float64 [num_extra_ids]. It is -inf for an id that is not a candidate, NaN for a
+    token without a finite softmax, and 0 for a token that does not use candidates.
+    """
     if len(extra.ids) == 0:
         return torch.zeros(0, dtype=torch.float64, device=extra.ids.device)
 
+    # Search each (token, id) among the entries. A key joins both numbers into one, which sorts.
     token_of_extra = extra.row_of
-    # One number for each (token, id). Ids are at most vocab_size, which is below 2^31.
-    slot_keys = (plan.segments.segment_ids << 31) + plan.token_ids
-    slot_keys = torch.where(plan.is_used, slot_keys, -1)
-    extra_keys = (token_of_extra << 31) + extra.ids
-    sorted_keys, slot_of_key = slot_keys.sort()
-    place = torch.searchsorted(sorted_keys, extra_keys).clamp(max=len(slot_keys) - 1)
-    is_candidate = sorted_keys[place] == extra_keys
+    entry_keys = (plan.segments.segment_ids << ID_BITS) + plan.token_ids
+    entry_keys = torch.where(plan.is_used, entry_keys, -1)  # equal to no key of an extra id
+    extra_keys = (token_of_extra << ID_BITS) + extra.ids
+    sorted_keys, entry_of_key = entry_keys.sort()
+    places = torch.searchsorted(sorted_keys, extra_keys).clamp(max=len(entry_keys) - 1)
+    is_candidate = sorted_keys[places] == extra_keys
 
-    logps = torch.where(is_candidate, softmax.logps[slot_of_key[place]], -torch.inf)
+    logps = torch.where(is_candidate, softmax.logps[entry_of_key[places]], -torch.inf)
     is_nan = softmax.is_nan[token_of_extra]
     logps = replace_values(logps, is_nan, torch.full_like(logps, torch.nan))
     return torch.where(plan.has_candidates[token_of_extra], logps, 0.0)
@@ -376,11 +486,18 @@ def log_kept_mass(
     *,
     rows: Tensor | None,
 ) -> Tensor:
-    """Return the log of the probability that the whole row gives to the candidates of each token.
+    """Return the log of the probability that the whole row gives to a token's candidates.
 
-    It is log p(likeliest candidate) over the vocabulary, minus the same over the candidates. Where
-    the set has nearly all of the probability, both are near 0 for a confident row, so that the
-    result keeps its digits.
+    With `largest` the likeliest candidate, the two log-probs of this id give
+
+        log_kept_mass = log p(largest) over the vocabulary - log p(largest) over the candidates
+
+    For a confident row both are near 0, so that the result keeps its digits if the candidates have
+    nearly all of the probability.
+
+    rows   int64 [num_tokens]: the row that predicts each token. None: row i predicts token i.
+
+    The result is fp32 [num_tokens], 0 for tokens that do not use candidates.
     """
     targets = softmax.largest_ids.clamp(min=0)
     no_extra_ids = TokenSets.whole(len(targets), device=targets.device)
@@ -393,11 +510,16 @@ def log_kept_mass(
         names=(),
     )
     log_mass = over_vocabulary.statistics["logps"].double() - softmax.largest_logps
-    return finish(log_mass, plan, softmax.is_nan)
+    return mask_token_values(log_mass, plan, softmax.is_nan)
 
 
-def finish(values: Tensor, plan: CandidatePlan, is_nan: Tensor) -> Tensor:
-    """Return values [num_tokens] as fp32: NaN where is_nan, 0 for tokens without candidates."""
+def mask_token_values(values: Tensor, plan: CandidatePlan, is_nan: Tensor) -> Tensor:
+    """Return values as fp32, but 0 for tokens that do not use candidates, and NaN where is_nan.
+
+    values   float64 or fp32 [num_tokens], finite where is_nan. A token that is_nan gets the
+             gradient NaN if the loss depends on it, otherwise 0.
+    is_nan   bool [num_tokens]: tokens without a finite softmax
+    """
     values = replace_values(values, is_nan, torch.full_like(values, torch.nan))
     return torch.where(plan.has_candidates, values, 0.0).float()
 
@@ -415,7 +537,17 @@ def logprobs_over_vocabulary(
     names: tuple[str, ...],
     detached: tuple[str, ...] = (),
 ) -> ExtraLogprobs:
-    """Compute `logprobs_with_extra_ids`, directly if each row has nothing but its target."""
+    """Return the log-probs of targets and extra ids over the whole vocabulary, and statistics.
+
+    targets    int64 [num_tokens]
+    extra      further ids of each token, whose log-probs are wanted too
+    mask       bool [num_tokens]: tokens to process. The others give 0.
+    rows       int64 [num_tokens]: the row that predicts each token. None: row i predicts token i.
+    names      statistics of the row, see `RowSource.statistics`
+    detached   the statistics that need no gradient
+
+    If each row has one target and no extra id, the softmax kernel gives its log-prob directly.
+    """
     if rows is None and len(extra.ids) == 0:
         statistics = dict(source.statistics(targets, mask, names, detached=detached))
         no_logps = torch.zeros(0, dtype=torch.float64, device=targets.device)
@@ -431,16 +563,19 @@ def merge_logprobs(
     plan: CandidatePlan,
     extra: TokenSets,
 ) -> ExtraLogprobs:
-    """Take the numbers of each token from the softmax that it uses.
+    """Return the results over the vocabulary for tokens that use it, else those over candidates.
 
-    A statistic that the vocabulary lacks is 0 for tokens that use the vocabulary.
+    A statistic that `over_vocabulary` lacks, such as "log_kept_mass", is that of `over_candidates`,
+    which is 0 for tokens that use the vocabulary.
+
+    extra   the extra ids of each token, whose log-probs are in both results
     """
     statistics = dict(over_candidates.statistics)
     for name, values in over_vocabulary.statistics.items():
         statistics[name] = torch.where(plan.uses_vocabulary, values, statistics[name])
-    uses_vocabulary = plan.uses_vocabulary[extra.row_of]
+    token_uses_vocabulary = plan.uses_vocabulary[extra.row_of]
     extra_logps = torch.where(
-        uses_vocabulary,
+        token_uses_vocabulary,
         over_vocabulary.extra_logps,
         over_candidates.extra_logps,
     )
