@@ -1,12 +1,11 @@
-"""Arithmetic in characters, for a policy small enough for a CPU: the problems, the tokenizer, the
+"""An arithmetic task for a policy that is small enough for a CPU: the problems, the tokenizer, the
 model and its warm-up.
 
-A Qwen3 reads and writes character by character. It first learns from a careless teacher, who gets
-plain problems right, but in stories counts one too many most of the time; it can do the sums then,
-and makes the teacher's mistakes. What follows, GRPO on its own answers with reward 1 for the exact
-number and 0 for anything else, has something to put right. A sum or difference of the evaluation,
-say 12+3, occurs nowhere in training, neither as 3+12 nor in a story, so what is measured is not
-memory.
+A small Qwen3 reads and writes single characters. In the warm-up it learns from a teacher that is
+right in plain problems, but adds one to most answers of stories. It then knows sums, and makes the
+same mistakes. GRPO, with reward 1 for the right number and else 0, can correct them. A sum of the
+evaluation, such as 12+3, is nowhere in training, also not as 3+12 or in a story, so that memorised
+answers do not count.
 
 `make demo` (examples/demo.py) trains it.
 """
@@ -24,19 +23,25 @@ from grpo_kernels.training.rollouts import left_pad, sample
 
 NAMES = ("al", "bo", "cy", "di", "jo", "mo")
 CHARS = "0123456789+-=?. " + "".join(sorted(set("".join((*NAMES, "had", "got", "lost")))))
-LARGEST = 29  # of the numbers in a problem; with fewer sums it learns them by heart
-CARELESS = 0.6  # share of the teacher's stories that hold the slip
+LARGEST = 29  # largest number in a problem; with fewer sums the policy memorises them
+CARELESS = 0.6  # share of the teacher's answers to stories that are wrong
 
 Problem = dict[str, str]
 
 
 def problem(rng: random.Random) -> Problem:
-    """A sum or difference, plain or as a story; never negative. "slip" is what the teacher of the
-    warm-up may write instead: plain problems it always gets right, in stories it counts one too
-    many. "sum" is the same for all problems with the same terms.
+    """Return a sum or difference that is not negative, plain or as a story.
+
+    prompt   the problem
+    answer   the right answer
+    slip     the answer of the careless teacher: one more in stories, right in plain problems
+    sum      the terms in a fixed order, equal for all problems with the same terms
     """
-    first, second, sign = rng.randint(0, LARGEST), rng.randint(0, LARGEST), rng.choice((1, -1))
-    answer, story = first + sign * second, rng.random() < 0.7
+    first = rng.randint(0, LARGEST)
+    second = rng.randint(0, LARGEST)
+    sign = rng.choice((1, -1))
+    answer = first + sign * second
+    story = rng.random() < 0.7
     if answer < 0:
         return problem(rng)
     if story:
@@ -48,21 +53,21 @@ def problem(rng: random.Random) -> Problem:
 
 
 def problems(count: int, seed: int) -> tuple[list[Problem], list[Problem]]:
-    """(training problems, held-out problems) that have no sum in common.
+    """Return (training problems, held-out problems), which have no sum in common.
 
-    Within each, problems may come again.
+    Each list may contain a problem several times.
     """
     rng = random.Random(seed)
     rows = [problem(rng) for _ in range(count)]
     sums = sorted({row["sum"] for row in rows})
     held_out = set(rng.sample(sums, len(sums) * 15 // 100))
-    return [row for row in rows if row["sum"] not in held_out], [
-        row for row in rows if row["sum"] in held_out
-    ]
+    training_rows = [row for row in rows if row["sum"] not in held_out]
+    held_out_rows = [row for row in rows if row["sum"] in held_out]
+    return training_rows, held_out_rows
 
 
 def tokenizer() -> Any:
-    """One token per character; "." ends an answer."""
+    """Return a tokenizer with one token for each character. "." ends an answer."""
     tokenizers, transformers = require("tokenizers"), require("transformers")
     chars = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({char: i for i, char in enumerate(CHARS)}, unk_token="?")
@@ -75,6 +80,7 @@ def tokenizer() -> Any:
 
 
 def policy(width: int = 256, layers: int = 3) -> Any:
+    """Return a Qwen3 with random weights and the vocabulary of `tokenizer`."""
     transformers = require("transformers")
     config = transformers.Qwen3Config(
         vocab_size=len(CHARS), hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
@@ -85,10 +91,12 @@ def policy(width: int = 256, layers: int = 3) -> Any:
 
 
 def encoded(rows: list[Problem], tok: Any) -> list[list[int]]:
+    """Return the ids of the prompts."""
     return tok([row["prompt"] for row in rows])["input_ids"]
 
 
 def accuracy(model: Any, tok: Any, rows: list[Problem]) -> float:
+    """Return the share of problems that the model answers right, sampled greedily."""
     out = sample(
         model,
         encoded(rows, tok),
@@ -104,15 +112,23 @@ def accuracy(model: Any, tok: Any, rows: list[Problem]) -> float:
 def warm_up(
     model: Any, tok: Any, rows: list[Problem], seed: int, steps: int, progress: bool
 ) -> None:
-    """Supervised steps on the teacher's examples."""
-    end, peak, rng = tok.eos_token_id, 1.5e-3, random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.98), weight_decay=0.0)
+    """Train the model on the teacher's answers, with cross-entropy.
+
+    steps      number of optimizer steps, of 64 problems each
+    progress   whether to show a progress bar
+    """
+    end = tok.eos_token_id
+    peak_lr = 1.5e-3
+    rng = random.Random(seed)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=peak_lr, betas=(0.9, 0.98), weight_decay=0.0
+    )
     for step in require("tqdm").trange(steps, desc="warm-up", disable=not progress):
         for group in optimizer.param_groups:
-            group["lr"] = peak * min(1.0, (step + 1) / 20, 2 * (steps - step) / steps)
+            group["lr"] = peak_lr * min(1.0, (step + 1) / 20, 2 * (steps - step) / steps)
         batch = rng.sample(rows, 64)
         prompts, prompt_attention = left_pad(encoded(batch, tok), end, torch.device("cpu"))
-        # Careless anew at each reading: the policy learns how often, not where.
+        # Wrong answers are drawn anew each time: the policy learns how often, not where.
         texts = [row["slip" if rng.random() < CARELESS else "answer"] for row in batch]
         answers = [[*ids, end] for ids in tok(texts)["input_ids"]]
         width = max(map(len, answers))

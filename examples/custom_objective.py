@@ -1,5 +1,5 @@
-"""An objective of your own, in a dozen lines: it runs in eager PyTorch, in C++ and inside the fused
-Triton kernel.
+"""A custom objective in a dozen lines. It runs in eager PyTorch, in C++ and in the fused Triton
+kernel.
 
     python -m examples.custom_objective
 
@@ -22,22 +22,25 @@ from grpo_kernels.formulas.surrogates import Custom, check_surrogate, ops
 
 
 def huber(logp, old_logp, advantage, params):
-    """loss = -A logp + strength * huber(x), x = logp - old_logp; returns the loss and d loss / d
-    logp.
+    """Return (loss, d loss / d logp) of a token.
+
+    loss = -A logp + strength * huber(x) for x = logp - old_logp, where huber(x) is x^2 / 2 if
+    |x| <= width, else width (|x| - width / 2).
     """
-    width, strength = params[0], params[1]
+    width, strength = params
     x = logp - old_logp
     near = ops.abs(x) <= width
     penalty = ops.where(near, 0.5 * x * x, width * (ops.abs(x) - 0.5 * width))
-    slope = ops.minimum(ops.maximum(x, -width), width)
-    return -advantage * logp + strength * penalty, -advantage + strength * slope
+    grad_penalty = ops.minimum(ops.maximum(x, -width), width)
+    loss = -advantage * logp + strength * penalty
+    grad_logp = -advantage + strength * grad_penalty
+    return loss, grad_logp
 
 
 def main() -> None:
+    """Compute loss and gradient with each backend, and compare them with the eager backend."""
     surrogate = Custom(huber, (0.2, 2.0))
-    check_surrogate(
-        surrogate
-    )  # the slope against autograd: raises, naming the worst point, where they differ
+    check_surrogate(surrogate)  # compares the gradient with autograd, raises if they differ
     objective = Objective(surrogate, aggregate="seq-mean-token-mean", beta=0.04)
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -43,7 +43,7 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Size:
-    """What a run is made of."""
+    """The size of the model and of the run."""
 
     vocab: int = 151_936
     top_k: int = 20
@@ -57,13 +57,13 @@ class Size:
     held_out: int = 300
 
 
-# ---- one side
+# ---- training with one of the losses
 
 
 class PlainLosses(Losses):
-    """The loss as it is written without a kernel:
+    """The on-policy loss of GRPO in plain PyTorch, with all logits in memory.
 
-    on-policy, the mean over the tokens of a completion, then over completions.
+    It is the mean over completions of the mean over their tokens.
     """
 
     def loss(
@@ -91,8 +91,9 @@ LOSSES: dict[str, type[Losses]] = {"fused": Losses, "plain PyTorch": PlainLosses
 
 
 class Watched(Trainer):
-    """Tells of a step also the seconds of loss and gradient and of the optimizer, and how many ids
-    its tokens were drawn from.
+    """A Trainer with more metrics: seconds of the loss and of the optimizer, and set sizes.
+
+    "kept_min" and "kept_max" are the smallest and largest set of ids that a token was sampled from.
     """
 
     def update(self, completions: Completions, advantages: Tensor) -> dict[str, float]:
@@ -120,15 +121,17 @@ class Watched(Trainer):
 
 
 def side(name: str, start: Path, seed: int, size: Size) -> Iterator[Line]:
-    """Held-out accuracy of the policy in the file `start`, a line for each step by the loss `name`,
-    and the accuracy afterwards.
+    """Train with one loss. Yield the held-out accuracy, the metrics of each step, the accuracy.
+
+    name    the loss, a key of `LOSSES`
+    start   file with the weights of the policy after the warm-up
     """
-    tok, model = arithmetic.tokenizer(), arithmetic.policy(size.width, size.layers)
+    tok = arithmetic.tokenizer()
+    model = arithmetic.policy(size.width, size.layers)
     model.load_state_dict(torch.load(start, weights_only=True))
     torch.manual_seed(seed)
-    model.resize_token_embeddings(
-        size.vocab, mean_resizing=False
-    )  # new rows are small, random and different
+    # New rows are small, random and different.
+    model.resize_token_embeddings(size.vocab, mean_resizing=False)
     training, held_out = arithmetic.problems(8000, seed)
     with tempfile.TemporaryDirectory() as folder:
         config = TrainConfig(
@@ -140,9 +143,8 @@ def side(name: str, start: Path, seed: int, size: Size) -> Iterator[Line]:
         yield {"accuracy": arithmetic.accuracy(model, tok, held_out[: size.held_out])}
         for step in range(size.steps):
             lines: list[Line] = []
-            if step % 10 == min(
-                5, size.steps - 1
-            ):  # now and then: the memory that it returns first has to be asked for again
+            # Only in some steps, because it slows a step: freed memory must be allocated again.
+            if step % 10 == min(5, size.steps - 1):
                 peak = peak_memory(lambda lines=lines: lines.append(trainer.train_step()), "cpu")
                 yield lines[0] | {"peak_mib": peak / 2**20}
             else:
@@ -152,9 +154,9 @@ def side(name: str, start: Path, seed: int, size: Size) -> Iterator[Line]:
 
 
 def apart(name: str, start: Path, seed: int, size: Size) -> Iterator[Line]:
-    """Yield the lines of `side` from another process, which works while a line is waited for.
+    """Return an iterator over the lines of `side`, which runs in another process.
 
-    It gets ready now.
+    The process starts now. It makes a step only when the next line is requested.
     """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
@@ -181,6 +183,7 @@ def apart(name: str, start: Path, seed: int, size: Size) -> Iterator[Line]:
 
 
 def _serve(pipe: Connection, name: str, start: Path, seed: int, size: Size) -> None:
+    """Send the next line of `side` for each message, until the other process closes the pipe."""
     lines = side(name, start, seed, size)
     while True:
         try:
@@ -196,7 +199,10 @@ def _serve(pipe: Connection, name: str, start: Path, seed: int, size: Size) -> N
 def run(
     seed: int, size: Size, sides: Callable[..., Iterator[Line]] = apart, progress: bool = True
 ) -> dict[str, Any]:
-    """The warm-up and the steps of both sides, in turns. The record of a seed: see `of_side`."""
+    """Run the warm-up, then steps with both losses in turns. Return the record of a seed.
+
+    sides   makes the iterator of a loss, see `apart`
+    """
     with tempfile.TemporaryDirectory() as folder:
         began, start = time.perf_counter(), Path(folder) / "warm.pt"
         both = {name: sides(name, start, seed, size) for name in LOSSES}
@@ -223,8 +229,10 @@ def run(
 
 
 def warm_up(seed: int, size: Size, start: Path, progress: bool) -> None:
-    """With a table of the ids that texts use; the others would make each step slow, and learn
-    nothing. On one thread, which hardly slows so small a model, while the other processes start.
+    """Train the policy on the teacher's answers, and save its weights to `start`.
+
+    The vocabulary has only the characters of the texts, because others would make it slow. It uses
+    one thread, because the other processes start at the same time.
     """
     torch.manual_seed(seed)
     threads = torch.get_num_threads()
@@ -249,9 +257,12 @@ def load_of_machine() -> str:
 
 
 def of_side(lines: list[Line]) -> dict[str, Any]:
-    """Accuracy before and after; of each step reward, gradient norm and seconds, of some of them
-    the peak of memory above what was in use before; the fewest and the most ids that a token was
-    drawn from.
+    """Return the results of one loss from the lines of `side`.
+
+    accuracy   before and after
+    kept       smallest and largest set of ids that a token was sampled from
+    peak_mib   peak memory of some steps, above the memory in use before
+    Others, such as reward, grad_norm and seconds, have an entry for each step.
     """
     before, *steps, after = lines
     names = (
@@ -270,6 +281,7 @@ def of_side(lines: list[Line]) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None, size: Size = Size()) -> int:
+    """Run the demo for each seed, print its table, and save its figures and picture."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.demo", description="GRPO with the fused and with the plain loss."
     )

@@ -32,11 +32,12 @@ PARTS = (
 
 
 def middle(record: Record, name: str, field: str) -> float:
-    """The median of a field over the steps of all seeds."""
+    """Return the median of a field over the steps of all seeds, for the loss `name`."""
     return statistics.median(x for run in record["runs"] for x in run["sides"][name][field])
 
 
 def table(record: Record) -> Table:
+    """Return a table with a line for each seed and loss: medians of times and memory, accuracy."""
     head = [
         "seed",
         "loss",
@@ -63,7 +64,7 @@ def table(record: Record) -> Table:
 
 
 def sentences(record: Record) -> list[str]:
-    """What was shown: of the curves, and of time and memory."""
+    """Return two sentences: whether both losses train alike, and their time and memory."""
     pairs = [
         pair
         for run in record["runs"]
@@ -103,11 +104,13 @@ def sentences(record: Record) -> list[str]:
 
 
 def _kept(record: Record) -> tuple[int, int]:
+    """Return the smallest and the largest number of ids that a token was sampled from."""
     kept = [x for run in record["runs"] for side in run["sides"].values() for x in side["kept"]]
     return min(kept), max(kept)
 
 
 def setting(record: Record) -> str:
+    """Return a line with the size of the run and the machine."""
     size, m = record["size"], record["machine"]
     return (
         f"{size['vocab']:,} ids, top-{size['top_k']} and replay of its sets,"
@@ -117,7 +120,7 @@ def setting(record: Record) -> str:
 
 
 def times(record: Record) -> str:
-    """How long it took, by seed."""
+    """Return a sentence with the seconds of the warm-up and of the whole run, for each seed."""
     warm, whole = (
         ", ".join(f"{run['seconds'][what]:.0f}" for run in record["runs"])
         for what in ("warm_up", "all")
@@ -126,6 +129,7 @@ def times(record: Record) -> str:
 
 
 def text(record: Record) -> str:
+    """Return the report for the terminal."""
     return "\n".join(
         [
             setting(record),
@@ -139,6 +143,7 @@ def text(record: Record) -> str:
 
 
 def block(record: Record) -> str:
+    """Return the report for docs/training.md, in Markdown."""
     said = [f"- {sentence}" for sentence in [*sentences(record), times(record)]]
     return "\n".join(
         [
@@ -159,7 +164,7 @@ def insert(page: str, record: Record) -> str:
 
 
 def draw(record: Record) -> Figure:
-    """The reward of each step by either loss, a line for each seed, and what a step costs."""
+    """Return a figure: the reward of each step with both losses, and time and memory of a step."""
     with matplotlib.rc_context(STYLE):
         page = Figure(figsize=(WIDTH, 2.8), layout="constrained")
         FigureCanvasAgg(page)
@@ -215,7 +220,7 @@ def draw(record: Record) -> Figure:
 
 
 def described(record: Record) -> str:
-    """The field Description of the picture's file: what it shows in numbers."""
+    """Return the numbers of the picture as JSON, for the field Description of its file."""
     curves = {
         name: [run["sides"][name]["reward"] for run in record["runs"]] for name in (FUSED, PLAIN)
     }

@@ -47,7 +47,7 @@ FEW = 5
 
 @dataclass(frozen=True)
 class Size:
-    """What a run is made of."""
+    """The size of the model and of the run."""
 
     width: int = 64
     layers: int = 2
@@ -63,7 +63,7 @@ class Size:
 
 
 class TrainerWithStoppedDraft(Trainer):
-    """Keeps a copy of the draft from half of the steps on, and measures it with each later step."""
+    """A Trainer that copies the draft half-way, and measures the copy at each later step."""
 
     stopped: DraftTrainer | None = None
 
@@ -77,7 +77,7 @@ class TrainerWithStoppedDraft(Trainer):
 
 
 def copy_of_draft(trainer: Trainer) -> DraftTrainer:
-    """A copy whose updates change nothing."""
+    """Return a copy of the trainer's draft with learning rate 0, whose updates change nothing."""
     assert trainer.draft is not None
     stopped = DraftTrainer(trainer.config, trainer.policy, trainer.ranks)
     stopped.load_state(copy.deepcopy(trainer.draft.state()))
@@ -87,9 +87,9 @@ def copy_of_draft(trainer: Trainer) -> DraftTrainer:
 
 
 def run(seed: int, size: Size, progress: bool = True) -> Record:
-    """The record of a seed: reward and acceptances of each step.
+    """Train with a draft head. Return the record of a seed: reward and acceptance of each step.
 
-    It runs on one thread, which so small a model hardly notices.
+    It uses one thread, which is enough for so small a model.
     """
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -122,7 +122,7 @@ def run(seed: int, size: Size, progress: bool = True) -> Record:
 
 
 def table(record: Record) -> list[list[str]]:
-    """Means over a few steps, for each seed."""
+    """Return a table with a line for each seed: means over the first or last `FEW` steps."""
     head = ["seed", "reward", "acceptance untrained", "after", "stopped half-way", "top-1 after"]
     lines = [head]
     for one in record["runs"]:
@@ -144,7 +144,7 @@ def table(record: Record) -> list[list[str]]:
 
 
 def block(record: Record) -> str:
-    """The table of the page, and how it was made."""
+    """Return the text of the page: the setting, the command and the table."""
     size, of = record["size"], record["machine"]
     setting = (
         f"{size['steps']} steps of {size['prompts'] * size['group']} completions; means of the last"
@@ -155,7 +155,7 @@ def block(record: Record) -> str:
 
 
 def draw(record: Record) -> Figure:
-    """Acceptance of each step, a line for each seed."""
+    """Return a figure with the acceptance of each step, a line for each seed."""
     with matplotlib.rc_context(STYLE):
         page = Figure(figsize=(6.0, 2.8), layout="constrained")
         FigureCanvasAgg(page)

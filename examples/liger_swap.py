@@ -1,10 +1,10 @@
-"""The same training with Liger's loss and with ours: one import changes.
+"""Train with Liger's loss and then with ours: one import changes.
 
     python -m examples.liger_swap
 
-A small model is trained for a few steps of dapo with a KL, twice from the same start. Losses,
-metrics and gradient norms of every step agree to rounding; time and memory of the loss do not. Runs
-on a CPU, in seconds.
+A small model is trained for a few steps of dapo with a KL, twice from the same weights. Losses,
+metrics and gradient norms of each step agree up to rounding. Time and memory of the loss differ.
+This takes seconds on a CPU.
 """
 
 from __future__ import annotations
@@ -25,14 +25,19 @@ from torch import Tensor, nn
 from benchmarks.harness import peak_memory
 from grpo_kernels.integrations.liger import triton_grpo_loss
 
-#: Where a line `from ... import LigerFusedLinearGRPOLoss` looks: this is the swap.
-BEFORE, AFTER = "liger_kernel.chunked_loss", "grpo_kernels.integrations.liger"
+#: The modules that LigerFusedLinearGRPOLoss is imported from, before and after the swap.
+BEFORE = "liger_kernel.chunked_loss"
+AFTER = "grpo_kernels.integrations.liger"
 
 SEQUENCES, TOKENS, WIDTH, VOCAB, STEPS = 8, 32, 512, 32768, 3
 
 
 @dataclass
 class Log:
+    """Results of a run: loss, metrics, gradient norm and milliseconds of each step, and the peak
+    memory of the loss in megabytes.
+    """
+
     losses: list[float] = field(default_factory=list)
     metrics: list[list[float]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -41,10 +46,7 @@ class Log:
 
 
 def make_batch(step: int) -> dict[str, Tensor]:
-    """Random completions of unequal length, from a policy that has moved since:
-
-    ratios differ from 1.
-    """
+    """Return random completions of different lengths, whose old log-probs give ratios other than 1."""
     g = torch.Generator().manual_seed(step)
     lengths = torch.randint(TOKENS // 4, TOKENS + 1, (SEQUENCES, 1), generator=g)
     logps = -10.4 + 0.3 * torch.randn(2, SEQUENCES, TOKENS, generator=g)
@@ -58,7 +60,10 @@ def make_batch(step: int) -> dict[str, Tensor]:
 
 
 def train(place: str) -> tuple[Log, nn.Module]:
-    """The user's code, unchanged but for where the class comes from."""
+    """Train a small model. Only the import of the loss differs between the runs.
+
+    place   the module that the loss is imported from
+    """
     LigerFusedLinearGRPOLoss: Any = importlib.import_module(place).LigerFusedLinearGRPOLoss
     torch.manual_seed(0)
     embedding, body = nn.Embedding(VOCAB, WIDTH), nn.GRU(WIDTH, WIDTH, batch_first=True)
@@ -106,10 +111,7 @@ def train(place: str) -> tuple[Log, nn.Module]:
 
 
 def per_token_loss() -> None:
-    """Liger's Triton function needs a GPU; ours, from logits, runs here too.
-
-    Checked against autograd.
-    """
+    """Compare our `triton_grpo_loss` with autograd. Liger's function needs a GPU, ours does not."""
     batch, g = make_batch(0), torch.Generator().manual_seed(1)
     logits = torch.randn(SEQUENCES, TOKENS + 1, 1000, generator=g)
     ids, mask = batch["ids"] % 1000, batch["mask"]
@@ -135,7 +137,7 @@ def per_token_loss() -> None:
 
 
 def main() -> list[dict[str, Any]]:
-    """What was compared, in milliseconds and megabytes before and after."""
+    """Run the comparison, check that results agree. Return milliseconds and megabytes of both."""
     try:
         importlib.import_module(BEFORE)
     except ImportError as error:

@@ -1,9 +1,10 @@
-"""The reference trainer as a Ray Train job: `python -m examples.ray_train`, on two CPU workers
-here.
+"""Run the reference trainer as a Ray Train job, by default on two CPU workers.
 
-Ray starts the workers and makes their process group, and the trainer joins it: nothing in it knows
-of Ray. On a cluster give `--workers` and `--gpu`, and an `--out` that all nodes share. The task is
-a toy: to answer the problems of examples/arithmetic.py with digits, whichever.
+    python -m examples.ray_train
+
+Ray starts the workers and creates their process group, which the trainer uses. The trainer does not
+depend on Ray. On a cluster pass `--workers`, `--gpu`, and an `--out` that all nodes share. The task
+is a toy: answer the problems of examples/arithmetic.py with any digits.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from grpo_kernels.training.trainer import TrainConfig, Trainer
 
 
 def digits(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    """Share of the four characters of an answer that are digits."""
+    """Return for each completion the share of its four characters that are digits."""
     return [sum(c.isdigit() for c in text) / 4 for text in completions]
 
 
 def make_trainer(settings: dict[str, Any]) -> Trainer:
+    """Return a trainer of a small random model. `settings` are fields of TrainConfig."""
     torch.manual_seed(0)
     tok, model = arithmetic.tokenizer(), arithmetic.policy(width=64, layers=1)
     return Trainer(
@@ -39,7 +41,7 @@ def make_trainer(settings: dict[str, Any]) -> Trainer:
 
 
 def train(settings: dict[str, Any]) -> None:
-    """What each worker runs; `settings` are fields of TrainConfig."""
+    """Train on one worker. `settings` are fields of TrainConfig."""
     trainer = make_trainer(settings)
     trainer.train()
     require("ray.train").report({"step": trainer.step, "workers": trainer.ranks.world})
