@@ -46,7 +46,7 @@ class Log:
 
 
 def make_batch(step: int) -> dict[str, Tensor]:
-    """Return random completions of different lengths, whose old log-probs give ratios other than 1."""
+    """Return random completions of different lengths, with ratios other than 1."""
     g = torch.Generator().manual_seed(step)
     lengths = torch.randint(TOKENS // 4, TOKENS + 1, (SEQUENCES, 1), generator=g)
     logps = -10.4 + 0.3 * torch.randn(2, SEQUENCES, TOKENS, generator=g)
