@@ -3,16 +3,12 @@
 Soft targets, score centering and top-k teachers need log-probs of further ids of a row, in addition
 to the target's. Several tokens may be predicted by one row (`trees.py`), which is the same problem.
 
-The softmax kernel leaves these ids out. It computes the log-sum-exp of the rest of each row, more
-precisely the log-odds of the likeliest id y of the pairs against the rest. The others follow from
-single logits z, at one dot product each from hidden states:
-
-    d(id)     = z(id) - z(y)
-    log p(id) = d(id) - log(sum over the ids of exp(d) + exp(-log_odds))
-
-in float64. No log-prob is above 0, whatever the rounding of logits, and nothing cancels: neither in
-1 - p of a confident row, nor in the probability of the rest, nor in gradients. The gradient of the
-kernel is 0 at the ids that it leaves out. Theirs comes from the single logits in one piece.
+The softmax kernel leaves the ids of the pairs out. It computes the softmax sums of the rest of each
+row, which is all other ids. Single logits of the pairs, at one dot product each from hidden states,
+complete them to the softmax of the row, in float64 (`softmax_of_pairs` has the formula). No
+log-prob is above 0, whatever the rounding of logits, and nothing cancels: neither in 1 - p of a
+confident row, nor in the probability of the rest, nor in gradients. The kernel gives the ids that
+it leaves out the gradient 0. They get their whole gradient from the single logits.
 
 Example:
 
@@ -45,8 +41,11 @@ from .segments import (
 )
 from .token_sets import TokenSets, check_sets
 
-#: The statistics of a row that follow from those of the rest of the row.
-STATISTICS_OF_PAIRS = ("entropy", "sum_squares")
+#: The statistics of a row that are combined from its pairs and the rest of its ids.
+COMBINED_STATISTICS = ("entropy", "sum_squares")
+
+#: The token id of a pair that is not used.
+UNUSED_ID = -1
 
 
 class PairLogprobs(NamedTuple):
@@ -91,12 +90,12 @@ def logprobs_at(
     log-probs and statistics are 0. A token id outside of the vocabulary gives NaN.
 
     From hidden states this takes one matmul in the forward and three in the backward, or two in all
-    if the head is frozen and no statistic has a gradient. Statistics that are not in
-    STATISTICS_OF_PAIRS take a pass of their own, with as many matmuls.
+    if the head is frozen and no statistic has a gradient. Statistics other than "entropy" and
+    "sum_squares" take another pass over the rows, with as many matmuls.
     """
     if mask is not None:
-        token_ids = torch.where(mask[row_ids], token_ids, -1)
-    row_mask = mark_rows(row_ids, token_ids != -1, source.num_rows)
+        token_ids = torch.where(mask[row_ids], token_ids, UNUSED_ID)
+    row_mask = mark_rows(row_ids, token_ids != UNUSED_ID, source.num_rows)
     result = pair_logprobs(source, row_ids, token_ids, row_mask=row_mask, names=names)
     return PairLogprobs(logps=result.logps.float(), statistics=result.statistics)
 
@@ -111,98 +110,128 @@ def pair_logprobs(
     detached: tuple[str, ...] = (),
     reference: Reference | None = None,
 ) -> PairLogprobs:
-    """Compute `logprobs_at` in float64.
+    """Return the log-prob of each (row, id) pair in float64, and statistics of the rows in fp32.
 
-    row_mask   bool [num_rows]: rows to process. None processes all rows, also those without a pair,
-               so that the source need not look at a mask.
+    row_ids     int64 [num_pairs] in [0, num_rows), in any order. Pairs may repeat.
+    token_ids   int64 [num_pairs]. UNUSED_ID marks an unused pair, whose log-prob is -inf. Another
+                id outside of the vocabulary gives NaN.
+    row_mask    bool [num_rows]: rows to process. Pairs and statistics of the others give 0. None
+                processes all rows, even rows without a pair, and saves reading a mask.
+    names       statistics of the rows, see `RowSource.statistics`
+    detached    the statistics that need no gradient
+    reference   the model that the statistic "divergence" is computed from, or None
     """
-    is_outside = (token_ids < -1) | (token_ids >= source.vocab_size)
-    pairs = DistinctPairs.from_pairs(row_ids, torch.where(is_outside, -1, token_ids), source)
-    softmax = softmax_of_pairs(source, pairs, row_mask, names, detached)
+    is_outside = (token_ids < UNUSED_ID) | (token_ids >= source.vocab_size)
+    valid_ids = torch.where(is_outside, UNUSED_ID, token_ids)
+    pairs = DistinctPairs.from_pairs(row_ids, valid_ids, source)
+    combined_names = tuple(name for name in names if name in COMBINED_STATISTICS)
+    softmax = softmax_of_pairs(source, pairs, row_mask, combined_names, detached)
+
     logps = pairs.spread(softmax.logps)
-    is_nan = is_outside | (softmax.is_nan[row_ids] & (token_ids >= 0))
+    is_used = token_ids >= 0
+    is_nan = is_outside | (softmax.is_nan[row_ids] & is_used)
     logps = replace_values(logps, is_nan, torch.full_like(logps, torch.nan))
     if row_mask is not None:
         logps = torch.where(row_mask[row_ids], logps, 0.0)
 
-    statistics = statistics_of_pairs(softmax, pairs, row_mask)
-    other_names = tuple(name for name in names if name not in STATISTICS_OF_PAIRS)
+    statistics = combine_statistics(softmax, pairs, row_mask)
+    other_names = tuple(name for name in names if name not in COMBINED_STATISTICS)
     if other_names:
+        # The other statistics need a pass over whole rows. It takes a target for each row, whose
+        # log-prob is not used here: any id will do.
         statistics |= source.statistics(
-            softmax.target_ids, row_mask, other_names, detached=detached, reference=reference
+            softmax.likeliest_ids, row_mask, other_names, detached=detached, reference=reference
         )
     return PairLogprobs(logps=logps, statistics={name: statistics[name] for name in names})
 
 
 @dataclass(frozen=True, eq=False)
 class DistinctPairs:
-    """Pairs without repetitions, in the order of rows and ids.
+    """The distinct pairs among some (row, token id) pairs, sorted by row, then by id.
 
-    There are as many as pairs were given, so that the host need not know how many differ. The last
-    ones are unused, and belong to the last row.
+    If some of the num_pairs original pairs are equal, there are fewer distinct ones. The tensors
+    are padded with unused pairs to num_pairs all the same, so that the host need not wait for a GPU
+    to learn the number of distinct pairs. The unused pairs belong to the last row.
 
     row_ids     int64 [num_pairs]
-    token_ids   int64 [num_pairs], -1 for unused pairs
-    rows        the pairs of each row
-    repeated    the given pairs that equal each of these
+    token_ids   int64 [num_pairs], UNUSED_ID for unused pairs
+    rows        segments: the distinct pairs of each row
+    originals   segments: the original pairs that equal each distinct pair
     """
 
     row_ids: Tensor
     token_ids: Tensor
     rows: Segments
-    repeated: Segments
+    originals: Segments
 
     @classmethod
     def from_pairs(cls, row_ids: Tensor, token_ids: Tensor, source: RowSource) -> DistinctPairs:
-        """Return the distinct pairs of (row_ids[i], token_ids[i]).
+        """Return the distinct pairs among (row_ids[i], token_ids[i]), padded to num_pairs.
 
-        row_ids     int64 [num_pairs]
-        token_ids   int64 [num_pairs], at least -1
+        row_ids     int64 [num_pairs], the original pairs
+        token_ids   int64 [num_pairs], in [0, vocab_size) or UNUSED_ID
+        source      gives the number of rows and the size of the vocabulary
         """
         num_pairs = len(row_ids)
-        # One number for each pair, which sorts by row, then by id.
+        # A key joins row and id into one number, which sorts by row, then by id. UNUSED_ID + 1 = 0.
         ids_per_row = source.vocab_size + 1
-        keys, order = (row_ids * ids_per_row + (token_ids + 1)).sort(stable=True)
-        is_new = keys.diff(prepend=keys[:1] - 1) != 0
-        index_of_sorted = is_new.cumsum(0) - 1
+        keys = row_ids * ids_per_row + (token_ids + 1)
+        sorted_keys, order = keys.sort(stable=True)
+
+        # Equal keys are neighbours now. A key that differs from its predecessor is a new pair.
+        is_new = sorted_keys.diff(prepend=sorted_keys[:1] - 1) != 0
+        distinct_of_sorted = is_new.cumsum(0) - 1
+
+        # Distinct pair i has the sorted keys offsets[i] : offsets[i + 1]. Padding has no key, so
+        # its offsets are num_pairs.
         indices = torch.arange(num_pairs + 1, device=row_ids.device)
-        offsets = torch.searchsorted(index_of_sorted, indices)
-        first_keys = F.pad(keys, (0, 1), value=source.num_rows * ids_per_row - 1)
-        first_keys = first_keys[offsets[:-1]]
-        is_pair = offsets[:-1] < num_pairs
-        row_ids = first_keys // ids_per_row
-        token_ids = first_keys % ids_per_row - 1
+        offsets = torch.searchsorted(distinct_of_sorted, indices)
+        starts = offsets[:-1]
+        is_padding = starts == num_pairs
+
+        # For padding, read a key that is appended: the largest one, which lies in the last row.
+        largest_key = source.num_rows * ids_per_row - 1
+        distinct_keys = F.pad(sorted_keys, (0, 1), value=largest_key)[starts]
+        distinct_rows = distinct_keys // ids_per_row
+        distinct_ids = torch.where(is_padding, UNUSED_ID, distinct_keys % ids_per_row - 1)
+
+        distinct_of_original = torch.empty_like(order).scatter_(0, order, distinct_of_sorted)
         return cls(
-            row_ids=row_ids,
-            token_ids=torch.where(is_pair, token_ids, -1),
-            rows=Segments.from_ids(row_ids, source.num_rows),
-            repeated=Segments(
-                segment_ids=torch.empty_like(order).scatter_(0, order, index_of_sorted),
-                order=order,
-                offsets=offsets,
-            ),
+            row_ids=distinct_rows,
+            token_ids=distinct_ids,
+            rows=Segments.from_ids(distinct_rows, source.num_rows),
+            originals=Segments(segment_ids=distinct_of_original, order=order, offsets=offsets),
         )
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return the value of each of the given pairs, from those of the distinct ones."""
-        return self.repeated.spread(values)
+        """Return the value of each original pair, which is that of the equal distinct pair.
+
+        values   float [num_pairs], the value of each distinct pair
+
+        The gradient of a distinct pair's value is the sum over the equal original pairs.
+        """
+        return self.originals.spread(values)
 
 
 @dataclass(frozen=True, eq=False)
 class PairSoftmax:
-    """The softmax of each row, over its distinct pairs one by one and over all other ids as one.
+    """The softmax of each row, as the probabilities of its distinct pairs and of the rest.
 
-    logps             float64 [num_pairs]: -inf for unused pairs
-    rest_logps        float64 [num_rows]: log-prob of all other ids
-    rest_statistics   those of STATISTICS_OF_PAIRS that were asked for, of the rest, fp32 [num_rows]
-    target_ids        int64 [num_rows]: the likeliest id of the pairs, 0 if there is none
-    is_nan            bool [num_rows]: rows without a finite softmax, whose numbers are placeholders
+    The rest of a row is all ids that are in none of its pairs, taken as one outcome.
+
+    logps             float64 [num_pairs]: log-prob of each distinct pair, -inf for unused pairs
+    rest_logps        float64 [num_rows]: log-prob of the rest
+    rest_statistics   statistics of the softmax over the rest alone, fp32 [num_rows] by name: those
+                      of COMBINED_STATISTICS that were requested
+    likeliest_ids     int64 [num_rows]: the likeliest id of the row's pairs, 0 if it has no pair
+    is_nan            bool [num_rows]: rows without a finite softmax, whose other fields hold
+                      finite placeholders
     """
 
     logps: Tensor
     rest_logps: Tensor
     rest_statistics: dict[str, Tensor]
-    target_ids: Tensor
+    likeliest_ids: Tensor
     is_nan: Tensor
 
 
@@ -213,33 +242,57 @@ def softmax_of_pairs(
     names: tuple[str, ...],
     detached: tuple[str, ...],
 ) -> PairSoftmax:
-    """Compute the softmax of each row. See the top of this file, and `pair_logprobs`."""
+    """Return the log-softmax of each row at its pairs, in float64.
+
+    Let z be the logits, `y` the id of the row's pairs with the largest logit, and the rest all ids
+    that are in none of its pairs. One pass over the rest gives
+
+        log_odds     = z(y) - logsumexp(z over the rest)
+
+    and with the single logits of the pairs
+
+        d(id)        = z(id) - z(y)
+        log_sum      = log(sum of exp(d) over the ids of the pairs + exp(-log_odds))
+        log p(id)    = d(id) - log_sum
+        log p(rest)  = -log_odds - log_sum
+
+    pairs      the pairs whose log-probs are computed
+    row_mask   bool [num_rows]: rows to process. None processes all rows.
+    names      statistics of the rest, some of COMBINED_STATISTICS
+    detached   the statistics that need no gradient
+    """
     rows = pairs.rows
     row_of_pair = pairs.row_ids
     is_used = pairs.token_ids >= 0
     logits = source.logits_at(row_of_pair, pairs.token_ids)
+    num_pairs = len(logits)
+    # The position of y among the pairs. It is num_pairs for a row without a used pair, or with a
+    # logit of NaN. Padding gives such a row the id 0 and the logit 0.
     largest = find_largest(logits, is_used, rows)
-    target_ids = F.pad(pairs.token_ids, (0, 1))[largest]  # id 0 if a row has none
+    largest_logits = F.pad(logits, (0, 1))[largest]
+    likeliest_ids = F.pad(pairs.token_ids, (0, 1))[largest]
     rest_statistics = source.statistics_of_rest(
-        target_ids,
+        likeliest_ids,
         row_of_pair,
         pairs.token_ids,
         row_mask,
-        tuple(name for name in names if name in STATISTICS_OF_PAIRS),
+        names,
         detached=detached,
     )
-    # The pass gives the log-odds a gradient in the rest only. That of z(y) is added here.
-    log_odds = add_gradient_of(rest_statistics["logps"].double(), F.pad(logits, (0, 1))[largest])
-    is_largest = torch.arange(len(logits), device=logits.device) == largest[row_of_pair]
+    # The pass differentiates its log-odds with respect to the rest only, not to z(y).
+    log_odds = add_gradient_of(rest_statistics["logps"].double(), largest_logits)
+    is_largest = torch.arange(num_pairs, device=logits.device) == largest[row_of_pair]
     differences = subtract_largest(logits, is_used, rows, largest, equals_largest=is_largest)
 
-    has_nan = rows.max((is_used & differences.isnan()).double()) > 0
-    is_nan = log_odds.isnan() | has_nan
+    # In rows with a NaN, replace all numbers by 0, so that no NaN arises in a backward.
+    has_nan_pair = rows.max((is_used & differences.isnan()).double()) > 0
+    is_nan = log_odds.isnan() | has_nan_pair
     log_odds = replace_values(log_odds, is_nan, torch.zeros_like(log_odds))
-    is_nan_pair = is_nan[row_of_pair] & is_used
-    differences = replace_values(differences, is_nan_pair, torch.zeros_like(differences))
+    is_replaced = is_nan[row_of_pair] & is_used
+    differences = replace_values(differences, is_replaced, torch.zeros_like(differences))
 
-    has_pair = has_nan | (largest < len(logits))
+    # In a row without a used pair the rest is the whole row, and its log-prob is 0.
+    has_pair = has_nan_pair | (largest < num_pairs)
     log_odds = torch.where(has_pair, log_odds, 0.0)
     other_exps = torch.where(is_used & ~is_largest, differences.exp(), 0.0)
     log_sum = torch.logaddexp(torch.log1p(rows.sum(other_exps)), -log_odds)
@@ -248,15 +301,27 @@ def softmax_of_pairs(
         logps=torch.where(is_used, differences - rows.spread(log_sum), -torch.inf),
         rest_logps=-log_odds - log_sum,
         rest_statistics=rest_statistics,
-        target_ids=target_ids,
+        likeliest_ids=likeliest_ids,
         is_nan=is_nan,
     )
 
 
-def statistics_of_pairs(
+def combine_statistics(
     softmax: PairSoftmax, pairs: DistinctPairs, row_mask: Tensor | None
 ) -> dict[str, Tensor]:
-    """Return statistics of rows from those of the rest and log-probs of pairs, fp32 [num_rows]."""
+    """Return statistics of whole rows from those of the rest, fp32 [num_rows] by name.
+
+    With p the probabilities of a row's pairs and P that of the rest:
+
+        entropy      = -sum of p log p + P (entropy of the rest - log P)
+        sum_squares  =  sum of p^2 + P^2 (sum_squares of the rest)
+
+    The result has the statistics that `softmax.rest_statistics` has. It is NaN for rows without a
+    finite softmax.
+
+    row_mask   bool [num_rows]: rows to process. The others give 0. None processes all rows.
+    """
+    # Where a probability is 0, replace its logarithm -inf by 0: 0 * -inf would be NaN.
     has_prob = softmax.logps != -torch.inf
     logps = torch.where(has_prob, softmax.logps, 0.0)
     probs = torch.where(has_prob, logps.exp(), 0.0)
@@ -265,20 +330,20 @@ def statistics_of_pairs(
     rest_logps = torch.where(has_rest, softmax.rest_logps, 0.0)
 
     statistics = {}
-    for name in STATISTICS_OF_PAIRS:
+    for name in COMBINED_STATISTICS:
         if name not in softmax.rest_statistics:
             continue
-        of_rest = torch.where(has_rest, softmax.rest_statistics[name], 0.0).double()
+        rest_values = torch.where(has_rest, softmax.rest_statistics[name], 0.0).double()
         if name == "entropy":
-            of_pairs = pairs.rows.sum(-probs * logps)
-            of_row = of_pairs + rest_probs * (of_rest - rest_logps)
+            pair_sums = pairs.rows.sum(-probs * logps)
+            values = pair_sums + rest_probs * (rest_values - rest_logps)
         else:
-            of_pairs = pairs.rows.sum(probs.square())
-            of_row = of_pairs + rest_probs.square() * of_rest
-        of_row = replace_values(of_row, softmax.is_nan, torch.full_like(of_row, torch.nan))
+            pair_sums = pairs.rows.sum(probs.square())
+            values = pair_sums + rest_probs.square() * rest_values
+        values = replace_values(values, softmax.is_nan, torch.full_like(values, torch.nan))
         if row_mask is not None:
-            of_row = torch.where(row_mask, of_row, 0.0)
-        statistics[name] = of_row.float()
+            values = torch.where(row_mask, values, 0.0)
+        statistics[name] = values.float()
     return statistics
 
 
@@ -298,12 +363,16 @@ def logprobs_with_extra_ids(
 ) -> ExtraLogprobs:
     """Return the log-prob of each target and of the further ids of each token.
 
-    targets   int64 [num_tokens]
-    extra     the further ids of each token
-    mask      bool [num_tokens]: tokens to process. None processes all tokens. The others give 0.
-    rows      int64 [num_tokens]: the row that predicts each token, any number where mask is False.
-              Several tokens may have the same row. None: row i predicts token i.
-    names, detached, reference   other statistics, see `RowSource.statistics`
+    targets     int64 [num_tokens]
+    extra       the further ids of each token
+    mask        bool [num_tokens]: tokens to process. None processes all tokens. The others give 0.
+    rows        int64 [num_tokens]: the row that predicts each token, any number where mask is
+                False. Several tokens may have the same row. None: row i predicts token i.
+    names       other statistics of the row that predicts a token, see `RowSource.statistics`
+    detached    the statistics that need no gradient
+    reference   the model that the statistic "divergence" is computed from, or None
+
+    Log-probs of targets are fp32, those of further ids float64.
 
     Raises ValueError if an extra id is outside of the vocabulary, if `extra` has not one set for
     each token, or (on a CPU) if a row does not exist.
@@ -335,27 +404,43 @@ def token_logprobs_in_float64(
     detached: tuple[str, ...] = (),
     reference: Reference | None = None,
 ) -> ExtraLogprobs:
-    """Compute `logprobs_with_extra_ids` with log-probs in float64."""
+    """Return the log-prob of each target and of the further ids of each token, all in float64.
+
+    Targets and further ids become (row, id) pairs of the rows that predict their tokens.
+
+    targets     int64 [num_tokens]. A target outside of the vocabulary gives NaN.
+    extra       the further ids of each token
+    mask        bool [num_tokens]: tokens to process. None processes all tokens. The others give 0.
+    rows        int64 [num_tokens]: the row that predicts each token. None: row i predicts token i.
+    names       other statistics of the row that predicts a token, see `RowSource.statistics`
+    detached    the statistics that need no gradient
+    reference   the model that the statistic "divergence" is computed from, or None
+
+    Raises ValueError on a CPU if a row does not exist.
+    """
     num_tokens = len(targets)
     num_rows = source.num_rows
     is_processed = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask
     if rows is None:
-        row_ids = torch.arange(num_tokens, device=targets.device)
+        row_of_token = torch.arange(num_tokens, device=targets.device)
         row_mask = mask
     else:
         check_row_numbers(rows, mask, num_rows)
-        row_ids = torch.where(is_processed, rows, 0)
-        row_mask = mark_rows(row_ids, is_processed, num_rows)
+        row_of_token = torch.where(is_processed, rows, 0)
+        row_mask = mark_rows(row_of_token, is_processed, num_rows)
 
+    # The pairs of all targets, then the pairs of all further ids.
     token_of_extra = extra.row_of
-    pair_rows = torch.cat([row_ids, row_ids[token_of_extra]])
+    pair_rows = torch.cat([row_of_token, row_of_token[token_of_extra]])
     is_used = torch.cat([is_processed, is_processed[token_of_extra]])
-    targets = torch.where(targets < 0, source.vocab_size, targets)  # -1 would be an unused pair
-    token_ids = torch.cat([targets, extra.ids.long()])
+    # A target of -1 must give NaN, but the id -1 would mark its pair as unused. Use another id
+    # outside of the vocabulary.
+    target_ids = torch.where(targets < 0, source.vocab_size, targets)
+    pair_ids = torch.cat([target_ids, extra.ids.long()])
     result = pair_logprobs(
         source,
         pair_rows,
-        torch.where(is_used, token_ids, -1),
+        torch.where(is_used, pair_ids, UNUSED_ID),
         row_mask=row_mask,
         names=names,
         detached=detached,
@@ -365,16 +450,17 @@ def token_logprobs_in_float64(
     target_logps, extra_logps = logps.split([num_tokens, len(extra.ids)])
     statistics = result.statistics
     if rows is not None:
-        statistics = give_to_tokens(statistics, row_ids, is_processed, num_rows)
+        statistics = give_to_tokens(statistics, row_of_token, is_processed, num_rows)
     return ExtraLogprobs(statistics={"logps": target_logps, **statistics}, extra_logps=extra_logps)
 
 
 def mark_rows(row_ids: Tensor, is_processed: Tensor, num_rows: int) -> Tensor:
-    """Return bool [num_rows]: rows that predict a token which is processed.
+    """Return which rows predict a processed token, bool [num_rows].
 
-    row_ids        int64 [num_tokens]
-    is_processed   bool [num_tokens]
+    row_ids        int64 [num_tokens]: the row that predicts each token
+    is_processed   bool [num_tokens]: tokens to process
     """
+    # Tokens that are not processed mark one more row at the end, which is cut off.
     marked_ids = torch.where(is_processed, row_ids, num_rows)
     is_marked = torch.zeros(num_rows + 1, dtype=torch.bool, device=row_ids.device)
     return is_marked.index_fill(0, marked_ids, True)[:num_rows]
@@ -386,16 +472,18 @@ def give_to_tokens(
     is_processed: Tensor,
     num_rows: int,
 ) -> dict[str, Tensor]:
-    """Give each token the statistics of its row. The gradient of a row is the sum over its tokens.
+    """Return the statistics of the row that predicts each token, [num_tokens] by name.
 
-    statistics     each [num_rows]
-    row_ids        int64 [num_tokens]
+    The gradient of a row's statistic is the sum over its tokens, in a fixed order.
+
+    statistics     statistics of rows by name, [num_rows] each
+    row_ids        int64 [num_tokens]: the row that predicts each token
     is_processed   bool [num_tokens]. The other tokens get 0, and -1 for "top_id".
     """
     segments = Segments.from_ids(row_ids, num_rows)
     token_statistics = {}
     for name, values in statistics.items():
-        if name == "top_id":
+        if name == "top_id":  # int64, without gradient
             token_statistics[name] = torch.where(is_processed, values[row_ids], -1)
         else:
             token_statistics[name] = torch.where(is_processed, segments.spread(values), 0.0)
@@ -406,17 +494,18 @@ def give_to_tokens(
 
 
 def auxiliary_loss(terms: ExtraIdTerms, extra_logps: Tensor, advantages: Tensor) -> Tensor:
-    """Return the loss of each token that depends on the log-probs of its further ids.
+    """Return the loss of each token from the log-probs of its further ids, fp32 [num_tokens].
 
-    terms         functions of log-probs with their values, from `Objective.extra_id_terms(batch)`:
-                  the terms of `TokenBatch(logp_terms=, prob_terms=)`, or score centering. Each
-                  returns the term of each id, and the derivative of the loss of a token with
-                  respect to each log-prob. This derivative is the gradient here. It need not be
-                  that of the term: score centering has constant coefficients.
+    terms         functions from `Objective.extra_id_terms(batch)`, for the terms of
+                  `TokenBatch(logp_terms=, prob_terms=)` or for score centering. For each id they
+                  return its term, which is added to the loss of its token, and a derivative.
     extra_logps   float64 [num_extra_ids], from `logprobs_with_extra_ids`
     advantages    fp32 [num_tokens]
-    returns       fp32 [num_tokens], differentiable in extra_logps. A token whose loss gets the
-                  gradient 0 gives its ids the gradient 0, even if a derivative is infinite or NaN.
+
+    The result is differentiable in extra_logps. The gradient is the derivative that the functions
+    return, which need not be that of the term: score centering has constant coefficients. If the
+    upstream gradient of a token is 0, its ids get the gradient 0, even if a derivative is infinite
+    or NaN.
     """
     logps = extra_logps.detach()
     token_of_id = terms.token_of_id()
@@ -426,18 +515,27 @@ def auxiliary_loss(terms: ExtraIdTerms, extra_logps: Tensor, advantages: Tensor)
 
 
 class _AuxiliaryLoss(torch.autograd.Function):
-    """Return the losses of tokens, whose gradient at each id is given."""
+    """Return given losses, with a given derivative of each loss with respect to log-probs.
+
+    logps         float64 [num_ids], which get the gradient
+    losses        fp32 [num_tokens], computed from logps
+    grad_logps    float64 [num_ids]: d loss / d log-prob of each id, for the loss of its token
+    token_of_id   int64 [num_ids]
+    """
 
     @staticmethod
     def forward(logps: Tensor, losses: Tensor, grad_logps: Tensor, token_of_id: Tensor) -> Tensor:
+        """Return a copy of the losses."""
         return losses.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        """Save the derivative of each id, and its token."""
         _, _, grad_logps, token_of_id = inputs
         ctx.save_for_backward(grad_logps, token_of_id)
 
     @staticmethod
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of logps: the derivative times the upstream gradient of the token."""
         grad_logps, token_of_id = ctx.saved_tensors
         return times(grad_losses[token_of_id], grad_logps), None, None, None

@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class Pairs(NamedTuple):
-    """(row, id) pairs in the order of rows.
+    """(row, id) pairs, sorted by row.
 
-    ids       int64 [num_pairs]; -1 marks an unused pair, for which nothing is read
-    offsets   int64 [num_rows + 1]: the pairs of row i are offsets[i] to offsets[i + 1]
+    ids       int64 [num_pairs]; -1 marks an unused pair
+    offsets   int64 [num_rows + 1]: row r has the pairs offsets[r] : offsets[r + 1]
     rows      int64 [num_pairs], the row of each pair
     """
 
@@ -21,12 +21,25 @@ class Pairs(NamedTuple):
     rows: Tensor
 
 
-def sort_by_row(row_ids: Tensor, columns: Tensor, num_rows: int) -> tuple[Pairs, Tensor]:
-    """Return pairs in the order of rows, and the permutation that sorts them.
+class SortedPairs(NamedTuple):
+    """Pairs that were sorted by row.
 
-    row_ids, columns   int64 [num_pairs]
+    pairs   the pairs in their new order
+    order   int64 [num_pairs]: where each of them was before
+    """
+
+    pairs: Pairs
+    order: Tensor
+
+
+def sort_by_row(row_ids: Tensor, columns: Tensor, num_rows: int) -> SortedPairs:
+    """Return the pairs (row_ids[i], columns[i]) sorted by row. Pairs of a row keep their order.
+
+    row_ids   int64 [num_pairs], in [0, num_rows)
+    columns   int64 [num_pairs]; -1 marks an unused pair
     """
     sorted_rows, order = row_ids.sort(stable=True)
-    starts = torch.arange(num_rows + 1, device=row_ids.device)
-    offsets = torch.searchsorted(sorted_rows, starts)
-    return Pairs(columns[order], offsets, sorted_rows), order
+    bounds = torch.arange(num_rows + 1, device=row_ids.device)
+    offsets = torch.searchsorted(sorted_rows, bounds)
+    pairs = Pairs(ids=columns[order], offsets=offsets, rows=sorted_rows)
+    return SortedPairs(pairs=pairs, order=order)

@@ -14,7 +14,7 @@ The gradient of log_odds is 0 at the ids that are left out. These get their grad
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,11 +39,14 @@ def statistics_of_rest(
 ) -> dict[str, Tensor]:
     """Return statistics of the softmax over the rest of each row, fp32 [num_rows] by name.
 
-    The rest is all ids but those that are left out. "logps" is the log-odds z[target] -
-    logsumexp(z[rest]).
+    The rest is all ids of a row but those that are left out. "logps" is the log-odds
+
+        z[target] - logsumexp(z over the rest)
+
+    and the other statistics are those of the softmax of z over the rest.
 
     source               `GivenLogits` or `ProjectedLogits`
-    targets              int64 [num_rows]
+    targets              int64 [num_rows]. A target may be left out of its row.
     row_ids, token_ids   int64 [num_pairs]: the pairs (row, id) that are left out
     mask                 bool [num_rows]: rows to process; None processes all
     names                the statistics in addition to "logps"
@@ -51,25 +54,44 @@ def statistics_of_rest(
     """
     shard: VocabShard | None = source.shard
     columns = local_ids(plain(token_ids), shard, source.num_columns)
-    left_out, _ = sort_by_row(plain(row_ids), columns, source.num_rows)
+    left_out = sort_by_row(plain(row_ids), columns, source.num_rows).pairs
     kernels = source.kernels
     if shard is None:
         kernels = RestKernels(kernels, left_out)
     elif shard.num_ids(source.num_columns) > 0:  # else this rank has no id to leave out
-        kernels = VocabParallel(RestKernels(kernels.kernels, left_out), shard)
+        # `kernels` are VocabParallel, which merges the softmax sums of the ranks. Ids are left out
+        # of the columns of one rank, before the merge.
+        kernels_of_rank = RestKernels(kernels.kernels, left_out)
+        kernels = VocabParallel(kernels_of_rank, shard)
     rest = replace(source, kernels=kernels)
     return rest.statistics(targets, mask, names, detached=detached)
 
 
-class RestKernels(BackendWrapper):
-    """Kernels over rows from which some ids are left out. There is no reference.
+class LeftOutColumns(NamedTuple):
+    """The columns that are left out of the rows of a kernel call.
 
-    kernels    run over the remaining ids
-    left_out   the pairs that are left out: rows of the batch, and columns of this rank as ids
+    positions   int64 [num_pairs]: the row of each pair, as its position in the call
+    columns     int64 [num_pairs]: the column that this row leaves out. -1 marks a pair to ignore,
+                because its id is on another rank or its row is not in the call.
+    """
+
+    positions: Tensor
+    columns: Tensor
+
+
+class RestKernels(BackendWrapper):
+    """Row kernels that leave some ids out of the softmax of each row. There is no reference.
+
+    The forward sets the logits of these ids to -inf in a copy, and the backward sets their gradient
+    to 0.
+
+    kernels    the kernels that this class wraps
+    left_out   the (row, id) pairs to leave out, with rows numbered over the whole batch and columns
+               of this rank as ids
     """
 
     def __init__(self, kernels: Backend, left_out: Pairs) -> None:
-        """Wrap `kernels`, for rows without the pairs `left_out`."""
+        """Wrap `kernels`, and leave the pairs `left_out` out of their rows."""
         super().__init__(kernels)
         self.left_out = left_out
 
@@ -78,23 +100,27 @@ class RestKernels(BackendWrapper):
 
         The logits of the ids that are left out become -inf in a copy, a block of rows at a time.
         "target_logit" is the logit of the target even if the target is left out.
+
+        names   the sums to compute
         """
         rows = merge_groups(rows)
         batch_rows = rows_of_batch(rows)
         num_columns = rows.logits.shape[-1]
         block_size = rows_per_block(rows) * num_columns
-        # A copy of a block of logits, and one element more that unused pairs write to.
+        # The logits of a block, and after them one element that ignored pairs write to.
         copy = torch.empty(block_size + 1, dtype=torch.float32, device=rows.logits.device)
         sums = SoftmaxSums.empty(names, rows.num_rows, rows.logits.device)
         for block, logits in blocks_of(rows, rows.logits):
             z = copy[: logits.numel()].view(logits.shape)
             transformed = rows.transform.select(block).transform_rows(logits, out=z)
-            if transformed is logits:  # they needed no transform, and z was not written
+            if transformed is logits:  # the transform is the identity and did not write to z
                 z.copy_(logits)
-            positions, columns = self.left_out_of(batch_rows[block])
-            elements = torch.where(columns >= 0, positions * num_columns + columns, block_size)
+            left_out = self.find_left_out(batch_rows[block])
+            elements = left_out.positions * num_columns + left_out.columns
+            elements = torch.where(left_out.columns >= 0, elements, block_size)
             copy.index_fill_(0, elements, -torch.inf)
-            rest_of_block = LogitRows(z[None], rows.targets[block])
+            # z is transformed already, so these rows have no transform.
+            rest_of_block = LogitRows(logits=z[None], targets=rows.targets[block])
             sums.values[:, block] = self.kernels.softmax_sums(rest_of_block, names).values
         sums["target_logit"].copy_(target_logits(rows))
         if rows.mask is None:
@@ -105,31 +131,44 @@ class RestKernels(BackendWrapper):
     def run_gradient_kernel(
         self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor
     ) -> None:
-        """Write d loss / d logits to `out`, [A, T, V], and 0 for the ids that are left out."""
-        self.kernels.softmax_gradient(rows, sums, coefficients, out)
-        positions, columns = self.left_out_of(rows_of_batch(rows))
-        fill_pairs(out, rows.first_row + positions, columns, 0.0)
+        """Write d loss / d logits to `out`, and 0 for the ids that are left out.
 
-    def left_out_of(self, batch_rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the pairs that some rows leave out: (positions in batch_rows, columns).
-
-        Both are int64 [num_pairs]. On a GPU the host does not know how many pairs these rows have.
-        Then all pairs of the batch are returned, with the column -1 for pairs of other rows.
-
-        batch_rows   int64 [num_rows], ascending: rows of the batch
+        sums           softmax sums over the ids that are not left out, from `run_sums_kernel`
+        coefficients   of the gradient of each row; their class has the formula
+        out            [A, T, V], the shape of rows.logits: A groups of T rows
         """
-        pairs = self.left_out
-        if batch_rows.device.type == "cpu" and len(batch_rows):
-            start = int(pairs.offsets[batch_rows[0]])
-            stop = int(pairs.offsets[batch_rows[-1] + 1])
-            pairs = pairs._replace(ids=pairs.ids[start:stop], rows=pairs.rows[start:stop])
-        positions = torch.searchsorted(batch_rows, pairs.rows).clamp(max=len(batch_rows) - 1)
-        has_row = batch_rows[positions] == pairs.rows
-        return positions, torch.where(has_row, pairs.ids, -1)
+        self.kernels.softmax_gradient(rows, sums, coefficients, out)
+        left_out = self.find_left_out(rows_of_batch(rows))
+        fill_pairs(out, rows.first_row + left_out.positions, left_out.columns, 0.0)
+
+    def find_left_out(self, batch_rows: Tensor) -> LeftOutColumns:
+        """Return the columns that are left out of the rows of a kernel call.
+
+        The pairs are sorted by row. On a CPU only those between the first and the last row of the
+        call are returned. On a GPU the host would have to wait for these bounds, so all pairs of
+        the batch are. Either way, pairs of rows that are not in the call have the column -1.
+
+        batch_rows   int64 [num_rows], ascending: which row of the batch each row of the call is
+        """
+        pair_rows = self.left_out.rows
+        pair_columns = self.left_out.ids
+        num_rows = len(batch_rows)
+        if batch_rows.device.type == "cpu" and num_rows > 0:
+            offsets = self.left_out.offsets
+            start = int(offsets[batch_rows[0]])
+            stop = int(offsets[batch_rows[-1] + 1])
+            pair_rows = pair_rows[start:stop]
+            pair_columns = pair_columns[start:stop]
+        # For a row that is not in the call, searchsorted returns where it would be inserted.
+        positions = torch.searchsorted(batch_rows, pair_rows).clamp(max=num_rows - 1)
+        is_in_call = batch_rows[positions] == pair_rows
+        return LeftOutColumns(
+            positions=positions, columns=torch.where(is_in_call, pair_columns, -1)
+        )
 
 
 def rows_of_batch(rows: LogitRows) -> Tensor:
-    """Return which row of the batch each row of a call is, int64 [num_rows]."""
+    """Return which row of the batch each row of a kernel call is, int64 [num_rows], ascending."""
     if rows.batch_rows is not None:
         return rows.batch_rows
     stop = rows.first_row + rows.num_rows
@@ -137,13 +176,15 @@ def rows_of_batch(rows: LogitRows) -> Tensor:
 
 
 def merge_groups(rows: LogitRows) -> LogitRows:
-    """Return the same rows with logits [1, A * T, V] in place of [A, T, V], if strides allow it.
+    """Return the same rows with their A groups of T rows merged into one, if strides allow it.
 
-    `blocks_of` makes no block across two of the A groups, so it makes fewer blocks of one group.
+    The logits [A, T, V] become a view [1, A * T, V]. A block of `blocks_of` has rows of one group
+    only, so there are fewer blocks afterwards.
     """
     logits = rows.logits
     num_groups, rows_per_group, num_columns = logits.shape
-    if num_groups > 1 and logits.stride(0) == rows_per_group * logits.stride(1):
+    is_evenly_spaced = logits.stride(0) == rows_per_group * logits.stride(1)
+    if num_groups > 1 and is_evenly_spaced:
         return rows._replace(logits=logits.view(1, num_groups * rows_per_group, num_columns))
     return rows
 
@@ -151,10 +192,11 @@ def merge_groups(rows: LogitRows) -> LogitRows:
 def target_logits(rows: LogitRows) -> Tensor:
     """Return the transformed logit of the target of each row, fp32 [num_rows].
 
-    It is NaN for a target that is no column.
+    It is NaN for a target that is not among the columns of the logits.
     """
-    columns = local_ids(rows.targets, None, rows.logits.shape[-1])
-    row_ids = torch.arange(rows.num_rows, device=columns.device)  # in the call, not in the logits
+    columns = local_ids(rows.targets, shard=None, num_columns=rows.logits.shape[-1])
+    row_ids = torch.arange(rows.num_rows, device=columns.device)
+    # rows.logits may have rows of other calls before those of this one.
     index = pair_index(rows.logits, rows.first_row + row_ids, columns)
     raw_logits = rows.logits[index].float()
     logits = rows.transform.transform_pairs(raw_logits, row_ids)
@@ -162,20 +204,23 @@ def target_logits(rows: LogitRows) -> Tensor:
 
 
 def fill_pairs(x: Tensor, row_ids: Tensor, columns: Tensor, value: float) -> None:
-    """Set x[row_ids[i], columns[i]] to value. The host does not wait for a GPU.
+    """Set x[row_ids[i], columns[i]] to value for each pair i, without waiting for a GPU.
 
-    x         [A, T, V], A groups of T rows
-    row_ids   int64 [num_pairs], from 0 to A * T - 1
+    x         [A, T, V], A groups of T rows, with any strides
+    row_ids   int64 [num_pairs]: row t of group a has the number a * T + t
     columns   int64 [num_pairs]; -1 marks an unused pair
     """
     if columns.numel() == 0 or x.numel() == 0:
         return
     _, rows_per_group, num_columns = x.shape
-    keys = torch.where(columns >= 0, row_ids * num_columns + columns, -1)
-    # Only the device knows which pairs are unused, so they must write somewhere: where the last
-    # pair in use does, or if none is in use, to the first element, the value that it has.
-    last = keys.amax()
-    keys = torch.where(keys >= 0, keys, last.clamp(min=0))
-    row_ids = keys // num_columns
-    index = (row_ids // rows_per_group, row_ids % rows_per_group, keys % num_columns)
-    x[index] = torch.where(last >= 0, value, x[index])
+    # Only the device knows which pairs are unused, so they cannot be dropped. They write the same
+    # value to the same element as the last used pair does. If no pair is used, all of them write
+    # the first element, which keeps its value.
+    is_used = columns >= 0
+    keys = torch.where(is_used, row_ids * num_columns + columns, -1)
+    last_used_key = keys.amax()
+    has_used = last_used_key >= 0
+    keys = torch.where(is_used, keys, last_used_key.clamp(min=0))
+    rows = keys // num_columns
+    index = (rows // rows_per_group, rows % rows_per_group, keys % num_columns)
+    x[index] = torch.where(has_used, value, x[index])
