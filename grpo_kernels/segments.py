@@ -70,7 +70,9 @@ class Segments:
         return _SegmentSum.apply(values.double(), self.segment_ids, self.order, self.offsets)
 
     def spread(self, segment_values: Tensor) -> Tensor:
-        """Return segment_values[segment_ids], the number of each value's segment, [num_values].
+        """Return segment_values[segment_ids]: for each value, that of its segment, [num_values].
+
+        The gradient of a segment's value is the sum over its values, in a fixed order.
 
         segment_values   float [num_segments]
         """
@@ -110,19 +112,9 @@ class Segments:
         otherwise   the result for a segment without a chosen number. It must be larger than all
                     numbers.
         """
-        numbers = torch.where(is_chosen, numbers, otherwise)
+        candidates = torch.where(is_chosen, numbers, otherwise)
         lowest = torch.full_like(self.offsets[:-1], otherwise)
-        return lowest.scatter_reduce(0, self.segment_ids, numbers, "amin")
-
-
-def element_or(values: Tensor, index: Tensor, otherwise: float) -> Tensor:
-    """Return values[index], and `otherwise` where the index is len(values). Not differentiable.
-
-    values   float [num_values]
-    index    int64 of any shape, in [0, num_values]
-    """
-    padded = torch.cat([values.detach(), values.new_full((1,), otherwise)])
-    return padded[index]
+        return lowest.scatter_reduce(0, self.segment_ids, candidates, "amin")
 
 
 # ---- differences from the largest value of a segment
@@ -137,9 +129,10 @@ def find_largest(values: Tensor, is_used: Tensor, segments: Segments) -> Tensor:
     values    float [num_values]
     is_used   bool [num_values], the values that count
     """
-    values = torch.where(is_used, values.detach(), -torch.inf)
-    largest = segments.max(values)[segments.segment_ids]
-    return segments.first(is_used & (values == largest))
+    used_values = torch.where(is_used, values.detach(), -torch.inf)
+    largest_values = segments.max(used_values)[segments.segment_ids]
+    # NaN equals nothing, so no position is chosen in a segment with NaN.
+    return segments.first(is_used & (used_values == largest_values))
 
 
 def subtract_largest(
@@ -151,14 +144,16 @@ def subtract_largest(
 ) -> Tensor:
     """Return each value minus the largest value of its segment, float64 [num_values].
 
-    The difference of two fp32 numbers is nearly exact in float64. The gradient has no cancellation
-    either: each value other than the largest gets its own gradient g_i, and the largest value gets
-    minus the sum of these g_i. (Plain autograd would add its own gradient, subtract it again, and
-    leave a rounding error of that size.)
+    The result is values - values[largest[segment_ids]], and -inf for values that are not used. The
+    difference of two fp32 numbers is nearly exact in float64.
+
+    The gradient has no cancellation either: each value other than the largest gets its upstream
+    gradient g_i, and the largest value gets minus the sum of these g_i. (Plain autograd would add
+    the upstream gradient of the largest value, subtract it again, and leave a rounding error of
+    that size.)
 
     values           fp32 [num_values]
-    is_used          bool [num_values]. The result for other values is -inf, and they get no
-                     gradient.
+    is_used          bool [num_values]: values that count. The others get no gradient.
     largest          int64 [num_segments], the position of the largest value of each segment, from
                      `find_largest`
     equals_largest   bool [num_values]: the largest value itself, and values that are always equal
@@ -177,10 +172,11 @@ def subtract_largest(
 
 
 class _SubtractLargest(torch.autograd.Function):
-    """`subtract_largest` as an autograd function.
+    """`subtract_largest` as an autograd function, see there for values, is_used and largest.
 
-    differs    bool [num_values]: used values that are not always equal to the largest
-    segments   their fields are passed as tensors: segment_ids, order, offsets
+    differs                       bool [num_values]: used values that are not always equal to the
+                                  largest
+    segment_ids, order, offsets   the fields of `Segments`
     """
 
     @staticmethod
@@ -194,9 +190,11 @@ class _SubtractLargest(torch.autograd.Function):
         offsets: Tensor,
     ) -> Tensor:
         """Return the differences, float64 [num_values], -inf for values that are not used."""
-        references = element_or(values, largest, otherwise=0.0)[segment_ids]
-        is_finite = is_used & (values != -torch.inf)
-        return torch.where(is_finite, values - references, -torch.inf)
+        # The position of a segment without a largest value is num_values. It reads a 0.
+        padded_values = torch.cat([values.detach(), values.new_zeros(1)])
+        largest_values = padded_values[largest][segment_ids]
+        is_finite = is_used & (values != -torch.inf)  # -inf - (-inf) would be NaN
+        return torch.where(is_finite, values - largest_values, -torch.inf)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -307,7 +305,11 @@ def sum_segments(values: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
 
 
 class _SegmentSum(torch.autograd.Function):
-    """`Segments.sum` as an autograd function. The gradient of a value is that of its sum."""
+    """`Segments.sum` as an autograd function.
+
+    values                        float64 [num_values]
+    segment_ids, order, offsets   the fields of `Segments`
+    """
 
     @staticmethod
     def forward(values: Tensor, segment_ids: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
@@ -328,13 +330,17 @@ class _SegmentSum(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """`Segments.spread` as an autograd function, whose backward sums in a fixed order."""
+    """`Segments.spread` as an autograd function, whose backward sums in a fixed order.
+
+    segment_values                float [num_segments]
+    segment_ids, order, offsets   the fields of `Segments`
+    """
 
     @staticmethod
     def forward(
         segment_values: Tensor, segment_ids: Tensor, order: Tensor, offsets: Tensor
     ) -> Tensor:
-        """Return the number of each value's segment."""
+        """Return the segment's value for each value of the segment, [num_values]."""
         return segment_values[segment_ids]
 
     @staticmethod
@@ -345,6 +351,6 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of each segment's number: the sum of the gradients of its values."""
+        """Return the gradient of each segment's value: a sum over the values of the segment."""
         order, offsets = ctx.saved_tensors
         return sum_segments(grad.double(), order, offsets).to(grad.dtype), None, None, None

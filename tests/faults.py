@@ -1677,23 +1677,23 @@ FAULTS: list[Fault] = [
     *of("grpo_kernels/core/pair_logits.py", COMBINATIONS,
         (
             "a pair of no id writes to another row",
-            "keys = torch.where(columns >= 0, row_ids * ctx.shape[2] + columns, -1)",
-            "keys = row_ids * ctx.shape[2] + columns",
+            "keys = torch.where(columns >= 0, row_ids * num_columns + columns, -1)",
+            "keys = row_ids * num_columns + columns",
         ),
         (
             "gradients of pairs are not sorted",
-            'grad[order].double(), "sum"',
-            'grad.double(), "sum"',
+            'values[order].double(), "sum"',
+            'values.double(), "sum"',
         ),
         (
             "equal pairs write their own gradient",
-            "values = torch.where(sorted_keys >= 0, sums[group_of_pair], 0.0)",
-            "values = torch.where(sorted_keys >= 0, grad[order].double(), 0.0)",
+            "pair_sums = torch.where(is_used, sums[group_of_pair], 0.0)",
+            "pair_sums = torch.where(is_used, values[order].double(), 0.0)",
         ),
         (
             "a pair that is not used writes 0 to the first logit",
-            "used_keys = torch.where(is_used, sorted_keys, sorted_keys[-1:]).clamp(min=0)",
-            "used_keys = sorted_keys.clamp(min=0)",
+            "elements = torch.where(is_used, sorted_keys, sorted_keys[-1:]).clamp(min=0)",
+            "elements = sorted_keys.clamp(min=0)",
         ),
         (
             "pairs have no bias",
@@ -1724,7 +1724,7 @@ FAULTS: list[Fault] = [
         ),
         (
             "logits of pairs are this rank's",
-            "return logits if shard is None else shard.sum_over_ranks(logits)",
+            "return shard.sum_over_ranks(logits)",
             "return logits",
             RANKS,
         ),
@@ -1828,13 +1828,13 @@ FAULTS: list[Fault] = [
     *of("grpo_kernels/core/compiled.py", COMPILE,
         (
             "scale and softcap change places",
-            "return transform.scale, transform.softcap, *temperature",
-            "return transform.softcap, transform.scale, *temperature",
+            "scale=transform.scale,\n            softcap=transform.softcap,",
+            "scale=transform.softcap,\n            softcap=transform.scale,",
         ),
         (
             "rows of a temperature each have that of none",
-            "inv_temperature if inv_temperatures is None else inv_temperatures",
-            "inv_temperature",
+            "inverse_temperature = options.inv_temperatures",
+            "pass",
         ),
         (
             "a frozen tensor has the gradient of the next",

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,6 +51,22 @@ SETTINGS_SCHEMA = (
 GRADIENT_SCHEMA = "bool[] wanted, Tensor sums, Tensor coefficients, str[] coefficient_names"
 
 
+class OperatorSettings(NamedTuple):
+    """The arguments of SETTINGS_SCHEMA.
+
+    scale, softcap, inv_temperature   the transform of the logits, see `RowTransform`
+    inv_temperatures                  fp32 [num_rows], replaces inv_temperature; or None
+    backend, strict                   see `Options`
+    """
+
+    scale: float
+    softcap: float
+    inv_temperature: float
+    inv_temperatures: Tensor | None
+    backend: str
+    strict: bool
+
+
 def make_pass(
     tensors: Sequence[Tensor | None],
     dtype: torch.dtype | None,
@@ -66,13 +82,17 @@ def make_pass(
     targets    int64 [num_rows]
     mask       bool [num_rows]: rows to process, or None for all rows
     names      names of the softmax sums to compute, some of `softmax.SUMS`
-    settings   the arguments of SETTINGS_SCHEMA, in their order
+    settings   the fields of `OperatorSettings`, in their order
     """
-    scale, softcap, inv_temperature, inv_temperatures, backend, strict = settings
-    inverse = inv_temperature if inv_temperatures is None else inv_temperatures
-    transform = RowTransform(scale, softcap, inverse)
-    kernels = backends.pick(backend, targets.device, strict)
-    if dtype is None:
+    options = OperatorSettings(*settings)
+    inverse_temperature: float | Tensor = options.inv_temperature
+    if options.inv_temperatures is not None:
+        inverse_temperature = options.inv_temperatures
+    transform = RowTransform(
+        scale=options.scale, softcap=options.softcap, inverse_temperature=inverse_temperature
+    )
+    kernels = backends.pick(options.backend, targets.device, options.strict)
+    if dtype is None:  # the logits are given
         return LogitsPass(
             kernels=kernels,
             transform=transform,
@@ -84,9 +104,11 @@ def make_pass(
         )
     hidden, weight, bias = tensors
     assert hidden is not None and weight is not None
-    source = ProjectedLogits(Projection(hidden, weight, bias, transform, dtype), kernels)
+    projection = Projection(
+        hidden=hidden, weight=weight, bias=bias, transform=transform, matmul_dtype=dtype
+    )
     return LinearPass(
-        source=source,
+        source=ProjectedLogits(projection, kernels),
         targets=targets,
         mask=mask,
         order=RowOrder.of_mask(mask, len(hidden), hidden.device),
@@ -103,14 +125,22 @@ def compute_sums(
     names: list[str],
     *settings: Any,
 ) -> list[Tensor]:
-    """Implement the operators softmax_sums and linear_sums: compute softmax sums of each row.
+    """Return the softmax sums of each row: the operators softmax_sums and linear_sums.
 
-    `make_pass` describes the arguments. Returns a list of one tensor, fp32 [num_sums, num_rows].
-    Raises ValueError if a target is outside of the vocabulary.
+    tensors    [logits] for softmax_sums, [hidden, weight, bias] for linear_sums
+    dtype      dtype of the matmuls that compute logits; None for softmax_sums
+    targets    int64 [num_rows]
+    mask       bool [num_rows]: rows to process, or None for all rows
+    names      the sums to compute, some of `softmax.SUMS`
+    settings   the fields of `OperatorSettings`, in their order
+
+    The result is a list of one tensor, fp32 [num_sums, num_rows]. Raises ValueError if a target is
+    outside of the vocabulary.
     """
     vocabulary = tensors[0].shape[-1] if dtype is None else len(tensors[1])  # type: ignore[union-attr, arg-type]
     check_targets(targets, mask, vocabulary)
-    return [*make_pass(tensors, dtype, targets, mask, names, settings).compute(tensors)]
+    row_pass = make_pass(tensors, dtype, targets, mask, names, settings)
+    return list(row_pass.compute(tensors))
 
 
 def fake_sums(
@@ -133,9 +163,9 @@ def compute_gradients(
     coefficient_names: list[str],
     *settings: Any,
 ) -> list[Tensor]:
-    """Implement the operators softmax_gradient and linear_gradients: compute d loss / d tensor.
+    """Return d loss / d tensor: the operators softmax_gradient and linear_gradients.
 
-    `make_pass` describes the other arguments.
+    tensors, dtype, targets, mask, names, settings have the values that `compute_sums` got.
 
     wanted              for each of `tensors`, whether it needs a gradient
     sums                fp32 [num_sums, num_rows]: the softmax sums, from `compute_sums`
@@ -162,7 +192,7 @@ def fake_gradients(
 ) -> list[Tensor]:
     """Return uninitialized results of the shapes and dtypes of `compute_gradients`, for tracing.
 
-    They have the shapes and dtypes of those `tensors` for which `wanted` is True.
+    wanted   for each of `tensors`, whether it needs a gradient, which has its shape and dtype
     """
     return [x.new_empty(x.shape) for x, needed in zip(tensors, wanted, strict=True) if needed]
 
@@ -237,7 +267,8 @@ class CompiledPass(StatisticsPass):
 
         tensors   (logits,) or (hidden, weight, bias)
         """
-        operator = LOGITS_SUMS if self.dtype is None else LINEAR_SUMS
+        logits_are_given = self.dtype is None
+        operator = LOGITS_SUMS if logits_are_given else LINEAR_SUMS
         (values,) = operator(*self.row_arguments(tensors), *self.settings)
         return (values,)
 
@@ -261,7 +292,9 @@ class CompiledPass(StatisticsPass):
         """
         (values,) = computed
         coefficients = GradientCoefficients.from_gradients(self.as_sums(values), grads, self.mask)
-        operator = LOGITS_GRADIENTS if self.dtype is None else LINEAR_GRADIENTS
+        logits_are_given = self.dtype is None
+        operator = LOGITS_GRADIENTS if logits_are_given else LINEAR_GRADIENTS
+        # The operator returns the gradients of the wanted tensors only, in their order.
         results = iter(
             operator(
                 *self.row_arguments(tensors),
@@ -283,13 +316,24 @@ class CompiledPass(StatisticsPass):
         return list(tensors), self.dtype, self.targets, self.mask, list(self.names)
 
     @property
-    def settings(self) -> tuple[Any, ...]:
-        """The arguments of SETTINGS_SCHEMA, in their order."""
+    def settings(self) -> OperatorSettings:
+        """The arguments of SETTINGS_SCHEMA."""
         transform = self.transform
         inverse = transform.inverse_temperature
-        # (inv_temperature, inv_temperatures): one number for all rows, or a vector.
-        temperature = (1.0, inverse) if isinstance(inverse, Tensor) else (inverse, None)
-        return transform.scale, transform.softcap, *temperature, self.backend, self.strict
+        inv_temperature = 1.0
+        inv_temperatures = None
+        if isinstance(inverse, Tensor):  # a temperature for each row
+            inv_temperatures = inverse
+        else:
+            inv_temperature = inverse
+        return OperatorSettings(
+            scale=transform.scale,
+            softcap=transform.softcap,
+            inv_temperature=inv_temperature,
+            inv_temperatures=inv_temperatures,
+            backend=self.backend,
+            strict=self.strict,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -311,14 +355,20 @@ class CompiledLogits(GivenLogits):
         detached: tuple[str, ...] = (),
         reference: Reference | None = None,
     ) -> dict[str, Tensor]:
-        """Return "logps" and the named statistics of each row, fp32 [num_rows] by name.
+        """Return "logps" and the named statistics of each row, [num_rows] by name.
 
-        An operator of torch.library computes their softmax sums. `RowSource` describes the
-        arguments. A divergence from a reference is not supported.
+        The results are those of `GivenLogits.statistics`. An operator of torch.library computes
+        their softmax sums, so that torch.compile traces this method without a graph break.
+
+        targets     int64 [num_rows]
+        mask        bool [num_rows]: rows to process; None processes all. The others give 0.
+        names       the statistics in addition to "logps", see `RowSource.statistics`
+        detached    the statistics that need no gradient
+        reference   must be None: the operators compute no divergence from a reference
         """
         assert reference is None
         row_pass = CompiledPass(
-            dtype=None,
+            dtype=None,  # the logits are given: there is no matmul
             transform=self.transform,
             targets=targets,
             mask=mask,
@@ -326,7 +376,8 @@ class CompiledLogits(GivenLogits):
             backend=self.backend,
             strict=self.strict,
         )
-        return row_statistics(row_pass, RequestedStatistics(names, detached), self.tensors)
+        requested = RequestedStatistics(names=names, detached=detached)
+        return row_statistics(row_pass, requested, self.tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -348,10 +399,16 @@ class CompiledProjection(ProjectedLogits):
         detached: tuple[str, ...] = (),
         reference: Reference | None = None,
     ) -> dict[str, Tensor]:
-        """Return "logps" and the named statistics of each row, fp32 [num_rows] by name.
+        """Return "logps" and the named statistics of each row, [num_rows] by name.
 
-        An operator of torch.library computes their softmax sums. `RowSource` describes the
-        arguments. A divergence from a reference is not supported.
+        The results are those of `ProjectedLogits.statistics`. An operator of torch.library computes
+        their softmax sums, so that torch.compile traces this method without a graph break.
+
+        targets     int64 [num_rows]
+        mask        bool [num_rows]: rows to process; None processes all. The others give 0.
+        names       the statistics in addition to "logps", see `RowSource.statistics`
+        detached    the statistics that need no gradient
+        reference   must be None: the operators compute no divergence from a reference
         """
         assert reference is None
         row_pass = CompiledPass(
@@ -363,4 +420,5 @@ class CompiledProjection(ProjectedLogits):
             backend=self.backend,
             strict=self.strict,
         )
-        return row_statistics(row_pass, RequestedStatistics(names, detached), self.tensors)
+        requested = RequestedStatistics(names=names, detached=detached)
+        return row_statistics(row_pass, requested, self.tensors)

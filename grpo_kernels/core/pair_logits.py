@@ -22,8 +22,9 @@ from .vocab_parallel import VocabShard
 def local_ids(token_ids: Tensor, shard: VocabShard | None, num_columns: int) -> Tensor:
     """Return the column of each token id on this rank, int64.
 
-    It is -1 for an id that another rank has, or that is outside of the vocabulary.
+    The column is -1 for an id that another rank has, or that is outside of the vocabulary.
 
+    token_ids     int64, ids of the whole vocabulary
     shard         this rank's part of the vocabulary; None: all of it
     num_columns   number of columns of the logits on this rank
     """
@@ -37,20 +38,23 @@ def local_ids(token_ids: Tensor, shard: VocabShard | None, num_columns: int) -> 
 
 
 def sum_over_ranks(logits: Tensor, shard: VocabShard | None) -> Tensor:
-    """Return the sum of logits over the ranks of a shard, in place; the logits without a shard.
+    """Return the logits of pairs, summed over the ranks of a sharded vocabulary, in place.
 
-    A rank that does not have the id of a logit holds 0.
+    One rank has the column of a pair and its logit. The other ranks hold 0.
+
+    shard   this rank's part of the vocabulary; None: there is one rank
     """
-    return logits if shard is None else shard.sum_over_ranks(logits)
+    if shard is None:
+        return logits
+    return shard.sum_over_ranks(logits)
 
 
 class GivenPairLogits(torch.autograd.Function):
-    """The logit in row row_ids[i] and column columns[i] of each pair i, fp32 [num_pairs].
-
-    It is 0 for a column of -1.
+    """Select the logit in row row_ids[i] and column columns[i] for each pair i, fp32 [num_pairs].
 
     logits             [A, T, V], A groups of T rows
-    row_ids, columns   int64 [num_pairs]; rows are numbered from 0 to A * T - 1
+    row_ids, columns   int64 [num_pairs]: rows are numbered from 0 to A * T - 1. A pair of the
+                       column -1 has the logit 0.
     shard              this rank's part of the vocabulary, or None
     """
 
@@ -79,51 +83,64 @@ class GivenPairLogits(torch.autograd.Function):
         row_ids, columns = ctx.saved_tensors
 
         def compute_gradient(upstream: Sequence[Tensor]) -> Tensor:
-            """Return d loss / d logits [A, T, V]: the sum of grad over each element's pairs."""
+            """Return d loss / d logits [A, T, V] from upstream = [grad]."""
             (grad,) = upstream
             grad_logits = zeros(ctx.shape, ctx.dtype, grad.device)
-            if grad_logits.numel() == 0 or row_ids.numel() == 0:
-                return grad_logits
-            # Equal pairs are summed first, in fp64 and in a fixed order, and rounded once. The key
-            # of a pair is its element of grad_logits, so equal pairs are neighbours when sorted.
-            keys = torch.where(columns >= 0, row_ids * ctx.shape[2] + columns, -1)
-            sorted_keys, order = keys.sort(stable=True)
-            group_of_pair = (sorted_keys.diff(prepend=sorted_keys[:1]) != 0).cumsum(0)
-            group_ids = torch.arange(keys.numel() + 1, device=keys.device)
-            group_offsets = torch.searchsorted(group_of_pair, group_ids)
-            sums = torch.segment_reduce(
-                grad[order].double(), "sum", offsets=group_offsets, initial=0, unsafe=True
-            )
-            # Each pair writes the sum of its group: equal pairs write the same number.
-            values = torch.where(sorted_keys >= 0, sums[group_of_pair], 0.0)
-            is_used = sorted_keys >= 0
-            # Unused pairs, whose number only the device knows, must write somewhere: the last pair
-            # in use is written again, or 0 to the first element if none is.
-            used_keys = torch.where(is_used, sorted_keys, sorted_keys[-1:]).clamp(min=0)
-            used_values = torch.where(is_used, values, values[-1:])
-            flat = grad_logits.view(-1)
-            flat[used_keys] = used_values.to(ctx.dtype)
+            if grad_logits.numel() > 0 and row_ids.numel() > 0:
+                write_pair_sums(grad_logits, row_ids, columns, grad)
             return grad_logits
 
         return without_second_derivative(compute_gradient, [grad]), None, None, None
 
 
+def write_pair_sums(out: Tensor, row_ids: Tensor, columns: Tensor, values: Tensor) -> None:
+    """Write the sum of the values of equal pairs to out[row_ids[i], columns[i]], for all pairs i.
+
+    The sums run in fp64 and in a fixed order, and are rounded once. The host does not wait for a
+    GPU.
+
+    out                [A, T, V] contiguous, A groups of T rows, 0 before. Not empty.
+    row_ids, columns   int64 [num_pairs]: rows are numbered from 0 to A * T - 1. The column -1 marks
+                       an unused pair. There is at least one pair.
+    values             float [num_pairs]
+    """
+    num_columns = out.shape[2]
+    # The key of a pair is its element of `out`, so equal pairs are neighbours when sorted. Unused
+    # pairs come first.
+    keys = torch.where(columns >= 0, row_ids * num_columns + columns, -1)
+    sorted_keys, order = keys.sort(stable=True)
+    group_of_pair = (sorted_keys.diff(prepend=sorted_keys[:1]) != 0).cumsum(0)
+    group_ids = torch.arange(keys.numel() + 1, device=keys.device)
+    group_offsets = torch.searchsorted(group_of_pair, group_ids)
+    sums = torch.segment_reduce(
+        values[order].double(), "sum", offsets=group_offsets, initial=0, unsafe=True
+    )
+    # Equal pairs all write the sum of their group. Only the device knows the number of unused
+    # pairs, so they must write too: what the last pair writes, or 0 to the first element if that
+    # one is unused as well.
+    is_used = sorted_keys >= 0
+    pair_sums = torch.where(is_used, sums[group_of_pair], 0.0)
+    elements = torch.where(is_used, sorted_keys, sorted_keys[-1:]).clamp(min=0)
+    element_values = torch.where(is_used, pair_sums, pair_sums[-1:])
+    out.view(-1)[elements] = element_values.to(out.dtype)
+
+
 def pair_index(logits: Tensor, row_ids: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the index of each pair into logits [A, T, V]: (groups, rows of a group, columns).
 
-    A pair of the column -1 gets column 0, for the caller to mask.
+    row_ids   int64 [num_pairs]: row t of group a has the number a * T + t
+    columns   int64 [num_pairs]. A pair of the column -1 reads column 0, for the caller to mask.
     """
     rows_per_group = logits.shape[1]
     return row_ids // rows_per_group, row_ids % rows_per_group, columns.clamp(min=0)
 
 
 class ProjectedPairLogits(torch.autograd.Function):
-    """hidden[row] . weight[column] + bias[column] of each pair, fp32 [num_pairs].
-
-    It is 0 for a column of -1.
+    """Compute hidden[row] . weight[column] + bias[column] for each pair, fp32 [num_pairs].
 
     hidden, weight, bias   [num_rows, H], [V, H], [V] or None
-    pairs                  in the order of rows, with columns of this rank as ids
+    pairs                  sorted by row, with columns of this rank as ids. A pair of the column -1
+                           has the logit 0.
     kernels                compute the dot products and their gradients
     shard                  this rank's part of the vocabulary, or None
     weight_memory          memory of the caller that the gradient of the weight is added to, or None
@@ -177,7 +194,7 @@ class ProjectedPairLogits(torch.autograd.Function):
                 hidden,
                 weight,
                 bias,
-                Pairs(*fields_of_pairs),
+                Pairs(*fields_of_pairs),  # passed as tensors, for torch.func to see them
                 ctx.kernels,
                 ctx.weight_memory,
                 hidden_wanted=hidden_wanted,
@@ -216,12 +233,13 @@ def pair_gradients(
     that is not wanted is None.
 
     grad            [num_pairs]: d loss / d logit of each pair
-    pairs           in the order of rows, with columns of this rank as ids
+    pairs           sorted by row, with columns of this rank as ids
+    kernels         compute the sums over pairs
     weight_memory   memory of the caller that the gradient of the weight is added to, or None
     """
     grad = grad.float().contiguous()
     device = hidden.device
-    has_columns = len(weight) > 0
+    has_columns = len(weight) > 0  # else this rank has no part of the vocabulary
     grad_hidden = grad_weight = grad_bias = None
     if hidden_wanted:
         fp32_grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=device)
