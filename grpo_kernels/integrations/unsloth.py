@@ -145,16 +145,18 @@ def log_softmax_and_entropy(
     # A model spread over several devices has its head on the last one.
     hidden = hidden_states.to(lm_head.device)
     ids = index.to(lm_head.device)
-    kind = lm_head.device.type
-    products: Any = nullcontext()
+    device_type = lm_head.device.type
+    matmul_context: Any = nullcontext()
     if fp32_lm_head or lm_head.dtype == torch.float32:
         hidden = hidden.float()
-        products = torch.autocast(kind, enabled=False) if fp32_lm_head else products
-    elif not torch.is_autocast_enabled(kind):
-        # Unsloth multiplies in the head's dtype. Through a conversion here the gradient would come
-        # back in it, and fp16 ends at 65,504; the kernels convert inside.
-        products = torch.autocast(kind, lm_head.dtype)
-    with products:
+        if fp32_lm_head:
+            matmul_context = torch.autocast(device_type, enabled=False)
+    elif not torch.is_autocast_enabled(device_type):
+        # Unsloth's matmul has the dtype of the head. Converting hidden states here would round
+        # their gradient to it, which fp16 cannot hold above 65,504. Under autocast the kernels
+        # convert them.
+        matmul_context = torch.autocast(device_type, lm_head.dtype)
+    with matmul_context:
         logps, entropy = log_probs_of(
             hidden, ids, head=Head(lm_head, lm_head_bias), transform=LogitTransform(temperature, logit_softcapping or None, scale),
             entropy=entropy_mode(return_entropy, entropy_requires_grad),

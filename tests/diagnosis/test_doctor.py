@@ -428,7 +428,7 @@ FINDINGS = [
     (advice, {"environ": {"TRITON_INTERPRET": "1"}, "gpu": True}, "grave: TRITON_INTERPRET=1"),
     (amx_advice, {"difference": None}, None),
     (amx_advice, {"difference": "3 elements differ", "refusal": 95}, None),
-    (amx_advice, {"difference": "3 elements differ"}, "grave: the AMX products are wrong on this machine: 3 elements differ; losses.* are right, but use another engine.*report.*GRPO_KERNELS_PRODUCTS=fp32 or avx512bf16"),
+    (amx_advice, {"difference": "3 elements differ"}, "grave: the AMX matmuls are wrong on this machine: 3 elements differ; losses.* are right, but use another engine.*report.*GRPO_KERNELS_PRODUCTS=fp32 or avx512bf16"),
     (setting_findings, {"GRPO_KERNELS_STRICT": "1", "GRPO_KERNELS_CHECK": "0", "TRITON_INTERPRET": "", "OMP_NUM_THREADS": "3"}, None),
     (setting_findings, {"GRPO_KERNELS_BACKEND": "egaer"}, "grave: GRPO_KERNELS_BACKEND=egaer: .*auto, eager, cpu, triton"),
     (setting_findings, {"GRPO_KERNELS_PRODUCTS": "amx"}, "grave: GRPO_KERNELS_PRODUCTS=amx: no tiles, and calls raise -> set it to one of auto, torch,"),
@@ -461,7 +461,7 @@ def test_an_outdated_module_blocks_the_tests_only_without_a_gpu():
 @pytest.mark.skipif(
     cpu_matmuls._cpu is None, reason="without the compiled module nothing is compared"
 )
-@pytest.mark.filterwarnings("ignore:the AMX products are wrong")
+@pytest.mark.filterwarnings("ignore:the AMX matmuls are wrong")
 def test_amx_is_in_the_report_with_the_reason_why_it_is_not_used():
     with amx.processor(amx.INTEL, difference="3 elements differ"):
         facts = machine.facts(CPU)
@@ -472,8 +472,7 @@ def test_amx_is_in_the_report_with_the_reason_why_it_is_not_used():
         text = doctor._text_of_facts(facts)
         assert (
             "engine fp32 (" in text
-            and "amx (bf16 matmuls in AMX tiles) cannot run here: the AMX products are wrong"
-            in text
+            and "amx (bf16 matmuls in AMX tiles) cannot run here: the AMX matmuls are wrong" in text
         )
     with amx.processor(amx.INTEL, difference=None):
         assert machine.facts(CPU)["matmuls"] == {

@@ -155,11 +155,11 @@ AMD, INTEL = "AuthenticAMD", "GenuineIntel"
         ((INTEL, FEATURES, SAVED), errno.EINVAL, None, "fp32", "does not let this process use AMX: Linux has it from version 5.16"),
         ((INTEL, FEATURES, SAVED), errno.ENOSPC, None, "fp32", "does not let this process use AMX: the alternate signal stack"),
         ((INTEL, FEATURES, SAVED), errno.EIO, None, "fp32", "does not let this process use AMX: Input/output error"),
-        ((INTEL, FEATURES, SAVED), 0, "3 elements differ", "fp32", "the AMX products are wrong on this machine: 3 elements differ"),
-        ((AMD, FEATURES, SAVED), 0, "3 elements differ", "avx512bf16", "the AMX products are wrong on this machine"),
+        ((INTEL, FEATURES, SAVED), 0, "3 elements differ", "fp32", "the AMX matmuls are wrong on this machine: 3 elements differ"),
+        ((AMD, FEATURES, SAVED), 0, "3 elements differ", "avx512bf16", "the AMX matmuls are wrong on this machine"),
     ],
 )  # fmt: skip
-@pytest.mark.filterwarnings("ignore:the AMX products are wrong")
+@pytest.mark.filterwarnings("ignore:the AMX matmuls are wrong")
 def test_the_engine_of_a_processor(found, refusal, difference, engine, reason):
     with amx.processor(found, refusal, difference):
         assert cpu_matmuls.engine() == cpu_matmuls.fastest_engine() == engine
@@ -200,7 +200,7 @@ def test_a_setting_that_cannot_be_is_refused(setting, words, monkeypatch):
 def test_amx_by_name_is_refused_if_it_is_wrong(monkeypatch):
     monkeypatch.setenv(cpu_matmuls.SETTING, "amx")
     words = (
-        "=amx: the AMX products are wrong on this machine: all differs; .* one of avx512bf16, fp32,"
+        "=amx: the AMX matmuls are wrong on this machine: all differs; .* one of avx512bf16, fp32,"
         " torch"
     )
     with amx.processor(amx.INTEL, difference="all differs"), pytest.raises(ValueError, match=words):
@@ -269,7 +269,7 @@ def test_a_broken_amx_unit_is_not_used(fault, monkeypatch, recwarn):
         check(product(cpu_matmuls.logits, hidden, weight, None, shape=(5, 33)), hidden, weight.T)
     (warning,) = recwarn
     assert re.search(
-        r"^the AMX products are wrong on this machine: \d+ elements of \w+.* operands differ from the engine fp32 \(N = .*"
+        r"^the AMX matmuls are wrong on this machine: \d+ elements of \w+.* operands differ from the engine fp32 \(N = .*"
         r"GRPO_KERNELS_PRODUCTS=fp32 instead.*doctor", str(warning.message),
     )  # fmt: skip
 

@@ -236,7 +236,7 @@ def _examine_amx() -> Amx:
     difference = first_difference("amx", _best_without_amx())
     if difference is None:
         return Amx(reason=None)
-    return Amx(f"the AMX products are wrong on this machine: {difference}", mismatch=True)
+    return Amx(f"the AMX matmuls are wrong on this machine: {difference}", mismatch=True)
 
 
 # ---- the comparison of two engines
