@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 import triton
 
 from support.processes import interpreted
-from support.ptx.runs import CASES, ORDERS, TARGETS, all_cases, executed, known
+from support.ptx.runs import CASES, ONCE, ORDERS, TARGETS, all_cases, executed, known
 
 FOLDERS = {"installed": "", "3.6": os.environ.get("GRPO_KERNELS_TRITON_36", "")}
 
@@ -34,7 +34,9 @@ builds = pytest.mark.skipif(
     not known(triton.__version__), reason="the executor has not read what this version emits"
 )
 @pytest.mark.parametrize(
-    "cases", [CASES[:2], CASES[2:]], ids=["policy", "reference, pairs and vectors"]
+    "cases",
+    [CASES[:2], CASES[2:], ONCE],
+    ids=["policy", "reference, pairs and vectors", "public functions"],
 )
 def test_the_first_case_of_each_test(cases):
     executed(cases, "sm_90", 0, first=True)

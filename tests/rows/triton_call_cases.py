@@ -1,8 +1,8 @@
 """Call cases run by the Triton backend against float64: every objective, and calls in which every two
 values of two axes meet.
 
-Run as triton_cases.py is. On a GPU vocabularies are of a real size, and products are those of a
-GPU; elsewhere stand-ins for these make the same calls.
+Run like triton_cases.py. On a GPU vocabularies have a real size and matmuls run on the GPU.
+Elsewhere stand-ins make the same calls.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LENGTHS = (7, 4, 2, 0, 6, 1, 5, 3)
 
 
 @pytest.fixture(autouse=True)
-def sixteen_bit_products():
+def sixteen_bit_matmuls():
     with contextlib.nullcontext() if ON_GPU else of_a_gpu():
         yield
     problem.cache_clear()
@@ -134,53 +134,58 @@ def relative(found, exact):
     return float((found.double() - exact.double()).norm() / exact.double().norm())
 
 
-PRODUCTS = {
-    "bf16": (TensorCoreMatmuls, torch.bfloat16), "fp16": (HalfMatmuls, torch.float16), "fp32": (HeadMatmuls, torch.float32),
-    "bf16 through fp32": (HeadMatmuls, torch.bfloat16),
-}  # fmt: skip
+MATMULS = {
+    "bf16": (TensorCoreMatmuls, torch.bfloat16),
+    "fp16": (HalfMatmuls, torch.float16),
+    "fp32": (HeadMatmuls, torch.float32),
+    "bf16 operands converted to fp32": (HeadMatmuls, torch.bfloat16),
+}
 
 
 @pytest.mark.parametrize(
     "shape", [(192, 151936, 1024) if ON_GPU else (12, 96, 8), (5, 1031, 33), (1, 7, 3)], ids=str
 )
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_products(name, shape, record_property):
-    """Of a head with a bias and without, whatever its strides: the sum of two blocks is fp32."""
-    (kind, dtype), (rows, vocab, width) = PRODUCTS[name], shape
-    plain = (torch.randn(vocab, width) / width**0.5).to(dtype)
-    for weight, bias in (
-        (torch.cat([plain, plain], 1)[:, :width], None),
-        (plain.t().contiguous().t(), torch.randn(vocab).to(dtype)),
-    ):
-        products = kind(weight, bias)
-        hidden = torch.randn(rows, width).to(products.dtype)
-        logits = products.logits(hidden)
-        before = logits.clone()  # their gradient may go into their memory
-        block = products.gradient_rows(rows)
-        d_logits = products.gradient_buffer(logits, True, block, 0)
-        given = d_logits.copy_(1e-9 * torch.randn(rows, vocab)).double()
-        d_logits = d_logits if block is None else products.keep(d_logits, block, 0)
-        total = products.add_d_weight(
-            products.add_d_weight(None, d_logits, hidden, last=False), d_logits, hidden, last=True
-        )
-        # The gradients of rows are rounded on their way into the products of fp16.
-        room = 5e-4 if kind is HalfMatmuls else 5e-5
-        for what, found, exact, limit in (
-            (
-                "logits",
-                before,
-                hidden.double() @ weight.double().t() + (0 if bias is None else bias.double()),
-                1e-5,
-            ),
-            ("d_hidden", products.d_hidden(d_logits), given @ weight.double(), room),
-            (
-                "d_weight",
-                products.add_d_weight(None, d_logits, hidden, last=True),
-                given.t() @ hidden.double(),
-                4e-3 if name == "bf16" else room,
-            ),
-            ("sum of d_weight", total, 2 * given.t() @ hidden.double(), room),
-        ):
-            record_property(what, relative(found, exact))
-            assert relative(found, exact) < limit, what
-        assert logits.dtype == total.dtype == torch.float32
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("name", MATMULS)
+def test_matmuls(name, has_bias, shape, record_property):
+    """The sum of two blocks is fp32. The weight has a row stride, or one in both dimensions."""
+    matmuls_type, weight_dtype = MATMULS[name]
+    rows, vocab, width = shape
+    plain = (torch.randn(vocab, width) / width**0.5).to(weight_dtype)
+    if has_bias:
+        weight = plain.t().contiguous().t()
+        bias = torch.randn(vocab).to(weight_dtype)
+        bias_in_float64 = bias.double()
+    else:
+        weight = torch.cat([plain, plain], 1)[:, :width]
+        bias = None
+        bias_in_float64 = 0.0
+    matmuls = matmuls_type(weight, bias)
+    hidden = torch.randn(rows, width).to(matmuls.dtype)
+    buffer = matmuls.make_grad_buffer(rows, sums_bias=False)
+    logits = matmuls.logits(hidden)
+    logits_before = logits.clone()  # their gradient may go into their memory
+    memory = buffer.memory_for(logits)
+    expected_grad_logits = memory.copy_(1e-9 * torch.randn(rows, vocab)).double()
+    buffer.store(memory)
+    grad_logits = buffer.all_rows()
+    grad_hidden = matmuls.grad_hidden(grad_logits)
+    single = matmuls.add_grad_weight(None, grad_logits, hidden, may_round=True)
+    total = matmuls.add_grad_weight(None, grad_logits, hidden, may_round=False)
+    total = matmuls.add_grad_weight(total, grad_logits, hidden, may_round=True)
+
+    expected_grad_weight = expected_grad_logits.t() @ hidden.double()
+    # The rows of fp16 gradients are rounded to fp16 before their matmuls.
+    tolerance = 5e-4 if matmuls_type is HalfMatmuls else 5e-5
+    single_tolerance = 4e-3 if matmuls_type is TensorCoreMatmuls else tolerance
+    results = {
+        "logits": (logits_before, hidden.double() @ weight.double().t() + bias_in_float64, 1e-5),
+        "grad_hidden": (grad_hidden, expected_grad_logits @ weight.double(), tolerance),
+        "grad_weight": (single, expected_grad_weight, single_tolerance),
+        "sum of grad_weight": (total, 2 * expected_grad_weight, tolerance),
+    }
+    for what, (result, expected, limit) in results.items():
+        error = relative(result, expected)
+        record_property(what, error)
+        assert error < limit, what
+    assert logits.dtype == total.dtype == torch.float32

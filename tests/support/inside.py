@@ -71,10 +71,17 @@ def our_products(dtype: torch.dtype) -> bool:
 
 
 def in_chunks(monkeypatch: pytest.MonkeyPatch, rows: int, block: int | None = None) -> None:
-    """Make the engine take `rows` rows at a time, less than its floor allows, so that small cases
-    have several chunks. On a GPU `block` rows are a block; None: each chunk is one.
+    """Process chunks of `rows` rows, fewer than a real plan has, so that small cases have several.
+
+    block   rows of a block if 16-bit gradients of logits have a buffer; otherwise, and with None,
+            each chunk is a block
     """
-    monkeypatch.setattr(LinearMemory, "plan", lambda *_, **__: ChunkPlan(rows, block or rows))
+
+    def plan(memory: LinearMemory, *_: Any, **__: Any) -> ChunkPlan:
+        has_several_chunks = block is not None and memory.has_grad_buffer
+        return ChunkPlan(rows, block if has_several_chunks else rows)
+
+    monkeypatch.setattr(LinearMemory, "plan", plan)
 
 
 def values_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
