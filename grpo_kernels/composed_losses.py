@@ -27,15 +27,20 @@ from .token_sets import TokenSets, check_ids, narrow_mask
 
 
 def composed_feature(batch: TokenBatch, reference: Any) -> str:
-    """Return which feature of a call needs several passes, in words for an error; "" for none.
+    """Return the feature of a loss call that needs several passes over the rows, or "" if none.
 
-    reference   what was passed as `ref_logits` or `reference`
+    The text is part of error messages, for example "a batch with kept, rows".
+
+    reference   what was passed as `ref_logits` or `reference`. TokenSets are a teacher whose
+                log-probs are known at some ids of each token.
     """
     if isinstance(reference, TokenSets):
         return "a teacher known at some ids"
     fields = ("kept", "logp_terms", "prob_terms", "rows")
     used = [name for name in fields if getattr(batch, name) is not None]
-    return "a batch with " + ", ".join(used) if used else ""
+    if not used:
+        return ""
+    return "a batch with " + ", ".join(used)
 
 
 def check_composed_batch(batch: TokenBatch, options: Options, source: RowSource) -> None:
@@ -66,14 +71,21 @@ def composed_loss_statistics(
 ) -> dict[str, Tensor]:
     """Return the statistics that the loss of a batch needs, fp32 [num_tokens], by name.
 
-    They are "logps" and "entropy", with kl=Exact(...) also "divergence", and with further ids also
-    "auxiliary_loss", the loss of their terms.
+        "logps"            log-prob of each target, over its candidate set if it has one
+        "entropy"          of the same softmax, in nats
+        "divergence"       with kl=Exact(...): the divergence from `reference` or `teacher`
+        "auxiliary_loss"   with further ids: the loss of their terms
 
     source           the policy's rows of logits
-    tokens           the tokens with the weights of their terms
+    batch            gives candidate sets, further ids and shared rows
+    objective        says which statistics need a gradient, and which divergence is wanted
+    tokens           targets, mask and advantages of the tokens
     reference        for kl=Exact(...): a reference whose whole distribution is known; or None
     teacher          for kl=Exact(...): log-probs of a teacher at some ids of each token; or None
     reference_name   the argument that `teacher` was passed as, for errors
+
+    Raises ValueError for a teacher together with candidate sets, for a teacher without values or
+    with an id outside of the vocabulary, and for a further id outside of it.
     """
     flat_rows = None if batch.rows is None else flat(batch.rows).long()
     extra_ids = batch.extra_ids
@@ -84,8 +96,8 @@ def composed_loss_statistics(
         require(batch.kept is None, reference_name, "TokenSets", TEACHER_WITH_SETS)
         check_teacher(reference_name, teacher, batch.targets, exact, source.vocab_size)
         if extra_ids is None:
-            # One pass gives the log-probs of the targets and of the teacher's ids. With further ids
-            # these take their own pass below.
+            # One pass computes the log-probs of targets and of the teacher's ids. If the batch has
+            # further ids, the teacher's ids take a second pass below.
             return logprobs_with_teacher(
                 source,
                 tokens.targets,
@@ -99,7 +111,8 @@ def composed_loss_statistics(
     if extra_ids is not None:
         name = "prob_terms" if batch.logp_terms is None else "logp_terms"
         check_ids(name, extra_ids, source.vocab_size)
-    # A reference's divergence is computed in the same pass, unless it is over candidate sets.
+    # A divergence over the vocabulary is computed in the same pass. Over candidate sets, it takes
+    # a second pass below.
     is_dense_reference = reference is not None and batch.kept is None
     statistics = composed_statistics(
         source,
@@ -114,9 +127,9 @@ def composed_loss_statistics(
         reference=reference if is_dense_reference else None,
     )
     if extra_ids is not None:
-        terms = objective.extra_id_terms(batch)
+        extra_logps = statistics.pop("at")
         statistics["auxiliary_loss"] = auxiliary_loss(
-            terms, statistics.pop("at"), tokens.advantages
+            objective.extra_id_terms(batch), extra_logps, tokens.advantages
         )
     if teacher is not None:
         assert exact is not None
@@ -144,7 +157,8 @@ def composed_reference_logprobs(
     """Return the log-prob of each target under a reference, fp32 [num_tokens].
 
     source   the reference's rows of logits
-    batch    for candidate sets and shared rows, which apply to the reference as well
+    batch    gives candidate sets and shared rows, which apply to the reference as well
+    tokens   targets and mask of the tokens. Masked tokens give 0.
     """
     statistics = composed_statistics(
         source,

@@ -20,10 +20,11 @@ from .formulas.divergence import Exact, divergence_at
 from .segments import Segments, replace_values
 from .token_sets import TokenSets, check_sets
 
-#: Log-probs of a teacher are rounded. Their probabilities may add up to this much.
+#: Log-probs of a teacher are rounded. The probabilities of a token may add up to this much.
 LARGEST_MASS = 1.001
 
-#: Least probability of all other ids whose logarithm is taken. `divergence_at` raises it to 1e-7.
+#: Least probability of all other ids whose logarithm is taken, so that no log is -inf or NaN.
+#: `divergence_at` raises it to 1e-7.
 LEAST_OUTSIDE = 1e-30
 
 
@@ -40,19 +41,26 @@ def logprobs_with_teacher(
 ) -> dict[str, Tensor]:
     """Return the log-prob of each target, "divergence", and the named statistics.
 
-    targets   int64 [num_tokens]
-    teacher   ids of each token with the teacher's log-probs as values, which get no gradient. A
-              token without ids has the divergence 0.
-    exact     which divergence of the policy p from the teacher q, see `Exact`. Its
-              `temperature_squared` is left to the caller.
-    mask      bool [num_tokens]: tokens to process. None processes all tokens. The others give 0.
-    rows      int64 [num_tokens]: the row that predicts each token, any number where mask is False.
-              Several tokens may have the same row. None: row i predicts token i.
-    names, detached   other statistics, see `RowSource.statistics`
+    With p the policy and q the teacher, the divergence is for example
 
-    The results are fp32 [num_tokens]. Raises ValueError if the teacher has no values, an id outside
-    of the vocabulary, not one set for each token or, with the tail "bin", probabilities of more
-    than 1 in a row.
+        KL(p || q) = sum of p (log p - log q)
+
+    over the teacher's ids. `exact.tail` says what all other ids add.
+
+    targets    int64 [num_tokens]
+    teacher    ids of each token with the teacher's log-probs as values, which get no gradient. A
+               token without ids has the divergence 0.
+    exact      which divergence. Its `temperature_squared` is left to the caller.
+    mask       bool [num_tokens]: tokens to process. None processes all tokens. The others give 0.
+    rows       int64 [num_tokens]: the row that predicts each token, any number where mask is False.
+               Several tokens may have the same row. None: row i predicts token i.
+    names      other statistics of the row that predicts a token, see `RowSource.statistics`
+    detached   the statistics that need no gradient
+
+    The results are fp32 [num_tokens] by name.
+
+    Raises ValueError if the teacher has no values, an id outside of the vocabulary, not one set for
+    each token or, with the tail "bin", probabilities of more than 1 for a token.
 
     Accuracy: log-probs at the ids come from fp32 logits and the fp32 log-odds of the likeliest id
     against all other ids, added in float64. The policy's probability P of all other ids is 1 minus
@@ -86,15 +94,20 @@ def teacher_divergence(
 ) -> Tensor:
     """Return the divergence of each token from the teacher, fp32 [num_tokens].
 
-    The arguments, errors and the accuracy are those of `logprobs_with_teacher`. Tokens without ids
-    are not processed.
+    teacher   ids of each token with the teacher's log-probs as values. A token without ids has the
+              divergence 0 and is not processed.
+    exact     which divergence
+    mask      bool [num_tokens]: tokens to process. None processes all tokens. The others give 0.
+    rows      int64 [num_tokens]: the row that predicts each token. None: row i predicts token i.
+
+    `logprobs_with_teacher` describes the divergence, its accuracy, and the errors.
     """
     if teacher.empty_rows > 0:
         has_ids = teacher.counts > 0
         mask = has_ids if mask is None else mask & has_ids
     statistics = logprobs_with_teacher(
         source,
-        first_ids(teacher),
+        first_ids(teacher),  # targets, whose log-probs are not used. These cost no further logit.
         teacher,
         exact,
         mask=mask,
@@ -109,27 +122,38 @@ def divergence_of_logprobs(
     other_logps: Tensor,
     segments: Segments,
 ) -> Tensor:
-    """Return the divergence of each segment from log-probs on both sides, fp32 [num_segments].
+    """Return the divergence of each token's policy from its teacher, fp32 [num_tokens].
 
-    logps         float64 [num_values]: log-probs of the policy, differentiable
-    other_logps   float [num_values]: log-probs of the teacher or reference
-    segments      the values of each segment, sorted by segment
+    exact         which divergence, and what ids without a log-prob add to it
+    logps         float64 [num_ids]: log-probs of the policy, differentiable
+    other_logps   float [num_ids]: log-probs of the teacher or reference at the same ids
+    segments      the ids of each token, sorted by token
 
-    With the tail "bin", the probability outside of a segment is 1 minus a float64 sum. A divergence
-    that is infinite or NaN gets the gradient NaN, or 0 if no gradient arrives at it.
+    A divergence that is infinite or NaN gets the gradient NaN if the loss depends on it, else 0. A
+    backward through its logarithms would give NaN in both cases. So its log-probs are replaced by
+    0, and its value is put back afterwards.
     """
     with torch.no_grad():
-        values = _divergence(exact, logps, other_logps, segments)
+        values = divergence_with_infinities(exact, logps, other_logps, segments)
     is_replaced = ~values.isfinite()
-    is_replaced_value = is_replaced[segments.segment_ids]
-    logps = replace_values(logps, is_replaced_value, torch.zeros_like(logps))
-    other_logps = torch.where(is_replaced_value, 0.0, other_logps)
-    finite_values = _divergence(exact, logps, other_logps, segments)
+    is_replaced_id = is_replaced[segments.segment_ids]
+    finite_logps = replace_values(logps, is_replaced_id, torch.zeros_like(logps))
+    finite_other_logps = torch.where(is_replaced_id, 0.0, other_logps)
+    finite_values = divergence_with_infinities(exact, finite_logps, finite_other_logps, segments)
     return replace_values(finite_values, is_replaced, values)
 
 
-def _divergence(exact: Exact, logps: Tensor, other_logps: Tensor, segments: Segments) -> Tensor:
-    """Return the divergence of each segment, which may be infinite or NaN."""
+def divergence_with_infinities(
+    exact: Exact, logps: Tensor, other_logps: Tensor, segments: Segments
+) -> Tensor:
+    """Return the divergence of each token, which may be infinite or NaN, fp32 [num_tokens].
+
+    The policy's probability of the ids that a token does not list is 1 minus a float64 sum. Only
+    the tail "bin" uses it.
+
+    logps, other_logps   float [num_ids]: log-probs of the policy and of the teacher
+    segments             the ids of each token, sorted by token
+    """
     prob_outside = 1.0 - segments.sum(logps.exp())
     log_outside = prob_outside.clamp(min=LEAST_OUTSIDE).log()
     return divergence_at(exact, logps, other_logps, segments.offsets, log_outside)
@@ -137,8 +161,9 @@ def _divergence(exact: Exact, logps: Tensor, other_logps: Tensor, segments: Segm
 
 def first_ids(sets: TokenSets) -> Tensor:
     """Return the first id of each set, int64 [num_tokens], 0 for an empty set."""
-    ids = torch.cat([sets.ids.long(), sets.ids.new_zeros(1, dtype=torch.int64)])
-    return torch.where(sets.counts > 0, ids[sets.offsets[:-1]], 0)
+    # The offset of an empty set at the end is one beyond the ids, so one is added.
+    padded_ids = torch.cat([sets.ids.long(), sets.ids.new_zeros(1, dtype=torch.int64)])
+    return torch.where(sets.counts > 0, padded_ids[sets.offsets[:-1]], 0)
 
 
 def check_teacher(
@@ -148,9 +173,16 @@ def check_teacher(
     exact: Exact,
     vocab_size: int,
 ) -> None:
-    """Raise ValueError unless `teacher`, the argument `name`, can be a teacher of these tokens.
+    """Raise ValueError unless `teacher` can be the teacher of these tokens.
 
-    The values are read on a CPU, and on a GPU only with GRPO_KERNELS_CHECK=1.
+    It must be TokenSets with values, one set for each target, and ids in the vocabulary. With the
+    tail "bin", the probabilities exp(values) of a token must not add up to more than 1.
+
+    name      the name of the argument, for messages
+    targets   int64 [num_tokens]
+
+    The values are read on a CPU, and on a GPU only with GRPO_KERNELS_CHECK=1, because the host
+    waits for them.
     """
     check_sets(name, teacher, targets, vocab_size)
     remedy = "it has no values: pass the teacher's log-probs of its ids, sets.with_values(logps)."
@@ -161,7 +193,7 @@ def check_teacher(
     segments = Segments.from_offsets(teacher.offsets, len(teacher.ids))
     mass = segments.sum(teacher.values.detach().double().exp())
     if (mass > LARGEST_MASS).any():
-        token = int((mass > LARGEST_MASS).nonzero()[0])
+        token = int((mass > LARGEST_MASS).nonzero()[0])  # the first of them
         raise ValueError(
             f"{name}: the values of row {token} are log-probs of {float(mass[token]):.4g} in all, "
             "more than 1. Log-probs at a temperature add up to at most 1. For weights that are no "

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from os.path import commonprefix
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,48 +76,26 @@ class PrefixTree:
                     " prompt is one of them at least."
                 )
 
-        ids: list[int] = []
-        positions: list[int] = []
-        ends: list[int] = []
-        rows_of_rollout: list[list[int]] = [[] for _ in token_lists]
-        # In sorted order, the longest prefix that a rollout shares with any earlier one is the one
-        # that it shares with its predecessor.
-        previous_tokens: list[int] = []
-        previous_rows: list[int] = []
-        for i in sorted(range(len(token_lists)), key=token_lists.__getitem__):
-            tokens = token_lists[i]
-            # commonprefix compares lists element by element.
-            num_shared = len(commonprefix([previous_tokens, tokens]))  # noqa: RUF071
-            for row in previous_rows[num_shared:]:
-                ends[row] = len(ids)
-            num_new = len(tokens) - num_shared
-            new_rows = range(len(ids), len(ids) + num_new)
-            ids += tokens[num_shared:]
-            positions += range(num_shared, len(tokens))
-            ends += [0] * num_new  # set when a later rollout leaves this branch
-            previous_tokens = tokens
-            previous_rows = [*previous_rows[:num_shared], *new_rows]
-            rows_of_rollout[i] = previous_rows
-        for row in previous_rows:
-            ends[row] = len(ids)
-
+        tree = merge_prefixes(token_lists)
         targets: list[int] = []
         rows: list[int] = []
         cu_seqlens = [0]
-        for tokens, rows_of_tokens, length in zip(
-            token_lists, rows_of_rollout, lengths, strict=True
+        for tokens, rows_of_tokens, prompt_length in zip(
+            token_lists, tree.rows_of_rollouts, lengths, strict=True
         ):
-            targets += tokens[length:]
-            rows += rows_of_tokens[length - 1 : -1]  # a row predicts the next token
+            targets += tokens[prompt_length:]
+            # The row of a token predicts the next token, so the prompt's last row is the first.
+            rows += rows_of_tokens[prompt_length - 1 : -1]
             cu_seqlens.append(len(targets))
 
         def to_tensor(numbers: list[int]) -> Tensor:
+            """Return the numbers as int64 [len(numbers)]."""
             return torch.tensor(numbers, dtype=torch.int64, device=device)
 
         return cls(
-            ids=to_tensor(ids),
-            positions=to_tensor(positions),
-            ends=to_tensor(ends),
+            ids=to_tensor(tree.ids),
+            positions=to_tensor(tree.positions),
+            ends=to_tensor(tree.ends),
             targets=to_tensor(targets),
             rows=to_tensor(rows),
             cu_seqlens=to_tensor(cu_seqlens),
@@ -125,12 +103,65 @@ class PrefixTree:
 
     @property
     def attention(self) -> Tensor:
-        """bool [N, N]: True if row i attends to row j, which is itself or a token of its prefix.
+        """The attention mask, bool [N, N]: whether row i attends to row j.
 
-        For long trees, make a block mask from `ends` instead, for example for FlexAttention.
+        It does if row j is row i, or a token before it in the same rollout: j <= i < ends[j]. For
+        long trees, make a block mask from `ends` instead, for example for FlexAttention.
         """
-        row = torch.arange(len(self.ids), device=self.ids.device)
-        return (row <= row[:, None]) & (row[:, None] < self.ends)
+        rows = torch.arange(len(self.ids), device=self.ids.device)
+        queries = rows[:, None]
+        keys = rows[None, :]
+        return (keys <= queries) & (queries < self.ends)
+
+
+class TreeRows(NamedTuple):
+    """The rows of a tree, depth first.
+
+    ids                the token of each row
+    positions          the number of tokens before each row in its rollouts
+    ends               the row after the last descendant of each row
+    rows_of_rollouts   for each rollout, the row of each of its tokens
+    """
+
+    ids: list[int]
+    positions: list[int]
+    ends: list[int]
+    rows_of_rollouts: list[list[int]]
+
+
+def merge_prefixes(token_lists: list[list[int]]) -> TreeRows:
+    """Return a tree of rollouts, in which tokens after the same prefix share a row.
+
+    The rollouts [1, 2, 3] and [1, 2, 4] have four rows, with the ids 1, 2, 3, 4.
+
+    token_lists   the token ids of each rollout
+    """
+    ids: list[int] = []
+    positions: list[int] = []
+    ends: list[int] = []
+    rows_of_rollouts: list[list[int]] = [[] for _ in token_lists]
+    # In sorted order, the longest prefix that a rollout shares with any earlier one is the one
+    # that it shares with its predecessor.
+    previous_tokens: list[int] = []
+    previous_rows: list[int] = []
+    for i in sorted(range(len(token_lists)), key=token_lists.__getitem__):
+        tokens = token_lists[i]
+        # commonprefix compares lists element by element.
+        num_shared = len(commonprefix([previous_tokens, tokens]))  # noqa: RUF071
+        # No later rollout has the predecessor's other rows as a prefix, so their subtrees end here.
+        for row in previous_rows[num_shared:]:
+            ends[row] = len(ids)
+        num_new = len(tokens) - num_shared
+        new_rows = range(len(ids), len(ids) + num_new)
+        ids += tokens[num_shared:]
+        positions += range(num_shared, len(tokens))
+        ends += [0] * num_new  # set when a later rollout leaves this branch
+        previous_tokens = tokens
+        previous_rows = [*previous_rows[:num_shared], *new_rows]
+        rows_of_rollouts[i] = previous_rows
+    for row in previous_rows:
+        ends[row] = len(ids)
+    return TreeRows(ids=ids, positions=positions, ends=ends, rows_of_rollouts=rows_of_rollouts)
 
 
 def unpacked(batch: TokenBatch) -> tuple[Tensor, TokenBatch]:
@@ -160,14 +191,14 @@ def shared_row_logprobs(
     mask: Tensor | None = None,
     names: tuple[str, ...] = (),
 ) -> dict[str, Tensor]:
-    """Return the log-prob of each target in a row that may have several targets.
+    """Return the log-prob of each target, and statistics of its row. Targets may share a row.
 
         statistics = shared_row_logprobs(source, tree.targets, tree.rows, names=("entropy",))
 
     targets   int64 [num_tokens]
     rows      int64 [num_tokens]: the row that predicts each target, any number where mask is False
     mask      bool [num_tokens]: tokens to process. None processes all tokens. The others give 0.
-    names     statistics of the row that each token gets too, see `RowSource.statistics`
+    names     statistics of the row that predicts a token, see `RowSource.statistics`
 
     The results are "logps" and the named statistics, each [num_tokens]. Each row is processed once,
     and costs a dot product for each of its tokens. The gradient of a statistic such as the entropy

@@ -2042,8 +2042,8 @@ FAULTS: list[Fault] = [
         ),
         (
             "tokens that share a row have the divergence of another",
-            "of_rows, row_ids, is_processed",
-            "of_rows, torch.arange(len(rows)) % num_rows, is_processed",
+            "row_statistics, row_ids, is_processed",
+            "row_statistics, torch.arange(len(rows)) % num_rows, is_processed",
         ),
     ),
     *of("grpo_kernels/core/linear_memory.py", BLOCKS,
