@@ -278,6 +278,8 @@ def plan_candidates(
     segments = entries.segments
     token_of_entry = segments.segment_ids
 
+    # A target joins its set if the set lacks it. With missing="full" or "mask", a token whose set
+    # lacks the target does not use its candidates at all.
     is_target = entries.token_ids == target_ids[token_of_entry]
     set_has_target = segments.max((is_target & ~entries.is_last).float()) > 0
     target_joins = has_candidates & ~set_has_target
@@ -405,7 +407,8 @@ def softmax_over_candidates(source: RowSource, plan: CandidatePlan) -> Candidate
 def logits_of_candidates(source: RowSource, plan: CandidatePlan) -> Tensor:
     """Return the logit of each entry of the plan, fp32 [num_entries], differentiable.
 
-    It is 0 for entries whose logit is not needed, and NaN for targets outside of the vocabulary.
+    It is 0 where it is not needed, for unused entries and single candidates, and NaN for targets
+    outside of the vocabulary.
     """
     is_computed = plan.needs_logit & ~plan.is_outside
     logits = source.logits_at(plan.row_ids, torch.where(is_computed, plan.token_ids, NO_ID))

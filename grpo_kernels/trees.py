@@ -29,6 +29,8 @@ class PrefixTree:
             tree.targets, advantages[:, None], rows=tree.rows, cu_seqlens=tree.cu_seqlens
         )
 
+    The tree has N rows, and its B rollouts have M targets.
+
     ids          int64 [N]: the token of each row, depth first: a prefix comes before all of its
                  continuations.
     positions    int64 [N]: the number of tokens before each row in its rollouts, for position_ids.
@@ -119,7 +121,7 @@ class TreeRows(NamedTuple):
 
     ids                the token of each row
     positions          the number of tokens before each row in its rollouts
-    ends               the row after the last descendant of each row
+    ends               the row after the last row of each subtree, see `PrefixTree`
     rows_of_rollouts   for each rollout, the row of each of its tokens
     """
 

@@ -1846,7 +1846,7 @@ FAULTS: list[Fault] = [
             "zip(tensors, wanted, strict=True) if needed]",
             "zip(tensors, wanted, strict=True) if x is not None]",
         ),
-        ("targets in a graph are not checked", "check_targets(targets, mask, vocabulary)", "pass"),
+        ("targets in a graph are not checked", "check_targets(targets, mask, vocab_size)", "pass"),
         (
             "masked rows are in the matmuls of a graph",
             "order=RowOrder.of_mask(mask, len(hidden), hidden.device)",

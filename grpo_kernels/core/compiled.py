@@ -137,8 +137,15 @@ def compute_sums(
     The result is a list of one tensor, fp32 [num_sums, num_rows]. Raises ValueError if a target is
     outside of the vocabulary.
     """
-    vocabulary = tensors[0].shape[-1] if dtype is None else len(tensors[1])  # type: ignore[union-attr, arg-type]
-    check_targets(targets, mask, vocabulary)
+    if dtype is None:  # the logits are given
+        (logits,) = tensors
+        assert logits is not None
+        vocab_size = logits.shape[-1]
+    else:
+        _, weight, _ = tensors
+        assert weight is not None
+        vocab_size = len(weight)
+    check_targets(targets, mask, vocab_size)
     row_pass = make_pass(tensors, dtype, targets, mask, names, settings)
     return list(row_pass.compute(tensors))
 

@@ -109,6 +109,8 @@ def write_pair_sums(out: Tensor, row_ids: Tensor, columns: Tensor, values: Tenso
     # pairs come first.
     keys = torch.where(columns >= 0, row_ids * num_columns + columns, -1)
     sorted_keys, order = keys.sort(stable=True)
+    # A group is all pairs of one key. Groups are numbered in the order of keys. As many groups as
+    # pairs are summed, because only the device knows how many keys differ. The last ones are empty.
     group_of_pair = (sorted_keys.diff(prepend=sorted_keys[:1]) != 0).cumsum(0)
     group_ids = torch.arange(keys.numel() + 1, device=keys.device)
     group_offsets = torch.searchsorted(group_of_pair, group_ids)

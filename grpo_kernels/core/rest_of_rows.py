@@ -125,6 +125,7 @@ class RestKernels(BackendWrapper):
         sums["target_logit"].copy_(target_logits(rows))
         if rows.mask is None:
             return sums
+        # One column with the sums of a masked row, which `where` repeats.
         masked = SoftmaxSums.masked(names, num_rows=1, device=rows.logits.device)
         return replace(sums, values=torch.where(rows.mask, sums.values, masked.values))
 
