@@ -1702,12 +1702,12 @@ FAULTS: list[Fault] = [
         ),
         (
             "the bias gets nothing from pairs",
-            "kernels.add_grad_weight_of_pairs(grad, pairs, ones, fp32_grad_bias)",
+            "kernels.add_grad_weight_of_pairs(pair_grads, pairs, ones, fp32_grad_bias)",
             "pass",
         ),
         (
             "hidden states get nothing from pairs",
-            "kernels.write_grad_hidden_of_pairs(grad, pairs, weight.detach(), fp32_grad_hidden)",
+            "kernels.write_grad_hidden_of_pairs(pair_grads, pairs, weight.detach(), fp32_grad_hidden)",
             "pass",
         ),
         (

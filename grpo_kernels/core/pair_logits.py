@@ -187,7 +187,12 @@ class ProjectedPairLogits(torch.autograd.Function):
         def compute_gradients(
             upstream: Sequence[Tensor], saved: Sequence[Any], fields_of_pairs: Sequence[Tensor]
         ) -> tuple[Tensor | None, ...]:
-            """Return the gradients of hidden, weight and bias."""
+            """Return the gradients of hidden, weight and bias.
+
+            upstream          [grad]
+            saved             [hidden, weight, bias]
+            fields_of_pairs   the fields of `Pairs`
+            """
             (grad,) = upstream
             hidden, weight, bias = saved
             check_weight_is_present(weight, ctx.shard)
@@ -196,7 +201,7 @@ class ProjectedPairLogits(torch.autograd.Function):
                 hidden,
                 weight,
                 bias,
-                Pairs(*fields_of_pairs),  # passed as tensors, for torch.func to see them
+                Pairs(*fields_of_pairs),
                 ctx.kernels,
                 ctx.weight_memory,
                 hidden_wanted=hidden_wanted,
@@ -223,7 +228,7 @@ def pair_gradients(
     weight_wanted: bool,
     bias_wanted: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of hidden states [num_rows, H], weight [V, H] and bias [V].
+    """Return the gradients of hidden states [num_rows, H], weight [V, H] and bias [V], in order.
 
     Each pair (row, id) adds to them:
 
@@ -232,21 +237,22 @@ def pair_gradients(
         grad_bias[id]    += grad
 
     in fp32, and the sum of an id is rounded once to the dtype of the weight or bias. A gradient
-    that is not wanted is None.
+    that is not wanted is None. With `weight_memory`, the gradient of the weight is added to this
+    memory, and what autograd needs instead of a gradient is returned (`WeightGradMemory.add`).
 
     grad            [num_pairs]: d loss / d logit of each pair
     pairs           sorted by row, with columns of this rank as ids
     kernels         compute the sums over pairs
     weight_memory   memory of the caller that the gradient of the weight is added to, or None
     """
-    grad = grad.float().contiguous()
+    pair_grads = grad.float().contiguous()
     device = hidden.device
     has_columns = len(weight) > 0  # else this rank has no part of the vocabulary
     grad_hidden = grad_weight = grad_bias = None
     if hidden_wanted:
         fp32_grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=device)
         if has_columns:
-            kernels.write_grad_hidden_of_pairs(grad, pairs, weight.detach(), fp32_grad_hidden)
+            kernels.write_grad_hidden_of_pairs(pair_grads, pairs, weight.detach(), fp32_grad_hidden)
         grad_hidden = converted(fp32_grad_hidden, hidden.dtype)
     if weight_wanted:
         if weight_memory is None:
@@ -254,7 +260,7 @@ def pair_gradients(
         else:
             total = weight_memory.total
         if has_columns:
-            kernels.add_grad_weight_of_pairs(grad, pairs, hidden.detach(), total)
+            kernels.add_grad_weight_of_pairs(pair_grads, pairs, hidden.detach(), total)
         grad_weight = total if weight_memory is None else weight_memory.add(total)
     if bias_wanted:
         assert bias is not None
@@ -262,6 +268,6 @@ def pair_gradients(
         fp32_grad_bias = torch.zeros(len(weight), 1, device=device)
         if has_columns:
             ones = torch.ones(len(hidden), 1, device=device)
-            kernels.add_grad_weight_of_pairs(grad, pairs, ones, fp32_grad_bias)
+            kernels.add_grad_weight_of_pairs(pair_grads, pairs, ones, fp32_grad_bias)
         grad_bias = converted(fp32_grad_bias[:, 0], bias.dtype)
     return grad_hidden, grad_weight, grad_bias
