@@ -2055,6 +2055,12 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/core/matmuls.py", BLOCKS,
         (
+            "a rank without ids has one chunk a block",
+            "return MatmulsWithoutIds(weight, bias)",
+            "return HeadMatmuls(weight, bias)",
+            "tests/core/test_ranks.py",
+        ),
+        (
             "the sum of the blocks before is dropped",
             "cpu_matmuls.grad_weight(grad_logits, hidden, total, out)",
             "cpu_matmuls.grad_weight(grad_logits, hidden, None, out)",

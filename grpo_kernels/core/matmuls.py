@@ -57,7 +57,7 @@ def make_matmuls(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Hea
     dtype    the dtype to which operands may be rounded: fp32, bf16 or fp16
     """
     if len(weight) == 0:  # with a vocabulary shard for each rank, a rank may have no ids
-        return HeadMatmuls(weight, bias)
+        return MatmulsWithoutIds(weight, bias)
     if dtype in HALF_DTYPES and has_fp32_accumulators(weight.device):
         if dtype == torch.bfloat16:
             return TensorCoreMatmuls(weight.to(dtype), bias, weight.dtype)
@@ -222,6 +222,18 @@ class HeadMatmuls:
         ids_per_slice = max(1, WEIGHT_SLICE_BYTES // (4 * width))
         for start in range(0, vocab_size, ids_per_slice):
             yield slice(start, start + ids_per_slice)
+
+
+class MatmulsWithoutIds(HeadMatmuls):
+    """The matmuls of a head without ids, V = 0, which a rank of a vocabulary shard may have.
+
+    All ranks must process the same chunks and blocks, so its blocks have several chunks if the
+    other ranks store 16-bit gradients.
+    """
+
+    def make_grad_buffer(self, num_rows: int, sums_bias: bool) -> GradBuffer:
+        """Return a buffer [num_rows, 0] for several chunks."""
+        return SeparateGradBuffer(torch.empty(num_rows, 0, device=self.weight.device))
 
 
 class CpuMatmuls(HeadMatmuls):

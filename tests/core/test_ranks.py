@@ -22,6 +22,7 @@ from grpo_kernels import (
     TokenBatch,
     TokenSets,
     grpo_loss,
+    linear_grpo_loss,
     linear_logprobs,
     token_logprobs,
 )
@@ -35,6 +36,7 @@ from grpo_kernels.rewards.corrections import (
     rejection_mask,
 )
 from support.call_cases import KINDS, CallCase, covering, each_value, legal, problem, sliced, taken
+from support.inside import in_chunks
 from support.objectives import OBJECTIVES
 from support.oracle import Answer
 from support.public_functions import (
@@ -476,6 +478,31 @@ def check_any_cut(rank, ranks):
         assert all(torch.equal(x, everyone[0][name]) for name, x in found.values.items()), (
             f"{case}: ranks disagree"
         )
+
+
+def check_a_rank_without_ids(rank, ranks):
+    """Its blocks have several chunks too, as those of ranks that store bf16 gradients."""
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(10, H, generator=generator).bfloat16()
+    weight = torch.randn(V, H, generator=generator).bfloat16()
+    targets = torch.randint(V, (10,), generator=generator)
+    batch = TokenBatch(targets, torch.linspace(-1.0, 1.0, 10))
+    ids = slice(0, V) if rank == 0 else slice(V, V)
+    shard = VocabShard(ids.start, V)
+    with pytest.MonkeyPatch.context() as patch:
+        in_chunks(patch, 2, 6)
+        results = []
+        for part, options in ((weight[ids], Options(shard=shard)), (weight, Options())):
+            leaf = hidden.clone().requires_grad_()
+            head = part.clone().requires_grad_()
+            dapo = Objective.preset("dapo")
+            loss = linear_grpo_loss(leaf, head, batch, dapo, options=options).loss
+            loss.backward()
+            results.append((loss.detach(), leaf.grad, head.grad))
+    (loss, grad_hidden, grad_head), (whole_loss, whole_hidden, whole_head) = results
+    torch.testing.assert_close(loss, whole_loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(grad_hidden, whole_hidden, rtol=2e-2, atol=1e-4)
+    torch.testing.assert_close(grad_head, whole_head[ids], rtol=2e-2, atol=1e-4)
 
 
 def check_dtensors(rank, ranks):
