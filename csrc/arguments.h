@@ -204,7 +204,7 @@ template <class... Names> constexpr uint32_t bits(Names... names) {
     return ((1u << names) | ... | 0u);
 }
 
-constexpr uint32_t POLICY_SUMS = bits(MAX_LOGIT, SUM_EXP, TARGET_LOGIT);
+constexpr uint32_t BASIC_SUMS = bits(MAX_LOGIT, SUM_EXP, TARGET_LOGIT);
 constexpr uint32_t NORMALIZERS = bits(MAX_LOGIT, SUM_EXP, REFERENCE_MAX_LOGIT, REFERENCE_SUM_EXP);
 
 // ---- the loss formula

@@ -218,7 +218,8 @@ struct PairTotals {
 //   log_ratio' = factor * (log_ratio + shift * sum)
 //   excess'    = other_factor * excess - (other_factor - factor) * log_ratio
 //              + (other_factor - factor + factor * shift) * sum
-// The two differences are formed without cancellation; see merged_sums in core/divergence.py.
+// The two differences are formed without cancellation; see merge_log_ratio_sums in
+// core/divergence.py.
 void rescale_log_ratio_sums(
     double factor, double other_factor, double shift, double sum, double other_sum,
     double& log_ratio, double& excess) {
@@ -696,7 +697,7 @@ struct PairGradient {
 
     PairGradient(
         const ReferenceRows& rows, const RowCoefficients& coefficients, double divergence,
-        const RowTransform& t, const PairSums& sums, double log_sum_ratio, double center)
+        const FusedTransform& t, const PairSums& sums, double log_sum_ratio, double center)
         : rows(rows),
           coefficients(coefficients),
           sums(sums),

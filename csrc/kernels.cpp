@@ -7,8 +7,8 @@
 namespace grpo {
 namespace {
 
-// Stores constants as the sums of masked row i: those of a row with the single logit 0 and no
-// target, so that its log-prob, entropy and divergence are 0.
+// Stores constants as the sums of masked row i, so that its log-prob, entropy and divergence are 0.
+// They are MASKED_VALUES of core/softmax.py.
 void set_sums_of_masked_row(const NamedRows<NUM_SUMS>& sums, int64_t i) {
     for (int name = 0; name < NUM_SUMS; name++) {
         if (name == ARGMAX || !sums[name]) continue;

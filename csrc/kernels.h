@@ -3,8 +3,8 @@
 // compiled once for each instruction set and define one table each.
 //
 // Shapes: N is the number of rows (tokens) of a call, V the vocabulary size, H the hidden size. A
-// "row" is the logits of one token. All statistics are fp32 [N]. A "job" holds the arguments of one
-// call of a kernel.
+// "row" is the logits of one token. All statistics are fp32 [N], except for ARGMAX, which is int32.
+// A "job" holds the arguments of one call of a kernel.
 #pragma once
 #include <stdint.h>
 
@@ -75,8 +75,8 @@ struct ReferenceRows {
     const float* center;
 };
 
-// Statistics of a row of transformed logits z, in the order of SUMS in core/softmax.py. In the last
-// two, d = (z - MAX_LOGIT) - (z_ref - REFERENCE_MAX_LOGIT) is the log of e / e_ref.
+// Sums over a row of transformed logits z, in the order of SUMS_OF_KERNELS in core/softmax.py. In
+// the last two, d = (z - MAX_LOGIT) - (z_ref - REFERENCE_MAX_LOGIT) is the log of e / e_ref.
 enum Sum {
     MAX_LOGIT,
     SUM_EXP,          // sum of e = exp(z - MAX_LOGIT)
@@ -91,7 +91,8 @@ enum Sum {
     NUM_SUMS
 };
 
-// Coefficients of the gradient of a row, [N] each, in the order of COEFFICIENTS in core/softmax.py:
+// Coefficients of the gradient of a row, [N] each, in the order of COEFFICIENTS_OF_KERNELS in
+// core/softmax.py:
 //   d loss / d z_j = TARGET * (1[j is the target] - p_j)
 //                  + p_j * (CONSTANT + LOGP * log p_j + PROB * p_j)
 //                  + DIVERGENCE * (d divergence / d z_j)
@@ -177,7 +178,8 @@ struct SoftmaxSumsJob {
     LogitRows policy;
     const ReferenceRows* reference;  // null: no divergence
     const int64_t* targets;          // [N]
-    // [N], may be null. Rows with 0 are skipped and get the sums of a row with the one logit 0.
+    // [N], may be null. Rows with 0 are skipped and get constants: SUM_EXP and REFERENCE_SUM_EXP
+    // are 1, ARGMAX is -1, and the other sums are 0.
     const uint8_t* mask;
     // MAX_LOGIT, SUM_EXP and TARGET_LOGIT are required, with a reference also the four sums from
     // REFERENCE_MAX_LOGIT on. SUM_EXP_SQUARED requires SUM_EXP_SHIFTED.

@@ -85,7 +85,7 @@ void softmax_sums(
     const int64_t n = policy.rows.count;
     check_threads(threads);
     check_reference(policy, reference);
-    uint32_t required = POLICY_SUMS;
+    uint32_t required = BASIC_SUMS;
     if (reference) required |= NORMALIZERS | bits(SUM_LOG_RATIO, SUM_LOG_RATIO_EXCESS);
     if (sums.names & bits(SUM_EXP_SQUARED)) required |= bits(SUM_EXP_SHIFTED);
     const SoftmaxSumsJob job{
@@ -119,7 +119,7 @@ void softmax_gradient(
     check_threads(threads);
     check_reference(policy, reference);
     check_grad_logits(policy.rows, grad_logits);
-    uint32_t required_sums = POLICY_SUMS;
+    uint32_t required_sums = BASIC_SUMS;
     uint32_t required_coefficients = bits(TARGET);
     if (reference) {
         check_address("log_sum_ratio", uintptr_t(reference->log_sum_ratio), sizeof(float), n == 0);

@@ -51,16 +51,17 @@ template <class Body> INLINED auto with_mode(TransformMode mode, const Body& bod
     }
 }
 
-// The transform from logits x to z of one row (scale, softcap, temperature), as the loops use it.
+// The `Transform` from logits x to z for one row, as the loops use it. Factors that follow each
+// other are multiplied into one.
 //   IDENTITY  z = x
 //   SCALE     z = x * input_scale
 //   SOFTCAP   z = tanh(x * input_scale) * output_scale
-struct RowTransform {
+struct FusedTransform {
     TransformMode mode;
     Vec input_scale, output_scale;
     float dz_dx;  // dz / dx, for SOFTCAP without its factor 1 - tanh^2
 
-    RowTransform(const Transform& t, float inverse_temperature)
+    FusedTransform(const Transform& t, float inverse_temperature)
         : mode(t.scale * inverse_temperature != 1 ? SCALE : IDENTITY),
           input_scale(broadcast(t.scale * inverse_temperature)),
           output_scale(broadcast(t.softcap * inverse_temperature)),
@@ -76,7 +77,7 @@ struct Logits {
     Vec z, dtanh;
 };
 
-template <TransformMode MODE> INLINED Logits transform_logits(const RowTransform& t, Vec x) {
+template <TransformMode MODE> INLINED Logits transform_logits(const FusedTransform& t, Vec x) {
     if (MODE == IDENTITY) return {x, x};
     const Vec scaled = mul(x, t.input_scale);
     if (MODE == SCALE) return {scaled, scaled};
@@ -94,7 +95,7 @@ struct LogitAndDerivative {
 struct LogitRow {
     char* base;
     int dtype, element_size;
-    RowTransform transform;
+    FusedTransform transform;
 
     LogitRow(const LogitRows& logits, int64_t i)
         : base(logits.rows.row(i)),
@@ -157,7 +158,7 @@ inline float max_of(const float* z, int64_t n) {
 // Writes the transformed logits of n columns to `z`, and for SOFTCAP 1 - tanh^2 to `dtanh` unless
 // that is null. Returns the largest logit.
 template <class T, TransformMode MODE>
-float load_block(const T* x, int64_t n, const RowTransform& t, float* z, float* dtanh) {
+float load_block(const T* x, int64_t n, const FusedTransform& t, float* z, float* dtanh) {
     Vec max[2] = {broadcast(-INFINITY), broadcast(-INFINITY)};
     int64_t j = 0;
     for (; j + 2 * LANES <= n; j += 2 * LANES) {
@@ -342,7 +343,7 @@ template <TransformMode MODE> INLINED Vec saved_term(Vec e, const Logits& logits
 // be saved in the memory of the row itself.
 template <class T, TransformMode MODE, SumKind KIND, SaveMode SAVE>
 [[gnu::noinline]] RowSums softmax_sums(
-    const T* x, int64_t vocab, const RowTransform& t, SavedTerms* saved) {
+    const T* x, int64_t vocab, const FusedTransform& t, SavedTerms* saved) {
     RunningSums<KIND> sums;
     const auto update_shift = [&](int64_t column, Vec largest) INLINED_LAMBDA {
         sums.max = max_ignoring_nan(largest, sums.max);
@@ -404,7 +405,7 @@ RowSums softmax_sums(const LogitRow& row, int64_t vocab, SumKind kind) {
             constexpr TransformMode MODE = decltype(constant)::mode;
             constexpr SaveMode NONE = SaveMode::NONE;
             const T* x = row.as<T>();
-            const RowTransform& t = row.transform;
+            const FusedTransform& t = row.transform;
             switch (kind) {
                 case WITH_SQUARED:
                     return softmax_sums<T, MODE, WITH_SQUARED, NONE>(x, vocab, t, nullptr);
@@ -425,7 +426,7 @@ RowSums softmax_sums_saving_exp(
         return with_mode(row.transform.mode, [&](auto constant) {
             constexpr TransformMode MODE = decltype(constant)::mode;
             const T* x = row.as<T>();
-            const RowTransform& t = row.transform;
+            const FusedTransform& t = row.transform;
             if constexpr (SAME_TYPE<T, bf16>) {
                 constexpr SaveMode INTERLEAVED = SaveMode::INTERLEAVED;
                 if (interleaved) {
@@ -514,7 +515,7 @@ struct GradientPolynomial {
     float max_logit;
 
     GradientPolynomial(
-        const RowCoefficients& c, const RowTransform& t, float max_logit, double sum_exp,
+        const RowCoefficients& c, const FusedTransform& t, float max_logit, double sum_exp,
         double log_sum_exp)
         : k0((c.constant - c.target - c.logp * log_sum_exp) * t.dz_dx / sum_exp),
           k1(c.logp * t.dz_dx / sum_exp),
@@ -573,10 +574,10 @@ enum Degree { CONSTANT_FACTOR, LINEAR, QUADRATIC };
 
 // A function object that replaces N vectors of logits x by d loss / d x, see GradientPolynomial.
 template <TransformMode MODE, Degree DEGREE> struct GradientOfLogits {
-    const RowTransform& t;
+    const FusedTransform& t;
     const Vec max_logit, k0, k1, k2;
 
-    GradientOfLogits(const RowTransform& t, const GradientPolynomial& polynomial)
+    GradientOfLogits(const FusedTransform& t, const GradientPolynomial& polynomial)
         : t(t),
           max_logit(broadcast(polynomial.max_logit)),
           k0(broadcast(float(polynomial.k0))),
@@ -606,7 +607,7 @@ template <TransformMode MODE, Degree DEGREE> struct GradientOfLogits {
 // Writes the gradient of n columns x to `gradient`, which may be the same memory.
 template <class T, class Out, TransformMode MODE, Degree DEGREE>
 [[gnu::noinline]] void write_gradient_of_columns(
-    const T* x, Out* gradient, int64_t n, const RowTransform& t,
+    const T* x, Out* gradient, int64_t n, const FusedTransform& t,
     const GradientPolynomial& polynomial) {
     const GradientOfLogits<MODE, DEGREE> to_gradient(t, polynomial);
     int64_t j = 0;
@@ -644,7 +645,7 @@ template <class T, class Out, TransformMode MODE, Degree DEGREE>
 // The same, with MODE and DEGREE chosen at run time.
 template <class T, class Out>
 void write_gradient_of_columns(
-    const T* x, Out* gradient, int64_t n, const RowTransform& t,
+    const T* x, Out* gradient, int64_t n, const FusedTransform& t,
     const GradientPolynomial& polynomial) {
     with_mode(t.mode, [&](auto constant) {
         constexpr TransformMode MODE = decltype(constant)::mode;
@@ -663,7 +664,7 @@ void write_gradient_of_columns(
 // are rare, blocks of logits are converted to fp32 first.
 void gradient_from_logits(
     const LogitRow& row, const GradientRow& gradient, const GradientPolynomial& polynomial) {
-    const RowTransform& t = row.transform;
+    const FusedTransform& t = row.transform;
     const int64_t vocab = gradient.vocab;
     with_dtype(row.dtype, [&](auto element) {
         with_dtype(gradient.dtype, [&](auto out_element) {

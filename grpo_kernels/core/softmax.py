@@ -49,8 +49,9 @@ class RowTransform(NamedTuple):
     inverse_temperature   1 / temperature: a number, or fp32 [num_rows]
 
     The row kernels apply it while they read the raw logits: C++ in csrc/softmax_rows.h
-    (`transform_logits`), Triton in core/backends/triton/softmax_rows.py, eager PyTorch in
-    `transform_rows`. Single logits of (row, id) pairs go through `transform_pairs`.
+    (`transform_logits`; `TargetLogit` calls it for the logit of the target), Triton in
+    core/backends/triton/softmax_rows.py, eager PyTorch in `transform_rows`. Single logits of
+    (row, id) pairs go through `transform_pairs`.
     """
 
     scale: float

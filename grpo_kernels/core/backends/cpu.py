@@ -1,8 +1,9 @@
 """The CPU backend: C++ kernels (csrc/), with AVX-512 or AVX2, picked at run time.
 
 The formulas of token_loss.py are traced into a `Program`, a list of vector operations. C++ runs the
-program on vectors (`evaluate_formula`) or between its two passes over a row (`fused_loss`). A
-formula that cannot be traced runs in PyTorch. `fused_loss` then reads the logits a second time.
+program on vectors (`evaluate_formula`), or for one row, after its sums and before its gradient
+(`fused_loss`). A formula that cannot be traced runs in PyTorch. `fused_loss` then reads the logits
+a second time.
 
 The second part of the file turns tensors into arguments of the compiled module. It checks dtype,
 shape, strides and device before it passes an address.

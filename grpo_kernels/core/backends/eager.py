@@ -406,8 +406,8 @@ def policy_sums(
 ) -> dict[str, Tensor]:
     """Return softmax sums of a block by name, [r] each; `softmax.SUMS` has the formulas.
 
-    max_logit, sum_exp and target_logit are always computed. z - max_logit and exp(z - max_logit)
-    are left in the workspace.
+    max_logit, sum_exp and target_logit are always computed. z - max_logit (with sum_exp_shifted at
+    least MIN_LOGP) and exp(z - max_logit) are left in the workspace.
 
     z         transformed logits, fp32 [r, V]
     targets   int64 [r]

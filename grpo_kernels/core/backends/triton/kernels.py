@@ -158,8 +158,8 @@ def store_masked_sums(table, stride, i, NAMES):
 def load_coefficients(table, stride, i, NAMES):
     """Return (coefficients of row i, whether any of them is not 0).
 
-    The coefficients are a tuple in the order of COEFFICIENTS of core/softmax.py: target, constant,
-    logp, prob, divergence. They are 0 for names that are not in NAMES.
+    The coefficients are a tuple in the order of COEFFICIENTS_OF_KERNELS of core/softmax.py: target,
+    constant, logp, prob, divergence. They are 0 for names that are not in NAMES.
     """
     values = (tl.load(table + i),)  # "target" is the first row of every table
     for k in tl.static_range(1, NUM_COEFFICIENTS):

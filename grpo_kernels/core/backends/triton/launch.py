@@ -548,11 +548,13 @@ def compile_key(
     arguments: Mapping[str, Any],
     flags: Mapping[str, Any],
 ) -> Hashable:
-    """Return a hashable key that is equal for calls for which Triton compiles the same binary.
+    """Return a hashable key: calls with equal keys compile the same kernel with the same tile.
 
-    It contains the kernel, dtypes and devices of runtime arguments, and compile-time arguments.
+    It contains the kernel, the dtypes and devices of its runtime arguments, and its compile-time
+    arguments with those of the tile that is tried first. Triton may compile several binaries for
+    one key, because it also looks at the alignment of the arguments in `kernels.SPECIALIZED`.
 
-    choose_tile   returns the options of a launch from the number of halvings
+    choose_tile   returns the compile-time arguments of a tile that is halved this many times
     arguments     runtime arguments of the kernel by name
     flags         further compile-time arguments
     """
@@ -563,7 +565,8 @@ def compile_key(
             return x.dtype, x.device
         return tuple(map(argument_key, x)) if isinstance(x, tuple) else type(x)
 
-    compile_time = frozenset({**flags, **choose_tile(0)}.items())
+    full_tile = choose_tile(0)  # every smaller tile follows from it
+    compile_time = frozenset({**flags, **full_tile}.items())
     runtime = tuple((name, argument_key(x)) for name, x in arguments.items())
     return kernel, runtime, compile_time
 
