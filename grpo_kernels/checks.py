@@ -480,12 +480,13 @@ def inverse_temperatures(
     t        a number, or a tensor of a shape that `per_token` accepts
     shape    the shape of targets
     mask     bool of that shape: where the values of t count. None: everywhere.
+    device   of the other tensors of the call, where a tensor t must be
 
     Raises ValueError if t has another shape or device, or a value that is not finite and above 0.
     """
     if not isinstance(t, Tensor):
         return 1.0 / float(t)
-    require_device("temperature", t, device, "the tensor of logits")
+    require_device("temperature", t, device, "the input")
     t = per_token("temperature", t, shape, cu_seqlens)
     if values_are_checked(t):
         is_bad = ~((t > 0) & torch.isfinite(t))

@@ -507,7 +507,7 @@ SETS = [
         "order='trl': samplers truncate differently: pass \"vllm\" or \"sglang\"": "trl",
         "temperature[1]=0.0": torch.tensor([1.0, 0.0]),
         "temperature has shape [3]": ONES,
-        "temperature is on meta, but the tensor of logits is on cpu": ONES[:2].to("meta"),
+        "temperature is on meta, but the input is on cpu": ONES[:2].to("meta"),
         "targets has shape [3], but the leading part of the logits has [2]": IDS[:, 0],
     }),
 ]  # fmt: skip
