@@ -396,6 +396,9 @@ class PrecomputedGradients:
     def hand_over(self, grad_loss: Tensor) -> list[Tensor | None]:
         """Return each gradient times the upstream gradient grad_loss (0-d), None if it is none.
 
+        A gradient that the forward rounded to 16 bits is rounded again, unless grad_loss is a power
+        of two. `grad_scale` of a loss avoids this: grad_loss is then 1.
+
         Raises RuntimeError at the second call, if the gradients were written to since
         `record_versions` (with inplace=True they are in the memory of the logits), or if autograd
         would differentiate the result again (create_graph=True).

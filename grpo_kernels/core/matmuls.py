@@ -72,8 +72,11 @@ def make_matmuls(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Hea
 def has_grad_buffer(dtype: torch.dtype, device: torch.device, sums_bias: bool) -> bool:
     """Return whether the gradients of the logits of a block are stored in 16 bits.
 
-    If so, they are in a separate buffer, and a block has several chunks. If not, they overwrite the
-    fp32 logits of a chunk, and a block is a chunk.
+    If so, they are in a separate buffer, and a block may have several chunks. If not, they
+    overwrite the fp32 logits of a chunk, and a block is a chunk.
+
+    A rank of a vocabulary shard that has no ids gets the answer of the other ranks, because all of
+    them process the same chunks and blocks.
 
     dtype       dtype of the operands of the matmuls
     sums_bias   whether the gradient of a bias is needed. On a CPU it is the sum over rows of fp32
@@ -90,9 +93,11 @@ def has_grad_buffer(dtype: torch.dtype, device: torch.device, sums_bias: bool) -
 def cpu_operand_dtype(weight: Tensor, dtype: torch.dtype) -> torch.dtype | None:
     """Return the dtype of the operands of our C++ matmuls, or None if torch.mm has to be used.
 
-    There are matmuls of bf16 operands, for `dtype` bf16, and of fp32 operands, for an fp32 weight.
+    The C++ matmuls take bf16 operands if `dtype` is bf16, and otherwise fp32 operands if the weight
+    is fp32. torch.mm is used for other weights, on other devices, and on CPUs for which there are
+    no C++ matmuls.
 
-    dtype   the dtype to which hidden states and weight are rounded before the matmul
+    dtype   the dtype to which hidden states and weight may be rounded before the matmul
     """
     if weight.device.type != "cpu" or cpu_matmuls.unavailable_reason() is not None:
         return None
@@ -203,13 +208,24 @@ class HeadMatmuls:
     ) -> Tensor:
         """Return total + grad_logits.T @ hidden, [V, H]: the gradient of the weight so far.
 
-        The sum is in fp32. It is returned in `total` if that has the dtype of the result.
+        All blocks are summed in fp32. The result is fp32, except that with `may_round` it may be in
+        the dtype of the weight, rounded once:
 
-        total         the result of earlier blocks, fp32; None for the first block
+            HeadMatmuls, HalfMatmuls   never
+            CpuMatmuls                 if the weight is bf16
+            TensorCoreMatmuls          if the weight is bf16, and this block is the only one
+
+        An fp32 result for a 16-bit weight is rounded when the backward returns it to autograd
+        (`PrecomputedGradients.hand_over`, `LinearPass.gradients_of_coefficients`), or when it is
+        added to 16-bit memory of the caller (`WeightGradMemory.add`).
+
+        The result is written to `total` if that has its dtype.
+
+        total         fp32 [V, H]: the result of earlier blocks; None for the first block
         grad_logits   [num_rows, V] of this block
         hidden        [num_rows, H] of this block
-        may_round     True for the last block: the result may be rounded to the weight's dtype.
-                      Else it is fp32.
+        may_round     whether this is the last block, and its result is for autograd instead of
+                      memory of the caller
         """
         if total is not None:
             return total.addmm_(grad_logits.t(), hidden)
@@ -240,7 +256,8 @@ class CpuMatmuls(HeadMatmuls):
     """The matmuls by our C++ kernels, for CPUs with AVX512_BF16 or AMX.
 
     torch.mm would round the results of bf16 operands to bf16, and is slow for grad_weight, whose
-    left operand is transposed. With bf16 operands the gradients of logits are bf16 as well.
+    left operand is transposed. With bf16 operands the gradients of logits are bf16 as well, unless
+    the gradient of a bias is needed (`has_grad_buffer`).
 
     dtype   bf16 or fp32, the dtype of the operands
     """
@@ -290,8 +307,8 @@ class CpuMatmuls(HeadMatmuls):
     ) -> Tensor:
         """Return total + grad_logits.T @ hidden, [V, H].
 
-        The sum is in fp32. With `may_round` it is rounded once, to the weight's dtype. It is
-        returned in `total` if that has the dtype of the result.
+        The sum is in fp32. With `may_round` it is rounded once, to the weight's dtype (not to
+        fp16). It is written to `total` if that has the dtype of the result.
         """
         dtype = self.grad_weight_dtype if may_round else torch.float32
         out = total
@@ -340,11 +357,11 @@ class TensorCoreMatmuls(HeadMatmuls):
     ) -> Tensor:
         """Return total + grad_logits.T @ hidden, [V, H].
 
-        The result is fp32, in the memory of `total`. A single block needs no fp32 sum: its matmul
-        returns bf16, if the gradient of the weight is bf16 in the end.
+        The result is fp32, and overwrites `total` if there is one. If there is one block only and
+        the weight is bf16, the result is bf16: no fp32 sum of blocks is needed.
 
         total       fp32 [V, H], the sum of the blocks before this one; None for the first block
-        may_round   whether this is the last block, so that the sum may be rounded
+        may_round   whether this is the last block, and a bf16 result is allowed
         """
         if total is None:
             rounds = may_round and self.grad_weight_dtype == self.dtype
@@ -352,7 +369,7 @@ class TensorCoreMatmuls(HeadMatmuls):
             return torch.mm(grad_logits.t(), hidden, out_dtype=out_dtype)
         if can_add_to_fp32(hidden.device):
             return torch.addmm(total, grad_logits.t(), hidden, out_dtype=torch.float32, out=total)
-        for ids in self.weight_slices():
+        for ids in self.weight_slices():  # so that there is no second fp32 [V, H] tensor
             total[ids] += torch.mm(grad_logits[:, ids].t(), hidden, out_dtype=torch.float32)
         return total
 
