@@ -403,14 +403,18 @@ def shape_statistics(
 
 
 def check_requested(entropy: bool | str, also: tuple[str, ...]) -> None:
-    """Raise ValueError for an `entropy` or `also` that names no statistic."""
+    """Raise ValueError for a wrong `entropy` or `also`.
+
+    entropy   must be False, True or "detached"
+    also      must be a tuple of distinct names of FURTHER_STATISTICS
+    """
     if entropy not in (False, True, "detached"):
         raise ValueError(f'entropy={entropy!r}: it must be False, True or "detached".')
     if also != ():
         is_known = isinstance(also, tuple) and all(name in FURTHER_STATISTICS for name in also)
-        is_distinct = is_known and len(set(also)) == len(also)
+        is_valid = is_known and len(set(also)) == len(also)
         known = ", ".join(map(repr, FURTHER_STATISTICS))
-        require(is_distinct, "also", also, f"pass a tuple of {known}, each once at most.")
+        require(is_valid, "also", also, f"pass a tuple of {known}, each once at most.")
 
 
 #: Why a teacher that is known at some ids is refused with candidate sets.
@@ -494,10 +498,13 @@ def linear_divergence(
     options: Options | None = None,
     **unknown: NoReturn,
 ) -> Tensor:
-    """Compute `token_divergence` from hidden states, without the logits of either side.
+    """Compute the divergence of each token from hidden states, without storing logits.
 
-        teacher = (teacher_hidden, teacher.lm_head.weight)
-        kl = linear_divergence(hidden, lm_head.weight, teacher, "forward", mask=mask)
+        reference = (teacher_hidden, teacher.lm_head.weight)
+        kl = linear_divergence(hidden, lm_head.weight, reference, "forward", mask=mask)
+
+    Returns fp32, the leading shape of hidden, in nats, 0 in masked rows. The gradient goes to
+    hidden, weight and bias. `token_divergence` defines the divergences.
 
     hidden      [B, T, H] or [N, H]
     weight      [V, H] or a `Head`, as in `linear_logprobs`
@@ -507,10 +514,13 @@ def linear_divergence(
 
     The other arguments are those of `token_divergence`.
 
-    Masked rows take part in no matmul. The forward takes a matmul for each side. The backward
-    computes the logits of both again: six matmuls in all. `linear_grpo_loss` with
-    Objective.preset("distillation") takes four. Raises ValueError naming the argument that is
-    wrong.
+    Masked rows take part in no matmul. The forward computes the logits of both sides, a chunk of
+    rows at a time: two matmuls. The backward computes them again, and takes one matmul each for the
+    gradients of hidden and weight. That is six in all, five with a frozen head. If you only need a
+    distillation loss, `linear_grpo_loss` with Objective.preset("distillation") takes four, three
+    with a frozen head.
+
+    Raises ValueError naming the argument that is wrong.
     """
     if unknown:
         refuse_keywords(linear_divergence, unknown)

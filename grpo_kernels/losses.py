@@ -10,8 +10,9 @@
   (`core/linear.py`, `core/sources.py`). The backward only multiplies it by the upstream gradient,
   and can run once.
 - `BatchLoss.from_statistics` computes the loss of differentiable statistics (log-prob, entropy,
-  ...) of the tokens, which were computed first. The backward reads the logits a second time, or
-  with a trained head computes them again, a fourth matmul.
+  ...) of the tokens, which were computed first. The backward reads the logits a second time. From
+  hidden states it computes them again, which is one more matmul. With a frozen head it does not, if
+  only log-probs have a gradient (`ProjectedLogits.statistics`).
 
 `BatchLoss.may_compute_gradient_in_forward` says which losses may take the first way. Batches with
 candidate sets, further ids or shared rows take the second (`composed_losses.py`).
@@ -107,7 +108,9 @@ def grpo_loss(
     grad_scale   what you will multiply the loss by before `backward`, a number or 0-d tensor: 1 / 4
                  for `(out.loss / 4).backward()`. The value of the loss stays the same. The forward
                  then computes the gradient of the product, and the backward need not multiply it.
-                 Any other factor gives the right gradient too, at one more pass over it.
+                 If you multiply by another factor, the backward multiplies the gradient, which
+                 takes one more pass over it. A 16-bit gradient was rounded already, and is then
+                 rounded again, unless factor / grad_scale is a power of two.
     inplace      whether the gradient overwrites the logits, so that no second [.., V] tensor
                  exists. Autograd raises if another operation still needs their values; code that
                  reads them afterwards gets the gradient, without an error. A leaf that requires
@@ -185,7 +188,8 @@ def linear_grpo_loss(
     longer than a block, an entropy bonus, an exact divergence, a bias that is trained, a
     `context_group`, or fp16 matmuls on a GPU. A token with a candidate set costs one dot product
     for each candidate. Logits are fp32, a chunk of rows at a time. The gradient of the weight is
-    summed in fp32. A second backward raises RuntimeError, as for `grpo_loss`.
+    summed in fp32. If the forward computed the gradient, a second backward raises RuntimeError, as
+    for `grpo_loss`.
 
     Raises ValueError naming the argument that is wrong.
     """
@@ -439,7 +443,10 @@ class BatchLoss:
     ) -> bool:
         """Return whether to compute the gradient in the forward, while it has the logits.
 
-        It is not if torch.compile or torch.func traces the call, or with
+        Batches with candidate sets, further ids or shared rows never get here: `compute_loss` takes
+        their statistics from `composed_losses.py`.
+
+        The answer is no if torch.compile or torch.func traces the call, or with
         `Options(grad_in_backward=True)`. The other conditions depend on the source:
 
         - Logits: the gradient of a token must depend on this token alone. There must be no
@@ -449,7 +456,8 @@ class BatchLoss:
         - Hidden states: the gradient of a token must depend on this token alone, or be a scalar of
           its sequence times a known vector, see `gradient_is_scalar_of_sequence`. In the second
           case there must be a trained head, because with a frozen head both ways take two matmuls.
-          `with_gradient` may still find that a sequence is too long.
+          `with_gradient` may still return None, for a sequence that is longer than a block or for
+          fp16 matmuls on a GPU.
         """
         if is_traced() or options.grad_in_backward:
             return False

@@ -393,7 +393,7 @@ class Objective(Checked):
         """Whether no kernel can evaluate the formula of a token.
 
         Autograd computes the slope of the surrogate, or the surrogate takes the tokens that it has
-        selected from the batch as a tensor. A kernel evaluates any other formula that can be
+        selected from the batch as a tensor. Kernels can evaluate any other formula that can be
         traced, see `Backend.evaluate_formula`.
         """
         return self.surrogate.selects or self.surrogate.slope_is_by_autograd

@@ -2016,8 +2016,8 @@ FAULTS: list[Fault] = [
         
         (
             "a statistic is asked for twice",
-            "is_distinct = is_known and len(set(also)) == len(also)",
-            "is_distinct = is_known",
+            "is_valid = is_known and len(set(also)) == len(also)",
+            "is_valid = is_known",
         ),
         (
             "missing=None includes a target in strict mode",

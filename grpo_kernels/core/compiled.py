@@ -364,14 +364,16 @@ class CompiledLogits(GivenLogits):
     ) -> dict[str, Tensor]:
         """Return "logps" and the named statistics of each row, [num_rows] by name.
 
-        The results are those of `GivenLogits.statistics`. An operator of torch.library computes
-        their softmax sums, so that torch.compile traces this method without a graph break.
+        The results are those of `GivenLogits.statistics`. They follow from softmax sums, which an
+        operator of torch.library computes, so that torch.compile traces this method without a graph
+        break.
 
         targets     int64 [num_rows]
         mask        bool [num_rows]: rows to process; None processes all. The others give 0.
         names       the statistics in addition to "logps", see `RowSource.statistics`
         detached    the statistics that need no gradient
-        reference   must be None: the operators compute no divergence from a reference
+        reference   must be None: `compute_loss` and `compute_divergence` break the graph for a
+                    divergence, which the operators do not compute
         """
         assert reference is None
         row_pass = CompiledPass(
@@ -408,14 +410,16 @@ class CompiledProjection(ProjectedLogits):
     ) -> dict[str, Tensor]:
         """Return "logps" and the named statistics of each row, [num_rows] by name.
 
-        The results are those of `ProjectedLogits.statistics`. An operator of torch.library computes
-        their softmax sums, so that torch.compile traces this method without a graph break.
+        The results are those of `ProjectedLogits.statistics`. They follow from softmax sums, which
+        an operator of torch.library computes, so that torch.compile traces this method without a
+        graph break. The forward takes one matmul and the backward three, two with a frozen head.
 
         targets     int64 [num_rows]
         mask        bool [num_rows]: rows to process; None processes all. The others give 0.
         names       the statistics in addition to "logps", see `RowSource.statistics`
         detached    the statistics that need no gradient
-        reference   must be None: the operators compute no divergence from a reference
+        reference   must be None: `compute_loss` and `compute_divergence` break the graph for a
+                    divergence, which the operators do not compute
         """
         assert reference is None
         row_pass = CompiledPass(

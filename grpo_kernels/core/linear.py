@@ -18,8 +18,11 @@ gradients of logits are in memory at one time: several chunks if gradients are 1
 are fp32. A frozen head skips matmul 3. Gradients of hidden states are written once for each row.
 `HeadMatmuls.add_grad_weight` sums the gradient of the weight in fp32.
 
-A loss runs this loop in its forward, and its backward runs no matmul. Log-probs that are
-differentiable run it twice: in the forward with matmul 1 alone, in the backward with all three.
+A loss that computes its gradient in the forward runs this loop once, and its backward runs no
+matmul. Differentiable statistics, and losses of them, run it twice: in the forward with matmul 1
+alone, in the backward with matmuls 1, 2 and 3. With a frozen head, if only log-probs have a
+gradient, they run it once, in the forward, with matmuls 1 and 2 (`sources.FrozenHeadPass`; not
+under torch.compile or torch.func).
 
 For a token-level loss there is no `row_scale` (None). A sequence-level loss needs it: the gradient
 of a row is
@@ -221,8 +224,9 @@ class RowOrder:
     def scatter(self, values: Tensor, default: Tensor) -> Tensor:
         """Return values [k, num_processed] of processed rows in the order of the batch.
 
-        default   [k, num_rows]: the values of rows that are not processed. The others are
-                  overwritten, and it is returned, unless all rows are in order already.
+        default   [k, num_rows]: the values of rows that are not processed. It is overwritten with
+                  `values` in the other rows and returned. If all rows are processed in order,
+                  `values` is returned instead.
         """
         if self.is_identity:
             return values

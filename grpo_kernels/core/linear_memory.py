@@ -32,8 +32,9 @@ MIN_CHUNK_ROWS = {"cpu": 64, "cuda": 512}
 #: same time. A larger block means fewer additions to that gradient.
 BLOCK_BYTES = {"cpu": 80 << 20, "cuda": 900 << 20}
 
-#: The size of a chunk is a multiple of this, so that matmuls have full tiles. If a CPU has fewer
-#: rows or a rest, `linear.split_rows` makes smaller, equal chunks.
+#: The size of a chunk is a multiple of this, so that matmuls have full tiles. The last chunk may be
+#: smaller. On a CPU without a buffer for gradients (`has_grad_buffer`), `linear.split_rows` instead
+#: makes as many chunks of nearly equal size.
 ROWS_PER_TILE = 64
 
 #: With a sharded vocabulary each chunk costs an exchange among the ranks, and each rank holds only

@@ -1,8 +1,9 @@
 """Rows of logits: given, or computed from hidden states and an output head.
 
-`GivenLogits` and `ProjectedLogits` have differentiable `statistics` (log-probs, entropy, ...) and
-`logits_at` (single logits), from which all compositions are made. Each also has a `fused_loss`,
-whose gradient is computed in the forward.
+`GivenLogits` and `ProjectedLogits` have three differentiable methods, from which all compositions
+are made: `statistics` (log-probs, entropy, ...), `statistics_of_rest` (the same without some ids of
+each row) and `logits_at` (single logits). Each also has a `fused_loss`, whose gradient is computed
+in the forward. `ProjectedLogits.fused_sequence_loss` does the same for sequence-level losses.
 """
 
 from __future__ import annotations
@@ -118,7 +119,8 @@ class RowSource(Protocol):
     ) -> dict[str, Tensor]:
         """Return "logps" and the named statistics of each row, [num_rows] by name.
 
-        They are fp32, differentiable in the tensors of the source, and exactly 0 in masked rows.
+        They are fp32, differentiable in the given logits, or in hidden states, weight and bias, and
+        exactly 0 in masked rows.
         The exception is "top_id", int64 and -1 in masked rows.
 
         targets     int64 [num_rows]; any id where mask is False
@@ -154,10 +156,10 @@ class RowSource(Protocol):
         """
 
     def logits_at(self, row_ids: Tensor, token_ids: Tensor) -> Tensor:
-        """Return the transformed logit z of each (row, id) pair, fp32 [num_pairs].
+        """Return the logit z of each (row, id) pair after `transform`, fp32 [num_pairs].
 
-        It is differentiable in the tensors of the source. The gradients of equal pairs are summed
-        in a fixed order, so that results are reproducible.
+        It is differentiable in the given logits, or in hidden states, weight and bias. The
+        gradients of equal pairs are summed in a fixed order, so that results are reproducible.
 
         row_ids, token_ids   int64 [num_pairs], in any order. An id outside of the vocabulary gives
                              -inf and no gradient.
@@ -542,10 +544,14 @@ class ProjectedLogits:
         They are differentiable in hidden states, weight and bias. `RowSource` describes arguments
         and results.
 
-        The forward takes one matmul and keeps no logits. The backward computes them again, three
-        matmuls (two with a frozen head) for rows whose upstream gradient is not 0, on a GPU for all
-        rows of the mask. With a frozen head and a gradient for log-probs only, the forward takes
-        two matmuls and keeps fp32 [num_rows, H], and the backward takes none (`FrozenHeadPass`).
+        The forward takes one matmul and keeps no logits. The backward computes them again: three
+        matmuls, two with a frozen head. On a CPU it processes the rows whose upstream gradient is
+        not 0. On a GPU it processes all rows of the mask, or with `known_order` those that may have
+        a gradient.
+
+        With a frozen head and a gradient for log-probs only, the forward takes two matmuls and
+        keeps fp32 [num_rows, H], and the backward takes none (`FrozenHeadPass`). Under torch.func
+        this is not possible.
 
         On a GPU the host waits for the rows of a mask, unless it is the mask of `known_order`.
         """
@@ -647,13 +653,15 @@ class ProjectedLogits:
         1. Rows without a gradient, a chunk at a time: logits (matmul 1) and softmax sums.
         2. For each block of whole sequences, a chunk at a time: logits (matmul 1), softmax sums,
            and the gradient of each row's log-prob, d log-prob / d logits.
-        3. At the end of the block `compute_losses` gives c = d loss / d log-prob of its rows.
-           Matmuls 2 and 3 multiply the gradients by c.
+        3. At the end of the block `compute_losses` gives c = d loss / d log-prob of its rows. With
+           the row gradients times c, matmul 2 computes the gradient of hidden states and matmul 3
+           that of the weight.
         4. The backward runs no matmul.
 
         Returns None if the forward cannot compute the gradient: a sequence is longer than a block,
         so that its logits would have to be computed twice, or the matmuls are fp16 on a GPU.
 
+        targets             int64 [num_rows]
         compute_losses      (logps, entropy), fp32 [num_rows] -> losses and gradients of all rows
         order               the rows to process
         rows_per_sequence   number of rows of each sequence that may have a gradient
@@ -662,21 +670,25 @@ class ProjectedLogits:
         wanted = GradientsWanted(
             hidden=self.projection.hidden.requires_grad,
             weight=self.projection.weight.requires_grad,
-            bias=False,
+            bias=False,  # `BatchLoss.gradient_is_scalar_of_sequence` excludes a trained bias
         )
         memory = make_memory_model(
             inputs,
             wanted,
             grad_hidden_dtype=accumulation_dtype(self.projection.hidden.dtype),
+            # The gradient for memory of the caller stays fp32.
             rounds_weight=self.weight_memory is None,
         )
         if memory.has_grad_buffer and memory.scales_rows:
-            # fp16 gradients of a row are stored with a power of two that fits them. It is chosen
-            # before c is known, and c may be far from 1.
+            # The matmuls are fp16 on a GPU. Each row of fp16 gradients is multiplied by a power of
+            # two that fits it to the range of fp16. The power is chosen before c is known, and c
+            # may be far from 1.
             return None
         num_rows = order.num_with_gradient
         plan = memory.plan(
-            self.device.type, max(num_rows, 1), gathers_rows(self.projection, num_rows)
+            self.device.type,
+            num_rows=max(num_rows, 1),
+            gathers_rows=gathers_rows(self.projection, num_rows),
         )
         blocks = split_sequences(rows_per_sequence, plan.block)
         if blocks is None:
@@ -843,11 +855,12 @@ class LinearPass(SoftmaxPass):
     def rows_with_gradient(self) -> Tensor | None:
         """Return a mask of the rows that may have a gradient, bool [num_rows]; None for all rows.
 
-        The upstream gradients of other rows, which have no weight in the loss, count as 0, also if
-        they are NaN.
+        The loss does not depend on the other rows. The caller takes their upstream gradients as 0,
+        even if they are NaN.
         """
         if self.order.num_with_gradient == self.order.num_rows:
             return None
+        # The rows that may have a gradient come first in an order.
         row_ids = self.order.row_ids[: self.order.num_with_gradient]
         mask = torch.zeros(self.order.num_rows, dtype=torch.bool, device=row_ids.device)
         return mask.index_fill_(0, row_ids, True)
@@ -868,10 +881,10 @@ class LinearPass(SoftmaxPass):
         return tensors
 
     def make_inputs(self, tensors: Sequence[Tensor | None]) -> PassInputs:
-        """Return the inputs of a pass over the rows, with `tensors` as hidden states, weight, bias.
+        """Return `ProjectedLogits.make_inputs` of the source with its tensors replaced.
 
-        autograd passes these tensors. The tensors of `source` may be wrappers of torch.func, which
-        kernels cannot read.
+        tensors   (hidden, weight, bias), from autograd. The pass reads these, because the tensors
+                  of `source` may be wrappers of torch.func, which kernels cannot read.
         """
         hidden, weight, bias = tensors
         assert hidden is not None and weight is not None

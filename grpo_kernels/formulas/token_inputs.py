@@ -52,8 +52,9 @@ class TokenInputs:
     """The tokens of a batch as flat tensors, with the weight of each loss term.
 
     `Objective.token_inputs` makes them. All tensors are [num_tokens], and fp32 unless it says int64
-    or bool. In masked tokens they are 0, except for `weights`. A weight contains the coefficient of
-    its term and 1 / denominator, so the loss is the sum of weight * term.
+    or bool. In masked tokens the fp32 tensors are 0, except that `old_logps` may have the mark
+    ON_POLICY. A weight of a term contains the coefficient of the term and 1 / denominator, so the
+    loss is the sum of weight * term.
 
     targets             int64: id of the sampled token
     processed           bool: tokens whose logits are read, `loss_mask` or a part of it; None: all

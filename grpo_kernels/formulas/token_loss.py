@@ -163,7 +163,7 @@ class TokenLosses(NamedTuple):
 
     losses                the loss of each token, with all weights
     grad_logps            d loss / d log-prob of the token
-    grad_entropy          d loss / d entropy; None without an entropy bonus
+    grad_entropy          d loss / d entropy. Without an entropy bonus None, or 0 from `token_loss`
     grad_log_ratios       d loss / d log-ratio of the sequence, which is not part of grad_logps;
                           None at token level
     grad_auxiliary_loss   d loss / d auxiliary loss; None without one
