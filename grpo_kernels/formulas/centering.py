@@ -1,4 +1,8 @@
-"""Score centering: terms at further ids that remove the drift of a sampler from the gradient."""
+"""Score centering: terms at extra ids that remove the drift of a sampler from the gradient.
+
+Extra ids are ids besides the sampled token whose log-probs the loss uses. Here each token lists
+ids that its sampler finds likely.
+"""
 
 from __future__ import annotations
 
@@ -78,9 +82,14 @@ class ScoreCentering(Checked):
 
     @classmethod
     def of(cls, objective: Any, *, tail: bool = True) -> ScoreCentering:
-        """Return the score centering for the surrogate and trust region of an `Objective`.
+        """Make the `ScoreCentering` with the surrogate and the trust region of an `Objective`.
 
-        tail   whether to correct for the ids that are not listed, see the class
+        Score centering adds to the loss a term at each id that a token lists, so that the gradient
+        of the policy term has the mean 0 over the tokens that the sampler draws.
+
+        objective   an `Objective`
+        tail        True: the listed ids are the likeliest ids of the sampler, and the terms also
+                    account for all other ids. False: the sampler can draw the listed ids only.
 
         Raises ValueError unless the objective has level="token".
         """
@@ -92,20 +101,28 @@ class ScoreCentering(Checked):
             ' sequence: pass level="token".',
         )
         trust_region = objective.filter(TrustRegion)  # its filter of this class, or None
-        return cls(objective.surrogate, trust_region, tail)
+        return cls(surrogate=objective.surrogate, trust=trust_region, tail=tail)
 
     def __call__(
         self, logp: Tensor, values: Tensor, advantage: Tensor, sum_over_ids: Any
     ) -> tuple[Tensor, ...]:
-        """Return the term A c log p of each listed id and its derivative A c.
+        """Return the term A c log p of each listed id, and its derivative A c in log p.
 
-        The coefficient c is a constant: q w, and with `tail` q w - a p (see the class). Arguments
-        and results are those of an `ExtraIdFunction`.
+            c = q w                    if tail is False
+            c = q w - r w(1 / r) p     if tail is True
 
-        logp           float64 [num_ids], log p of each id under the policy
-        values         float [num_ids], log q of each id under the sampler
+        c counts as a constant. p and q are the probabilities of the id under the policy and under
+        the sampler, w is the weight of the id in the surrogate, and A is the advantage. r is the
+        ratio q / p of all unlisted ids together, and w(1 / r) is the weight of an id with
+        p / q = 1 / r.
+
+        logp           float64 [num_ids], log p of each id
+        values         float [num_ids], log q of each id
         advantage      fp32 [num_ids], A of the token that lists the id
-        sum_over_ids   function x -> sum of x over the ids of the same token, [num_ids] each
+        sum_over_ids   function x -> y, [num_ids] each: y is the sum of x over all ids that the same
+                       token lists
+
+        Return (term, derivative), float64 [num_ids] each, as an `ExtraIdFunction` does.
         """
         p = logp.exp()
         q = values.exp()
@@ -114,8 +131,12 @@ class ScoreCentering(Checked):
             return logp_term(logp, coefficient, advantage, sum_over_ids)
         # r may be 1e6. The gradient of a listed logit is a difference of numbers of this size and
         # is at most 1, so the log-probs must be float64.
-        r = probability_outside(values, sum_over_ids) / probability_outside(logp, sum_over_ids)
-        # Any two log-probs that differ by log(p / q) = -log r give the weight w(1 / r).
+        unlisted_q = probability_outside(values, sum_over_ids)
+        unlisted_p = probability_outside(logp, sum_over_ids)
+        r = unlisted_q / unlisted_p
+        # The weight depends on log p - log q alone, so any two log-probs that differ by
+        # log(p / q) = -log r give A w(1 / r). The trust region compares probabilities: add the
+        # small log-prob of an unlisted id to both.
         unlisted_weight = self.advantage_times_weight(
             logp=-r.log(), sampler_logp=0.0 * r, advantage=advantage, trust_offset=UNLISTED_LOGP
         )
@@ -128,16 +149,18 @@ class ScoreCentering(Checked):
         advantage: Tensor,
         trust_offset: float = 0.0,
     ) -> Tensor:
-        """Return A w of each id, where w is 0 outside of the trust region.
+        """Return A w of each id: its advantage times its weight in the surrogate, float [num_ids].
 
-        The slope of the surrogate is d loss / d logp = -A w.
+        The surrogate returns its loss and d loss / d logp = -A w. Outside of the trust region, if
+        there is one, w is 0.
 
-        logp, sampler_logp   log-prob of each id under the policy and under the sampler
-        advantage            A, of the same shape
-        trust_offset         added to both log-probs before the trust region compares them. It
-                             compares probabilities, of which the surrogate needs the ratio only.
+        logp           float [num_ids], log-prob of each id under the policy
+        sampler_logp   float [num_ids], log-prob of each id under the sampler
+        advantage      float [num_ids], A of the token that lists the id
+        trust_offset   number that is added to both log-probs for the trust region. The surrogate
+                       needs only their difference, but the trust region compares two probabilities.
         """
-        _, slope = self.surrogate(logp, sampler_logp, advantage)
+        _, slope = self.surrogate(logp, sampler_logp, advantage)  # slope = d loss / d logp
         if self.trust is None:
             return -slope
         is_trusted = self.trust.keeps(logp + trust_offset, sampler_logp + trust_offset, advantage)

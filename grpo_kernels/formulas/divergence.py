@@ -34,15 +34,17 @@ class Exact(Checked):
 
     p is the distribution of the policy, q that of the reference or teacher.
 
-    direction             "reverse"   KL(p || q) = sum p (log p - log q), which the estimators of
-                                      `Kl` estimate; mode-seeking
-                          "forward"   KL(q || p), with the gradient p - q; mass-covering
+    direction             "reverse"   KL(p || q) = sum p (log p - log q), the divergence that the
+                                      estimators of `Kl` estimate; mode-seeking
+                          "forward"   KL(q || p), with the gradient p - q with respect to the
+                                      logits of the policy; mass-covering
                           "jsd"       mixture * KL(q || m) + (1 - mixture) * KL(p || m), where m =
                                       mixture * q + (1 - mixture) * p (arXiv 2306.13649 eq. 1, as in
                                       TRL, whose beta 0 and 1 are "forward" and "reverse" here)
-                          "tv"        total variation, sum |p - q| / 2, in [0, 1]. Its gradient is
-                                      p (s - sum p s) / 2 with s the sign of p - q. It jumps where p
-                                      and q are equal: there rounding decides the sign.
+                          "tv"        total variation, sum |p - q| / 2, in [0, 1]. Its gradient
+                                      with respect to the logits is p (s - sum p s) / 2, where s is
+                                      the sign of p - q. The gradient jumps where p and q are equal:
+                                      there rounding decides the sign.
     mixture               weight of q in the mixture m of "jsd", in (0, 1). None: 0.5
     tail                  what happens to all other ids if the teacher is known at the ids of
                           `TokenSets` only:
@@ -121,17 +123,25 @@ def divergence_at(
     offsets: Tensor,
     log_outside: Tensor | None = None,
 ) -> Tensor:
-    """Return the divergence of each row over the ids at which a teacher is known, fp32 [num_rows].
+    """Return the divergence between policy and teacher of each row over some ids, fp32 [num_rows].
 
-    It is differentiable in logps and log_outside, computed in fp64, and 0 for a row without ids.
-    `exact.tail` says what happens to all other ids of a row.
+    A row is one position of the model. Its ids are those at which the teacher's log-prob is known,
+    for example the teacher's top 20. All other ids of the vocabulary are outside.
 
-    logps           float [num_ids], log-prob of each id under the policy. The ids of row r are
-                    offsets[r] : offsets[r + 1].
+    exact           which divergence (`direction`), and how outside ids are treated (`tail`):
+                    "bin"           all outside ids together are one more outcome
+                    "renormalise"   p and q are renormalised over the ids of the row
+                    "ignore"        the plain sum over the ids, which may be below 0
+                    "generalised"   the sum of `generalised_terms` over the ids
+    logps           float [num_ids], log-prob of each id under the policy
     teacher_logps   float [num_ids], log-prob of each id under the teacher
-    offsets         int64 [num_rows + 1]
-    log_outside     float [num_rows], log of the policy's probability of all other ids. Only the
+    offsets         int64 [num_rows + 1]: row r has the ids offsets[r] : offsets[r + 1] of `logps`
+                    and `teacher_logps`
+    log_outside     float [num_rows], log of the policy's probability of all outside ids. Only the
                     tail "bin" needs it.
+
+    The result is 0 for a row without ids, and is differentiable in `logps` and `log_outside`. Sums
+    are computed in fp64.
     """
     log_p = logps.double()
     log_q = teacher_logps.detach().double()
@@ -141,14 +151,16 @@ def divergence_at(
     p = log_p.exp()
     q = log_q.exp()
     divergence = sum_rows(generalised_terms(exact, log_p, log_q), offsets)
-    if exact.tail == "bin":  # all other ids are one more outcome
+    if exact.tail == "bin":
+        # Add the term of one more outcome, which stands for all outside ids.
         assert log_outside is not None
         log_p_outside = log_outside.double().clamp(min=math.log(LEAST_TAIL))
         log_q_outside = (1.0 - sum_rows(q, offsets)).clamp(min=LEAST_TAIL).log()
         divergence = divergence + generalised_terms(exact, log_p_outside, log_q_outside)
     elif exact.tail == "ignore":
-        # A generalised term is a (log a - log b) - a + b. Put back a - b, which is p - q for
-        # "reverse" and q - p for "forward". In "jsd" it cancels, and "tv" has none.
+        # A generalised term is a (log a - log b) - a + b. This tail wants a (log a - log b) alone,
+        # so add a - b, which is p - q for "reverse" and q - p for "forward". In "jsd" the two
+        # differences cancel, and "tv" has none.
         differences = {"reverse": p - q, "forward": q - p}
         difference = differences.get(exact.direction, torch.zeros_like(p))
         divergence = divergence + sum_rows(difference, offsets)
@@ -159,44 +171,58 @@ def divergence_at(
 
 
 def sum_rows(x: Tensor, offsets: Tensor) -> Tensor:
-    """Return the sum of x [num_ids] over the ids of each row, [num_rows].
+    """Return the sum of x over the ids of each row, [num_rows] in the dtype of x.
 
-    The order of the sum is fixed, without atomics. The ids of row r are offsets[r] :
-    offsets[r + 1].
+    The ids of a row are added in their order, without atomics, so the sum is deterministic. It is 0
+    for a row without ids.
+
+    x         float [num_ids], a number of each id
+    offsets   int64 [num_rows + 1]: row r has the ids offsets[r] : offsets[r + 1]
     """
     return torch.segment_reduce(x, "sum", offsets=offsets, initial=0.0, unsafe=True)
 
 
 def renormalise(log_probs: Tensor, offsets: Tensor) -> Tensor:
-    """Return log-probs whose probabilities add up to 1 in each row, the log-softmax over its ids.
+    """Return the log-softmax over the ids of each row, so that its probabilities add up to 1.
 
-    log_probs   float [num_ids], log-probs up to a constant of each row
-    offsets     int64 [num_rows + 1]; the ids of row r are offsets[r] : offsets[r + 1]
+    log_probs   float [num_ids], log-prob of each id. All log-probs of a row may contain the same
+                additive constant.
+    offsets     int64 [num_rows + 1]: row r has the ids offsets[r] : offsets[r + 1]
+
+    Return float [num_ids].
     """
     row_of_id = torch.repeat_interleave(offsets.diff(), output_size=log_probs.numel())
-    # Subtract the largest first, because the exponentials of all ids of a row may underflow to 0.
+    # Subtract the largest log-prob of the row first. Otherwise the exponentials of all ids of a row
+    # may underflow to 0.
     largest = torch.segment_reduce(
         log_probs.detach(), "max", offsets=offsets, initial=-torch.inf, unsafe=True
     )
+    # -inf: the row is empty or all of its probabilities are 0. -inf - (-inf) would be NaN.
     largest = torch.where(largest == -torch.inf, 0.0, largest)
     shifted = log_probs - largest[row_of_id]
     return shifted - sum_rows(shifted.exp(), offsets).log()[row_of_id]
 
 
 def generalised_terms(exact: Exact, log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Return the term of each id in the divergence, in the shape of log_p, at least 0.
+    """Return the term of each id in a divergence between the policy p and the teacher q.
 
-    With t(a, b) = a (log a - log b) - a + b and m = share * q + (1 - share) * p:
+    p = exp(log_p) and q = exp(log_q) need not add up to 1 over the ids. The term of an id is
 
         "reverse"   t(p, q)
         "forward"   t(q, p)
-        "jsd"       share * t(q, m) + (1 - share) * t(p, m)
+        "jsd"       share * t(q, m) + (1 - share) * t(p, m),   m = share * q + (1 - share) * p
         "tv"        |p - q| / 2
 
-    If p and q each add up to 1 over the ids, the terms add up to the divergence, because the sums
-    of -a and b cancel.
+    where t(a, b) = a (log a - log b) - a + b is the term of a generalised KL. No term is negative.
+    If p and q both add up to 1 over the ids, the sums of -a and +b cancel, and the terms add up to
+    the usual divergence.
 
-    log_p, log_q   log-prob of each id under the policy and under the teacher, of one shape
+    exact   which divergence: "reverse", ... is its `direction`, and share its `share`, the weight
+            of q in the mixture m
+    log_p   float [num_ids], log-prob of each id under the policy
+    log_q   float [num_ids], log-prob of each id under the teacher
+
+    Return float [num_ids].
     """
     if exact.direction == "forward":
         return generalised_kl_term(log_q, log_p)
@@ -205,7 +231,8 @@ def generalised_terms(exact: Exact, log_p: Tensor, log_q: Tensor) -> Tensor:
     if exact.direction == "tv":
         return (log_p.exp() - log_q.exp()).abs() / 2.0
     share = exact.share
-    # logaddexp(-inf, -inf) would have the gradient NaN.
+    # For p = q = 0 the gradient of logaddexp(-inf, -inf) would be NaN. So pass any finite numbers
+    # in place of both logarithms, and set log m = -inf afterwards.
     is_impossible = (log_p == -torch.inf) & (log_q == -torch.inf)
     log_mixture = torch.logaddexp(
         torch.where(is_impossible, 0.0, log_q) + math.log(share),
@@ -218,10 +245,18 @@ def generalised_terms(exact: Exact, log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def generalised_kl_term(log_a: Tensor, log_b: Tensor) -> Tensor:
-    """Return a (log a - log b) - a + b elementwise, which is b if a is 0."""
+    """Return a (log a - log b) - a + b, the term of each id in a generalised KL(a || b).
+
+    The term is b if a is 0.
+
+    log_a, log_b   float tensors of one shape, logarithms of the probabilities a and b
+
+    Return a float tensor of this shape.
+    """
     a = log_a.exp()
     b = log_b.exp()
     is_zero = log_a == -torch.inf
-    # For a = 0 replace the logarithms: -inf - (-inf) and 0 * -inf would be NaN.
+    # For a = 0 put 0 in place of both logarithms and of a: -inf - (-inf) and 0 * -inf would be NaN,
+    # in the value or in its gradient.
     log_ratio = torch.where(is_zero, 0.0, log_a) - torch.where(is_zero, 0.0, log_b)
     return torch.where(is_zero, 0.0, a) * log_ratio - a + b

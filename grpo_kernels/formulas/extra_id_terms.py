@@ -1,8 +1,9 @@
-"""Terms of the loss that depend on the log-probs of further ids, not only of the sampled token.
+"""Terms of the loss that depend on the log-probs of extra ids, not only of the sampled token.
 
-A batch lists ids for each token, with a value for each id (`TokenBatch(logp_terms=, prob_terms=)`).
-An `ExtraIdFunction` computes the term of each id. The terms of the ids that a token lists add up to
-the auxiliary loss of this token, which is added to its surrogate.
+Extra ids are ids besides the sampled token whose log-probs the loss uses. A batch lists them for
+each token, with a value for each id (`TokenBatch(logp_terms=, prob_terms=)`). An `ExtraIdFunction`
+computes the term of each id. The terms of the ids that a token lists add up to the auxiliary loss
+of this token, which is added to its surrogate.
 
 An `ExtraIdFunction` is a function (logp, values, advantage, sum_over_ids) -> (term, slope):
 
@@ -34,10 +35,16 @@ LEAST_OUTSIDE = 1e-6
 def logp_term(
     logp: Tensor, values: Tensor, advantage: Tensor, sum_over_ids: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return the term c * logp of each id with the value c, and its derivative c.
+    """Return the term c * logp of each extra id with the value c, and its derivative c.
 
-    An `ExtraIdFunction`, the default for `TokenBatch.logp_terms`. The term is 0 if c is 0, even if
-    logp is -inf.
+    The term is 0 if c is 0, even if logp is -inf. This is the default `ExtraIdFunction` for
+    `TokenBatch.logp_terms`.
+
+    logp                      float64 [num_ids], log-prob of each id under the policy
+    values                    float [num_ids], the coefficient c of each id, a constant
+    advantage, sum_over_ids   not used
+
+    Return (term, d term / d logp), [num_ids] each.
     """
     return torch.where(values == 0, 0.0, values * logp), values
 
@@ -45,21 +52,31 @@ def logp_term(
 def prob_term(
     logp: Tensor, values: Tensor, advantage: Tensor, sum_over_ids: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return the term r * p of each id with the value r, and its derivative r * p.
+    """Return the term c * p of each extra id with the value c, and its derivative.
 
-    p = exp(logp), so d (r p) / d logp = r p. An `ExtraIdFunction`, for `TokenBatch.prob_terms`.
+    p = exp(logp), so the derivative d (c p) / d logp is c p too. This is the `ExtraIdFunction` for
+    `TokenBatch.prob_terms`.
+
+    logp                      float64 [num_ids], log-prob of each id under the policy
+    values                    float [num_ids], the coefficient c of each id, a constant
+    advantage, sum_over_ids   not used
+
+    Return (term, d term / d logp), float64 [num_ids] each.
     """
     term = values * logp.exp()
     return term, term
 
 
 def probability_outside(logp: Any, sum_over_ids: Callable[[Any], Any]) -> Any:
-    """Return the probability of all ids that a token does not list, at least 1e-6 (LEAST_OUTSIDE).
+    """Return the probability of all ids that a token does not list, float [num_ids].
 
-    logp           float [num_ids], log-prob of each id that is listed
-    sum_over_ids   sums over the ids of the same token, see above
+        1 - sum of exp(logp) over the ids that the token lists, at least 1e-6 (LEAST_OUTSIDE)
 
-    Return float [num_ids], the same number for all ids of a token.
+    All ids of a token get the same number.
+
+    logp           float [num_ids], log-prob of each listed id
+    sum_over_ids   function x -> y, [num_ids] each: y is the sum of x over all ids that the same
+                   token lists
     """
     return (1.0 - sum_over_ids(logp.exp())).clamp(min=LEAST_OUTSIDE)
 
@@ -87,37 +104,44 @@ class ExtraIdTerms(NamedTuple):
     offsets: Tensor
 
     def token_of_id(self) -> Tensor:
-        """Return the index of the token that lists each id, int64 [num_ids]."""
+        """Return the index of the token that lists each id, int64 [num_ids].
+
+        For offsets [0, 2, 2, 3] it is [0, 0, 2].
+        """
         _, values = self.parts[0]
         num_ids = values.numel()
         return torch.repeat_interleave(self.offsets.diff(), output_size=num_ids)
 
     def compute(self, logps: Tensor, advantages: Tensor) -> AuxiliaryLosses:
-        """Call the functions, and return the auxiliary loss of each token with its gradient.
+        """Return the auxiliary loss of each token, and its derivative in the log-prob of each id.
 
-        logps        float64 [num_ids], log-prob of each id under the policy
+        Each function returns a term of each id and d term / d logp. The terms of all functions are
+        added, and then summed over the ids of each token.
+
+        logps        float64 [num_ids], log-prob of each extra id under the policy
         advantages   fp32 [num_tokens]
+
+        Return `AuxiliaryLosses`: losses float64 [num_tokens] and grad_logps float64 [num_ids].
 
         Raises ValueError if a function returns anything but two tensors [num_ids], or passes
         anything but a tensor [num_ids] to `sum_over_ids`.
         """
         token_of_id = self.token_of_id()
+        advantage_of_id = advantages[token_of_id]
 
         def sum_over_ids(x: Any) -> Tensor:
             """Return the sum of x over the ids of the same token, [num_ids] like x."""
             if not has_shape_of(x, logps):
                 raise ValueError(
-                    f"sum_over_ids is given a {type(x).__name__} that has not one number for each id: pass"
-                    " a tensor of the shape of logp."
+                    f"sum_over_ids is given a {type(x).__name__} that has not one number for each"
+                    " id: pass a tensor of the shape of logp."
                 )
             return self.sum_of_tokens(x)[token_of_id]
 
         terms = torch.zeros_like(logps)
         grad_logps = torch.zeros_like(logps)
         for function, values in self.parts:
-            returned = without_branches(
-                function, logps, values, advantages[token_of_id], sum_over_ids
-            )
+            returned = without_branches(function, logps, values, advantage_of_id, sum_over_ids)
             check_terms(function, returned, logps)
             term, slope = returned
             terms = terms + term
@@ -141,10 +165,11 @@ def has_shape_of(x: Any, other: Tensor) -> bool:
 
 
 def check_terms(function: ExtraIdFunction, returned: Any, logps: Tensor) -> None:
-    """Raise ValueError unless a function returned (term, slope), two tensors shaped like logps.
+    """Raise ValueError unless `returned` is a pair (term, slope) of two tensors [num_ids].
 
-    returned   what `function` returned
-    logps      float64 [num_ids]
+    function   the `ExtraIdFunction` that was called, for the error message
+    returned   what the function returned
+    logps      float64 [num_ids], a tensor of the right shape
     """
     is_pair = isinstance(returned, tuple) and len(returned) == 2
     if not is_pair or not all(has_shape_of(x, logps) for x in returned):

@@ -50,9 +50,17 @@ ADVANTAGES_OF = ("sequence", "token")
 
 
 def trust_tv(logp, anchor_logp, advantage, params):
-    """Return whether p - q <= high if A > 0, and whether p - q >= -low otherwise.
+    """Return whether to keep each token: p - q <= high if A > 0, otherwise p - q >= -low.
 
-    p = exp(logp), q = exp(anchor_logp), A is the advantage and params is (low, high).
+    p = exp(logp), q = exp(anchor_logp) and A is the advantage.
+
+    logp          log-prob of the token under the policy
+    anchor_logp   log-prob of the token that p is compared with, for example under the old policy
+    advantage     A of the token
+    params        (low, high), two numbers
+
+    The first three and the result are tensors [num_tokens], or symbols while the formula is traced
+    for the kernels.
     """
     low = params[0]
     high = params[1]
@@ -61,9 +69,17 @@ def trust_tv(logp, anchor_logp, advantage, params):
 
 
 def trust_symmetric_tv(logp, anchor_logp, advantage, params):
-    """Return whether -low <= p - q <= high. The advantage is not used.
+    """Return whether to keep each token: -low <= p - q <= high.
 
-    p = exp(logp), q = exp(anchor_logp), and params is (low, high).
+    p = exp(logp) and q = exp(anchor_logp).
+
+    logp          log-prob of the token under the policy
+    anchor_logp   log-prob of the token that p is compared with, for example under the old policy
+    advantage     not used
+    params        (low, high), two numbers
+
+    The log-probs and the result are tensors [num_tokens], or symbols while the formula is traced
+    for the kernels.
     """
     low = params[0]
     high = params[1]
@@ -72,13 +88,23 @@ def trust_symmetric_tv(logp, anchor_logp, advantage, params):
 
 
 def trust_kl(logp, anchor_logp, advantage, params):
-    """Return whether the binary KL(q || p) is within its bound, or A moves p back towards q.
+    """Return whether to keep each token: its KL is within a bound, or A moves p back towards q.
 
-        KL = q log(q / p) + (1 - q) log((1 - q) / (1 - p))
+        KL = q log(q / p) + (1 - q) log((1 - q) / (1 - p))     binary KL(q || p)
 
-    p = exp(logp), q = exp(anchor_logp), A is the advantage and params is (low, high). For A > 0,
-    which raises p, keep the token if KL <= high or p <= q. For A < 0 keep it if KL <= low or
-    p >= q. For A = 0 keep it unless the KL is NaN.
+        A > 0   keep if KL <= high or p <= q, because the loss raises p
+        A < 0   keep if KL <= low or p >= q, because the loss lowers p
+        A = 0   keep unless the KL is NaN
+
+    p = exp(logp), q = exp(anchor_logp) and A is the advantage.
+
+    logp          log-prob of the token under the policy
+    anchor_logp   log-prob of the token that p is compared with, for example under the old policy
+    advantage     A of the token
+    params        (low, high), two numbers
+
+    The first three and the result are tensors [num_tokens], or symbols while the formula is traced
+    for the kernels.
     """
     low = params[0]
     high = params[1]
@@ -88,15 +114,23 @@ def trust_kl(logp, anchor_logp, advantage, params):
     kl = q * (anchor_logp - logp) + (1.0 - q) * ops.log((1.0 - q + 1e-8) / (1.0 - p + 1e-8))
     keep_if_positive = (kl <= high) | (p <= q)
     keep_if_negative = (kl <= low) | (p >= q)
-    is_number = kl == kl
+    is_number = kl == kl  # False for NaN
     keep_unless_positive = ops.where(advantage < 0.0, keep_if_negative, is_number)
     return ops.where(advantage > 0.0, keep_if_positive, keep_unless_positive)
 
 
 def trust_ratio(logp, anchor_logp, advantage, params):
-    """Return whether 1 - low < r < 1 + high. The advantage is not used.
+    """Return whether to keep each token: 1 - low < r < 1 + high.
 
-    r = exp(logp - anchor_logp), and params is (low, high).
+    r = exp(min(logp - anchor_logp, 60)). The bound of 60 keeps r finite in fp32.
+
+    logp          log-prob of the token under the policy
+    anchor_logp   log-prob of the token that logp is compared with, for example under the old policy
+    advantage     not used
+    params        (low, high), two numbers
+
+    The log-probs and the result are tensors [num_tokens], or symbols while the formula is traced
+    for the kernels.
     """
     low = params[0]
     high = params[1]
@@ -133,10 +167,13 @@ class Filter(Checked):
     ) -> Tensor:
         """Return which tokens to keep in the policy term, bool [num_tokens].
 
+        Each subclass must define this method.
+
         logps     fp32 [num_tokens], log-prob of each token under the policy, detached
-        entropy   fp32 [num_tokens] in nats, detached
+        entropy   fp32 [num_tokens] in nats, detached; may be None if the filter does not read it
         inputs    the other inputs of these tokens, such as old_logps and advantages
-        batch     the batch of these tokens; None if `is_per_token`
+        batch     the batch of these tokens, which says which tokens form a sequence. It may be None
+                  if the filter decides about each token alone (`is_per_token`).
         """
         raise NotImplementedError
 
@@ -175,23 +212,30 @@ class TrustRegion(Filter):
 
     @property
     def params(self) -> tuple[float, float]:
-        """(low, high) as floats, the last argument of the functions in TRUST_REGIONS."""
+        """(low, high) as floats: the argument `params` of the functions in TRUST_REGIONS."""
         return (float(self.low), float(self.high))
 
     def keep(
         self, logps: Tensor, entropy: Tensor | None, inputs: TokenInputs, batch: TokenBatch | None
     ) -> Tensor:
-        """Return which tokens are inside the trust region, bool [num_tokens], see `Filter.keep`."""
+        """Return which tokens are inside the trust region, bool [num_tokens].
+
+        logps            fp32 [num_tokens], log-prob of each token under the policy
+        entropy, batch   not used
+        inputs           of these tokens: advantages, and the log-probs to compare with
+        """
+        # `inputs` has sampler_logps only if anchor="sampler".
         anchor_logps = inputs.sampler_logps
         if anchor_logps is None:
             anchor_logps = inputs.old_or_current(logps)
         return self.keeps(logps, anchor_logps, inputs.advantages)
 
     def keeps(self, logps: Tensor, anchor_logps: Tensor, advantages: Tensor) -> Tensor:
-        """Return which tokens are inside the trust region, bool in the shape of the arguments.
+        """Return which tokens are inside the trust region, bool [num_tokens].
 
-        logps, anchor_logps   log-probs of the tokens under the policy and under the anchor
-        advantages            of the same shape
+        logps          float [num_tokens], log-prob of each token under the policy
+        anchor_logps   float [num_tokens], log-prob of each token that `logps` is compared with
+        advantages     float [num_tokens]
         """
         return TRUST_REGIONS[self.kind](logps, anchor_logps, advantages, self.params)
 
@@ -214,7 +258,13 @@ class EntropyFloor(Filter):
     def keep(
         self, logps: Tensor, entropy: Tensor | None, inputs: TokenInputs, batch: TokenBatch | None
     ) -> Tensor:
-        """Return where the entropy is at least `threshold` or NaN, bool [num_tokens]."""
+        """Return where the entropy is at least `threshold` or NaN, bool [num_tokens].
+
+        A token with a NaN is kept, so that its loss is NaN instead of hiding the NaN.
+
+        entropy                fp32 [num_tokens] in nats, not None
+        logps, inputs, batch   not used
+        """
         assert entropy is not None
         return ~below_floor(entropy, self.threshold)
 
@@ -238,7 +288,15 @@ class EntropyQuantile(Filter):
     def keep(
         self, logps: Tensor, entropy: Tensor | None, inputs: TokenInputs, batch: TokenBatch | None
     ) -> Tensor:
-        """Return where the entropy is at least its quantile 1 - share or NaN, bool [num_tokens]."""
+        """Return where the entropy is at least its quantile 1 - share or NaN, bool [num_tokens].
+
+        The quantile is over the trained tokens, of all ranks of `process_group` if there is one. A
+        token with a NaN is kept, so that its loss is NaN instead of hiding the NaN.
+
+        entropy        fp32 [num_tokens] in nats, not None
+        inputs         of these tokens; gives the loss mask
+        logps, batch   not used
+        """
         assert entropy is not None
         threshold = entropy_threshold(entropy, inputs.mask, self.share, self.process_group)
         return ~below_floor(entropy, threshold)
@@ -276,16 +334,22 @@ class OffPolicySequences(Filter):
     def keep(
         self, logps: Tensor, entropy: Tensor | None, inputs: TokenInputs, batch: TokenBatch | None
     ) -> Tensor:
-        """Return the tokens that are not dropped, bool [num_tokens], see `Filter.keep`.
+        """Return the tokens that are not dropped, bool [num_tokens].
 
-        A NaN in sampler_logps counts as no difference. Any other NaN makes the mean of its sequence
-        NaN, so the sequence is kept.
+        A NaN in sampler_logps means that the sampler did not score the token. The token then has
+        the difference 0. Any other NaN makes the mean of its sequence NaN, so the sequence is kept.
+
+        logps             fp32 [num_tokens], log-prob of each token under the policy
+        entropy, inputs   not used
+        batch             of these tokens: advantages, and sampler_logps or old_logps
         """
         assert batch is not None
         policy_logps, sampler_logps = _policy_and_sampler_logps(batch, logps)
         is_nan = policy_logps.isnan()
-        if batch.sampler_logps is None:  # old_logps take their place, in which a NaN is an error
+        if batch.sampler_logps is None:
+            # `sampler_logps` are then the old_logps of the batch, where a NaN is an error.
             is_nan = is_nan | sampler_logps.isnan()
+        # The difference is 0 where one of both is NaN. Put the NaN back if it is an error.
         differences = logp_difference(sampler_logps, policy_logps)
         differences = torch.where(is_nan, torch.nan, differences)
         return _keep_likely(batch, differences, self.delta, self.advantage_of)
@@ -314,17 +378,23 @@ class SamplerMismatch(Filter):
     ranges = (("threshold", "the mean of exp |difference| is at least 1.", 1, LARGEST),)
 
     def __post_init__(self) -> None:
-        """Set `is_per_sequence`. Raises ValueError naming the field that is wrong."""
+        """Check the fields, and set `is_per_sequence`. Raises ValueError naming a wrong field."""
         super().__post_init__()
         is_bool = isinstance(self.normalize, bool)
         require(is_bool, "normalize", self.normalize, "pass True or False.")
-        # With normalize=True a weight depends on how many sequences of the batch are left.
+        # With normalize=True the weight of a token depends on how many sequences of the batch are
+        # left, so on other sequences.
         object.__setattr__(self, "is_per_sequence", not self.normalize)
 
     def keep(
         self, logps: Tensor, entropy: Tensor | None, inputs: TokenInputs, batch: TokenBatch | None
     ) -> Tensor:
-        """Return the tokens of the sequences that are not dropped, bool [num_tokens]."""
+        """Return the tokens of the sequences that are not dropped, bool [num_tokens].
+
+        logps             fp32 [num_tokens], log-prob of each token under the policy
+        entropy, inputs   not used
+        batch             of these tokens, with sampler_logps
+        """
         assert batch is not None
         # "not above" keeps a sequence whose error is NaN, so that the loss becomes NaN.
         return batch.spread(~(sampler_errors(batch, logps) > self.threshold))
@@ -333,13 +403,17 @@ class SamplerMismatch(Filter):
 def near_sampler(
     batch: TokenBatch, logps: Tensor, delta: float, advantage_of: str = "sequence"
 ) -> Tensor:
-    """Return which tokens `OffPolicySequences` would keep, bool [num_tokens].
+    """Return which tokens the filter `OffPolicySequences` would keep, bool [num_tokens].
 
-    Unlike the filter, it counts the difference 0 for any token with a NaN among its log-probs.
+    It drops sequences with a negative advantage whose log-probs are on average more than `delta`
+    lower under the policy than under the sampler. Unlike the filter, this function counts the
+    difference 0 for any token with a NaN among its log-probs.
 
-    batch                 has advantages, and sampler_logps or old_logps
-    logps                 fp32 [num_tokens], log-prob of each token under the policy
-    delta, advantage_of   as in `OffPolicySequences`
+    batch          has advantages, and sampler_logps or old_logps
+    logps          fp32 [num_tokens], log-prob of each token under the policy
+    delta          largest mean of sampler_logp - logp of a sequence that is kept in any case
+    advantage_of   "sequence": drop all tokens of such a sequence if the sum of its advantages is
+                   negative. "token": drop those of its tokens that have a negative advantage.
 
     Raises ValueError if the batch has no advantages.
     """
@@ -349,9 +423,9 @@ def near_sampler(
 
 
 def sampler_errors(batch: TokenBatch, logps: Tensor) -> Tensor:
-    """Return the mean of exp |logp - sampler_logp| over each sequence's trained tokens, fp64 [B].
+    """Return the mean of exp |logp - sampler_logp| over each sequence's trained tokens.
 
-    B is the number of sequences. The mean is at least 1, or 0 for a sequence without trained
+    The result is fp64 [num_sequences]. It is at least 1, or 0 for a sequence without trained
     tokens. A token that the sampler did not score (NaN) has the difference 0, so exp 0 = 1. A NaN
     in logps makes the mean of its sequence NaN.
 
@@ -367,8 +441,9 @@ def sampler_errors(batch: TokenBatch, logps: Tensor) -> Tensor:
         )
     sampler_logps = batch.table("sampler_logps")["sampler_logps"]
     trained = batch.trained
-    # The difference is 0 if one of both log-probs is NaN. A NaN in logps is put back afterwards.
-    distance = logp_difference(torch.where(trained, logps, 0.0), sampler_logps).abs()
+    trained_logps = torch.where(trained, logps, 0.0)
+    # The difference is 0 if one of both log-probs is NaN. Put a NaN of logps back afterwards.
+    distance = logp_difference(trained_logps, sampler_logps).abs()
     error = torch.where(logps.isnan(), math.nan, distance.exp())
     total = batch.sequence_sum(torch.where(trained, error, 0.0))
     num_trained = batch.lengths
@@ -376,15 +451,18 @@ def sampler_errors(batch: TokenBatch, logps: Tensor) -> Tensor:
 
 
 def _policy_and_sampler_logps(batch: TokenBatch, logps: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log-prob of each token under the policy and under the sampler, 0 where masked.
+    """Return the log-prob of each token under the policy and under the sampler.
 
-    Without sampler_logps, the old_logps of the batch take their place. Without old_logps, and for
-    tokens that the batch marks as on-policy, both results are the log-prob under the policy.
+    The second result is, whichever comes first:
+    1. sampler_logps, if the batch has them
+    2. the log-prob under the policy, for a token that the batch marks as on-policy
+    3. old_logps, if the batch has them
+    4. the log-prob under the policy
 
-    batch   may have sampler_logps, old_logps and a mark of on-policy tokens
+    batch   may have sampler_logps, old_logps and `on_policy` (which tokens are on-policy)
     logps   fp32 [num_tokens], log-prob of each token under the policy
 
-    Return (policy_logps, sampler_logps), fp32 [num_tokens] each.
+    Return (policy_logps, sampler_logps), fp32 [num_tokens] each, 0 in masked tokens.
     """
     tensors = batch.table("old_logps", "sampler_logps")
     policy_logps = torch.where(batch.trained, logps, 0.0)
@@ -397,15 +475,20 @@ def _policy_and_sampler_logps(batch: TokenBatch, logps: Tensor) -> tuple[Tensor,
 
 
 def _keep_likely(batch: TokenBatch, differences: Tensor, delta: float, advantage_of: str) -> Tensor:
-    """Return False for the tokens that `OffPolicySequences` drops, bool [num_tokens].
+    """Return which tokens the filter `OffPolicySequences` keeps, bool [num_tokens].
 
-    A token is dropped if the mean difference over the trained tokens of its sequence exceeds
-    `delta`, and its advantage (advantage_of="token") or the sum of the advantages of its sequence
-    (advantage_of="sequence") is negative.
+    A token is dropped if both conditions hold:
+    1. the mean difference over the trained tokens of its sequence exceeds `delta`
+    2. with advantage_of="token" its own advantage is negative, with "sequence" the mean advantage
+       of its sequence is
 
-    batch         has advantages
-    differences   fp64 [num_tokens], log-prob under the sampler minus log-prob under the policy, 0
-                  in masked tokens
+    A comparison with a NaN is False, so the token is kept.
+
+    batch          has advantages, and says which tokens form a sequence
+    differences    fp64 [num_tokens], log-prob under the sampler minus log-prob under the policy, 0
+                   in masked tokens
+    delta          largest mean difference of a sequence that is kept in any case
+    advantage_of   "token" or "sequence"
 
     Raises ValueError if the batch has no advantages.
     """
@@ -415,10 +498,11 @@ def _keep_likely(batch: TokenBatch, differences: Tensor, delta: float, advantage
             " tensor [B] or [B, T]."
         )
     advantages = batch.table("advantages")["advantages"]
-    # Both sums in one reduction, because with a context_group each reduction is a collective.
+    # Compute both sums in one reduction, because with a context_group each one is a collective.
     sums = batch.sequence_sum(torch.stack([differences, advantages.double()], 1))
-    num_trained = batch.lengths
-    mean_difference, mean_advantage = (sums / num_trained.clamp(min=1.0)[:, None]).unbind(1)
+    num_trained = batch.lengths.clamp(min=1.0)
+    means = sums / num_trained[:, None]  # [num_sequences, 2]
+    mean_difference, mean_advantage = means.unbind(1)
     if advantage_of == "token":
         is_negative = advantages < 0
     else:
@@ -427,10 +511,12 @@ def _keep_likely(batch: TokenBatch, differences: Tensor, delta: float, advantage
 
 
 def logp_difference(a_logps: Tensor, b_logps: Tensor) -> Tensor:
-    """Return a_logps - b_logps, fp64, clamped to [-60, 60] (LOG_RATIO_BOUND).
+    """Return a_logps - b_logps clamped to [-60, 60] (LOG_RATIO_BOUND), fp64 [num_tokens].
 
-    If one of the log-probs is NaN, a model did not score the token, and the difference is 0.
-    a_logps and b_logps are float tensors of one shape.
+    The difference is 0 if one of the log-probs is NaN, which means that a model did not score the
+    token.
+
+    a_logps, b_logps   float [num_tokens], log-probs of the same tokens under two models
     """
     difference = torch.nan_to_num(a_logps.double() - b_logps.double(), nan=0.0)
     return difference.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
@@ -441,6 +527,9 @@ def check_filters(filters: Any, level: str) -> None:
 
     `filters` must be a tuple of at most one filter of each class, and must not have both
     `EntropyFloor` and `EntropyQuantile`. A `TrustRegion` needs level="token".
+
+    filters   the value of `Objective(filters=)`, of any type
+    level     the `Objective.level`
     """
     remedy = (
         "pass a tuple of filters, for example (TrustRegion('tv'),), see"

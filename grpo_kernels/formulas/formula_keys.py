@@ -79,9 +79,10 @@ class _Undefined:
 
 
 def is_of_package(x: object) -> bool:
-    """Return whether x is a function (without a closure) or a class of this package.
+    """Return whether x is a function or a class of this package, and not a closure.
 
-    Such an object never changes, and it is not defined again while a process runs.
+    Such an object does not change while a process runs, and it is not defined again. A closure is
+    defined again at each call of the function around it.
     """
     return (
         isinstance(x, (types.FunctionType, type))
@@ -91,7 +92,10 @@ def is_of_package(x: object) -> bool:
 
 
 def users_functions(values: Iterable[Any]) -> list[Any]:
-    """Return the callable values that are not functions or classes of this package."""
+    """Return the callables among `values` that a user wrote: those not of this package.
+
+    values   functions and other values of a formula, such as numbers and names
+    """
     return [x for x in values if callable(x) and not is_of_package(x)]
 
 
@@ -101,11 +105,13 @@ def name_of_function(function: Any) -> str:
 
 
 def key_of(x: object) -> Hashable | None:
-    """Return a key of a function, or of a value such as a number or a tuple.
+    """Return the cache key of a function, or of a value such as a number or a tuple.
 
-    Objects with equal keys are traced into the same program, so the program can be cached by the
-    key. Return None if x has no key, for example if x is an instance of a class of the user, which
-    may behave differently at each call. Then the program must be traced at each call.
+    The formula of a loss is traced into a program for the kernels. Functions with equal keys are
+    traced into the same program, so programs are cached by these keys.
+
+    Return None if x has no key. An example is an instance of a class of the user, which may behave
+    differently at each call. The formula must then be traced at each call.
     """
     try:
         return _key(x, {})
@@ -114,10 +120,10 @@ def key_of(x: object) -> Hashable | None:
 
 
 def _key(x: Any, function_numbers: dict[int, int]) -> Hashable:
-    """Return the key of a function or value x, as in `key_of`, or a part of the key of another one.
+    """Return the key of x, which is a function or a value. The key may be a part of a larger key.
 
-    function_numbers   id(function) -> number of each function that is in the whole key so far.
-                       `_key_of_function` adds to it.
+    function_numbers   id(function) -> number, for each function that is in the larger key so far.
+                       The functions in the key of x are added.
 
     Raises _NoKey if x has no key.
     """
@@ -128,22 +134,27 @@ def _key(x: Any, function_numbers: dict[int, int]) -> Hashable:
     if x is None or isinstance(x, (bool, int, str)):
         return kind, x
     if isinstance(x, float):
-        return kind, x.hex()  # distinguishes 0.0 from -0.0, and is equal for NaN
+        # Unlike x itself, the text distinguishes 0.0 from -0.0, and is equal for two NaNs.
+        return kind, x.hex()
     parts = _parts_of(x)
     if parts is not None:
         return kind, *[_key(part, function_numbers) for part in parts]
     if isinstance(x, (type, types.BuiltinFunctionType)):
+        # Its results depend on its arguments alone, so it is its own key.
         if is_of_package(x) or x in PURE or _is_tensor_function(x):
             return x
     raise _NoKey
 
 
 def _parts_of(x: Any) -> Iterable[Any] | None:
-    """Return the parts of a container, or None if x is no container.
+    """Return the parts of a container, whose keys make up the key of the container.
 
-    The key of a container is made of the keys of its parts: the elements of a tuple or list, the
-    items of a dictionary, function and arguments of a `functools.partial`, and the field values of
-    a dataclass of this package.
+        tuple or list                   its elements
+        dictionary                      its items, which are pairs (key, value)
+        functools.partial               its function, arguments and keyword arguments
+        a dataclass of this package     the values of its fields
+
+    Return None if x is no such container.
     """
     kind = type(x)
     if kind is tuple or kind is list:
@@ -160,7 +171,10 @@ def _parts_of(x: Any) -> Iterable[Any] | None:
 def _is_tensor_function(x: Any) -> bool:
     """Return whether x is a function of torch that is also a method of tensors, such as torch.exp.
 
-    Functions without a tensor argument, such as torch.rand, are not.
+    The results of such a function are taken to depend on its arguments alone. Functions without a
+    tensor argument, such as torch.rand, are no methods of tensors.
+
+    x   a class or a builtin function
     """
     name = x.__name__
     return hasattr(torch.Tensor, name) and getattr(torch, name, None) is x
@@ -169,12 +183,14 @@ def _is_tensor_function(x: Any) -> bool:
 def _key_of_function(function: Any, function_numbers: dict[int, int]) -> Hashable:
     """Return a key of everything that the results of a user's function depend on.
 
-    The key contains the code, the defaults, the attributes, the values of the closure and the
-    values of the global names in the code. A helper function among these values adds its own key.
+    The key contains the code of the function, its defaults, its attributes, the values in its
+    closure, and the values of the global names in its code. If one of these values is a function,
+    such as a helper, its key is made in the same way.
 
-    function_numbers   id(function) -> number of each function that is in the whole key so far. This
-                       function is added. If a function occurs a second time, because it is
-                       recursive or because two functions call it, its number is its key.
+    function_numbers   id(function) -> number, for each function that is in the larger key so far.
+                       This function is added. If a function occurs a second time, because it is
+                       recursive or because two functions call it, its number is its key. So the key
+                       of a recursive function is finite.
 
     Raises _NoKey if a value that the function depends on has no key or is not known.
     """
@@ -182,7 +198,7 @@ def _key_of_function(function: Any, function_numbers: dict[int, int]) -> Hashabl
         return "function that occurred before", function_numbers[id(function)]
     function_numbers[id(function)] = len(function_numbers)
     global_names = _global_names(function.__code__)
-    if global_names is None:
+    if global_names is None:  # the function itself changes what a name means
         raise _NoKey
     key: list[Any] = [function.__code__]
     for values in (function.__defaults__, function.__kwdefaults__, function.__dict__):
@@ -199,9 +215,11 @@ def _key_of_function(function: Any, function_numbers: dict[int, int]) -> Hashabl
 def _value_of_name(function: Any, name: tuple[str, ...]) -> Any:
     """Return the value that a global name has in a function.
 
-    name   the name and the attributes that follow it: ("math", "pi") for math.pi. The name is
-           looked up in the function's globals and then in its builtins. Attributes are followed
-           only as long as the value is a module.
+    The first part of the name is looked up in the function's globals and then in its builtins. If
+    neither has it, the value is `_Undefined`. The other parts are attributes. They are followed as
+    long as the value is a module: the value of ("CONFIG", "width") is the object CONFIG.
+
+    name   the global name and the attributes that follow it: ("math", "pi") for math.pi
 
     Raises _NoKey if a module lacks the attribute.
     """
@@ -226,25 +244,27 @@ def _global_names(code: types.CodeType) -> tuple[tuple[str, ...], ...] | None:
     A name is returned with the attributes that follow it: ("math", "pi") for math.pi. In the
     bytecode it is a LOAD_GLOBAL instruction, directly followed by a LOAD_ATTR for each attribute.
 
-    Return None if the code contains an import, or assigns to or deletes a global. Then a name may
-    have another value while the function runs than before the call.
+    Return None if the code contains an import, or assigns to or deletes a global. A name may then
+    have another value while the function runs than it had before the call.
+
+    code   the code object of a function
     """
     names: dict[tuple[str, ...], None] = {}  # an ordered set
     name: tuple[str, ...] = ()  # the name that the last instructions have loaded; () for none
     for instruction in dis.get_instructions(code):
         if instruction.opcode in REBINDING:
             return None
-        if instruction.opname in ("EXTENDED_ARG", "CACHE"):
+        if instruction.opname in ("EXTENDED_ARG", "CACHE"):  # part of another instruction
             continue
         if name and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             name = (*name, instruction.argval)
             continue
-        if name:
+        if name:  # any other instruction ends the name
             names[name] = None
         name = ()
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             name = (instruction.argval,)
-    for inner in code.co_consts:
+    for inner in code.co_consts:  # code objects among the constants are inner functions
         if isinstance(inner, types.CodeType):
             inner_names = _global_names(inner)
             if inner_names is None:

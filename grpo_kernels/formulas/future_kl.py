@@ -60,17 +60,22 @@ class FutureKl(Checked):
         require(self.low <= self.high, "low", self.low, remedy)
 
     def weights(self, batch: TokenBatch, logps: Tensor) -> Tensor:
-        """Return the weight of each token, for `TokenBatch(weights=)`.
+        """Return the future-KL weight of each token, for `TokenBatch(weights=)`.
+
+            weight_t = exp(F_t), clipped to [low, high]
+            F_t      = sum over k >= t of gamma^(k - t) * (logp_k - old_logp_k)
+
+        The sum is over the sequence of token t. The class says which tokens are left out of it.
 
         Use this method instead of `Objective(future_kl=)` if log-probs of the policy are known
         before the loss, for example from the last mini-batch. The loss then needs one pass over the
         logits instead of two, because the weights do not depend on the logits.
 
-        batch   must have old_logps and advantages
+        batch   must have old_logps and advantages, and tell which tokens form a sequence
         logps   float, the shape of targets: log-probs of the tokens under the policy
 
         Return fp32 in the shape of targets, 0 in masked tokens. Raises ValueError if the batch
-        lacks one of these fields, or if it does not tell which tokens form a sequence.
+        lacks one of these three.
         """
         batch.check_sequences("future_kl needs")
         require_tensor("logps", logps, FLOATING, "floats of targets' shape")
@@ -83,41 +88,47 @@ class FutureKl(Checked):
         logps = torch.where(batch.trained, logps.detach().flatten().float(), 0.0)
         if batch.on_policy is not None:
             old_logps = torch.where(batch.on_policy_tokens, logps, old_logps)
-        weights = self._weights(logps - old_logps, tensors["advantages"], batch)
+        log_ratios = logps - old_logps
+        weights = self._weights(log_ratios, tensors["advantages"], batch)
         return torch.where(batch.trained, weights, 0.0).view(batch.targets.shape)
 
     def weighted_policy_weight(
         self, logps: Tensor, inputs: TokenInputs, batch: TokenBatch
     ) -> Tensor:
-        """Return `inputs.policy_weight` times the weight of each token, fp32 [num_tokens].
+        """Return `inputs.policy_weight` times the future-KL weight of each token.
+
+        The result is fp32 [num_tokens], and 0 where policy_weight is 0.
 
         logps    fp32 [num_tokens], log-prob of each token under the policy
         inputs   of all tokens of the batch: old log-probs, advantages and policy weights
-        batch    knows which tokens form a sequence
+        batch    the batch of the tokens; tells which tokens form a sequence
         """
         log_ratios = logps - inputs.old_or_current(logps)
         weights = self._weights(log_ratios, inputs.advantages, batch)
-        # 0 * NaN is NaN, but a token with the policy weight 0 has no loss.
+        # A token with policy weight 0 has no loss, but 0 * NaN would be NaN.
         policy_weight = inputs.policy_weight
         return torch.where(policy_weight != 0, policy_weight * weights, 0.0)
 
     def _weights(self, log_ratios: Tensor, advantages: Tensor, batch: TokenBatch) -> Tensor:
-        """Return weight_t = clip(exp(F_t), low, high) of each token t, fp32 [num_tokens].
+        """Return the future-KL weight of each token, fp32 [num_tokens].
 
-        F_t = sum over k >= t of gamma^(k - t) * log r_k, with gamma = 2^(-1 / half_life), over the
-        trained tokens k of the same sequence with a ratio r_k of at most `cutoff`. For a token with
-        a negative advantage and a ratio above `safety` the weight is clamped to [0.8, 1]
-        (SAFE_WEIGHTS).
+            weight_t = exp(F_t), clipped to [low, high]
+            F_t      = sum over k >= t of gamma^(k - t) * log r_k,   gamma = 2^(-1 / half_life)
+
+        The sum is over the trained tokens k of the sequence of t with a ratio r_k of at most
+        `cutoff`. If token t has a negative advantage and a ratio above `safety`, its weight is then
+        also clamped to [0.8, 1] (SAFE_WEIGHTS).
+
+        So that all numbers stay finite, each log-ratio is clamped to [-60, 60] (LOG_RATIO_BOUND)
+        and F_t to at most 60. A NaN log-ratio makes the weights of its token and of the tokens
+        before it NaN. Sums are computed in fp64.
 
         log_ratios   fp32 [num_tokens], log r_t = logp_t - old_logp_t
         advantages   fp32 [num_tokens]
-        batch        knows which tokens are trained and which form a sequence
-
-        Sums are fp64. A log-ratio is clamped to [-60, 60] (LOG_RATIO_BOUND), and so is F_t from
-        above, so that all numbers stay finite. A NaN reaches the weights of the tokens before it.
+        batch        tells which tokens are trained and which form a sequence
         """
         log_ratios = log_ratios.double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        # "not above" is True for NaN, so a NaN stays in the sum.
+        # "not above the cutoff" is True for NaN, so a NaN stays in the sum.
         is_summed = batch.trained & ~(log_ratios > math.log(self.cutoff))
         log_gamma = -math.log(2.0) / self.half_life
         future_kl = future_sums(torch.where(is_summed, log_ratios, 0.0), log_gamma, batch)
@@ -127,23 +138,25 @@ class FutureKl(Checked):
 
 
 def future_sums(values: Tensor, log_gamma: float, batch: TokenBatch) -> Tensor:
-    """Return the discounted sum of the values from each token to the end of its sequence.
+    """Return the discounted sum of values from each token to the end of its sequence.
 
         result[t] = sum over k >= t of gamma^(k - t) * values[k], for k in the sequence of t
 
-    values      fp64 [num_tokens], the tokens of the batch one sequence after the other
+    values      fp64 [num_tokens], one sequence after the other
     log_gamma   log of the discount gamma, at most 0
-    batch       knows which tokens form a sequence
+    batch       the batch of the tokens; tells which tokens form a sequence
 
-    Return fp64 [num_tokens]. Each step doubles how many tokens a sum covers: a sum over `reach`
-    tokens from t on, plus gamma^reach times the sum from t + reach on, covers 2 * reach tokens. So
-    log2(length of the longest sequence) operations on whole tensors suffice.
+    Return fp64 [num_tokens].
+
+    If every sum covers `reach` tokens, adding gamma^reach times the sum that starts `reach` tokens
+    later makes it cover 2 * reach tokens. So log2(length of the longest sequence) steps suffice.
     """
     num_tokens = values.numel()
+    # No sequence is longer than this. The lengths of packed sequences are on the device.
     longest = num_tokens if batch.cu_seqlens is not None else batch.targets.shape[-1]
     assert batch.sequences is not None
     sequence_ids = batch.spread(torch.arange(batch.sequences, device=values.device))
-    reach = 1
+    reach = 1  # values[t] is the sum over the tokens t, ..., t + reach - 1 of its sequence
     while reach < longest:
         is_same_sequence = sequence_ids[:-reach] == sequence_ids[reach:]
         later = torch.where(is_same_sequence, math.exp(log_gamma * reach) * values[reach:], 0.0)

@@ -36,14 +36,14 @@ class ops:
 
     @staticmethod
     def sigmoid(x):
-        """Return 1 / (1 + e^-x)."""
+        """Return 1 / (1 + e^-x) of each element of a tensor or symbol."""
         # torch.sigmoid rounds the last elements of a tensor differently than the others, so the
         # result of a token would depend on its position in the batch.
         return 1.0 / (1.0 + torch.exp(-x))
 
     @staticmethod
     def minimum(a, b):
-        """Return the smaller of a and b, each a tensor or a number of Python."""
+        """Return the smaller of a and b elementwise, each a tensor, a symbol or a Python number."""
         if isinstance(a, NUMBERS) and isinstance(b, NUMBERS):
             return min(a, b)
         if isinstance(a, NUMBERS):
@@ -54,7 +54,7 @@ class ops:
 
     @staticmethod
     def maximum(a, b):
-        """Return the larger of a and b, each a tensor or a number of Python."""
+        """Return the larger of a and b elementwise, each a tensor, a symbol or a Python number."""
         if isinstance(a, NUMBERS) and isinstance(b, NUMBERS):
             return max(a, b)
         if isinstance(a, NUMBERS):
@@ -65,28 +65,36 @@ class ops:
 
 
 def bounded_exp(x):
-    """Return exp(min(x, 60)), which is at most e^60 = 1.1e26 (LOG_RATIO_BOUND).
+    """Return exp(min(x, 60)), with the bound 60 of LOG_RATIO_BOUND.
 
-    Formulas compute ratios with it: e^60 times any reasonable weight is still finite in fp32. As
-    the derivative of a ratio they return the bounded ratio itself. Beyond the bound this is not
-    the derivative, which would be 0, but the token keeps a gradient that moves it back.
+    Formulas compute the ratio of a token with this function from its log-ratio x. e^60 = 1.1e26
+    times any reasonable weight is still finite in fp32.
+
+    Formulas also return the bounded ratio as the derivative d ratio / d x. For x > 60 the true
+    derivative of the bounded ratio is 0. With the bounded ratio in its place the token keeps a
+    gradient, which moves x back.
+
+    x   tensor or symbol
     """
     return ops.exp(x.clamp(max=LOG_RATIO_BOUND))
 
 
 def finite(x):
-    """Return x clamped to [-1e30, 1e30].
+    """Return x clamped to [-1e30, 1e30]; a NaN stays NaN.
 
-    A product of ratios may overflow fp32, although each is bounded by `bounded_exp`. The clamped
-    product is finite, and stays finite if it is multiplied by a reasonable weight.
+    A product of two ratios may overflow fp32, although `bounded_exp` bounds each of them. The
+    clamped product is finite, and stays finite if it is multiplied by a reasonable weight.
+
+    x   tensor or symbol
     """
     return x.clamp(-1e30, 1e30)
 
 
 def times(weight: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    """Return weight * x, and 0 where the weight is 0 even if x is infinite or NaN.
+    """Return weight * x, and 0 where the weight is 0, even if x is infinite or NaN there.
 
-    weight and x have one shape. A weight of None stands for 1.
+    weight   float tensor in the shape of x; None stands for 1, so that x itself is returned
+    x        float tensor
     """
     return x if weight is None else (weight * x).masked_fill_(weight == 0, 0.0)
 
@@ -100,14 +108,20 @@ def check_returned(
     remedy: str,
     *last_arguments: Any,
 ) -> None:
-    """Raise ValueError unless a formula returns a value, or a value and a slope, of each token.
+    """Raise ValueError unless a user's formula returns results of the right number and shape.
 
-    The formula is called once, with three tensors [3] and then `last_arguments`. The value must
-    have the shape [3], the slope [3] or []. A number of Python passes for both. Without this check
-    a tensor [2, num_tokens] would pass for a pair (value, slope).
+    The results are a value of each token, such as its loss, and usually a slope, the derivative of
+    the value in the token's log-prob. The formula is called once, with three tensors [3] and then
+    `last_arguments`. The value must have the shape [3], the slope [3] or []. A Python number passes
+    for both. Without this check a tensor [2, num_tokens] would pass for a pair (value, slope).
 
-    result_names   names of the results for the error message, one or two: ("loss", "slope")
-    remedy         the end of the error message
+    Does nothing while torch.compile traces, because torch.compile cannot trace this check.
+
+    function         the formula: (tensor, tensor, tensor, *last_arguments) -> its results
+    result_names     one name for each expected result, for the error message: ("loss", "slope"), or
+                     ("loss",) if the formula returns no slope
+    remedy           the end of the error message
+    last_arguments   further arguments of the formula, such as its clip widths
     """
     if torch.compiler.is_compiling():
         return
@@ -117,7 +131,7 @@ def check_returned(
     returned = without_branches(function, first, second, third, *last_arguments)
     results = returned if isinstance(returned, tuple) else (returned,)
     is_right = len(results) == len(result_names)
-    allowed_shapes: Any = ([(3,)], [(3,), ()])  # of the value, of the slope
+    allowed_shapes: Any = ([(3,)], [(3,), ()])  # of the value, and of the slope
     for result, shapes in zip(results, allowed_shapes, strict=False):
         if isinstance(result, Tensor):
             is_right = is_right and result.shape in shapes
@@ -136,10 +150,14 @@ def check_returned(
 
 
 def without_branches(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return function(*arguments), or raise a helpful error for a Python branch on a tensor.
+    """Return function(*arguments), or raise a helpful error if it has a Python branch on a tensor.
 
     torch raises RuntimeError if the function uses a tensor of several values as the condition of an
-    `if`. Raises ValueError instead, which names the line and says what to write in a formula.
+    `if`. Raises ValueError in its place, which names the line and says what to write instead. Any
+    other exception of the function is passed on.
+
+    function    a formula of the user
+    arguments   its arguments
     """
     try:
         return function(*arguments)
@@ -147,7 +165,7 @@ def without_branches(function: Callable[..., Any], *arguments: Any) -> Any:
         if "Boolean value of Tensor" not in str(error):
             raise
         name = getattr(function, "__qualname__", type(function).__name__)
-        frame, line = list(traceback.walk_tb(error.__traceback__))[-1]
+        frame, line = list(traceback.walk_tb(error.__traceback__))[-1]  # where torch was called
         raise ValueError(
             f"{name} has a branch on values of tokens (line {line} of {frame.f_code.co_name})."
             " A formula runs for all tokens at once: write ops.where(condition, a, b) instead of if,"
@@ -159,31 +177,38 @@ def without_branches(function: Callable[..., Any], *arguments: Any) -> Any:
 def by_autograd(
     function: Callable[..., Tensor], logp: Tensor, *others: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of each token and d loss / d logp, which autograd computes.
+    """Return the loss of each token, and its derivative d loss / d logp by autograd.
 
-    function       function (logp, *others) -> loss of each token. The loss of a token must depend
-                   on no other token.
-    logp, others   float tensors of one shape, in which both results are returned
+    function   function (logp, *others) -> loss of each token, [num_tokens] or 0-d. The loss of a
+               token must depend on no other token.
+    logp       float [num_tokens], log-prob of each token
+    others     float [num_tokens] each, the other arguments of the function
+
+    Return (loss, derivative), [num_tokens] each, without a graph. The derivative is 0 if the loss
+    does not depend on logp.
     """
     with torch.inference_mode(False), torch.enable_grad():
-        # Copy the tensors, because a graph cannot save one that was made in inference mode.
+        # Copy the tensors, because autograd cannot save a tensor that was made in inference mode.
         variable = logp.detach().clone().requires_grad_()
         constants = [x.detach().clone() for x in others]
         loss = torch.as_tensor(function(variable, *constants))
         if not loss.requires_grad:  # the loss does not depend on logp
             loss = loss.detach().to(logp.dtype)
             return loss.expand_as(logp), torch.zeros_like(logp)
-        # The gradient of the sum has the derivative of each token.
+        # The loss of a token depends on its own log-prob alone, so the gradient of the sum of all
+        # losses holds the derivative of each token.
         total = loss.expand_as(variable).sum()
         (slope,) = torch.autograd.grad(total, variable, materialize_grads=True)
     return loss.detach().expand_as(logp), slope
 
 
 def random_log_probs(num_points: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return random log-probs and random differences, fp64 [num_points] each.
+    """Return (logp, difference): random points on which formulas are tested, fp64 [num_points] each.
 
-    The log-probs are uniform in [-5, 0]. The differences, for other log-probs of the same tokens,
-    are uniform in [-3, 3], at every fourth point in [-20, 20].
+    logp is uniform in [-5, 0]. difference is a distance to another log-prob of the same token,
+    uniform in [-3, 3], and at every fourth point in [-20, 20].
+
+    generator   torch generator on the CPU, which makes the random numbers
     """
     logp = -5.0 * torch.rand(num_points, generator=generator, dtype=torch.float64)
     uniform = torch.rand(num_points, generator=generator, dtype=torch.float64)
@@ -215,7 +240,10 @@ class ComparisonPoints(NamedTuple):
     other_numbers: dict[str, Tensor]
 
     def describe(self, point: int) -> str:
-        """Return the numbers of one point, for example "logp=-1.5, old_logp=-2"."""
+        """Return the numbers of one point as text, for example "logp=-1.5, old_logp=-2".
+
+        point   index of the point, in 0 ... num_points - 1
+        """
         numbers = {"logp": self.logp, **self.other_numbers}
         return ", ".join(f"{name}={float(x[point]):.4g}" for name, x in numbers.items())
 
@@ -223,24 +251,24 @@ class ComparisonPoints(NamedTuple):
 def check_slope(
     formula_name: str, value_and_slope: ValueAndSlope, points: ComparisonPoints, tolerance: float
 ) -> None:
-    """Raise ValueError if the slope of a formula is not the derivative of its value.
+    """Raise ValueError if the slope that a formula returns is not d value / d logp.
 
-    Autograd computes the derivative with respect to the log-prob under the policy. The first of
-    these errors that occurs at any point is raised:
-    1. a wrong slope, if value and slope are finite and the distance is at most 3
-       (MODERATE_DISTANCE)
-    2. an infinite or NaN value or slope (`refuse_overflow`)
-    3. a wrong slope at any other point
+    The derivative is computed by autograd, at random points. Large ratios may overflow, which makes
+    the slope wrong too. So errors are looked for in this order, and the first one is raised:
+    1. a wrong slope at a point where value and slope are finite and the distance between the
+       log-probs is at most 3 (MODERATE_DISTANCE)
+    2. an infinite or NaN value or slope at any point (`refuse_overflow`)
+    3. a wrong slope at any point
 
     formula_name      name of the formula in error messages
-    value_and_slope   function: log-probs [num_points] -> (value, slope) at each point, in their
-                      dtype
-    points            the log-probs, and further numbers of the points for error messages
+    value_and_slope   function: logp [num_points] -> (value, slope) at each point, in the dtype of
+                      logp
+    points            the points: logp, its distance to another log-prob, and numbers for messages
     tolerance         largest allowed |slope - derivative| / (1 + |derivative|)
     """
 
     def value_alone(logp: Tensor) -> Tensor:
-        """Return the value of the formula at each point."""
+        """Return the value of the formula at each point, without the slope."""
         value, _ = value_and_slope(logp)
         return value
 
@@ -268,9 +296,15 @@ def check_slope(
 def refuse_overflow(
     formula_name: str, value_and_slope: ValueAndSlope, points: ComparisonPoints
 ) -> None:
-    """Raise ValueError if a value or a slope of a formula is infinite or NaN, in fp32 or fp64.
+    """Raise ValueError if a formula is infinite or NaN at a point, in its value or its slope.
 
-    The message shows the point at the smallest distance. Arguments as in `check_slope`.
+    The formula is computed in fp64 and in fp32. The message shows the point with the smallest
+    distance among those where it overflows.
+
+    formula_name      name of the formula in the error message
+    value_and_slope   function: logp [num_points] -> (value, slope) at each point, in the dtype of
+                      logp
+    points            the points: logp, its distance to another log-prob, and numbers for messages
     """
     overflows = ~is_finite(value_and_slope, points.logp)
     if not overflows.any():
@@ -288,12 +322,13 @@ def refuse_overflow(
 
 
 def is_finite(value_and_slope: ValueAndSlope, logp: Tensor) -> Tensor:
-    """Return at which points value and slope of a formula are finite, bool [num_points].
+    """Return at which points both value and slope of a formula are finite, bool [num_points].
 
     They must be finite in fp64 and also in fp32, in which the kernels compute them.
 
-    value_and_slope   function: log-probs [num_points] -> (value, slope) at each point
-    logp              fp64 [num_points]
+    value_and_slope   function: logp [num_points] -> (value, slope) at each point, in the dtype of
+                      logp
+    logp              fp64 [num_points], the points
     """
     result = torch.ones_like(logp, dtype=torch.bool)
     for logp_in_dtype in (logp, logp.float()):
