@@ -39,29 +39,48 @@ from .ops import (
 
 
 def k1(logp, old_logp, ref_logp):
-    """Return the KL estimate -d and its slope d value / d logp = 1, with d = ref_logp - logp.
+    """Return the KL estimate -d of each token and its derivative in logp, which is 1.
 
-    The value is unbiased, but the expected gradient of this estimator as a loss is 0 (Schulman
-    2020). `old_logp` is not used.
+    d = ref_logp - logp. The estimate is unbiased, but its expected gradient as a loss is 0
+    (Schulman 2020).
+
+    logp       log-prob of the sampled token under the policy
+    old_logp   not used
+    ref_logp   log-prob of the token under the reference
+
+    All are fp32 [num_tokens], or symbols while the formula is traced for the kernels.
     """
     d = ref_logp - logp
     return -d, 1.0
 
 
 def k2(logp, old_logp, ref_logp):
-    """Return the KL estimate d^2 / 2 and its slope d value / d logp = -d, with d = ref_logp - logp.
+    """Return the KL estimate d^2 / 2 of each token and its derivative in logp, which is -d.
 
-    On-policy its expected gradient is that of KL(policy || reference). `old_logp` is not used.
+    d = ref_logp - logp. On samples of the policy its expected gradient is the gradient of
+    KL(policy || reference).
+
+    logp       log-prob of the sampled token under the policy
+    old_logp   not used
+    ref_logp   log-prob of the token under the reference
+
+    All are fp32 [num_tokens], or symbols while the formula is traced for the kernels.
     """
     d = ref_logp - logp
     return 0.5 * d * d, -d
 
 
 def k3(logp, old_logp, ref_logp):
-    """Return the KL estimate e^d - d - 1 and its slope d value / d logp = 1 - e^d.
+    """Return the KL estimate e^d - d - 1 of each token and its derivative in logp, 1 - e^d.
 
-    d = ref_logp - logp, which is bounded at 60 in the exponent. The estimate is at least 0. It is
-    the estimator of GRPO (arXiv 2402.03300, eq. 4). `old_logp` is not used.
+    d = ref_logp - logp. The estimate is at least 0. It is the estimator of GRPO (arXiv 2402.03300,
+    eq. 4). In both results e^d is exp(min(d, 60)), so that it stays finite in fp32.
+
+    logp       log-prob of the sampled token under the policy
+    old_logp   not used
+    ref_logp   log-prob of the token under the reference
+
+    All are fp32 [num_tokens], or symbols while the formula is traced for the kernels.
     """
     d = ref_logp - logp
     e = bounded_exp(d)
@@ -69,49 +88,78 @@ def k3(logp, old_logp, ref_logp):
 
 
 def absolute(logp, old_logp, ref_logp):
-    """Return |d| and its slope d value / d logp = -sign(d), which is 0 at d = 0.
+    """Return |d| of each token and its derivative in logp, which is -sign(d), and 0 at d = 0.
 
-    d = ref_logp - logp. `old_logp` is not used.
+    d = ref_logp - logp.
+
+    logp       log-prob of the sampled token under the policy
+    old_logp   not used
+    ref_logp   log-prob of the token under the reference
+
+    All are fp32 [num_tokens], or symbols while the formula is traced for the kernels.
     """
     d = ref_logp - logp
     slope_unless_positive = ops.where(d < 0.0, 1.0, 0.0)
-    return ops.abs(d), ops.where(d > 0.0, -1.0, slope_unless_positive)
+    value = ops.abs(d)
+    slope = ops.where(d > 0.0, -1.0, slope_unless_positive)
+    return value, slope
 
 
 def distillation(logp, old_logp, ref_logp):
-    """Return prime-rl's loss of on-policy distillation from the reference, and its slope.
+    """Return prime-rl's loss of on-policy distillation of each token, and its derivative in logp.
 
-        value = -sg(d) r [p - p_old >= -0.2] + 1e-3 (log r)^2
-        slope = -sg(d) r [p - p_old >= -0.2] + 2e-3 log r         (d value / d logp)
+        value      = -sg(d) r [p - p_old >= -0.2] + 1e-3 (log r)^2
+        derivative = -sg(d) r [p - p_old >= -0.2] + 2e-3 log r
 
     d = ref_logp - logp, p = exp(logp), p_old = exp(old_logp) and r = p / p_old. sg stops the
     gradient, and [...] is 1 if the condition holds, otherwise 0. So a token whose probability has
-    dropped by more than 0.2 has the quadratic term only. The value is not a KL estimate, but it is
-    used in place of one, because it needs the same three log-probs.
+    dropped by more than 0.2 has the quadratic term only. The factor r is exp(min(log r, 60)), so
+    that it stays finite in fp32.
+
+    The value is not a KL estimate, but it is used in place of one, because it needs the same three
+    log-probs.
+
+    logp       log-prob of the sampled token under the policy
+    old_logp   log-prob of the token at the start of the update
+    ref_logp   log-prob of the token under the reference
+
+    All are fp32 [num_tokens], or symbols while the formula is traced for the kernels.
     """
     log_ratio = logp - old_logp
     ratio = bounded_exp(log_ratio)
     has_not_dropped = ops.exp(logp) - ops.exp(old_logp) >= -0.2
     distillation_loss = ops.where(has_not_dropped, -(ref_logp - logp) * ratio, 0.0)
     value = distillation_loss + 1e-3 * log_ratio * log_ratio
-    # d ratio / d logp = ratio, so the first term is its own derivative.
+    # d ratio / d logp = ratio, so distillation_loss is also its own derivative.
     slope = distillation_loss + 2e-3 * log_ratio
     return value, slope
 
 
 def log_gap(logp, old_logp, ref_logp):
-    """Return the value d = ref_logp - logp and its slope d value / d logp = -1.
+    """Return d = ref_logp - logp of each token and its derivative in logp, which is -1.
 
-    Minimising d raises logp. `old_logp` is not used.
+    Minimising d raises logp.
+
+    logp       log-prob of the sampled token under the policy
+    old_logp   not used
+    ref_logp   log-prob of the token under the reference
+
+    All are fp32 [num_tokens], or symbols while the formula is traced for the kernels.
     """
     return ref_logp - logp, -1.0
 
 
 def sdar_gate(logp, old_logp, ref_logp):
-    """Return the weight sigmoid(5 d) of SDAR (arXiv 2605.15155), with d = ref_logp - logp.
+    """Return the weight sigmoid(5 d) of each token, as in SDAR (arXiv 2605.15155).
 
-    The weight is near 1 if the reference gives the token a much larger probability than the policy
-    does, and near 0 in the opposite case. `old_logp` is not used.
+    d = ref_logp - logp. The weight is near 1 if the reference gives the token a much larger
+    probability than the policy does, and near 0 in the opposite case.
+
+    logp       log-prob of the sampled token under the policy
+    old_logp   not used
+    ref_logp   log-prob of the token under the reference
+
+    All are fp32 [num_tokens], or symbols while the formula is traced for the kernels.
     """
     return ops.sigmoid(5.0 * (ref_logp - logp))
 
@@ -120,8 +168,11 @@ def sdar_gate(logp, old_logp, ref_logp):
 class DetachedWeight(Checked):
     """A KL estimator multiplied by a weight that has no gradient.
 
-    With k the estimate and sg(weight) the weight as a constant for the gradient, the value is
-    sg(weight) * k and the slope d value / d logp is sg(weight) * dk / d logp.
+        value = sg(weight) * k
+        slope = sg(weight) * dk / d logp
+
+    k is the estimate, and sg(weight) is the weight as a constant for the gradient. The slope is the
+    derivative of the value in logp.
 
         def near_half(logp, old_logp, ref_logp):
             return ops.exp(logp) * (1.0 - ops.exp(logp))
@@ -146,7 +197,16 @@ class DetachedWeight(Checked):
             require(callable(getattr(self, name)), name, getattr(self, name), remedy)
 
     def __call__(self, logp: Any, old_logp: Any, ref_logp: Any) -> tuple[Any, Any]:
-        """Return (weight * value, weight * slope) of each token, from three log-probs."""
+        """Return the weighted estimate of each token and its derivative in logp.
+
+        The weight counts as a constant, so both results of the estimator are multiplied by it.
+
+        logp       log-prob of the sampled token under the policy
+        old_logp   log-prob of the token at the start of the update
+        ref_logp   log-prob of the token under the reference
+
+        All are fp32 [num_tokens], or symbols while the formula is traced for the kernels.
+        """
         value, slope = self.estimator(logp, old_logp, ref_logp)
         weight = self.weight(logp, old_logp, ref_logp)
         return weight * value, weight * slope
@@ -154,12 +214,13 @@ class DetachedWeight(Checked):
     def with_weight_at(self, fixed_logp: torch.Tensor) -> Callable[..., Any]:
         """Return this estimator with its weight computed at `fixed_logp` instead of at logp.
 
-        The weight is then a constant for autograd, as it is for the slope.
+        The slope treats the weight as a constant, but autograd would differentiate it. With
+        log-probs that do not change, it is a constant for autograd too, so that the slope can be
+        compared with autograd.
 
         fixed_logp   float [num_tokens], the log-probs at which the weight is computed
 
-        The returned function is an estimator: (logp, old_logp, ref_logp) -> (value, slope), with
-        arguments [num_tokens] in the dtype of logp.
+        Return a function (logp, old_logp, ref_logp) -> (value, slope), [num_tokens] each.
         """
 
         def estimator(logp: Any, old_logp: Any, ref_logp: Any) -> tuple[Any, Any]:
@@ -191,20 +252,45 @@ ESTIMATORS: dict[str, Callable[..., Any]] = {
 
 
 def k1_value_plus_slope(logp, old_logp, ref_logp):
-    """Return the sum of value and slope of `k1`, -d + 1, with d = ref_logp - logp."""
+    """Return k + k' = -d + 1 of each token, for the KL estimate k = -d of the function `k1`.
+
+    d = ref_logp - logp, and k' = dk / d logp = 1.
+
+    logp       log-prob of the sampled token under the policy
+    old_logp   not used
+    ref_logp   log-prob of the token under the reference
+
+    All are fp32 [num_tokens], or symbols while the formula is traced for the kernels.
+    """
     return 1.0 - (ref_logp - logp)
 
 
 def k2_value_plus_slope(logp, old_logp, ref_logp):
-    """Return the sum of value and slope of `k2`, d^2 / 2 - d, with d = ref_logp - logp."""
+    """Return k + k' = d^2 / 2 - d of each token, for the KL estimate k = d^2 / 2 of `k2`.
+
+    d = ref_logp - logp, and k' = dk / d logp = -d.
+
+    logp       log-prob of the sampled token under the policy
+    old_logp   not used
+    ref_logp   log-prob of the token under the reference
+
+    All are fp32 [num_tokens], or symbols while the formula is traced for the kernels.
+    """
     d = ref_logp - logp
     return 0.5 * d * d - d
 
 
 def k3_value_plus_slope(logp, old_logp, ref_logp):
-    """Return the sum of value and slope of `k3`, which is -d, with d = ref_logp - logp.
+    """Return k + k' = -d of each token, for the KL estimate k = e^d - d - 1 of the function `k3`.
 
-    (e^d - d - 1) + (1 - e^d) = -d. In fp32 the two e^d would cancel only up to rounding errors.
+    d = ref_logp - logp, and k' = dk / d logp = 1 - e^d. If k and k' were added, their e^d would
+    cancel only up to rounding errors.
+
+    logp       log-prob of the sampled token under the policy
+    old_logp   not used
+    ref_logp   log-prob of the token under the reference
+
+    All are fp32 [num_tokens], or symbols while the formula is traced for the kernels.
     """
     return -(ref_logp - logp)
 
@@ -222,16 +308,19 @@ LOWEST_LOGP = -1e4
 
 
 class KlTerms(NamedTuple):
-    """The weighted KL estimate of each token and its derivatives with respect to logp.
+    """The weighted KL estimate of each token and its derivatives.
 
-    The value is weight * k, where k is the estimate. A weight that is a ratio depends on logp too,
-    or at level "sequence" on the log-probs of the whole sequence, so the derivative through the
-    ratio is kept apart.
+    Each field is fp32 [num_tokens], or a symbol while the formula is traced for the kernels.
+
+    The value is weight * k, where k is the estimate. If the weight is the ratio, it depends on the
+    log-prob of the token, or at level "sequence" on the log-probs of its whole sequence. So the
+    derivative through the ratio is a field of its own.
 
     value                weight * k
-    grad_fixed_ratio     weight * dk / d logp, the derivative while the weight is a constant
-    grad_through_ratio   derivative with respect to the log of the ratio; 0 for a constant weight
-    grad_both            the sum of the two derivatives, computed without cancellation
+    grad_fixed_ratio     weight * dk / d logp, the derivative in logp if the weight is a constant
+    grad_through_ratio   d value / d (log of the ratio); 0 if the weight is a constant
+    grad_both            the sum of the two derivatives, computed without cancellation: d value /
+                         d logp if the ratio is that of the token
     """
 
     value: Any
@@ -251,45 +340,56 @@ def kl_terms(
     weighting,
     straight_through,
 ):
-    """Return the weighted KL estimate of each token and its derivatives, as `KlTerms`.
+    """Return the KL estimate of each token times its weight, and the derivatives of this product.
 
-    With k, k' = estimator(logp, old_logp, ref_logp) and r = exp(log_ratio):
+    The estimator returns k, an estimate of the KL between policy and reference, and its derivative
+    k' = dk / d logp. The weight of k is 1 or the ratio r = exp(log_ratio) of the token:
 
         weighting          value   grad_fixed_ratio   grad_through_ratio
         "none"             k       k'                 0
-        "detached-ratio"   r k     r k'               0
+        "detached-ratio"   r k     r k'               0, because r counts as a constant
         "ratio"            r k     r k'               r k, because d r / d log_ratio = r
         "score"            k       k'                 k, as "ratio" with r = 1
 
-    grad_both is the sum of the two derivatives. Outside of the clamps all derivatives are 0. A NaN
-    among logp and ref_logp makes all results NaN.
+    grad_fixed_ratio is the derivative in logp while r is fixed. grad_through_ratio is the
+    derivative in log_ratio. grad_both is their sum.
 
-    logp, old_logp     log-prob of each token under the policy now, and at the start of the update
+    Outside of the clamps all derivatives are 0. So that the results stay finite, a log-prob below
+    -1e4 counts as -1e4 (LOWEST_LOGP), r is exp(min(log_ratio, 60)), and products with r are clamped
+    to [-1e30, 1e30]. A NaN among logp and ref_logp makes all results NaN.
+
+    logp               log-prob of each token under the policy
+    old_logp           log-prob of each token at the start of the update
     ref_logp           log-prob of each token under the reference
-    log_ratio          log of the ratio of each token, for the weightings that use it
-    clamps             (bound of |ref_logp - logp|, bound of |k|), or None
-    estimator          function (logp, old_logp, ref_logp) -> (k, k'), k' = dk / d logp
-    value_plus_slope   function (logp, old_logp, ref_logp) -> k + k' without cancellation; None:
-                       add the results of `estimator`
-    weighting          one of WEIGHTINGS
-    straight_through   True: -(ref_logp - logp), the slope of `k2`, takes the place of k'. As in
-                       verl it ignores the clamps.
+    log_ratio          log of the ratio r of each token
+    clamps             (bound of |ref_logp - logp|, bound of |k|), two numbers; None: no clamps
+    estimator          function (logp, old_logp, ref_logp) -> (k, k')
+    value_plus_slope   function (logp, old_logp, ref_logp) -> k + k', in which no digits cancel;
+                       None: add the two results of `estimator`
+    weighting          "none", "detached-ratio", "ratio" or "score"
+    straight_through   True: replace k' by logp - ref_logp, the derivative of the estimator
+                       (ref_logp - logp)^2 / 2. As in verl, the clamps do not make it 0.
 
-    Tensors are fp32 [num_tokens]. Arguments may also be symbols of a `program.Tracer`.
+    The first four are fp32 [num_tokens], or symbols while the formula is traced for the kernels.
+
+    Return `KlTerms`: value, grad_fixed_ratio, grad_through_ratio and grad_both of each token.
     """
     # With a log-prob of -inf, the distance d would be infinite or NaN.
     logp = logp.clamp(min=LOWEST_LOGP)
     ref_logp = ref_logp.clamp(min=LOWEST_LOGP)
     d = ref_logp - logp
     if clamps is not None:
+        # Clamp d by moving ref_logp, because the estimator takes log-probs.
         max_distance, max_value = clamps
         is_near = ops.abs(d) <= max_distance
         clamped_ref_logp = logp + d.clamp(-max_distance, max_distance)
         ref_logp = ops.where(is_near, ref_logp, clamped_ref_logp)
-    # Added to results, because comparisons in the estimator and with the clamps would hide a NaN.
+    # NaN if logp or ref_logp is NaN. Add it to results, because the comparisons in the estimator
+    # and with the clamps would hide the NaN.
     nan_or_zero = d * 0.0
     value, slope = estimator(logp, old_logp, ref_logp)
     value = value + nan_or_zero
+    # While the ratio is 1, the derivative of ratio * value in the log of the ratio is the value.
     grad_through_ratio = value
     if value_plus_slope is None:
         grad_both = value + slope
@@ -305,13 +405,14 @@ def kl_terms(
         slope = -d
         grad_both = grad_through_ratio - d
     if weighting in ("ratio", "detached-ratio"):
+        # Value and derivatives all contain the ratio as a factor.
         ratio = bounded_exp(log_ratio)
         value = finite(ratio * value)
         slope = finite(ratio * slope)
         grad_through_ratio = finite(ratio * grad_through_ratio)
         grad_both = finite(ratio * grad_both)
     slope = slope + nan_or_zero
-    if weighting in ("none", "detached-ratio"):  # the weight is a constant
+    if weighting in ("none", "detached-ratio"):  # the weight is a constant, without derivative
         grad_through_ratio = nan_or_zero
         grad_both = slope
     return KlTerms(
@@ -384,15 +485,17 @@ class Kl(Checked):
     @property
     def clamps(self) -> tuple[float, float] | None:
         """(clamp_log, clamp) as floats, or None if both are infinite."""
-        if self.clamp_log == self.clamp == math.inf:
+        if self.clamp_log == math.inf and self.clamp == math.inf:
             return None
         return (float(self.clamp_log), float(self.clamp))
 
     @property
     def formula(self) -> dict[str, Any]:
-        """The keyword arguments of `kl_terms` that do not change from call to call.
+        """The arguments of the function `kl_terms` that a compiled formula has as constants.
 
-        A compiled formula contains them as constants. It receives the clamps at each call.
+        They are its keyword arguments `estimator`, `value_plus_slope`, `weighting` and
+        `straight_through`. The clamps are not among them: a compiled formula receives them at each
+        call, so that other clamps need no compilation.
         """
         return {
             "estimator": self.function,
@@ -405,8 +508,11 @@ class Kl(Checked):
 def as_kl(kl: str | Kl | Callable[..., Any]) -> Kl:
     """Convert the argument `Objective(kl=)` to a `Kl`.
 
-    "k3" becomes Kl("k3"), "k3+" becomes Kl("k3", straight_through=True), a function becomes
-    Kl(function), and a `Kl` is returned unchanged. Raises ValueError for anything else.
+    "k3"              Kl("k3"), and so for the names of the other estimators
+    "k3+"             Kl("k3", straight_through=True)
+    a function        Kl(function)
+    a `Kl`            itself
+    anything else     raises ValueError
     """
     if isinstance(kl, Kl):
         return kl
@@ -419,10 +525,12 @@ def as_kl(kl: str | Kl | Callable[..., Any]) -> Kl:
 
 
 def suggestion_for(name: object) -> str:
-    """Return " Did you mean ...?" for an unknown estimator, or "" if nothing similar exists.
+    """Return " Did you mean ...?" for an unknown KL estimator, or "" if nothing similar exists.
 
-    For the direction of an exact divergence, such as "reverse", the suggestion is `Exact`. For
-    another name it is the estimator with the most similar name.
+    For the direction of a divergence of whole distributions, such as "reverse", the suggestion is
+    `Exact`. For another name it is the estimator with the most similar name.
+
+    name   what was passed as the estimator; may be no string, which has no suggestion
     """
     if name in DIRECTIONS:
         return f' Did you mean kl=Exact("{name}"), the divergence over the whole vocabulary?'
@@ -440,9 +548,9 @@ def check_kl(
     """Check that the slope of a KL estimator is the derivative of its value with respect to logp.
 
     Both are computed in float64, the derivative by autograd, at random points. A point has three
-    log-probs of one token: logp is between -5 and 0; old_logp and ref_logp differ from it by up to
-    3, and at every fourth point by up to 20. A point without a derivative (a kink) has probability
-    0.
+    log-probs of one token. logp is between -5 and 0. old_logp and ref_logp differ from logp by up
+    to 3, and at every fourth point by up to 20. A point without a derivative (a kink) has
+    probability 0.
 
     kl          the name of an estimator, a function (logp, old_logp, ref_logp) -> (value, slope),
                 or a `Kl`, of which only the estimator is checked, not its weighting, clamps and
@@ -468,12 +576,15 @@ def check_kl(
         estimator = estimator.with_weight_at(logp)
 
     def value_and_slope(moved_logp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (value, slope) of each point at other log-probs of the policy, in their dtype.
+        """Return (value, slope) of the estimator at each point, in the dtype of moved_logp.
 
-        moved_logp   fp64 or fp32 [num_points], in place of logp
+        moved_logp   fp64 or fp32 [num_points], the log-probs under the policy, in place of logp
         """
         dtype = moved_logp.dtype
-        moved_ref_logp = moved_logp + ref_distance.to(dtype) if detached else ref_logp.to(dtype)
+        moved_ref_logp = ref_logp.to(dtype)
+        if detached:
+            # ref_logp moves along, so that d = ref_logp - logp is a constant for autograd.
+            moved_ref_logp = moved_logp + ref_distance.to(dtype)
         return estimator(moved_logp, old_logp.to(dtype), moved_ref_logp)
 
     check_slope(

@@ -115,7 +115,7 @@ def check_returned(
     `last_arguments`. The value must have the shape [3], the slope [3] or []. A Python number passes
     for both. Without this check a tensor [2, num_tokens] would pass for a pair (value, slope).
 
-    Does nothing while torch.compile traces, because torch.compile cannot trace this check.
+    Does nothing while torch.compile traces.
 
     function         the formula: (tensor, tensor, tensor, *last_arguments) -> its results
     result_names     one name for each expected result, for the error message: ("loss", "slope"), or
@@ -203,10 +203,11 @@ def by_autograd(
 
 
 def random_log_probs(num_points: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return (logp, difference): random points on which formulas are tested, fp64 [num_points] each.
+    """Return random log-probs and differences of log-probs, on which formulas are compared.
 
-    logp is uniform in [-5, 0]. difference is a distance to another log-prob of the same token,
-    uniform in [-3, 3], and at every fourth point in [-20, 20].
+    Return (logp, difference), fp64 [num_points] each. logp is uniform in [-5, 0]. The difference,
+    to another log-prob of the same token, is uniform in [-3, 3], at every fourth point in
+    [-20, 20].
 
     generator   torch generator on the CPU, which makes the random numbers
     """

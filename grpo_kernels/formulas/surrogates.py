@@ -6,7 +6,11 @@ sg stops the gradient. The slope is d loss / d logp.
 
 A surrogate function is a function (logp, old_logp, advantage, params) -> (loss, slope) of a token,
 fp32. params are the fields of its class, in their order. The function is written in arithmetic and
-`ops`, so the fused kernels run the same source. To write your own, see `Custom`.
+the functions of `ops`, which work on tensors and on the symbols with which a formula is traced for
+the fused kernels. To write your own, see `Custom`.
+
+`bounded_exp(x)` is exp(min(x, 60)), so that r stays finite in fp32. Its derivative beyond the bound
+would be 0, but the formulas use r as d r / d logp there too, so that the token keeps a gradient.
 """
 
 from __future__ import annotations
@@ -37,12 +41,20 @@ from .ops import (
 
 
 def clip(logp, old_logp, advantage, params):
-    """Return the clipped loss of PPO and its slope, see `Clip`.
+    """Return the clipped PPO loss of each token, and its slope d loss / d logp. See `Clip`.
 
         loss  = -min(min(r, delta) A, clip(r, 1 - eps_low, 1 + eps_high) A)
-        slope = loss where the minimum is r A, otherwise 0
+        slope = loss = -r A where the minimum is r A, otherwise 0
 
-    r = exp(logp - old_logp), and params is (eps_low, eps_high, delta).
+    r = exp(min(logp - old_logp, 60)). The bound of 60 keeps r finite in fp32.
+
+    logp        log-prob of the sampled token under the policy now
+    old_logp    log-prob of the token at the start of the update
+    advantage   A of the token
+    params      (eps_low, eps_high, delta), three numbers
+
+    All three are fp32 [num_tokens], or symbols while the formula is traced for the kernels. So are
+    the results.
     """
     eps_low = params[0]
     eps_high = params[1]
@@ -52,62 +64,115 @@ def clip(logp, old_logp, advantage, params):
     r = bounded_exp(logp - old_logp)
     unclipped = ops.minimum(r, delta) * advantage
     clipped = r.clamp(low, high) * advantage
-    # A ratio exactly on a bound counts as inside, as it does for autograd.
+    # Inside means that the loss is -r A. A ratio on a bound counts as inside, as it does for
+    # autograd.
     is_inside_if_positive = r <= ops.minimum(delta, high)
     is_inside_if_negative = (r >= low) & (r <= ops.maximum(delta, high))
     is_inside = ops.where(advantage > 0.0, is_inside_if_positive, is_inside_if_negative)
     loss = -ops.minimum(unclipped, clipped)
-    # Inside, the loss is -r A, and so is its derivative, because d r / d logp = r.
-    return loss, ops.where(is_inside, loss, 0.0)
+    # d r / d logp = r, so -r A is also the derivative of -r A. Outside, the loss is a constant.
+    slope = ops.where(is_inside, loss, 0.0)
+    return loss, slope
 
 
 def cispo(logp, old_logp, advantage, params):
-    """Return the loss -sg(clip(r, low, cap)) A logp and its slope, see `Cispo`.
+    """Return the CISPO loss of each token, and its slope d loss / d logp. See `Cispo`.
 
-    r = exp(logp - old_logp), and params is (cap, low).
+        loss  = -w A logp
+        slope = -w A,   w = clip(r, low, cap), a constant for the gradient
+
+    r = exp(min(logp - old_logp, 60)). The bound of 60 keeps r finite in fp32.
+
+    logp        log-prob of the sampled token under the policy now
+    old_logp    log-prob of the token at the start of the update
+    advantage   A of the token
+    params      (cap, low), two numbers
+
+    All three are fp32 [num_tokens], or symbols while the formula is traced for the kernels. So are
+    the results.
     """
     cap = params[0]
     low = params[1]
     r = bounded_exp(logp - old_logp)
-    return weighted_nll(r.clamp(low, cap) * advantage, logp)
+    weight = r.clamp(low, cap) * advantage
+    return weighted_nll(weight, logp)
 
 
 def policy_gradient(logp, old_logp, advantage, params):
-    """Return the loss -A logp of REINFORCE and its slope -A, see `PolicyGradient`."""
+    """Return the REINFORCE loss -A logp of each token, and its slope d loss / d logp = -A.
+
+    The loss of a token with A = 0 is 0, even if logp is -inf. See `PolicyGradient`.
+
+    logp        log-prob of the sampled token under the policy now
+    old_logp    not used
+    advantage   A of the token
+    params      not used
+
+    All three are fp32 [num_tokens], or symbols while the formula is traced for the kernels. So are
+    the results.
+    """
     return weighted_nll(advantage, logp)
 
 
 def weighted_nll(weight, logp):
-    """Return the loss -weight * logp and its slope -weight. The weight is a constant.
+    """Return the loss -weight * logp of each token, and its slope d loss / d logp = -weight.
 
-    If the weight is 0 the loss is 0, even if logp is -inf.
+    The weight counts as a constant. If it is 0 the loss is 0, even if logp is -inf.
+
+    weight   fp32 [num_tokens], for example an advantage
+    logp     fp32 [num_tokens], log-prob of the sampled token under the policy
+
+    Both may also be symbols, while the formula is traced for the kernels.
     """
     return ops.where(weight == 0.0, 0.0, -weight * logp), -weight
 
 
 def no_policy_term(logp, old_logp, advantage, params):
-    """Return the loss 0 and the slope 0 of each token, see `NoPolicyTerm`."""
+    """Return the loss 0 and the slope 0 of each token, in the shape of `advantage`.
+
+    It is the surrogate of an objective without a policy term, see `NoPolicyTerm`. The other
+    arguments are not used.
+    """
     zero = advantage * 0.0  # in the shape of the advantages
     return zero, zero
 
 
 def importance_sampling(logp, old_logp, advantage, params):
-    """Return the loss -r A and its slope -r A, with r = exp(logp - old_logp).
+    """Return the loss -r A of each token, and its slope d loss / d logp, which is -r A too.
 
     Loss and slope are equal, because d r / d logp = r. See `ImportanceSampling`.
+
+    r = exp(min(logp - old_logp, 60)). The bound of 60 keeps r finite in fp32. Beyond the bound the
+    slope stays -r A instead of 0, so that the token keeps a gradient.
+
+    logp        log-prob of the sampled token under the policy now
+    old_logp    log-prob of the token at the start of the update
+    advantage   A of the token
+    params      not used
+
+    All three are fp32 [num_tokens], or symbols while the formula is traced for the kernels. So are
+    the results.
     """
     loss = -bounded_exp(logp - old_logp) * advantage
     return loss, loss
 
 
 def sapo(logp, old_logp, advantage, params):
-    """Return the loss of SAPO and its slope, see `Sapo`.
+    """Return the SAPO loss of each token, and its slope d loss / d logp. See `Sapo`.
 
-        loss  = -(4 / tau) g A
-        slope = -4 g (1 - g) r A
+        loss  = -(4 / tau) g A,       g = sigmoid(tau (r - 1))
+        slope = -4 g (1 - g) r A,     because d g / d logp = tau g (1 - g) r
 
-    g = sigmoid(tau (r - 1)), r = exp(logp - old_logp), and params is (tau for A > 0, tau for
-    A <= 0).
+    r = exp(min(logp - old_logp, 60)). The bound of 60 keeps r finite in fp32. Beyond the bound the
+    gate g rounds to 1, so the slope is 0 there.
+
+    logp        log-prob of the sampled token under the policy now
+    old_logp    log-prob of the token at the start of the update
+    advantage   A of the token
+    params      (tau for A > 0, tau for A <= 0), two numbers
+
+    All three are fp32 [num_tokens], or symbols while the formula is traced for the kernels. So are
+    the results.
     """
     tau_pos = params[0]
     tau_neg = params[1]
@@ -116,14 +181,28 @@ def sapo(logp, old_logp, advantage, params):
     gate = ops.sigmoid(tau * (r - 1.0))
     # 1 - sigmoid(x) = sigmoid(-x). The subtraction 1.0 - gate would cancel digits.
     one_minus_gate = ops.sigmoid(tau * (1.0 - r))
-    return -4.0 / tau * gate * advantage, -4.0 * gate * one_minus_gate * r * advantage
+    loss = -4.0 / tau * gate * advantage
+    slope = -4.0 * gate * one_minus_gate * r * advantage
+    return loss, slope
 
 
 def vespo(logp, old_logp, advantage, params):
-    """Return the loss -phi A logp of VESPO and its slope -phi A, see `Vespo`.
+    """Return the VESPO loss of each token, and its slope d loss / d logp. See `Vespo`.
 
-    phi = sg(exp(lambda + k log w - lambda w)), where log w = logp - old_logp is clamped to
-    [log(1e-8), 20]. params is (k and lambda for A >= 0, k and lambda for A < 0), four numbers.
+        loss  = -phi A logp
+        slope = -phi A,   phi = exp(lambda + k log w - lambda w), a constant for the gradient
+
+    w is the ratio of the whole sequence: the caller passes an old_logp for which logp - old_logp is
+    the log-ratio of the sequence. log w is clamped to [log(1e-8), 20], and the exponent of phi is
+    at most 60, so that both stay finite in fp32.
+
+    logp        log-prob of the sampled token under the policy now
+    old_logp    log-prob of the token at the start of the update
+    advantage   A of the token
+    params      (k and lambda for A >= 0, k and lambda for A < 0), four numbers
+
+    All three are fp32 [num_tokens], or symbols while the formula is traced for the kernels. So are
+    the results.
     """
     k_pos = params[0]
     lambda_pos = params[1]
@@ -137,23 +216,45 @@ def vespo(logp, old_logp, advantage, params):
 
 
 def dro(logp, old_logp, advantage, params):
-    """Return the loss -A logp + beta x^2 / 2 of DRO and its slope beta x - A, see `Dro`.
+    """Return the DRO loss of each token, and its slope d loss / d logp. See `Dro`.
 
-    x = logp - old_logp, and params is (beta,).
+        loss  = -A logp + beta x^2 / 2,   x = logp - old_logp
+        slope = -A + beta x
+
+    logp        log-prob of the sampled token under the policy now
+    old_logp    log-prob of the token at the start of the update
+    advantage   A of the token
+    params      (beta,), one number
+
+    All three are fp32 [num_tokens], or symbols while the formula is traced for the kernels. So are
+    the results.
     """
     beta = params[0]
     x = logp - old_logp
-    return -advantage * logp + 0.5 * beta * x * x, beta * x - advantage
+    loss = -advantage * logp + 0.5 * beta * x * x
+    slope = beta * x - advantage
+    return loss, slope
 
 
 def regression(logp, old_logp, advantage, params):
-    """Return the loss (beta x - A)^2 and its slope 2 beta (beta x - A), see `A2po`.
+    """Return the squared error of a regression of beta x onto A, and its slope. See `A2po`.
 
-    x = logp - old_logp, and params is (beta,).
+        loss  = (beta x - A)^2,   x = logp - old_logp
+        slope = 2 beta (beta x - A)                     (d loss / d logp)
+
+    logp        log-prob of the sampled token under the policy now
+    old_logp    log-prob of the token at the start of the update
+    advantage   A of the token
+    params      (beta,), one number
+
+    All three are fp32 [num_tokens], or symbols while the formula is traced for the kernels. So are
+    the results.
     """
     beta = params[0]
     residual = beta * (logp - old_logp) - advantage
-    return residual * residual, 2.0 * beta * residual
+    loss = residual * residual
+    slope = 2.0 * beta * residual
+    return loss, slope
 
 
 # ---- surrogates with their parameters, as users name them
@@ -202,7 +303,9 @@ class Surrogate(Checked):
     def slope_is_by_autograd(self) -> bool:
         """Whether `function` returns the loss alone, so that autograd computes the slope.
 
-        The formula then runs in torch only, between two passes over the logits.
+        The slope is d loss / d logp. If autograd computes it, the formula runs in torch only,
+        between two passes over the logits: the first computes the log-probs, and the second the
+        gradient of the logits. It is False unless a subclass overrides this property.
         """
         return False
 
@@ -210,45 +313,57 @@ class Surrogate(Checked):
     def formula(self) -> Callable[..., tuple[Any, Any]]:
         """The function (logp, old_logp, advantage, params) -> (loss, slope) of each token.
 
-        It is `function`. If `function` returns the loss alone (`slope_is_by_autograd`), it is a
-        function that adds the slope.
+        The slope is d loss / d logp. The result is `function`, unless a subclass overrides this
+        property.
         """
         return self.function
 
     @property
     def params(self) -> tuple[float, ...]:
-        """The last argument of `function`: all fields as floats.
+        """The last argument of `function`: all fields of the class as floats, in their order.
 
         Compiled formulas receive them at each call, so nothing is compiled again if a clip width
-        changes. If the surrogate `selects`, the caller appends the result of `select`.
+        changes. If the surrogate treats selected tokens differently (`selects`), the caller appends
+        the result of `select` to them.
         """
         return tuple(float(getattr(self, f.name)) for f in fields(self))  # type: ignore[arg-type]
 
     @property
     def ratio_bounds(self) -> tuple[float, float]:
-        """(low, high): outside of them a ratio counts as clipped in the metrics, see `clipped`."""
+        """(low, high): the metrics count a ratio outside of these bounds as clipped.
+
+        The default, (0, inf), counts none. The method `clipped` uses the bounds.
+        """
         return (0.0, math.inf)
 
     def clipped(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        """Return which tokens the metrics count as clipped: (is_clipped_low, is_clipped_high).
+        """Return which tokens count as clipped at the lower and at the upper bound of the ratio.
 
-        A token is clipped at the lower bound if its ratio is below the bound and A < 0, and at the
-        upper bound if its ratio is above the bound and A > 0. Both results are bool, in the shape
-        of the arguments.
+        A token is clipped at the lower bound if its ratio is below the bound and its advantage is
+        below 0, and at the upper bound if its ratio is above the bound and its advantage is above
+        0. The bounds are `ratio_bounds`.
+
+        ratio        float [num_tokens], exp(logp - old_logp) of each token
+        advantages   float [num_tokens]
+
+        Return (is_clipped_low, is_clipped_high), bool [num_tokens] each.
         """
         low, high = self.ratio_bounds
-        return (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
+        is_clipped_low = (ratio < low) & (advantages < 0)
+        is_clipped_high = (ratio > high) & (advantages > 0)
+        return is_clipped_low, is_clipped_high
 
     def clip_log_ratios(self, x: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Return f(x) and f'(x), the clipped log-ratio of each token and its derivative.
+        """Return the clipped log-ratio f(x) of each token and its derivative f'(x).
 
-        At sequence levels the log-ratio of a sequence is the mean or the sum of f(x) over its
-        tokens. f is the identity unless a subclass overrides this method.
+        If the ratio is that of a whole sequence, its logarithm is the mean or the sum of f(x) over
+        the tokens of the sequence. Here f is the identity. A subclass that clips the log-ratios of
+        tokens overrides this method.
 
-        x            fp32 [num_tokens], log-ratio of each token
+        x            fp32 [num_tokens], log-ratio logp - old_logp of each token
         advantages   fp32 [num_tokens]
 
-        Return fp32 [num_tokens] each. The derivative may be a number if all tokens have the same.
+        Return (f(x), f'(x)), fp32 [num_tokens] each. f'(x) may be one number for all tokens.
         """
         return x, 1.0
 
@@ -257,22 +372,27 @@ class Surrogate(Checked):
     ) -> Tensor:
         """Return 1 for the tokens that the surrogate treats differently, otherwise 0.
 
-        Only a surrogate with `selects=True` implements it.
+        The caller passes the result, fp32 [num_tokens], to the surrogate function as the last of
+        its params. A subclass with `selects = True` must define this method. It is not called for
+        others.
 
-        logps, old_logps, advantages   fp32 [num_tokens], of all tokens of the batch
-        trained                        bool [num_tokens], the loss mask
-
-        Return fp32 [num_tokens].
+        logps        fp32 [num_tokens], log-prob of each token of the batch under the policy
+        old_logps    fp32 [num_tokens], log-prob of each token at the start of the update
+        advantages   fp32 [num_tokens]
+        trained      bool [num_tokens], the loss mask
         """
         raise NotImplementedError
 
     def __call__(
         self, logp: Tensor, old_logp: Tensor, advantage: Tensor, *selected: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the loss of each token and its slope d loss / d logp, in the shape of logp.
+        """Return the loss of each token and its slope d loss / d logp, [num_tokens] each.
 
-        logp, old_logp, advantage   float tensors of one shape
-        selected                    the result of `select`, only if the surrogate `selects`
+        logp        float [num_tokens], log-prob of the sampled token under the policy
+        old_logp    float [num_tokens], log-prob of the token at the start of the update
+        advantage   float [num_tokens]
+        selected    the result of the method `select`, if the surrogate has `selects = True`;
+                    otherwise nothing
         """
         return self.formula(logp, old_logp, advantage, (*self.params, *selected))
 
@@ -307,7 +427,7 @@ class Clip(Surrogate):
 
     @property
     def ratio_bounds(self) -> tuple[float, float]:
-        """(1 - eps_low, 1 + eps_high): outside of them a ratio counts as clipped in the metrics."""
+        """(1 - eps_low, 1 + eps_high): the metrics count a ratio outside of them as clipped."""
         return (1.0 - self.eps_low, 1.0 + self.eps_high)
 
 
@@ -342,7 +462,7 @@ class Cispo(Surrogate):
 
     @property
     def ratio_bounds(self) -> tuple[float, float]:
-        """(low, cap): outside of them a ratio counts as clipped in the metrics."""
+        """(low, cap): the metrics count a ratio outside of these bounds as clipped."""
         return (self.low, self.cap)
 
 
@@ -438,9 +558,14 @@ class Vespo(Surrogate):
     )
 
     def clip_log_ratios(self, x: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Return x clamped to [-20, 20], and 1 as the derivative.
+        """Return x clamped to [-20, 20], and 1 in place of its derivative.
 
-        The derivative is not used, because no gradient flows through the ratio.
+        The derivative is not used, because VESPO's gradient does not flow through the ratio.
+
+        x            fp32 [num_tokens], log-ratio logp - old_logp of each token
+        advantages   not used
+
+        Return (clamped x, 1.0).
         """
         return x.clamp(-20.0, 20.0), 1.0
 
@@ -464,21 +589,30 @@ class Gmpo(Surrogate):
     ranges = (("eps_low eps_high", "the clip width in log space is a number >= 0.", 0),)
 
     def clip_log_ratios(self, x: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Return the clipped log-ratio of each token and its derivative, 1 inside and 0 outside.
+        """Return the clipped log-ratio f(x) of each token and its derivative f'(x).
 
-        The clipped log-ratio is min(x, eps_high) for A > 0, max(x, -eps_low) for A < 0, and 0 for
-        A = 0. A NaN stays NaN. x and advantages are fp32 [num_tokens], and so are the results.
+            A > 0   f(x) = min(x, eps_high)
+            A < 0   f(x) = max(x, -eps_low)
+            A = 0   f(x) = 0, because the token has no loss. A NaN stays NaN, so that it is seen.
+
+        The derivative is 1 where f(x) = x and A is not 0, otherwise 0.
+
+        x            fp32 [num_tokens], log-ratio logp - old_logp of each token
+        advantages   fp32 [num_tokens], A of each token
+
+        Return (f(x), f'(x)), fp32 [num_tokens] each.
         """
         is_nonzero = (advantages != 0) | x.isnan()
         clipped = torch.where(
             advantages > 0, x.clamp(max=self.eps_high), x.clamp(min=-self.eps_low)
         )
         is_inside = is_nonzero & (clipped == x)
-        return torch.where(is_nonzero, clipped, 0.0), is_inside.to(x.dtype)
+        derivative = is_inside.to(x.dtype)
+        return torch.where(is_nonzero, clipped, 0.0), derivative
 
     @property
     def params(self) -> tuple[float, ...]:
-        """(), because `clip_log_ratios` uses the clip widths and `function` needs no numbers."""
+        """(): `function` needs no numbers, because `clip_log_ratios` applies the clip widths."""
         return ()
 
 
@@ -585,25 +719,31 @@ class Custom(Surrogate):
 
     @property
     def slope_is_by_autograd(self) -> bool:
-        """Whether `function` returns the loss alone, so that autograd computes the slope."""
+        """Whether `function` returns the loss alone, so that autograd computes d loss / d logp."""
         return self.slope == "autograd"
 
     @property
     def formula(self) -> Callable[..., tuple[Any, Any]]:
-        """The function (logp, old_logp, advantage, params) -> (loss, slope) of each token."""
+        """The function (logp, old_logp, advantage, params) -> (loss, slope) of each token.
+
+        The slope is d loss / d logp. With slope="autograd", `function` returns the loss alone, and
+        autograd adds the slope.
+        """
         return self._with_slope if self.slope_is_by_autograd else self.function
 
     def _with_slope(
         self, logp: Tensor, old_logp: Tensor, advantage: Tensor, params: tuple[float, ...]
     ) -> tuple[Tensor, Tensor]:
-        """Return the loss of each token and its slope, which autograd computes.
+        """Return the loss of each token, and d loss / d logp by autograd, [num_tokens] each.
 
-        logp, old_logp, advantage   float tensors of one shape, in which both results are returned
-        params                      the last argument of `function`
+        logp        float [num_tokens], log-prob of the sampled token under the policy
+        old_logp    float [num_tokens], log-prob of the token at the start of the update
+        advantage   float [num_tokens]
+        params      the last argument of `function`
         """
 
         def loss(logp: Tensor, old_logp: Tensor, advantage: Tensor) -> Tensor:
-            """Return the loss of each token."""
+            """Return the loss of each token, from the arguments that autograd passes."""
             return self.function(logp, old_logp, advantage, params)
 
         return by_autograd(loss, logp, old_logp, advantage)
@@ -619,10 +759,13 @@ def check_surrogate(
 ) -> None:
     """Check that the slope of a surrogate is the derivative of its loss with respect to logp.
 
-    Both are computed in float64, the derivative by autograd, at random points: log-probs, ratios
-    between e^-3 and e^3 (at every fourth point between e^-20 and e^20), and advantages of both
-    signs and 0. With detached_ratio=True the check moves old_logp along with logp, so that the
-    ratio stays constant for autograd. A point without a derivative (a kink) has probability 0.
+    Both are computed in float64, the derivative by autograd, at random points. A point has a
+    log-prob, a ratio between e^-3 and e^3 (at every fourth point between e^-20 and e^20), and an
+    advantage, which is 0 at every sixteenth point. A point without a derivative (a kink) has
+    probability 0.
+
+    If the surrogate treats the ratio as a constant (detached_ratio=True), the check moves old_logp
+    along with logp, so that the ratio is a constant for autograd too.
 
     surrogate   a `Surrogate`, for example a `Custom`
     points      number of random points
@@ -645,15 +788,15 @@ def check_surrogate(
     advantage = torch.randn(points, generator=generator, dtype=torch.float64)
     advantage[::16] = 0.0
     is_selected = (torch.rand(points, generator=generator) < 0.5).double()
-    # The further argument of a surrogate that treats selected tokens differently.
+    # A surrogate that treats selected tokens differently has one more argument.
     selected = (is_selected,) if surrogate.selects else ()
     if surrogate.zero_at_zero_advantage:
         check_zero_at_zero_advantage(surrogate, logp, old_logp, selected)
 
     def value_and_slope(moved_logp: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (loss, slope) of each point at other log-probs of the policy, in their dtype.
+        """Return (loss, slope) of the surrogate at each point, in the dtype of moved_logp.
 
-        moved_logp   fp64 or fp32 [num_points], in place of logp
+        moved_logp   fp64 or fp32 [num_points], the log-probs under the policy, in place of logp
         """
         dtype = moved_logp.dtype
         moved_old_logp = old_logp.to(dtype)
@@ -679,11 +822,14 @@ def check_zero_at_zero_advantage(
 ) -> None:
     """Raise ValueError unless loss and slope of a surrogate are 0 for tokens with advantage 0.
 
-    A NaN passes: it comes from 0 * infinity, which `check_surrogate` reports as an overflow.
+    A surrogate declares by `zero_at_zero_advantage = True` that they are. Kernels then skip these
+    tokens. A NaN passes: it comes from 0 * infinity, which `check_surrogate` reports as an overflow.
 
-    logp, old_logp   fp64 [num_points]
-    selected         (), or (x,) if the surrogate `selects`, where x [num_points] is 1 for the
-                     selected tokens
+    surrogate   the surrogate that is checked
+    logp        fp64 [num_points], random log-probs under the policy
+    old_logp    fp64 [num_points], random log-probs at the start of the update
+    selected    (x,) if the surrogate treats selected tokens differently, where x, fp64
+                [num_points], is 1 for these tokens and 0 for others; otherwise ()
     """
     loss, slope = surrogate(logp, old_logp, torch.zeros_like(logp), *selected)
     for name, value in (("loss", loss), ("slope", slope)):
@@ -700,9 +846,12 @@ def check_log_ratio_bounds(bounds: Any, surrogate: Surrogate) -> None:
     Two conditions must hold:
     1. `bounds` is a tuple (low, high) of real numbers with low < 0 < high. So the log-ratio 0 of an
        on-policy token is inside.
-    2. The gradient of the surrogate flows through the log-ratio alone. A clamp stops that gradient
-       outside of the bounds; it must not stop a gradient through logp itself, as in -A * logp.
-       A surrogate with a detached ratio is fine: its gradient does not flow through the log-ratio.
+    2. The surrogate depends on the ratio alone, or treats the ratio as a constant. A clamped
+       log-ratio has no gradient, so outside of the bounds the slope is set to 0. That would be
+       wrong for a surrogate that also has a gradient through logp itself, as -A * logp has.
+
+    bounds      the value of `Objective(log_ratio_bounds=)`, of any type
+    surrogate   the surrogate of the objective
     """
     is_pair = (
         isinstance(bounds, tuple)
@@ -728,27 +877,49 @@ def check_log_ratio_bounds(bounds: Any, surrogate: Surrogate) -> None:
 
 
 def clip_cov(logp, old_logp, advantage, params):
-    """Return the loss of `clip` and its slope, both 0 for selected tokens, see `ClipCov`.
+    """Return the clipped PPO loss of each token and its slope, both 0 for a selected token.
 
-    params is (eps_low, eps_high, share, low, high, selected), the fields of `ClipCov` and 1.0 for a
-    selected token, otherwise 0.0. share, low and high are not used.
+    The loss is that of the function `clip`, and the slope is d loss / d logp. See `ClipCov`.
+
+    logp        log-prob of the sampled token under the policy now
+    old_logp    log-prob of the token at the start of the update
+    advantage   A of the token
+    params      (eps_low, eps_high, share, low, high, selected): the fields of `ClipCov`, and 1.0
+                for a selected token, 0.0 for another. share, low and high are not used.
+
+    All three are fp32 [num_tokens], or symbols while the formula is traced for the kernels. So are
+    the results.
     """
     eps_low = params[0]
     eps_high = params[1]
     loss, slope = clip(logp, old_logp, advantage, (eps_low, eps_high, math.inf))
     is_kept = params[-1] == 0.0
-    return ops.where(is_kept, loss, 0.0), ops.where(is_kept, slope, 0.0)
+    kept_loss = ops.where(is_kept, loss, 0.0)
+    kept_slope = ops.where(is_kept, slope, 0.0)
+    return kept_loss, kept_slope
 
 
 def kl_cov(logp, old_logp, advantage, params):
-    """Return the loss -r A, plus coef |x| for selected tokens, and its slope, see `KlCov`.
+    """Return the KL-Cov loss of each token, and its slope d loss / d logp. See `KlCov`.
 
-    x = logp - old_logp and r = exp(x). params is (coef, share, selected), the fields of `KlCov` and
-    1.0 for a selected token, otherwise 0.0. share is not used.
+        loss  = -r A + coef |x|         for a selected token, x = logp - old_logp
+        slope = -r A + coef sign(x)
+        loss  = slope = -r A            for another token
+
+    r = exp(min(x, 60)). The bound of 60 keeps r finite in fp32.
+
+    logp        log-prob of the sampled token under the policy now
+    old_logp    log-prob of the token at the start of the update
+    advantage   A of the token
+    params      (coef, share, selected): the fields of `KlCov`, and 1.0 for a selected token, 0.0
+                for another. share is not used.
+
+    All three are fp32 [num_tokens], or symbols while the formula is traced for the kernels. So are
+    the results.
     """
     coef = params[0]
     selected = params[-1]
-    # The KL estimator |ref_logp - logp|, with the old policy as the reference.
+    # |x| is the KL estimate |ref_logp - logp| with the old policy as the reference.
     distance, distance_slope = absolute(logp, old_logp, ref_logp=old_logp)
     loss, slope = importance_sampling(logp, old_logp, advantage, params)
     weight = coef * selected
@@ -759,16 +930,17 @@ def kl_cov(logp, old_logp, advantage, params):
 
 
 def covariance(logps: Tensor, advantages: Tensor, trained: Tensor) -> Tensor:
-    """Return (A - mean A) (logp - mean logp) of each token (arXiv 2505.22617, eq. 9).
+    """Return (A - mean A) (logp - mean logp) of each trained token, fp64 [num_tokens].
 
-    The means are over the trained tokens of the batch. Other tokens get 0.
+    It is the contribution of the token to the covariance of advantage and log-prob (arXiv
+    2505.22617, eq. 9). The means are over the trained tokens of the batch. Other tokens get 0.
 
-    logps, advantages   fp32 [num_tokens]
-    trained             bool [num_tokens], the loss mask
-
-    Return fp64 [num_tokens].
+    logps        fp32 [num_tokens], log-prob of each token under the policy
+    advantages   fp32 [num_tokens], A of each token
+    trained      bool [num_tokens], the loss mask
     """
     num_trained = trained.sum().clamp(min=1)
+    # Tokens that are not trained add 0 to the sums below.
     trained_logps = torch.where(trained, logps.double(), 0.0)
     trained_advantages = torch.where(trained, advantages.double(), 0.0)
     centered_logps = trained_logps - trained_logps.sum() / num_trained
@@ -779,14 +951,16 @@ def covariance(logps: Tensor, advantages: Tensor, trained: Tensor) -> Tensor:
 def _select_lowest(scores: Tensor, eligible: Tensor, share: float, trained: Tensor) -> Tensor:
     """Return 1 for the eligible tokens with the lowest scores, otherwise 0, fp32 [num_tokens].
 
-    The number of selected tokens is `share` times the number of trained tokens, rounded down, but
-    at least 1 and at most the number of eligible tokens. The numbers stay on the device, so the
-    host does not wait for a GPU.
+    share * (number of trained tokens) tokens are selected, rounded down, but at least 1 and at most
+    all eligible tokens. This number stays on the device, so the host does not wait for a GPU.
 
-    scores              float [num_tokens]
-    eligible, trained   bool [num_tokens]
+    scores     float [num_tokens]
+    eligible   bool [num_tokens], the tokens that may be selected
+    share      number in [0, 1]
+    trained    bool [num_tokens], the loss mask
     """
     num_selected = (share * trained.sum().double()).floor().clamp(min=1)
+    # Sort tokens that are not eligible to the end.
     order = torch.argsort(torch.where(eligible, scores, math.inf), stable=True)
     # The rank of a token is its position in the sorted order.
     positions = torch.arange(order.numel(), device=order.device)
@@ -830,22 +1004,25 @@ class ClipCov(Surrogate):
     def select(
         self, logps: Tensor, old_logps: Tensor, advantages: Tensor, trained: Tensor
     ) -> Tensor:
-        """Return 1 for the tokens whose loss becomes 0, otherwise 0, fp32 [num_tokens].
+        """Return 1 for randomly drawn tokens, whose loss becomes 0, otherwise 0, fp32 [num_tokens].
 
-        They are drawn at random, `share` of the trained tokens, from the trained tokens that the
-        ratio does not clip and whose covariance of log-prob and advantage is between the bounds.
+        A token is eligible if it is trained, if its ratio is not clipped, and if its covariance
+        (A - mean A) (logp - mean logp) is between the fields `low` and `high`. Of the eligible
+        tokens, share * (number of trained tokens) are drawn, at least one. `share` is a field too.
 
-        logps, old_logps, advantages   fp32 [num_tokens], of all tokens of the batch
-        trained                        bool [num_tokens], the loss mask
+        logps        fp32 [num_tokens], log-prob of each token of the batch under the policy
+        old_logps    fp32 [num_tokens], log-prob of each token at the start of the update
+        advantages   fp32 [num_tokens]
+        trained      bool [num_tokens], the loss mask
         """
         ratio = bounded_exp(logps - old_logps)
         is_clipped_low, is_clipped_high = self.clipped(ratio, advantages)
         cov = covariance(logps, advantages, trained)
         is_in_band = (cov > self.low) & (cov < self.high)
         eligible = trained & ~is_clipped_low & ~is_clipped_high & is_in_band
-        # The tokens with the lowest of random scores are a random choice.
+        # With a random score for each token, the tokens with the lowest scores are a random choice.
         random_scores = torch.rand(logps.shape, device=logps.device)
-        return _select_lowest(random_scores, eligible, self.share, trained)
+        return _select_lowest(random_scores, eligible, share=self.share, trained=trained)
 
 
 @dataclass(frozen=True)
@@ -874,9 +1051,17 @@ class KlCov(Surrogate):
     def select(
         self, logps: Tensor, old_logps: Tensor, advantages: Tensor, trained: Tensor
     ) -> Tensor:
-        """Return 1 for the trained tokens with the largest covariance, otherwise 0.
+        """Return 1 for the tokens with the largest covariance, otherwise 0, fp32 [num_tokens].
 
-        Arguments and result as in `Surrogate.select`.
+        These tokens get the KL penalty. The covariance of a trained token is
+        (A - mean A) (logp - mean logp). The number of selected tokens is
+        share * (number of trained tokens), at least one, where `share` is a field.
+
+        logps        fp32 [num_tokens], log-prob of each token of the batch under the policy
+        old_logps    not used
+        advantages   fp32 [num_tokens], A of each token
+        trained      bool [num_tokens], the loss mask
         """
         cov = covariance(logps, advantages, trained)
+        # The largest covariances are the lowest of the negated ones.
         return _select_lowest(-cov, eligible=trained, share=self.share, trained=trained)
