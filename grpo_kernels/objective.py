@@ -106,9 +106,11 @@ class Denominators(NamedTuple):
     entropy: float | Tensor | None = None
 
     def __truediv__(self, num_ranks: float) -> Denominators:
-        """Divide each denominator by a number, None excepted.
+        """Return the denominators divided by a number. A denominator of None stays None.
 
         Divide by the number of ranks if gradients are averaged over ranks instead of summed.
+
+        num_ranks   number, above 0
         """
         return Denominators(*(None if x is None else x / num_ranks for x in self))
 
@@ -119,10 +121,16 @@ NO_DENOMINATORS = Denominators(None)
 def _as_denominators(
     normalizer: float | Tensor | Denominators | None, batch: TokenBatch
 ) -> Denominators:
-    """Convert the argument `normalizer=` of a loss to `Denominators` of floats or 0-d fp32 tensors.
+    """Convert the argument `normalizer=` of a loss to `Denominators`.
 
-    A single number is the denominator of the policy term. Raises ValueError for a denominator that
-    is not a finite number above 0.
+    Each denominator of the result is a float, a 0-d fp32 tensor on the device of the batch, or
+    None, which stands for the denominator of this batch alone.
+
+    normalizer   `Denominators`; a number or 0-d tensor, which is the denominator of the policy
+                 term; or None
+    batch        the batch of the loss
+
+    Raises ValueError for a denominator that is not a finite number above 0.
     """
     if normalizer is None:
         return NO_DENOMINATORS
@@ -135,7 +143,11 @@ def _as_denominator(denominator: float | Tensor, batch: TokenBatch) -> float | T
     """Convert a denominator to a float, or to a 0-d fp32 tensor on the device of the batch.
 
     Raises ValueError if it is not a finite number above 0. A tensor may be 0 if the batch has no
-    trained token. The value of a tensor is only checked if that does not make the host wait.
+    trained token. The value of a tensor on a GPU is only checked in strict mode, because the host
+    would have to wait for it.
+
+    denominator   number, or tensor of one element
+    batch         the batch of the loss
     """
     remedy = "the denominator is a finite number above 0, over all micro-batches and ranks."
     if not isinstance(denominator, Tensor):
@@ -155,10 +167,12 @@ def _as_denominator(denominator: float | Tensor, batch: TokenBatch) -> float | T
 
 
 def _is_immutable(part: object) -> bool:
-    """Return whether the attributes and properties of an object cannot change.
+    """Return whether the class of an object is a frozen dataclass of this package.
 
-    They cannot if its class is a frozen dataclass of this package. A class of the user may have
+    The attributes and properties of such an object cannot change. A class of the user may have
     properties that change.
+
+    part   a surrogate, a KL or a filter of an objective
     """
     params = vars(type(part)).get("__dataclass_params__")
     return params is not None and params.frozen and is_of_package(type(part))
@@ -170,7 +184,7 @@ def _refuse_unknown_fields(changes: dict[str, Any], surrogate: Any) -> None:
     Raises ValueError for a field of the surrogate, with the surrogate to pass instead, and
     TypeError for any other name.
 
-    changes     field names and new values, from the keyword arguments of `Objective.preset`
+    changes     names and new values, from the keyword arguments of `Objective.preset`
     surrogate   the surrogate of the preset
     """
     unknown = {name: value for name, value in changes.items() if name not in FIELDS}
@@ -297,7 +311,8 @@ class Objective(Checked):
             require(isinstance(self.future_kl, FutureKl), "future_kl", self.future_kl, remedy)
             remedy = 'its sums are over the ratios of tokens: it needs level="token".'
             require(self.level == "token", "future_kl", self.future_kl, remedy)
-        # Compute the cached properties now, because torch.compile cannot trace cached_property.
+        # Compute the cached properties now, because torch.compile cannot trace cached_property. The
+        # dataclass is frozen, so assign to them by object.__setattr__.
         for name, compute in COMPUTED_ONCE.items():
             object.__setattr__(self, name, compute(self))
         if self.exact is not None and self.filter(SamplerMismatch) is not None:
@@ -309,7 +324,10 @@ class Objective(Checked):
             require(False, "filters", self.filters, remedy)
 
     def _check_level_and_aggregates(self) -> None:
-        """Raise ValueError unless the surrogate has this level and the aggregates are known."""
+        """Raise ValueError unless `level` and the three aggregates are valid.
+
+        The surrogate must be defined at the level, and each aggregate must be one of AGGREGATES.
+        """
         surrogate = self.surrogate
         require_one_of("level", self.level, LEVELS)
         levels = " or ".join(repr(level) for level in surrogate.levels)
@@ -327,7 +345,7 @@ class Objective(Checked):
         name       a name in `PRESETS`
         numerics   the trainer whose constants, clamps and denominators to use, a name in
                    `NUMERICS` such as "trl" or "verl". None: those of the paper.
-        changes    fields of `Objective` to replace
+        changes    fields of `Objective` to replace, which take precedence over the trainer's
 
         Raises ValueError for an unknown name or trainer, and for a trainer without this objective.
         Raises TypeError for an unknown field.
@@ -344,11 +362,14 @@ class Objective(Checked):
                     f" {', '.join(NUMERICS[numerics])}."
                 )
             changes_of_trainer = NUMERICS[numerics][name]
-        values = {name: getattr(published, name) for name in FIELDS}
+        values = {field_name: getattr(published, field_name) for field_name in FIELDS}
         return cls(**{**values, **changes_of_trainer, **changes})
 
     def filter(self, kind: type[F]) -> F | None:
-        """Return the filter of the objective that is an instance of `kind`, or None."""
+        """Return the filter of the objective that is an instance of a class, or None.
+
+        kind   a subclass of `Filter`, such as `TrustRegion`
+        """
         for candidate in self.filters:
             if isinstance(candidate, kind):
                 return candidate
@@ -358,7 +379,7 @@ class Objective(Checked):
 
     @cached_property
     def exact(self) -> Exact | None:
-        """`kl` if it is an `Exact` and beta is not 0, otherwise None."""
+        """`kl` if it is an `Exact` divergence and beta is not 0, otherwise None."""
         return self.kl if isinstance(self.kl, Exact) and self.beta != 0 else None
 
     @cached_property
@@ -368,7 +389,7 @@ class Objective(Checked):
 
     @cached_property
     def has_kl_estimate(self) -> bool:
-        """Whether the loss contains an estimate of the KL from the sampled tokens."""
+        """Whether the loss contains a KL that is estimated from the sampled tokens."""
         return self.beta != 0 and not isinstance(self.kl, Exact)
 
     @cached_property
@@ -381,8 +402,8 @@ class Objective(Checked):
     def aggregates(self) -> tuple[str, str, str]:
         """The aggregates of policy term, KL and entropy bonus, three names in AGGREGATES.
 
-        A term without an aggregate, or with the coefficient 0, has the aggregate of the policy
-        term.
+        If the KL or the entropy bonus has no aggregate of its own (None), or if its coefficient is
+        0, the result has the aggregate of the policy term in its place.
         """
         kl = self.kl_aggregate if self.beta != 0 else None
         entropy = self.entropy_aggregate if self.entropy_coef != 0 else None
@@ -390,19 +411,19 @@ class Objective(Checked):
 
     @cached_property
     def formula_is_torch_only(self) -> bool:
-        """Whether no kernel can evaluate the formula of a token.
+        """Whether only torch, and no kernel, can compute the loss formula of a token.
 
-        Autograd computes the slope of the surrogate, or the surrogate takes the tokens that it has
-        selected from the batch as a tensor. Kernels can evaluate any other formula that can be
-        traced, see `Backend.evaluate_formula`.
+        This is so in two cases: if autograd computes the derivative of the surrogate, or if the
+        surrogate selects tokens of the batch and takes the selection as a tensor. Kernels compute
+        any other formula that can be traced, see `Backend.evaluate_formula`.
         """
         return self.surrogate.selects or self.surrogate.slope_is_by_autograd
 
     @cached_property
     def gradient_is_per_token(self) -> bool:
-        """Whether the gradient of a token depends on this token alone.
+        """Whether the gradient of a token depends on this token alone, and kernels can compute it.
 
-        Then a kernel computes loss and gradient while it reads a row of logits once.
+        A kernel then computes loss and gradient while it reads a row of logits once.
         """
         if self.level != "token" or self.future_kl is not None or self.formula_is_torch_only:
             return False
@@ -417,7 +438,7 @@ class Objective(Checked):
 
     @cached_property
     def reads_advantages(self) -> bool:
-        """Whether a batch must have advantages."""
+        """Whether a batch must have advantages: for a policy term, or for a filter."""
         has_policy_term = not isinstance(self.surrogate, NoPolicyTerm) or self.listed is not None
         return has_policy_term or any(f.reads_advantages for f in self.filters)
 
@@ -433,15 +454,15 @@ class Objective(Checked):
 
     @cached_property
     def needs_entropy(self) -> bool:
-        """Whether the loss has a gradient through the entropy, which is an entropy bonus."""
+        """Whether the loss has an entropy bonus, so that it has a gradient through the entropy."""
         return self.entropy_coef != 0
 
     @cached_property
     def through_sequence(self) -> bool:
-        """Whether the gradient of a token reaches all tokens of its sequence.
+        """Whether the loss of a token has a gradient at all tokens of its sequence.
 
-        It does through the log-ratio of the sequence, which is a mean or sum over these tokens. The
-        ratio may be part of the surrogate, or at level "sequence" the weight of the KL.
+        It has if the log-ratio of the sequence, a mean or sum over these tokens, has a gradient.
+        The ratio may be part of the surrogate, or at level "sequence" the weight of the KL.
         """
         if self.level == "sequence" and self.beta != 0 and self.kl_spec.weighting == "ratio":
             return True
@@ -450,9 +471,9 @@ class Objective(Checked):
 
     @cached_property
     def gradient_mask(self) -> str:
-        """The name of a mask of the batch, outside of which all gradients are exactly 0.
+        """The name of a mask of the batch: outside of it all gradients are exactly 0.
 
-        `TokenBatch.named_mask` returns the mask:
+        `TokenBatch.named_mask` returns the mask of this name:
 
         "trained"        all trained tokens (the loss mask)
         "contributing"   trained tokens with a nonzero weight and a nonzero advantage or listed ids,
@@ -472,31 +493,42 @@ class Objective(Checked):
     def normalizer(self, batch: TokenBatch) -> float | Tensor:
         """Return the denominator D of the policy term for one batch, a number or a 0-d tensor.
 
-        `distributed.global_normalizer` sums it over micro-batches and ranks. It is 0 if the batch
-        has no trained token, and a loss then divides by 1. If ranks share sequences
+        `distributed.global_normalizer` adds up D over micro-batches and ranks. D may be 0 if the
+        batch has no trained token. A loss then divides by 1. If ranks share sequences
         (`TokenBatch.context_group`), each rank gets its share of D, and the shares add up to D.
+
+        batch   the batch
+
+        Raises ValueError if the batch or the objective lacks what the aggregate needs.
         """
         return self._denominator(batch, self.aggregate)
 
     def denominators(self, batch: TokenBatch) -> Denominators:
-        """Return the denominator of each loss term for one batch, computed as in `normalizer`."""
+        """Return the denominators of policy term, KL and entropy bonus for one batch.
+
+        Each is computed as in the method `normalizer`, with the aggregate of its term.
+
+        batch   the batch
+        """
         return Denominators(*(self._denominator(batch, name) for name in self.aggregates))
 
     def _denominator(self, batch: TokenBatch, aggregate: str) -> float | Tensor:
-        """Return the denominator of an aggregate for one batch.
+        """Return the denominator of an aggregate for one batch, a number or a 0-d tensor.
 
-        "token-sum"     1
-        "token-mean"    number of trained tokens
-        "group-mean"    number of groups
-        "constant"      B * max_tokens
-        other names     B, the number of sequences
+            "token-sum"             1
+            "token-mean"            number of trained tokens
+            "group-mean"            number of groups (all answers to one prompt)
+            "constant"              num_sequences * max_tokens
+            "seq-mean-token-mean"   num_sequences
+            "seq-mean-token-sum"    num_sequences
 
         Sequences and groups without a trained token are not counted, unless `count_empty`.
 
-        If context_ranks > 1 ranks have parts of the same sequences, each rank counts
-        1 / context_ranks of a sequence or group, so that the sum over the ranks counts it once. A
-        token is on one rank only.
+        If several ranks (`batch.context_ranks`) have parts of the same sequences, the results of
+        these ranks add up to the denominator: each rank counts 1 / context_ranks of each sequence
+        or group. Each token is on one rank only, so "token-mean" counts the tokens of this rank.
 
+        batch       the batch
         aggregate   one of AGGREGATES
 
         Raises ValueError if the batch or the objective lacks what the aggregate needs.
@@ -508,16 +540,20 @@ class Objective(Checked):
                 return float(batch.tokens)
             return batch.mask.sum(dtype=torch.float32)  # exact up to 2^24 tokens
         if aggregate == "group-mean":
-            # fp64 [B, B], 1 for two sequences of one group. A product with it sums over each group.
+            # fp64 [num_sequences, num_sequences], 1 for two sequences of one group, otherwise 0. A
+            # product with it is a sum over the group of each sequence.
             is_same_group = batch.same_group()
             is_counted = torch.ones_like(is_same_group[0])
             if not self.count_empty:
-                tokens_of_group = is_same_group @ self._with_sequences(batch).lengths
+                self._require_sequences(batch)
+                tokens_of_group = is_same_group @ batch.lengths
                 is_counted = (tokens_of_group > 0).to(is_same_group.dtype)
-            # Count groups by their sequences: each counts as 1 / (sequences of its group).
+            # Each sequence counts as 1 / (sequences of its group), so that each group counts as 1.
             sequences_of_group = is_same_group.sum(1)
-            return (is_counted / sequences_of_group).sum().float() / batch.context_ranks
-        num_sequences: Any = self._with_sequences(batch).sequences
+            num_groups = (is_counted / sequences_of_group).sum().float()
+            return num_groups / batch.context_ranks
+        self._require_sequences(batch)
+        num_sequences: Any = batch.sequences  # an int; below perhaps a 0-d tensor
         if not self.count_empty:
             num_sequences = (batch.lengths > 0).sum().float()
         share: float | Tensor = num_sequences / batch.context_ranks
@@ -532,9 +568,15 @@ class Objective(Checked):
         return share * self.max_tokens
 
     def _denominator_over_ranks(self, batch: TokenBatch, aggregate: str) -> float | Tensor:
-        """Return the denominator of an aggregate for one batch, at least 1.
+        """Return the denominator of an aggregate for one batch, summed over ranks, at least 1.
 
-        If ranks share sequences, add up their shares.
+        The sum is over the ranks that have parts of the same sequences (`batch.context_group`), if
+        there are any.
+
+        batch       the batch
+        aggregate   one of AGGREGATES
+
+        Return a number or a 0-d fp32 tensor.
         """
         denominator = self._denominator(batch, aggregate)
         if batch.context_group is not None and aggregate != "token-sum":
@@ -545,16 +587,16 @@ class Objective(Checked):
             return denominator.clamp(min=1.0)
         return max(denominator, 1.0)
 
-    def _with_sequences(self, batch: TokenBatch) -> TokenBatch:
-        """Return the batch unchanged if it tells which tokens form a sequence.
+    def _require_sequences(self, batch: TokenBatch) -> None:
+        """Raise ValueError if the batch does not tell which tokens form a sequence.
 
-        Raises ValueError for packed targets without cu_seqlens, which do not.
+        That is the case if its targets are packed and it has no cu_seqlens.
         """
-        if batch.sequences is not None:
-            return batch
-        return batch.check_sequences(
-            f'aggregate="{self.aggregate}", level="{self.level}" and filters={self.filters} need'
-        )
+        if batch.sequences is None:
+            batch.check_sequences(
+                f'aggregate="{self.aggregate}", level="{self.level}" and filters={self.filters}'
+                " need"
+            )
 
     # ---- the inputs of tokens
 
@@ -566,15 +608,16 @@ class Objective(Checked):
     ) -> TokenInputs:
         """Return the tokens of a batch as flat tensors, with the weight of each loss term.
 
-        The host does not wait for a GPU.
+        The weight of a term contains its coefficient and 1 / denominator, so that the loss is the
+        sum of weight * term over all tokens and terms. The host does not wait for a GPU.
 
         batch           the batch
-        normalizer      denominators of the loss terms, or that of the policy term alone. None:
-                        those of this batch.
-        skip_inactive   whether to leave tokens that change neither loss nor gradient out of
-                        `TokenInputs.processed`: tokens with advantage or weight 0, if the objective
-                        has no KL and no entropy bonus. Has no effect unless the gradient is per
-                        token.
+        normalizer      the denominators of the loss terms, or one number for the policy term. None:
+                        the denominators of this batch.
+        skip_inactive   True: tokens that change neither loss nor gradient are left out of
+                        `TokenInputs.processed`. These are tokens with advantage or weight 0, if the
+                        objective has no KL and no entropy bonus. This has no effect if the gradient
+                        of a token depends on other tokens.
 
         Raises ValueError if the batch lacks something that the objective needs.
         """
@@ -590,6 +633,7 @@ class Objective(Checked):
             tensors["advantages"] = torch.zeros_like(weight)
         marks_on_policy = batch.on_policy is not None and batch.old_logps is not None
         if marks_on_policy:
+            # Formulas replace the mark ON_POLICY by the log-prob under the policy.
             is_on_policy = batch.on_policy_tokens
             tensors["old_logps"] = tensors["old_logps"].masked_fill(is_on_policy, ON_POLICY)
         policy_weight = weight
@@ -620,7 +664,10 @@ class Objective(Checked):
 
     @cached_property
     def _names_of_tensors(self) -> tuple[str, ...]:
-        """The float fields of a batch that the loss of a token reads. A batch may lack some."""
+        """The names of the float fields of a batch that the loss of a token reads.
+
+        A batch may lack some of these fields.
+        """
         names = ["advantages", "weights", "nll_weights", "old_logps"]
         if self.has_kl_estimate:
             names.append("ref_logps")
@@ -656,7 +703,7 @@ class Objective(Checked):
                 "sampler_logps is None, but SamplerMismatch compares with them: pass them."
             )
         if self.reads_sequences:
-            self._with_sequences(batch)
+            self._require_sequences(batch)
         if self.future_kl is not None:
             remedy = "a rank does not know the later tokens of a sequence that ranks share."
             require(batch.context_group is None, "future_kl", self.future_kl, remedy)
@@ -681,12 +728,14 @@ class Objective(Checked):
     ) -> Tensor:
         """Return the weight of the KL or the entropy bonus of each token, fp32 [num_tokens].
 
-        The coefficient of the term (beta or entropy_coef) is not included.
+        The coefficient of the term (beta or entropy_coef) is not included. If both `aggregate` and
+        `denominator` are None, the result is `weight`.
 
-        weight        fp32 [num_tokens], weight of the policy term in its aggregate
+        weight        fp32 [num_tokens], weight of each token in the aggregate of the policy term
+        batch         the batch of these tokens
         aggregate     aggregate of this term; None: the aggregate of the policy term
-        denominator   denominator of this term; None: the denominator of this batch. If both
-                      `aggregate` and `denominator` are None, the result is `weight`.
+        denominator   denominator of this term, a number or a 0-d tensor; None: the denominator of
+                      this batch
         """
         if aggregate is None and denominator is None:
             return weight
@@ -700,10 +749,13 @@ class Objective(Checked):
         The sum of weight * loss over the tokens is the aggregate of their losses. Masked tokens
         have the weight 0.
 
-        aggregate     one of AGGREGATES
-        denominator   the denominator D of the aggregate; None: the denominator of this batch
+        batch         the batch of these tokens
+        aggregate     one of AGGREGATES, for example "token-mean"
+        denominator   the denominator D of the aggregate, a number or a 0-d tensor; None: the
+                      denominator of this batch
         """
-        # The caller's tensor may be unchecked, because the host would have to wait for its value.
+        # The denominator of the caller may be a tensor on a GPU. Its value is not checked, because
+        # the host would have to wait for it.
         may_be_zero = isinstance(denominator, Tensor)
         if denominator is None:
             denominator = self._denominator_over_ranks(batch, aggregate)
@@ -724,27 +776,37 @@ class Objective(Checked):
     def _divisor_of_token(
         self, batch: TokenBatch, aggregate: str, denominator: float | Tensor
     ) -> float | Tensor:
-        """Return what the loss of each token is divided by in an aggregate.
+        """Return the number that the loss of each token is divided by in an aggregate.
 
-        "seq-mean-token-mean"   denominator * number of trained tokens of its sequence
-        "group-mean"            denominator * number of trained tokens of its group, which is all
-                                answers to its prompt
-        other aggregates        denominator
+            "seq-mean-token-mean"   denominator * (trained tokens of its sequence)
+            "group-mean"            denominator * (trained tokens of its group)
+            other aggregates        denominator
+
+        The group of a sequence is all answers to its prompt.
+
+        batch         the batch
+        aggregate     one of AGGREGATES
+        denominator   the denominator of the aggregate, a number or a 0-d tensor
 
         Return a number, or an fp32 tensor that broadcasts to the shape of targets.
         """
         if aggregate not in ("seq-mean-token-mean", "group-mean"):
             return denominator
-        num_tokens = self._with_sequences(batch).lengths
+        self._require_sequences(batch)
+        num_tokens = batch.lengths  # trained tokens of each sequence, fp64 [num_sequences]
         if aggregate == "group-mean":
-            num_tokens = batch.same_group() @ num_tokens  # [B, B] @ [B]: a sum over each group
-        return batch.broadcast((num_tokens.clamp(min=1.0) * denominator).float())
+            # A product with this matrix is a sum over the group of each sequence.
+            num_tokens = batch.same_group() @ num_tokens
+        divisor = num_tokens.clamp(min=1.0) * denominator
+        return batch.broadcast(divisor.float())
 
     def _policy_weight(self, weight: Tensor, weights: Tensor) -> Tensor:
         """Return the weight of the policy term of each token, fp32 [num_tokens].
 
-        It is weight * weights. If the surrogate multiplies `weights` into the ratio of the sequence
-        instead (`absorbs_weights`), it is `weight` where `weights` is nonzero, otherwise 0.
+        Most surrogates are multiplied by the weights of the batch, so the result is
+        weight * weights. Some multiply the weights of the batch into the ratio of the sequence
+        instead (`Surrogate.absorbs_weights`). The result is then `weight`, but 0 where `weights` is
+        0.
 
         weight    fp32 [num_tokens], weight of each token in the aggregate
         weights   fp32 [num_tokens], `TokenBatch.weights`
@@ -764,9 +826,10 @@ class Objective(Checked):
 
     @property
     def formula(self) -> ObjectiveFormula:
-        """The loss of a token as a formula: its functions and numbers, without a batch.
+        """The loss of a token as a formula: the functions and numbers of all of its terms.
 
-        The formula is made once, unless it contains objects of the user, which may change.
+        The formula is made once and kept, unless the objective contains objects of the user, which
+        may change.
         """
         formula: ObjectiveFormula | None = self.__dict__.get("_formula")
         if formula is None:
@@ -815,17 +878,25 @@ class Objective(Checked):
     def loss_formula(self, inputs: TokenInputs) -> TokenLossFormula:
         """Return the loss of tokens as the kernels receive it: the formula with its inputs.
 
-        The gradient of the objective must be per token.
+        The gradient of a token must depend on this token alone (`gradient_is_per_token`).
 
         inputs   from `token_inputs`, of all or some of the tokens of a batch
         """
         return TokenLossFormula(self.formula, inputs)
 
     def extra_id_terms(self, batch: TokenBatch) -> ExtraIdTerms:
-        """Return the functions for the ids that the tokens of a batch list, with their values.
+        """Return the functions that make loss terms of the extra ids of a batch.
 
-        They are `listed` for the ids of `TokenBatch.logp_terms` (by default `logp_term`) and
-        `prob_term` for those of `prob_terms`. The batch must have at least one of both.
+        Extra ids are ids besides the sampled token whose log-probs the loss uses. A batch lists
+        them for each token, with a value for each id, in up to two fields:
+
+            `TokenBatch.logp_terms`   get the function `listed`, or the default `logp_term`
+            `TokenBatch.prob_terms`   get the function `prob_term`
+
+        batch   a batch with at least one of these fields
+
+        Return an `ExtraIdTerms`: each function with the values of its ids, and the offsets of the
+        ids of each token.
         """
         assert batch.extra_ids is not None
         parts: list[tuple[ExtraIdFunction, Tensor]] = []
@@ -848,17 +919,25 @@ class Objective(Checked):
     ) -> TokenLosses:
         """Compute the loss of each token and its gradients. The sum of the losses is the loss.
 
-        Three steps: the log-ratio of each sequence, the formula of each token with the log-ratio as
-        an input, and the gradient of the log-ratio, which reaches all tokens of the sequence. At
-        token level there is only the second.
+        If the gradient of a token depends on other tokens, filters, the weights of `future_kl` and
+        the selection of tokens by the surrogate are applied first. Then there are three steps:
+        1. The log-ratio of each sequence is computed.
+        2. The formula of each token is evaluated, with the log-ratio as an input.
+        3. The gradient of the log-ratio is added to all tokens of the sequence.
+        At level "token" there is only step 2.
 
-        logps, entropy   fp32 [num_tokens], exactly 0 in masked tokens
-        inputs           of these tokens
-        batch            the batch of the tokens, for its sequences. An objective whose gradient is
-                         per token does not need it, and takes any part of the tokens.
-        auxiliary_loss   fp32 [num_tokens], the terms of extra ids
+        logps            fp32 [num_tokens], log-prob of each token under the policy, exactly 0 in
+                         masked tokens
+        entropy          fp32 [num_tokens] in nats, exactly 0 in masked tokens; None if neither a
+                         term nor a filter reads it
+        inputs           of these tokens, from `token_inputs`
+        batch            the batch of these tokens, which tells which tokens form a sequence. It may
+                         be None if the gradient is per token (`gradient_is_per_token`). The other
+                         arguments may then belong to any part of the tokens of a batch.
+        auxiliary_loss   fp32 [num_tokens], the sum of the terms of extra ids; None: no such terms
         evaluate         evaluates the formula: in torch, or `Backend.evaluate_formula`, which needs
-                         the entropy. A formula that is torch-only runs in torch.
+                         the entropy. A formula that no kernel can compute runs in torch in any
+                         case.
         """
         formula = self.formula
         changed: dict[str, Any] = {}
@@ -891,16 +970,21 @@ class Objective(Checked):
     def _with_selection(
         self, formula: ObjectiveFormula, logps: Tensor, inputs: TokenInputs
     ) -> ObjectiveFormula:
-        """Return the formula with the selected tokens as the last parameter of the surrogate.
+        """Return the formula with one more parameter of the surrogate: the tokens that it selects.
 
-        The parameter is 1 for tokens that the surrogate selects, otherwise 0, fp32 [num_tokens].
+        The parameter is fp32 [num_tokens], 1 for a token that the surrogate selects from the batch
+        to treat it differently, otherwise 0.
 
-        logps    fp32 [num_tokens], log-prob of each token under the policy
-        inputs   of the same tokens
+        formula   the formula of the objective
+        logps     fp32 [num_tokens], log-prob of each token of the batch under the policy
+        inputs    of the same tokens
         """
         old_logps = inputs.old_or_current(logps)
-        selected = self.surrogate.select(logps, old_logps, inputs.advantages, inputs.mask)
-        return formula.with_surrogate_params((*formula.numbers.surrogate_params, selected))
+        selected = self.surrogate.select(
+            logps, old_logps, advantages=inputs.advantages, trained=inputs.mask
+        )
+        params = (*formula.numbers.surrogate_params, selected)
+        return formula.with_surrogate_params(params)
 
     def log_ratio(self, logps: Tensor, inputs: TokenInputs, batch: TokenBatch) -> Tensor:
         """Return the log-ratio of each token at the objective's `level`, fp32 [num_tokens].
@@ -914,9 +998,9 @@ class Objective(Checked):
         f is `Surrogate.clip_log_ratios`: the identity, except that GMPO and VESPO clamp x_s.
         "sequence" and "sequence-token" have the same log-ratio and differ in its gradient alone.
 
-        If the surrogate multiplies the weights w of the batch into the ratio instead of the loss
-        (`absorbs_weights`, VESPO), log |w_s| is added to f(x_s), clamped to [log 1e-8, 20], and 0
-        for w_s = 0.
+        VESPO multiplies the weights w of the batch into the ratio instead of the loss
+        (`absorbs_weights`). With such a surrogate, log |w_s| is added to f(x_s). It is clamped to
+        [log 1e-8, 20], and is 0 for w_s = 0.
 
         logps    fp32 [num_tokens], log-prob of each token under the policy
         inputs   of the same tokens; has the old log-probs, the mask and the weights
@@ -929,17 +1013,25 @@ class Objective(Checked):
     def _sequence_ratio(
         self, logps: Tensor, inputs: TokenInputs, batch: TokenBatch
     ) -> SequenceRatio:
-        """Return the log-ratio of each sequence. Arguments as in `log_ratio`."""
-        terms, derivative = self.surrogate.clip_log_ratios(
-            _token_log_ratios(logps, inputs), inputs.advantages
-        )
+        """Return the log-ratio of each sequence, at any level but "token".
+
+        The method `log_ratio` says how it is computed.
+
+        logps    fp32 [num_tokens], log-prob of each token under the policy
+        inputs   of the same tokens; has the old log-probs, the mask and the weights
+        batch    of the same tokens; tells which tokens form a sequence
+        """
+        token_log_ratios = _token_log_ratios(logps, inputs)
+        terms, derivative = self.surrogate.clip_log_ratios(token_log_ratios, inputs.advantages)
         if self.surrogate.absorbs_weights and inputs.weights is not None:
             log_weights = inputs.weights.abs().log().clamp(*LOG_WEIGHT_BOUNDS)
             # A token with weight 0 has no loss (`_policy_weight`), but stays part of the ratio.
             terms = terms + torch.where(inputs.weights == 0, 0.0, log_weights)
         if inputs.loss_mask is not None:
             terms = torch.where(inputs.loss_mask, terms, 0.0)
-        num_tokens = None if self.level == "sequence-sum" else batch.lengths.clamp(min=1.0)
+        num_tokens: Tensor | None = None  # a sum
+        if self.level != "sequence-sum":
+            num_tokens = batch.lengths.clamp(min=1.0)  # a mean
         return SequenceRatio(
             terms=terms,
             derivative=derivative,
@@ -949,21 +1041,34 @@ class Objective(Checked):
         )
 
     def kl_terms(self, logps: Tensor, inputs: TokenInputs, log_ratio: Tensor) -> KlTerms:
-        """Return the KL estimate of each token and its derivatives, fp32 [num_tokens] each.
+        """Return the KL estimate of each token against the reference, and its derivatives.
 
-        They contain the weighting of the `Kl`, but not beta. See `formulas.kl.KlTerms`.
+        The result has these fields, fp32 [num_tokens] each. k is the estimate, and w its weight,
+        which is 1 or the ratio exp(log_ratio), as `Kl.weighting` says:
+
+            value                w k
+            grad_fixed_ratio     w dk / d logp, the derivative while w is a constant
+            grad_through_ratio   d value / d log_ratio; 0 if w is a constant
+            grad_both            the sum of both derivatives
+
+        beta is not included. At level "sequence-sum", w is the ratio of the token instead, because
+        the ratio of a whole sequence, a product over its tokens, would dominate the KL.
 
         logps       fp32 [num_tokens], log-prob of each token under the policy
-        inputs      of the same tokens, with log-probs under the reference
-        log_ratio   fp32 [num_tokens], from the method `log_ratio`
+        inputs      of the same tokens, with the log-probs under the reference, and the old
+                    log-probs, which the ratio of a token and some estimators need
+        log_ratio   fp32 [num_tokens], log-ratio at the objective's level, from the method
+                    `log_ratio`
         """
         old_logps = inputs.old_or_current(logps)
+        token_log_ratio = logps - old_logps
         kl = self.kl_spec
+        # kl.formula has the estimator and its options.
         return kl_terms(
             logps,
             old_logps,
             inputs.ref_logps,
-            log_ratio=log_ratio_of_kl(log_ratio, logps - old_logps, self.level),
+            log_ratio=log_ratio_of_kl(log_ratio, token_log_ratio, self.level),
             clamps=kl.clamps,
             **kl.formula,
         )
@@ -971,27 +1076,29 @@ class Objective(Checked):
     def _apply_filters(
         self, logps: Tensor, entropy: Tensor | None, inputs: TokenInputs, batch: TokenBatch
     ) -> TokenInputs:
-        """Return the inputs with weight 0 for the tokens that filters drop.
+        """Return the inputs with policy weight 0 for the tokens that filters drop.
 
-        Filters that decide about each token alone (`Filter.is_per_token`) are not applied here,
-        because `token_loss` computes them.
+        Depending on the filter, other weights of these tokens become 0 too. Filters that decide
+        about each token alone (`Filter.is_per_token`) are not applied here, because the formula of
+        a token contains them.
 
         logps     fp32 [num_tokens], log-prob of each token under the policy
-        entropy   fp32 [num_tokens] in nats; None if no filter needs it. A kept token with a NaN
-                  gets the weight NaN from a filter of entropy.
+        entropy   fp32 [num_tokens] in nats; None if no filter reads it. If a filter keeps tokens by
+                  entropy, a kept token with the entropy NaN gets the weight NaN.
         inputs    of the same tokens
-        batch     of the same tokens
+        batch     the batch of these tokens
         """
         for f in self.filters:
             if f.is_per_token:
-                continue
+                continue  # part of the formula
             keep = f.keep(logps, entropy, inputs, batch)
             if isinstance(f, SamplerMismatch):
                 inputs = self._drop_sequences(inputs, keep, f.normalize, batch)
                 continue
             policy_weight = torch.where(keep, inputs.policy_weight, 0.0)
             if f.filters_entropy and entropy is not None:
-                # A filter of entropy keeps NaN. Make the loss NaN, instead of hiding it.
+                # The filter keeps a token whose entropy is NaN. Make its loss NaN, too, instead of
+                # hiding the NaN.
                 is_nan = entropy.isnan() & (policy_weight != 0)
                 policy_weight = torch.where(is_nan, entropy, policy_weight)
             inputs = replace(inputs, policy_weight=policy_weight)
@@ -1003,13 +1110,15 @@ class Objective(Checked):
     def _drop_sequences(
         self, inputs: TokenInputs, keep: Tensor, normalize: bool, batch: TokenBatch
     ) -> TokenInputs:
-        """Return the inputs with weight 0 in all terms of the tokens of dropped sequences.
+        """Return the inputs with weight 0 in all loss terms for the tokens of dropped sequences.
 
-        inputs      all tokens of the batch
-        keep        bool [num_tokens], the same for all tokens of a sequence
-        normalize   True: divide by the denominators of the sequences that are left, except for the
-                    NLL, which has no denominator. False: leave the other weights unchanged.
-        batch       the batch
+        inputs      of all tokens of the batch
+        keep        bool [num_tokens], False in dropped sequences, and the same for all tokens of a
+                    sequence
+        normalize   True: multiply the weights of all other tokens, so that their denominators count
+                    only the sequences that are left. The NLL has no denominator. False: leave the
+                    weights of all other tokens unchanged.
+        batch       the batch of these tokens
         """
         policy, kl, entropy = self.aggregates
         aggregates = {"policy_weight": policy, "kl_weight": kl, "entropy_weight": entropy}
@@ -1031,10 +1140,13 @@ class Objective(Checked):
 
             denominator of all sequences / denominator of the sequences that are left
 
-        With "group-mean" the weight also contains 1 / (trained tokens of the group). The factor
-        then also contains (trained tokens of the group / those that are left).
+        With "group-mean" the weight also contains 1 / (trained tokens of the group), where a group
+        is all answers to one prompt. So the factor is also multiplied by
 
-        keep        bool [num_tokens], the same for all tokens of a sequence
+            trained tokens of the group / trained tokens of the group that are left
+
+        keep        bool [num_tokens], False in dropped sequences, and the same for all tokens of a
+                    sequence
         batch       the batch of these tokens
         aggregate   one of AGGREGATES
 
@@ -1042,17 +1154,20 @@ class Objective(Checked):
         """
         if aggregate == "token-sum":
             return 1.0
+        # Trained tokens of each sequence, and those that are left, fp64 [num_sequences] each.
         num_trained = batch.lengths
         num_left = batch.sequence_sum(keep & batch.trained)
         if aggregate == "token-mean":
             return (num_trained.sum() / num_left.sum().clamp(min=1.0)).float()
         # A sequence without trained tokens is not dropped.
         is_left = (num_trained == 0) | (num_left > 0)
-        # Sequences add up to the denominator. With "group-mean" each adds 1 / (sequences of its
-        # group), and counts if any sequence of its group does.
+        # `part` is what each sequence adds to the denominator: 1, or with "group-mean"
+        # 1 / (sequences of its group), so that each group adds 1. A group is left if any of its
+        # sequences is.
         part = torch.ones_like(num_trained)
         token_factor = torch.ones_like(num_trained)
         if aggregate == "group-mean":
+            # A product with this matrix is a sum over the group of each sequence.
             is_same_group = batch.same_group()
             part = part / is_same_group.sum(1)
             is_left = is_same_group @ is_left.double() > 0
@@ -1074,11 +1189,13 @@ class Objective(Checked):
         """Return the weight of the entropy bonus of each token after a filter, fp32 [num_tokens].
 
         Dropped tokens have the weight 0. With entropy_aggregate="token-mean" the bonus is a mean
-        over the kept tokens. Their weights are therefore multiplied by
+        over the kept tokens, so their weights are multiplied by
 
             (sum of all weights before the filter) / (sum of the weights of kept tokens)
 
-        Both sums include the other ranks of `TokenBatch.context_group`.
+        This factor is 0 if no kept token has a weight. Both sums include the other ranks that have
+        parts of the same sequences (`TokenBatch.context_group`). With any other aggregate the
+        weights of kept tokens do not change.
 
         entropy_weight   fp32 [num_tokens], weight before the filter
         keep             bool [num_tokens], tokens that the filter keeps
@@ -1088,6 +1205,7 @@ class Objective(Checked):
         if self.entropy_aggregate != "token-mean":
             return kept_weight
         sums = [x.sum(dtype=torch.float64) for x in (kept_weight, entropy_weight)]
+        # Add up both sums over the ranks in one call, because each call is a collective.
         sums_over_ranks = batch.over_context(torch.stack(sums))
         kept_sum, total = sums_over_ranks.unbind()
         factor = torch.where(kept_sum == 0, 0.0, total / kept_sum)
@@ -1102,7 +1220,7 @@ class SequenceRatio:
     derivative   of each term with respect to the token's log-prob, fp32 [num_tokens] or 1.0
     num_tokens   trained tokens of each sequence, fp64 [num_sequences], at least 1; None for a sum
     mask         bool [num_tokens]: the trained tokens; None: all
-    batch        knows which tokens form a sequence
+    batch        the batch of the tokens; tells which tokens form a sequence
     """
 
     terms: Tensor
@@ -1112,7 +1230,10 @@ class SequenceRatio:
     batch: TokenBatch
 
     def log_ratios(self) -> Tensor:
-        """Return the log-ratio of each token's sequence, fp32 [num_tokens]."""
+        """Return the log-ratio of each token's sequence, fp32 [num_tokens].
+
+        All tokens of a sequence get the same number.
+        """
         return self._reduce(self.terms)
 
     def gradient(self, grad_log_ratios: Tensor) -> Tensor:
@@ -1137,6 +1258,9 @@ class SequenceRatio:
     def _reduce(self, x: Tensor) -> Tensor:
         """Return the mean or sum of x over the sequence of each token, fp32 [num_tokens].
 
+        It is a mean over the trained tokens if `num_tokens` is given, otherwise a sum. All tokens
+        of a sequence get the same number.
+
         x   fp32 [num_tokens], 0 in masked tokens
         """
         total = self.batch.sequence_sum(x)
@@ -1153,18 +1277,17 @@ LOG_WEIGHT_BOUNDS = (-18.420680743952367, 20.0)
 
 
 def _token_log_ratios(logps: Tensor, inputs: TokenInputs) -> Tensor:
-    """Return the log-ratio logp - old_logp of each token itself, fp32 [num_tokens].
+    """Return the log-ratio logp - old_logp of each token, fp32 [num_tokens].
 
-    The log-ratio of an on-policy token, which has no old log-prob, is 0, or NaN if its logp is NaN.
     A token is on-policy if the inputs have no old_logps, or if its old log-prob is the mark
-    ON_POLICY.
+    ON_POLICY (1e30). Its log-ratio is 0, or NaN if its log-prob is NaN, so that the NaN is seen.
 
     logps    fp32 [num_tokens], log-prob of each token under the policy
-    inputs   of the same tokens
+    inputs   of the same tokens; has the old log-probs
     """
     if inputs.old_logps is not None and not inputs.marks_on_policy:
         return logps - inputs.old_logps
-    # logp - logp would also be NaN for an infinite logp.
+    # Not logp - logp, which would also be NaN for an infinite logp.
     on_policy = torch.where(logps.isnan(), logps, 0.0)
     if inputs.old_logps is None:
         return on_policy
@@ -1229,10 +1352,12 @@ _BELOW_10: Changes = {"log_ratio_bounds": (-math.inf, 10.0)}
 
 
 def _with_common(common: Changes, presets: dict[str, Changes]) -> dict[str, Changes]:
-    """Return the changes of each preset, with changes that all presets of a trainer have in common.
+    """Return the changes of each preset, with the changes that all presets have in common added.
 
-    common    fields of `Objective` and their values, for all presets
-    presets   preset -> further fields and values, which take precedence
+    common    name of a field of `Objective` -> its value in all presets of a trainer
+    presets   name of a preset -> {name of a field: its value}, which take precedence over `common`
+
+    Return a dictionary like `presets`.
     """
     return {name: {**common, **changes} for name, changes in presets.items()}
 

@@ -69,7 +69,7 @@ ROW_OPERATIONS: dict[str, Callable[..., Any]] = {
 UNARY_OPERATIONS = {"neg", "abs", "exp", "log", "sqrt", "tanh", "reciprocal", "not"}
 #: Operations whose result is boolean. That of "where" is boolean if both of its values are.
 BOOLEAN_RESULTS = {"lt", "le", "eq", "ne", "and", "or", "not"}
-#: Operations whose operands may all be boolean. The others need at least one number.
+#: Operations whose operands may all be boolean. Others, such as "add", need at least one number.
 ACCEPTS_BOOLEANS = {"and", "or", "not", "where", "eq", "ne"}
 #: The functions of torch that a formula may call, by way of `ops`.
 TORCH_FUNCTIONS: dict[Callable[..., Any], str] = {
@@ -85,7 +85,10 @@ TORCH_FUNCTIONS: dict[Callable[..., Any], str] = {
 
 
 def num_operands(operation: str) -> int:
-    """Return how many operands an operation has."""
+    """Return how many operands an operation has, for example 2 for "add".
+
+    operation   a name in ROW_OPERATIONS
+    """
     if operation == "where":
         return 3
     return 1 if operation in UNARY_OPERATIONS else 2
@@ -124,9 +127,13 @@ class Program:
     scalars_in_registers: tuple[int, ...]
 
     def scalar_values(self, parameters: Sequence[float]) -> list[float]:
-        """Return the values of the scalars that have a register.
+        """Return the values of the scalars that have a register, in the order of the registers.
 
-        parameters   the values of the formula's parameters in this call of the loss
+        Scalars are the numbers that are the same for all rows: constants, parameters, and results
+        of operations on these.
+
+        parameters   the values of the formula's parameters in this call of the loss, such as its
+                     clip widths
         """
         values: list[Any] = []
         for source, operands in self.scalars:
@@ -134,21 +141,24 @@ class Program:
                 values.append(operands[0])
             elif source == "parameter":
                 values.append(parameters[operands[0]])
-            else:
-                values.append(SCALAR_OPERATIONS[source](*(values[i] for i in operands)))
+            else:  # an operation on scalars with smaller indices
+                operand_values = [values[i] for i in operands]
+                values.append(SCALAR_OPERATIONS[source](*operand_values))
         return [float(values[i]) for i in self.scalars_in_registers]
 
     def run_in_torch(self, scalars: Sequence[float], inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run the program in torch, and return its outputs, fp32 [num_rows] each.
 
-        scalars   from `scalar_values`
+        scalars   the values of the scalars that have a register, from `scalar_values`
         inputs    fp32 [num_rows] each, in the order of `Program.inputs`
         """
         registers: list[Any] = [*scalars, *inputs]
         for operation, *operands in self.instructions:
+            # The operands are indices of registers, padded with 0 to three.
             operand_registers = operands[: num_operands(operation)]
             values = [registers[i] for i in operand_registers]
-            registers.append(ROW_OPERATIONS[operation](*values))
+            result = ROW_OPERATIONS[operation](*values)
+            registers.append(result)
         return [
             torch.as_tensor(registers[i], dtype=torch.float32).expand_as(inputs[0])
             for i in self.outputs
@@ -159,7 +169,10 @@ class Program:
 
 
 def _recording_method(operation: str) -> Callable[..., Any]:
-    """Return a method of `Symbol` that records an operation on (self, *others)."""
+    """Return a method of `Symbol` that records an operation on (self, *others).
+
+    operation   a name in ROW_OPERATIONS, such as "add" for the method __add__
+    """
 
     def method(self: Symbol, *others: Any) -> Symbol:
         """Record the operation and return the symbol of its result."""
@@ -169,7 +182,12 @@ def _recording_method(operation: str) -> Callable[..., Any]:
 
 
 def _swapped_recording_method(operation: str) -> Callable[..., Any]:
-    """Return a method of `Symbol` that records an operation on (other, self), as in 1.0 - self."""
+    """Return a method of `Symbol` that records an operation on (other, self).
+
+    Python calls such a method for 1.0 - symbol, because a float cannot subtract a symbol.
+
+    operation   a name in ROW_OPERATIONS, such as "sub" for the method __rsub__
+    """
 
     def method(self: Symbol, other: Any) -> Symbol:
         """Record the operation and return the symbol of its result."""
@@ -195,7 +213,10 @@ class Symbol:
     def __init__(
         self, tracer: Tracer, operation: str, operands: tuple[Any, ...], is_per_row: bool
     ) -> None:
-        """Make the symbol of a result. `Tracer` calls this, once for each operation."""
+        """Make the symbol of a result, an input, a parameter or a constant.
+
+        Only the tracer calls this. The class says what the arguments are.
+        """
         self.tracer = tracer
         self.operation = operation
         self.operands = operands
@@ -229,13 +250,16 @@ class Symbol:
     tanh = _recording_method("tanh")
 
     def clamp(self, min: Any = None, max: Any = None) -> Symbol:
-        """Record a clamp to [min, max], as `Tensor.clamp` does. None: no bound on that side."""
+        """Record a clamp to [min, max], and return its symbol. None: no bound on that side.
+
+        min, max   symbols or Python numbers. The names are those of `Tensor.clamp`.
+        """
         return self.tracer.clamp(self, min, max)
 
     def __pow__(self, exponent: Any) -> Symbol:
-        """Record a square or a cube as products.
+        """Record a square or a cube as products, and return the symbol of the result.
 
-        Raises FormulaRefused for an exponent other than 2 and 3, which the kernels do not have.
+        Raises FormulaRefused for any other exponent, because the kernels have no power function.
         """
         if exponent == 2:
             return self * self
@@ -259,10 +283,17 @@ class Symbol:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Symbol:
-        """Record a call of a torch function with symbols among its arguments.
+        """Record a call of a torch function on symbols, and return the symbol of its result.
 
-        torch calls this method instead of `function`, for example for torch.exp(symbol). Raises
-        FormulaRefused unless the function is torch.clamp or one of TORCH_FUNCTIONS.
+        torch calls this method instead of `function` if an argument is a symbol, for example for
+        torch.exp(symbol).
+
+        function   the torch function that the formula calls
+        types      not used; torch passes the classes of the arguments
+        args       positional arguments of the call
+        kwargs     keyword arguments of the call; None: no arguments
+
+        Raises FormulaRefused unless the function is torch.clamp or one of TORCH_FUNCTIONS.
         """
         kwargs = kwargs or {}
         tracer = next(x.tracer for x in (*args, *kwargs.values()) if isinstance(x, Symbol))
@@ -292,29 +323,42 @@ class Tracer:
         self._num_parameters = 0
 
     def input(self, name: str) -> Symbol:
-        """Return the symbol of an input, of which each row has its own number."""
+        """Return the symbol of an input, which has its own number for each row.
+
+        name   name of the input, such as "logps"
+        """
         self._inputs[name] = self._symbol("input", (name,), is_per_row=True)
         return self._inputs[name]
 
     def parameter(self) -> Symbol:
-        """Return the symbol of the next parameter, a scalar."""
+        """Return the symbol of a new parameter: a number that is the same for all rows.
+
+        The first parameter has the index 0, the next one the index 1, and so on. Their values are
+        passed to `Program.scalar_values` in this order.
+        """
         index = self._num_parameters
         self._num_parameters += 1
         return self._symbol("parameter", (index,), is_per_row=False)
 
     def _symbol(self, operation: str, operands: tuple[Any, ...], is_per_row: bool) -> Symbol:
-        """Return the symbol of an operation on these operands. Arguments as in `Symbol`.
+        """Return the symbol of an operation on these operands, and make it if it is new.
 
-        If the operation was recorded before on the same operands, return its symbol.
+        operation    an operation, or "input", "parameter" or "constant"
+        operands     symbols; for an input its name, for a parameter its index, for a constant its
+                     value
+        is_per_row   True: each row has its own number. False: all rows have the same number.
         """
         # Compare constants by repr, which distinguishes 1 from 1.0 and True, and 0.0 from -0.0.
         key = (operation, *(id(x) if isinstance(x, Symbol) else repr(x) for x in operands))
-        return self._symbols.setdefault(key, Symbol(self, operation, operands, is_per_row))
+        new_symbol = Symbol(self, operation, operands, is_per_row)
+        return self._symbols.setdefault(key, new_symbol)
 
     def as_symbol(self, x: Any) -> Symbol:
-        """Return x if it is a symbol, or the symbol of a constant if it is a number of Python.
+        """Return x if it is a symbol, or the symbol of a constant if it is a Python number.
 
-        Raises FormulaRefused for a symbol of another tracer, a tensor, or any other object.
+        Raises FormulaRefused for a symbol of another tracer, a tensor, or any other object. The
+        message of the exception becomes the middle of a sentence: "{name of the formula} cannot run
+        in the kernels: {message}".
         """
         if isinstance(x, Symbol):
             if x.tracer is not self:
@@ -329,11 +373,15 @@ class Tracer:
         return symbol
 
     def record(self, operation: str, *symbols_or_numbers: Any) -> Symbol:
-        """Record an operation on symbols or numbers of Python, and return the symbol of its result.
+        """Record an operation, and return the symbol of its result.
 
-        If an operand is per row, so is the result, and the operation must be one of ROW_OPERATIONS.
-        If all operands are scalars, it must be one of SCALAR_OPERATIONS, which Python computes once
-        per call of the loss.
+        If an operand has its own number for each row, so has the result, and a kernel computes it.
+        The operation must then be one of ROW_OPERATIONS. If all operands are scalars, the same for
+        all rows, so is the result, and Python computes it once per call of the loss. The operation
+        must then be one of SCALAR_OPERATIONS.
+
+        operation            name of the operation, such as "add"
+        symbols_or_numbers   its operands: symbols of this tracer, or Python numbers
 
         Raises FormulaRefused if the operation cannot be applied to these operands in torch or in a
         kernel.
@@ -345,7 +393,8 @@ class Tracer:
             return self._symbol(operation, operands, is_per_row=False)
         check_operand_types(operation, operands)
         if operation == "div" and not operands[0].is_per_row:
-            # torch divides a Python number by a tensor in these two steps, which round twice.
+            # torch computes number / tensor in two steps too, which round twice: the reciprocal of
+            # the tensor, times the number.
             reciprocal = self._symbol("reciprocal", operands[1:], is_per_row=True)
             return self.record("mul", reciprocal, operands[0])
         symbol = self._symbol(operation, operands, is_per_row=True)
@@ -354,23 +403,32 @@ class Tracer:
         return symbol
 
     def clamp(self, x: Any, min: Any = None, max: Any = None) -> Symbol:
-        """Record x.clamp(min, max) as a maximum and a minimum. None: no bound on that side."""
+        """Record x.clamp(min, max) as a maximum and a minimum, and return the symbol.
+
+        x          symbol or Python number
+        min, max   symbols or Python numbers; None: no bound on that side
+        """
         if min is not None:
             x = self.record("max", x, min)
         return x if max is None else self.record("min", x, max)
 
     def program(self, name: str, outputs: Sequence[Any]) -> Program:
-        """Return the program that computes these outputs, without operations that they do not need.
+        """Return the program that computes these outputs.
+
+        Operations that no output needs are left out. Each value that an instruction reads or writes
+        has a register. Scalars that instructions read come first, then all inputs, then the results
+        of the instructions.
 
         name      the formulas in the program, for error messages
-        outputs   symbols of this tracer, or numbers of Python
+        outputs   symbols of this tracer, or Python numbers
         """
         output_symbols = [self.as_symbol(x) for x in outputs]
         needed = self._needed_symbols(output_symbols)
         scalars = [x for x in needed if not x.is_per_row]
         computed = [x for x in needed if x.is_per_row and x.operation != "input"]
 
-        # Only a scalar that an instruction or an output reads needs a register.
+        # Only a scalar that is an output, or that an instruction reads, needs a register. Python
+        # computes the other scalars only to compute these.
         read_ids = {id(x) for x in output_symbols} | {id(y) for x in computed for y in x.operands}
         register_scalars = [x for x in scalars if id(x) in read_ids]
         in_registers = [*register_scalars, *self._inputs.values(), *computed]
@@ -380,10 +438,11 @@ class Tracer:
         instructions = []
         for x in computed:
             operands = [register[id(y)] for y in x.operands]
-            a, b, c = operands + [0] * (3 - len(operands))
+            a, b, c = operands + [0] * (3 - len(operands))  # pad with 0 to three operands
             instructions.append((x.operation, a, b, c))
         scalar_sources = []
         for x in scalars:
+            # An operand that is no symbol is the value of a constant or the index of a parameter.
             indices = [scalar_index[id(y)] if isinstance(y, Symbol) else y for y in x.operands]
             scalar_sources.append((x.operation, tuple(indices)))
         return Program(
@@ -396,9 +455,13 @@ class Tracer:
         )
 
     def _needed_symbols(self, outputs: list[Symbol]) -> list[Symbol]:
-        """Return the symbols that the outputs depend on, in the order in which they were made."""
+        """Return the symbols that the outputs depend on, the outputs included.
+
+        They are returned in the order in which they were made.
+        """
         needed_ids = {id(x) for x in outputs}
-        # A symbol is made after its operands, so one pass from the last to the first finds all.
+        # A symbol is made after its operands. So one pass from the last symbol to the first finds
+        # all operands of needed symbols.
         for x in reversed(self._symbols.values()):
             if id(x) in needed_ids:
                 needed_ids |= {id(y) for y in x.operands}
@@ -406,12 +469,16 @@ class Tracer:
 
 
 def check_operand_types(operation: str, operands: tuple[Symbol, ...]) -> None:
-    """Raise FormulaRefused if an operand is a number where a boolean is needed, or the reverse.
+    """Raise FormulaRefused if an operation cannot take numbers or booleans as these operands.
 
-    The operands of "and", "or" and "not" and the first operand of "where" must be boolean. An
-    operation that is not in ACCEPTS_BOOLEANS needs at least one number.
+    The operands of "and", "or" and "not" and the condition of "where" must be boolean. Arithmetic
+    and order comparisons, for example "add" and "lt", need at least one number. A boolean next to a
+    number counts as 0 or 1, as in torch: x + (y > 0.0) is allowed.
+
+    operation   a name in ROW_OPERATIONS
+    operands    the symbols that it is applied to
     """
-    conditions: tuple[Symbol, ...] = ()
+    conditions: tuple[Symbol, ...] = ()  # the operands that must be boolean
     if operation in ("and", "or", "not"):
         conditions = operands
     elif operation == "where":
@@ -445,7 +512,7 @@ class TracedProgram:
     is_compared: bool = False
 
     def require_program(self) -> Program:
-        """Return the program. Raises FormulaRefused if there is none."""
+        """Return the program. Raises FormulaRefused if the formula could not be traced."""
         if self.program is None:
             raise FormulaRefused(self.refusal)
         return self.program
@@ -458,16 +525,17 @@ class TracedProgram:
         compute_in_torch: Callable[[list[Tensor]], list[Any]],
         output_names: Sequence[str],
     ) -> None:
-        """Compare the outputs of the program with those of the formula on tensors.
+        """Raise FormulaRefused unless the program computes the same as the formula on tensors.
 
-        They differ if the formula does something else with symbols than with tensors, for example
-        if it tests isinstance(x, Tensor). Raises FormulaRefused for an output that differs. Does
-        nothing if an earlier comparison succeeded.
+        The outputs differ if the formula does something else with symbols than with tensors, for
+        example if it tests isinstance(x, Tensor). Does nothing if an earlier comparison of this
+        program succeeded.
 
         run                runs the program: (program, values of its scalars, inputs) -> outputs
         scalars            values of the program's scalars, from `Program.scalar_values`
         make_inputs        returns the inputs to compare on, fp32 [num_rows] each
-        compute_in_torch   runs the formula on these inputs and returns its outputs
+        compute_in_torch   runs the formula on these inputs, and returns its outputs: tensors
+                           [num_rows], or numbers
         output_names       names of the outputs, for the error message
         """
         if self.is_compared:
@@ -480,7 +548,7 @@ class TracedProgram:
             expected = torch.as_tensor(expected, dtype=torch.float32).expand_as(output)
             is_wrong = ~is_same_number(output, expected, tolerance=1e-4)
             if is_wrong.any():
-                row = int(is_wrong.nonzero()[0])
+                row = int(is_wrong.nonzero()[0])  # the first row that differs
                 values = zip(program.inputs, inputs, strict=True)
                 place = ", ".join(f"{name}={float(x[row]):.6g}" for name, x in values)
                 raise FormulaRefused(
@@ -497,9 +565,12 @@ def traced_program(
     """Trace formulas into a program, or return the program that was traced for the same keys.
 
     keys    keys of everything that the formulas depend on, from `formula_keys.key_of`. If one of
-            them is None, nothing is known about its function, so the formulas are traced again.
+            them is None, a function has no key and may have changed, so the formulas are traced
+            again at each call.
     name    the formulas in the program, for error messages
-    trace   runs the formulas on symbols: (tracer) -> the outputs of the program
+    trace   runs the formulas on symbols: (tracer) -> the outputs of the program, symbols or numbers
+
+    Return a `TracedProgram`. If the formulas cannot be traced it has no program, but the reason.
     """
     traced = TracedProgram() if None in keys else _cached_program(keys)
     was_traced = traced.program is not None or traced.refusal != ""
@@ -514,21 +585,22 @@ def traced_program(
 
 @functools.lru_cache(maxsize=512)
 def _cached_program(keys: tuple[Hashable, ...]) -> TracedProgram:
-    """Return the cached `TracedProgram` of these keys: at the first call a new one without program.
+    """Return the `TracedProgram` of these keys, the same object at each call with equal keys.
 
-    `traced_program` then sets its program or its refusal.
+    At the first call it is a new one without a program. The caller then sets its program, or the
+    reason why there is none.
     """
     return TracedProgram()
 
 
 def refusal_message(name: str, error: Exception) -> str:
-    """Return a message that says why a formula could not be traced, and at which line.
+    """Return a message that says why a formula could not be traced, and at which line of it.
 
-    name    the formula
-    error   the exception that tracing raised. The line is that of the innermost frame outside of
-            this file, so it is in the formula.
+    name    name of the formula
+    error   the exception that tracing raised
     """
     place = ""
+    # The innermost frame outside of this file is in the formula.
     for frame, line in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_filename != __file__:
             place = f" (line {line} of {frame.f_code.co_name})"
@@ -542,11 +614,15 @@ def refusal_message(name: str, error: Exception) -> str:
 def is_same_number(x: Tensor, expected: Tensor, tolerance: float) -> Tensor:
     """Return where x equals `expected` up to a tolerance, bool [num_rows].
 
-    The condition is |x - expected| <= tolerance * (|expected| + median), where the median is that
-    of all finite |expected| above 0. So a wrong output is found even if all its numbers are tiny.
-    A NaN equals a NaN, and an infinity equals the same infinity.
+        |x - expected| <= tolerance * (|expected| + median of all finite |expected| above 0)
 
-    x, expected   fp32 [num_rows]
+    The median is 0 if there is no such number. With the median instead of a constant, a wrong
+    output is found even if all its numbers are tiny. A NaN equals a NaN, and an infinity equals the
+    same infinity.
+
+    x           fp32 [num_rows]
+    expected    fp32 [num_rows]
+    tolerance   number, for example 1e-4
     """
     sizes = expected.abs()
     nonzero_sizes = sizes[sizes.isfinite() & (sizes > 0)]

@@ -53,8 +53,8 @@ def clip(logp, old_logp, advantage, params):
     advantage   A of the token
     params      (eps_low, eps_high, delta), three numbers
 
-    All three are fp32 [num_tokens], or symbols while the formula is traced for the kernels. So are
-    the results.
+    Log-probs, advantage, loss and slope are fp32 [num_tokens], or symbols while the formula is
+    traced for the kernels.
     """
     eps_low = params[0]
     eps_high = params[1]
@@ -88,8 +88,8 @@ def cispo(logp, old_logp, advantage, params):
     advantage   A of the token
     params      (cap, low), two numbers
 
-    All three are fp32 [num_tokens], or symbols while the formula is traced for the kernels. So are
-    the results.
+    Log-probs, advantage, loss and slope are fp32 [num_tokens], or symbols while the formula is
+    traced for the kernels.
     """
     cap = params[0]
     low = params[1]
@@ -108,8 +108,8 @@ def policy_gradient(logp, old_logp, advantage, params):
     advantage   A of the token
     params      not used
 
-    All three are fp32 [num_tokens], or symbols while the formula is traced for the kernels. So are
-    the results.
+    Log-probs, advantage, loss and slope are fp32 [num_tokens], or symbols while the formula is
+    traced for the kernels.
     """
     return weighted_nll(advantage, logp)
 
@@ -150,8 +150,8 @@ def importance_sampling(logp, old_logp, advantage, params):
     advantage   A of the token
     params      not used
 
-    All three are fp32 [num_tokens], or symbols while the formula is traced for the kernels. So are
-    the results.
+    Log-probs, advantage, loss and slope are fp32 [num_tokens], or symbols while the formula is
+    traced for the kernels.
     """
     loss = -bounded_exp(logp - old_logp) * advantage
     return loss, loss
@@ -171,8 +171,8 @@ def sapo(logp, old_logp, advantage, params):
     advantage   A of the token
     params      (tau for A > 0, tau for A <= 0), two numbers
 
-    All three are fp32 [num_tokens], or symbols while the formula is traced for the kernels. So are
-    the results.
+    Log-probs, advantage, loss and slope are fp32 [num_tokens], or symbols while the formula is
+    traced for the kernels.
     """
     tau_pos = params[0]
     tau_neg = params[1]
@@ -201,8 +201,8 @@ def vespo(logp, old_logp, advantage, params):
     advantage   A of the token
     params      (k and lambda for A >= 0, k and lambda for A < 0), four numbers
 
-    All three are fp32 [num_tokens], or symbols while the formula is traced for the kernels. So are
-    the results.
+    Log-probs, advantage, loss and slope are fp32 [num_tokens], or symbols while the formula is
+    traced for the kernels.
     """
     k_pos = params[0]
     lambda_pos = params[1]
@@ -226,8 +226,8 @@ def dro(logp, old_logp, advantage, params):
     advantage   A of the token
     params      (beta,), one number
 
-    All three are fp32 [num_tokens], or symbols while the formula is traced for the kernels. So are
-    the results.
+    Log-probs, advantage, loss and slope are fp32 [num_tokens], or symbols while the formula is
+    traced for the kernels.
     """
     beta = params[0]
     x = logp - old_logp
@@ -247,8 +247,8 @@ def regression(logp, old_logp, advantage, params):
     advantage   A of the token
     params      (beta,), one number
 
-    All three are fp32 [num_tokens], or symbols while the formula is traced for the kernels. So are
-    the results.
+    Log-probs, advantage, loss and slope are fp32 [num_tokens], or symbols while the formula is
+    traced for the kernels.
     """
     beta = params[0]
     residual = beta * (logp - old_logp) - advantage
@@ -823,7 +823,8 @@ def check_zero_at_zero_advantage(
     """Raise ValueError unless loss and slope of a surrogate are 0 for tokens with advantage 0.
 
     A surrogate declares by `zero_at_zero_advantage = True` that they are. Kernels then skip these
-    tokens. A NaN passes: it comes from 0 * infinity, which `check_surrogate` reports as an overflow.
+    tokens. A NaN passes, because it comes from 0 * infinity, and `check_surrogate` reports that as
+    an overflow.
 
     surrogate   the surrogate that is checked
     logp        fp64 [num_points], random log-probs under the policy
@@ -879,7 +880,10 @@ def check_log_ratio_bounds(bounds: Any, surrogate: Surrogate) -> None:
 def clip_cov(logp, old_logp, advantage, params):
     """Return the clipped PPO loss of each token and its slope, both 0 for a selected token.
 
-    The loss is that of the function `clip`, and the slope is d loss / d logp. See `ClipCov`.
+        loss  = -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A),   r = exp(logp - old_logp)
+        slope = d loss / d logp
+
+    The function `clip` computes both. See `ClipCov`.
 
     logp        log-prob of the sampled token under the policy now
     old_logp    log-prob of the token at the start of the update
@@ -887,8 +891,8 @@ def clip_cov(logp, old_logp, advantage, params):
     params      (eps_low, eps_high, share, low, high, selected): the fields of `ClipCov`, and 1.0
                 for a selected token, 0.0 for another. share, low and high are not used.
 
-    All three are fp32 [num_tokens], or symbols while the formula is traced for the kernels. So are
-    the results.
+    Log-probs, advantage, loss and slope are fp32 [num_tokens], or symbols while the formula is
+    traced for the kernels.
     """
     eps_low = params[0]
     eps_high = params[1]
@@ -914,8 +918,8 @@ def kl_cov(logp, old_logp, advantage, params):
     params      (coef, share, selected): the fields of `KlCov`, and 1.0 for a selected token, 0.0
                 for another. share is not used.
 
-    All three are fp32 [num_tokens], or symbols while the formula is traced for the kernels. So are
-    the results.
+    Log-probs, advantage, loss and slope are fp32 [num_tokens], or symbols while the formula is
+    traced for the kernels.
     """
     coef = params[0]
     selected = params[-1]

@@ -40,9 +40,15 @@ TERM_WEIGHTS = (
 
 
 def old_or_current(old_logp: Any, logp: Any) -> Any:
-    """Return old_logp, or logp for a token that is marked as on-policy (old_logp = ON_POLICY).
+    """Return old_logp of each token, or logp where old_logp is the mark ON_POLICY (1e30).
 
-    old_logp, logp   tensors of one shape, or symbols of a `program.Tracer`
+    The mark says that the token was sampled from the current policy, so that its old log-prob
+    equals its log-prob.
+
+    old_logp   fp32 [num_tokens], log-prob at the start of the update, or the mark
+    logp       fp32 [num_tokens], log-prob under the policy
+
+    Both may also be symbols, while the formula is traced for the kernels.
     """
     return ops.where(old_logp >= ON_POLICY, logp, old_logp)
 
@@ -69,7 +75,8 @@ class TokenInputs:
     divergence_weight   weight of the divergence of whole distributions; None without one
     sampler_logps       log-prob that a trust region compares with; None: it compares with old_logps
     log_ratios          log-ratio of the token's sequence; None: use the log-ratio of the token
-    auxiliary_loss      loss of further ids, added to the surrogate; None without such ids
+    auxiliary_loss      loss of extra ids, which are ids besides the target whose log-probs the loss
+                        uses. It is added to the surrogate; None without such ids
     weights             `TokenBatch.weights`; None if the batch has none
     loss_mask           bool: the mask of the batch; None: all tokens are trained
     marks_on_policy     whether old_logps may contain the mark ON_POLICY
@@ -101,7 +108,10 @@ class TokenInputs:
         return self.loss_mask
 
     def old_or_current(self, logps: Tensor) -> Tensor:
-        """Return the old log-prob of each token, which is `logps` for on-policy tokens.
+        """Return the old log-prob of each token, fp32 [num_tokens].
+
+        It is `logps` for on-policy tokens: tokens whose old log-prob is the mark ON_POLICY, or all
+        tokens if there are no old log-probs.
 
         logps   fp32 [num_tokens], log-prob of each token under the policy
         """
@@ -112,10 +122,15 @@ class TokenInputs:
         return old_or_current(self.old_logps, logps)
 
     def formula_inputs(self, logps: Tensor, entropy: Tensor | None) -> dict[str, Any]:
-        """Return all tensors that a formula reads if it runs in torch, by name.
+        """Return the inputs of the loss formula by name, to compute it in torch.
 
-        They are "logps", "entropy" and the fields PROGRAM_INPUTS that are not None. The old
-        log-probs of on-policy tokens are replaced by `logps`.
+        The dictionary has "logps", "entropy" (also if it is None), and those fields of this object
+        in PROGRAM_INPUTS that are not None, such as "old_logps" and "advantages". Each is fp32
+        [num_tokens].
+
+        A batch may mark tokens as on-policy by the old log-prob ON_POLICY (1e30). The result has
+        `logps` in place of such a mark. A traced program of the kernels replaces marks itself, so
+        `program_inputs` keeps them.
 
         logps     fp32 [num_tokens], log-prob of each token under the policy
         entropy   fp32 [num_tokens] in nats; None if no term reads it
@@ -126,17 +141,21 @@ class TokenInputs:
         return named
 
     def program_inputs(self) -> dict[str, Tensor]:
-        """Return the fields PROGRAM_INPUTS by name, without those that are None."""
+        """Return those fields of this object in PROGRAM_INPUTS that are not None, by name.
+
+        They are the inputs of a traced loss formula, except log-prob and entropy, which the kernels
+        compute. Each is fp32 [num_tokens].
+        """
         fields = self.__dict__
         return {name: fields[name] for name in PROGRAM_INPUTS if fields[name] is not None}
 
     def select(self, token_ids: slice | Tensor) -> TokenInputs:
-        """Return the inputs of some of the tokens, for a formula and a divergence.
+        """Return the inputs of some of the tokens, for a loss formula or a divergence.
 
-        The result has the fields PROGRAM_INPUTS, `targets` and `divergence_weight`. It has no
-        masks, because a formula does not read them.
+        The result has `targets`, `divergence_weight` and the fields in PROGRAM_INPUTS. The masks
+        and `weights` are None, because neither a formula nor a divergence reads them.
 
-        token_ids   slice, or int64 [num_selected]
+        token_ids   the tokens to select: a slice, or indices int64 [num_selected]
         """
         tensors = self.program_inputs()
         if self.divergence_weight is not None:
@@ -144,7 +163,7 @@ class TokenInputs:
         if isinstance(token_ids, slice):
             selected = [x[token_ids] for x in tensors.values()]
         else:
-            # One indexing operation for all tensors takes less host time.
+            # Index all tensors in one operation, which takes less host time.
             selected = list(torch.stack(list(tensors.values()))[:, token_ids])
         named = dict(zip(tensors, selected, strict=True))
         return TokenInputs(
@@ -155,9 +174,9 @@ class TokenInputs:
         )
 
     def weighted(self, factor: Tensor) -> TokenInputs:
-        """Return the inputs with the weight of every loss term multiplied by a factor.
+        """Return these inputs with the weight of every loss term multiplied by a factor.
 
-        A weight of 0 stays 0 if the factor is infinite or NaN.
+        A weight of 0 stays 0, even if the factor is infinite or NaN.
 
         factor   fp32 [num_tokens] or 0-d
         """

@@ -52,7 +52,7 @@ class FormulaFunctions:
     kl: dict[str, Any]
 
     def values(self) -> list[Any]:
-        """Return all functions and choices in one list, which determines the compiled formula."""
+        """Return all functions and choices in one list: the constants of a compiled formula."""
         return [
             self.surrogate,
             self.ratio_is_detached,
@@ -67,7 +67,7 @@ class FormulaNumbers:
     """The numbers of an objective, such as clip widths. A compiled formula gets them at each call.
 
     surrogate_params   the last argument of the surrogate
-    trust_params       the last argument of the trust region; () without one
+    trust_params       (low, high), the last argument of the trust region; () without one
     entropy_floor      (threshold,) of an `EntropyFloor`; None without one
     ratio_bounds       (low, high), bounds of the log-ratio; None without bounds
     kl_clamps          `Kl.clamps`, two numbers; None without clamps
@@ -82,17 +82,20 @@ class FormulaNumbers:
     kl_clamps: tuple[Any, Any] | None = None
 
     def values(self) -> list[Any]:
-        """Return all numbers in one list, field after field."""
+        """Return all numbers in one list, field after field. Fields that are None are left out."""
         return list(chain.from_iterable(x for x in vars(self).values() if x is not None))
 
     def counts(self) -> tuple[int | None, ...]:
-        """Return how many numbers each field has, or None for a field that is None."""
+        """Return how many numbers each field has, in the order of the fields; None for None."""
         return tuple(None if x is None else len(x) for x in vars(self).values())
 
     def as_symbols(self, tracer: Tracer) -> FormulaNumbers:
-        """Return these fields with a new parameter of the tracer in place of each number.
+        """Return a copy with a new parameter of the tracer in place of each number.
 
-        The parameters are made in the order of `values`.
+        A parameter is a symbol of a number that a traced program receives at each call. The
+        parameters are made in the order of the method `values`.
+
+        tracer   traces the formula
         """
         fields = [
             None if count is None else tuple(tracer.parameter() for _ in range(count))
@@ -112,7 +115,8 @@ class TokenValues(NamedTuple):
     ref_logp         log-prob under the reference; None without a KL estimate
     log_ratio        log-ratio at the objective's level, of the token or of its sequence
     advantage        advantage of the token
-    auxiliary_loss   loss of further ids, added to the surrogate; None without such ids
+    auxiliary_loss   loss of extra ids, which are ids besides the sampled token whose log-probs the
+                     loss uses. It is added to the surrogate; None without such ids
     policy_weight    weight of the policy term
     kl_weight        weight of the KL estimate; None leaves the term out
     entropy_weight   weight of the entropy bonus; None leaves the term out
@@ -134,21 +138,28 @@ class TokenValues(NamedTuple):
 
     @classmethod
     def from_names(cls, named: dict[str, Any]) -> TokenValues:
-        """Make the inputs of `token_loss` from the fields of `TokenInputs`.
+        """Make the inputs of `token_loss` from a dictionary of named inputs.
 
-        named   name -> tensor or symbol, for "logps", "entropy" and those of PROGRAM_INPUTS that
-                the tokens have
+        If an optional input is missing, its field is None, with these exceptions:
+        - Without "old_logps" all tokens are on-policy, so the old log-prob is the log-prob.
+        - Without "sampler_logps" a trust region compares with the old log-prob.
+        - Without "log_ratios" the log-ratio is that of the token, logp - old_logp.
+
+        named   "logps", "entropy", and those names in PROGRAM_INPUTS that the tokens have -> fp32
+                [num_tokens], or a symbol while the formula is traced for the kernels
         """
         logp = named["logps"]
         old_logp = named.get("old_logps", logp)
         log_ratio = named.get("log_ratios")
+        if log_ratio is None:
+            log_ratio = logp - old_logp
         return cls(
             logp=logp,
             entropy=named["entropy"],
             old_logp=old_logp,
             anchor_logp=named.get("sampler_logps", old_logp),
             ref_logp=named.get("ref_logps"),
-            log_ratio=logp - old_logp if log_ratio is None else log_ratio,
+            log_ratio=log_ratio,
             advantage=named["advantages"],
             auxiliary_loss=named.get("auxiliary_loss"),
             policy_weight=named["policy_weight"],
@@ -159,7 +170,9 @@ class TokenValues(NamedTuple):
 
 
 class TokenLosses(NamedTuple):
-    """The loss of each token and its gradients, fp32 [num_tokens]. Their sum is the loss.
+    """The loss of each token and its gradients, fp32 [num_tokens] each.
+
+    The sum of `losses` is the loss of the batch.
 
     losses                the loss of each token, with all weights
     grad_logps            d loss / d log-prob of the token
@@ -184,15 +197,26 @@ class TokenLosses(NamedTuple):
 def token_loss(
     token: TokenValues, functions: FormulaFunctions, numbers: FormulaNumbers
 ) -> TokenLosses:
-    """Return the loss of a token and its gradients: the sum at the top of this file.
+    """Return the loss of each token and its gradients.
 
-    The policy term is 0 for a token that is dropped: if its weight is 0, if its entropy is below
-    the entropy floor, or if it is outside of the trust region.
+        loss = policy_weight * (surrogate + auxiliary_loss)
+             + kl_weight * kl
+             - entropy_weight * entropy
+             - nll_weight * logp
+
+    The policy term, the first line, is 0 for a token that is dropped: if its weight is 0, if its
+    entropy is below the entropy floor, or if it is outside of the trust region. The trust region
+    does not drop the auxiliary loss.
 
     If a number that the policy term reads is NaN and the policy weight is not 0, loss and gradient
     are NaN, even if a comparison in the surrogate, the trust region or a bound hides the NaN. The
     exception is anchor_logp: a NaN in `sampler_logps` means that the sampler did not score the
     token, and the trust region drops it.
+
+    token       the inputs of the tokens: fp32 [num_tokens] each, or symbols while the formula is
+                traced for the kernels
+    functions   the functions of the objective, such as its surrogate
+    numbers     the numbers of the objective, such as its clip widths
     """
     zero = token.policy_weight * 0.0
     minimum = minimum_of_inputs(token, functions, numbers)  # NaN if an input is NaN
@@ -205,7 +229,7 @@ def token_loss(
         is_dropped = is_dropped | is_low
         if entropy_weight is not None:
             entropy_weight = ops.where(is_low, 0.0, entropy_weight)
-    # A trust region drops the sampled token. The auxiliary loss of further ids stays.
+    # A trust region drops the sampled token. The auxiliary loss of extra ids stays.
     auxiliary_is_dropped = is_dropped
     if functions.trust_region is not None:
         is_trusted = functions.trust_region(
@@ -213,6 +237,7 @@ def token_loss(
         )
         is_dropped = is_dropped | (is_number & ~is_trusted)
 
+    # With a NaN among the inputs the weight is NaN, and so are loss and gradient.
     policy_weight = ops.where(is_number, token.policy_weight, minimum)
     surrogate, grad_surrogate = policy_term(token, functions, numbers, zero)
     # A token of weight 0 contributes 0 even if its ratio is NaN.
@@ -222,7 +247,9 @@ def token_loss(
     if token.auxiliary_loss is not None:
         loss = loss + ops.where(auxiliary_is_dropped, 0.0, policy_weight * token.auxiliary_loss)
         grad_auxiliary_loss = ops.where(auxiliary_is_dropped, 0.0, policy_weight)
-    # For a ratio of the whole sequence, grad_surrogate is the derivative with respect to log-ratio.
+    # At these levels, unless the ratio counts as a constant, grad_surrogate is the derivative with
+    # respect to the log-ratio of the sequence, not to logp. The caller passes it on to all tokens
+    # of the sequence.
     grad_log_ratio = zero
     if functions.level in ("sequence", "sequence-sum") and not functions.ratio_is_detached:
         grad_log_ratio = grad_logp
@@ -232,6 +259,7 @@ def token_loss(
         kl = kl_term(token, functions, numbers)
         loss = loss + token.kl_weight * kl.value
         if functions.level == "sequence" and functions.kl["weighting"] == "ratio":
+            # The KL is multiplied by the ratio of the sequence, which has a gradient too.
             grad_logp = grad_logp + token.kl_weight * kl.grad_fixed_ratio
             grad_log_ratio = grad_log_ratio + token.kl_weight * kl.grad_through_ratio
         else:
@@ -243,6 +271,7 @@ def token_loss(
         grad_entropy = -entropy_weight
 
     if token.nll_weight is not None:
+        # A token of weight 0 contributes 0 even if its log-prob is -inf.
         loss = loss - ops.where(token.nll_weight == 0.0, 0.0, token.nll_weight * token.logp)
         grad_logp = grad_logp - token.nll_weight
     return TokenLosses(
@@ -257,14 +286,23 @@ def token_loss(
 def minimum_of_inputs(
     token: TokenValues, functions: FormulaFunctions, numbers: FormulaNumbers
 ) -> Any:
-    """Return the minimum of the inputs that the policy term reads, which is NaN if one is NaN.
+    """Return the minimum of the inputs of the policy term, which is NaN if one of them is NaN.
 
-    These are the advantage, the log-probs or at other levels the log-ratio, and the entropy if
-    there is an entropy floor. Only whether the result is NaN matters. A sum of the inputs would
-    also be NaN for inf - inf.
+    The inputs are the advantage, the two log-probs (at a sequence level the log-ratio of the
+    sequence instead), and the entropy if there is an entropy floor.
+
+    The caller uses only whether the result is NaN. A sum would not do: inf - inf is NaN too.
+
+    token       the inputs of the tokens: fp32 [num_tokens] each, or symbols while the formula is
+                traced for the kernels
+    functions   the functions of the objective, such as its surrogate
+    numbers     the numbers of the objective, such as its clip widths
+
+    Return fp32 [num_tokens], or a symbol.
     """
     if functions.level == "token":
         minimum = ops.minimum(token.logp, token.advantage)
+        # The same object as logp means that all tokens are on-policy.
         is_on_policy = token.old_logp is token.logp
         if not is_on_policy:
             minimum = ops.minimum(minimum, token.old_logp)
@@ -278,14 +316,22 @@ def minimum_of_inputs(
 def policy_term(
     token: TokenValues, functions: FormulaFunctions, numbers: FormulaNumbers, zero: Any
 ) -> tuple[Any, Any]:
-    """Return (surrogate, derivative) of a token, without the policy weight.
+    """Return the surrogate of each token and its derivative, without the policy weight.
 
-    The derivative is with respect to logp at level "token" and for a detached ratio, otherwise with
-    respect to the log-ratio. A surrogate function takes two log-probs, so at other levels it gets
-    two numbers whose difference is the log-ratio of the sequence.
+    The derivative is d surrogate / d logp at level "token", and at any level if the ratio counts as
+    a constant (`ratio_is_detached`). Otherwise it is d surrogate / d log-ratio.
 
-    functions, numbers   the parts of the objective's formula
-    zero                 0 in the shape of the token's values
+    A surrogate function takes two log-probs. At level "token" without bounds these are logp and
+    old_logp. Otherwise it gets two numbers whose difference is the log-ratio: that of the sequence,
+    or the token's own after clamping to `ratio_bounds`.
+
+    token       the inputs of the tokens: fp32 [num_tokens] each, or symbols while the formula is
+                traced for the kernels
+    functions   the functions of the objective, such as its surrogate
+    numbers     the numbers of the objective, such as its clip widths
+    zero        0 for each token, fp32 [num_tokens] or a symbol
+
+    Return (surrogate, derivative), fp32 [num_tokens] each, or symbols.
     """
     surrogate = functions.surrogate
     params = numbers.surrogate_params
@@ -308,7 +354,15 @@ def policy_term(
 
 
 def kl_term(token: TokenValues, functions: FormulaFunctions, numbers: FormulaNumbers) -> KlTerms:
-    """Return the KL estimate of a token and its derivatives, without `kl_weight`."""
+    """Return the KL estimate of each token and its derivatives, without `kl_weight`.
+
+    The result contains the weighting of the estimate by a ratio (`Kl.weighting`), if there is one.
+
+    token       the inputs of the tokens: fp32 [num_tokens] each, or symbols while the formula is
+                traced for the kernels
+    functions   the functions of the objective, such as its surrogate
+    numbers     the numbers of the objective, such as its clip widths
+    """
     token_log_ratio = token.logp - token.old_logp
     return kl_terms(
         token.logp,
@@ -321,21 +375,29 @@ def kl_term(token: TokenValues, functions: FormulaFunctions, numbers: FormulaNum
 
 
 def log_ratio_of_kl(log_ratio: Any, token_log_ratio: Any, level: str) -> Any:
-    """Return the log-ratio for the weighting of the KL estimate of a token (`Kl.weighting`).
+    """Return the log of the ratio that the KL estimate of each token may be multiplied by.
 
-    It is `log_ratio`, except that at level "sequence-sum" it is `token_log_ratio`: the ratio of a
-    whole sequence is a product of the ratios of all tokens and would dominate the KL.
+    It is `log_ratio`, except that at level "sequence-sum" it is `token_log_ratio`. At that level
+    `log_ratio` is a sum over the whole sequence, so its exponential, a product of the ratios of all
+    tokens, would dominate the KL.
 
-    log_ratio         log-ratio at the objective's level
-    token_log_ratio   log-ratio of the token itself
+    log_ratio         fp32 [num_tokens], log-ratio of the token, or at other levels than "token" of
+                      its sequence
+    token_log_ratio   fp32 [num_tokens], logp - old_logp of the token
+    level             `Objective.level`, for example "token"
+
+    The log-ratios may also be symbols, while the formula is traced for the kernels.
     """
     return token_log_ratio if level == "sequence-sum" else log_ratio
 
 
 def below_floor(entropy: Any, floor: Any) -> Any:
-    """Return whether the entropy of a token is below the floor, so that the token is dropped.
+    """Return whether the entropy of each token is below the floor, so that the token is dropped.
 
-    It is False for NaN, so that the token is kept and the loss is NaN.
+    It is False for a NaN, so that the token is kept and the loss is NaN.
+
+    entropy   fp32 [num_tokens] in nats, or a symbol while the formula is traced for the kernels
+    floor     number in nats, a 0-d tensor or a symbol
     """
     return entropy < floor
 
@@ -377,22 +439,29 @@ class ObjectiveFormula:
     def compute(self, named: dict[str, Any]) -> TokenLosses:
         """Return the loss of each token and its gradients, computed in torch.
 
-        named   the inputs by name, fp32 [num_tokens] each, see `TokenValues.from_names`
+        named   "logps", "entropy", and those names in PROGRAM_INPUTS that the tokens have -> fp32
+                [num_tokens]. "old_logps" must have no mark ON_POLICY.
         """
         return token_loss(TokenValues.from_names(named), self.functions, self.numbers)
 
     def with_surrogate_params(self, params: tuple[Any, ...]) -> ObjectiveFormula:
-        """Return this formula with `params` as the last argument of the surrogate."""
+        """Return a copy of this formula with other parameters of the surrogate.
+
+        params   the last argument of the surrogate function, such as (eps_low, eps_high, delta)
+        """
         numbers = replace(self.numbers, surrogate_params=params)
         return ObjectiveFormula(self.functions, numbers)
 
     def traced_loss(self, input_names: tuple[str, ...]) -> TracedLoss:
-        """Trace the formula into a program for tokens with these inputs.
+        """Return the formula as a program for the kernels, for tokens with these inputs.
 
-        A program that was traced before is returned again, unless a function of the user, or
-        something that it uses, has changed. Raises FormulaRefused if the formula cannot be traced.
+        The formula is traced: it is run once on symbols, which record its operations. A program
+        that was traced before is returned again, unless a function of the user, or something that
+        such a function uses, has changed since.
 
-        input_names   those of PROGRAM_INPUTS that the tokens have
+        input_names   those names in PROGRAM_INPUTS that the tokens have
+
+        Raises FormulaRefused if the formula cannot be traced.
         """
         traced_before = self._traced.get(input_names)
         if traced_before is not None and traced_before.is_current():
@@ -407,7 +476,7 @@ class ObjectiveFormula:
             return [getattr(token_losses, name) for name in output_names(input_names)]
 
         functions = self.functions.values()
-        keys = [key_of(x) for x in functions]
+        keys = [key_of(x) for x in functions]  # None for a function that has no key
         traced = traced_program(
             keys=(*keys, input_names, self.numbers.counts()),
             name=name_of_functions(functions),
@@ -423,13 +492,13 @@ class ObjectiveFormula:
         return result
 
     def compare_with_torch(self, input_names: tuple[str, ...], run: RunProgram) -> None:
-        """Compare the outputs of the traced program with the formula in torch, on random inputs.
+        """Raise FormulaRefused unless the traced program computes the same as the formula in torch.
 
-        They differ if a function of the user does something else with symbols than with tensors.
-        Raises FormulaRefused then. Does nothing if a comparison has succeeded before for functions
-        with the same keys.
+        Both are run on random inputs. The outputs differ if a function of the user does something
+        else with symbols than with tensors. Does nothing if a comparison has succeeded before for
+        functions with the same keys.
 
-        input_names   those of PROGRAM_INPUTS that the tokens have
+        input_names   those names in PROGRAM_INPUTS that the tokens have
         run           runs a program: (program, values of its scalars, inputs) -> outputs
         """
         names = ("logps", "entropy", *input_names)
@@ -452,11 +521,14 @@ class ObjectiveFormula:
 
 
 def replace_on_policy_marks(named: dict[str, Any]) -> dict[str, Any]:
-    """Return the inputs of tokens with logp in place of the mark ON_POLICY among "old_logps".
+    """Return the inputs with the log-prob of the token in place of each mark ON_POLICY.
 
-    Every program contains this step, so that one program serves batches with and without marks.
+    The mark in "old_logps" says that a token was sampled from the current policy, so that its old
+    log-prob equals its log-prob. Every program contains this step, so that one program serves
+    batches with and without marks. Without "old_logps", `named` itself is returned.
 
-    named   name -> tensor [num_tokens], or symbol of a `Tracer`
+    named   "logps", "old_logps" and other inputs by name: fp32 [num_tokens] each, or symbols of a
+            `Tracer`
     """
     if "old_logps" not in named:
         return named
@@ -464,12 +536,13 @@ def replace_on_policy_marks(named: dict[str, Any]) -> dict[str, Any]:
 
 
 def output_names(input_names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of a program's outputs, which are fields of `TokenLosses`, in their order.
+    """Return the names of the outputs of a loss program: fields of `TokenLosses`, in their order.
 
-    Every program computes the first three, which the kernels over rows of logits need. The
-    gradients of log-ratio and auxiliary loss follow if the program has these inputs.
+    They are "losses", "grad_logps" and "grad_entropy", then "grad_log_ratios" if the program has
+    the input "log_ratios", then "grad_auxiliary_loss" if it has the input "auxiliary_loss". Kernels
+    over rows of logits need the first three, which every program computes.
 
-    input_names   those of PROGRAM_INPUTS that the program has
+    input_names   those names in PROGRAM_INPUTS that the program has
     """
     names = ["losses", "grad_logps", "grad_entropy"]
     names += [f"grad_{name}" for name in ("log_ratios", "auxiliary_loss") if name in input_names]
@@ -479,18 +552,22 @@ def output_names(input_names: tuple[str, ...]) -> tuple[str, ...]:
 def name_of_functions(functions: list[Any]) -> str:
     """Return the names of the user's functions, separated by commas, for error messages.
 
-    If there are none, return the name of the first function, which is the surrogate.
+    If no function is the user's, return the name of the first one.
+
+    functions   the functions and choices of a formula, the surrogate first
     """
     named = users_functions(functions) or functions[:1]
     return ", ".join(dict.fromkeys(name_of_function(x) for x in named))
 
 
 def random_inputs(names: tuple[str, ...]) -> list[Tensor]:
-    """Return random values of each input, fp32 [512] each, for a comparison of two formulas.
+    """Return random values of each input, to compare a traced program with its formula in torch.
 
     Some values of each input are infinite or NaN, and some advantages and weights are 0.
 
-    names   "logps", "entropy" or names in PROGRAM_INPUTS
+    names   names of the inputs: "logps", "entropy" or names in PROGRAM_INPUTS
+
+    Return one fp32 [512] for each name.
     """
     num_tokens = 512
     generator = torch.Generator().manual_seed(0)
@@ -499,7 +576,7 @@ def random_inputs(names: tuple[str, ...]) -> list[Tensor]:
     for name in names:
         if name == "logps":
             x = logp.float()
-        elif name.endswith("logps"):
+        elif name.endswith("logps"):  # another log-prob of the same tokens
             _, difference = random_log_probs(num_tokens, generator)
             x = (logp + difference).float()
         elif name == "entropy":
@@ -533,7 +610,8 @@ class TokenLossFormula(NamedTuple):
     def select(self, token_ids: slice | Tensor) -> TokenLossFormula:
         """Return the formula with the inputs of some of the tokens.
 
-        token_ids   slice, or int64 [num_selected]
+        token_ids   the tokens to select: a slice, or indices int64 [num_selected]. For a slice of
+                    all tokens the result is this object.
         """
         if isinstance(token_ids, slice):
             num_tokens = self.inputs.targets.numel()
@@ -547,13 +625,17 @@ class TokenLossFormula(NamedTuple):
         logps     fp32 [num_tokens], log-prob of each token under the policy
         entropy   fp32 [num_tokens] in nats; None if no term reads it
         """
-        token_losses = self.objective_formula.compute(self.inputs.formula_inputs(logps, entropy))
+        named_inputs = self.inputs.formula_inputs(logps, entropy)
+        token_losses = self.objective_formula.compute(named_inputs)
+        # Return the same fields as a program does.
         return self.named_outputs([getattr(token_losses, name) for name in self.output_names()])
 
     def named_outputs(self, outputs: Sequence[Any]) -> TokenLosses:
-        """Return the outputs of the program by name, each fp32 [num_tokens].
+        """Return the outputs of the program as `TokenLosses`.
 
-        The gradient of the entropy is None without an entropy bonus.
+        The gradient of the entropy becomes None if there is no entropy bonus.
+
+        outputs   fp32 [num_tokens] each, in the order of the method `output_names`
         """
         named = dict(zip(self.output_names(), outputs, strict=True))
         if self.inputs.entropy_weight is None:
@@ -561,25 +643,28 @@ class TokenLossFormula(NamedTuple):
         return TokenLosses(**named, log_ratios=self.inputs.log_ratios)
 
     def output_names(self) -> tuple[str, ...]:
-        """Return the names of the program's outputs, see `output_names`."""
+        """Return the names of the program's outputs, which are fields of `TokenLosses`."""
         return output_names(self.input_names())
 
     def program(self) -> tuple[Program, list[float]]:
-        """Return (program, values of its scalars): the formula traced for the kernels.
+        """Return the formula as a program for the kernels, and the values of its scalars.
 
         The program computes the outputs `output_names` from log-prob, entropy and the inputs
-        `input_names`. Raises FormulaRefused if the formula cannot be traced.
+        `input_names`. Its scalars are the numbers that are the same for all tokens, such as clip
+        widths. Raises FormulaRefused if the formula cannot be traced.
         """
         traced_loss = self.objective_formula.traced_loss(self.input_names())
         return traced_loss.traced.require_program(), traced_loss.scalars
 
     def input_names(self) -> tuple[str, ...]:
-        """Return those of PROGRAM_INPUTS that the tokens have, in this order."""
+        """Return the names in PROGRAM_INPUTS of the inputs that are not None, in this order."""
         fields = self.inputs.__dict__
         return tuple(name for name in PROGRAM_INPUTS if fields[name] is not None)
 
     def program_inputs(self, program: Program) -> dict[str, Tensor]:
-        """Return the inputs of a program by name, without log-prob and entropy, contiguous.
+        """Return the inputs of a program by name, fp32 [num_tokens] each, contiguous.
+
+        Log-prob and entropy are not among them, because kernels compute both.
 
         program   from the method `program`
         """
@@ -587,7 +672,9 @@ class TokenLossFormula(NamedTuple):
         return {name: tensors[name].contiguous() for name in program.inputs if name in tensors}
 
     def compare_with_torch(self, run: RunProgram) -> None:
-        """Compare the traced program with torch, see `ObjectiveFormula.compare_with_torch`.
+        """Raise FormulaRefused unless the traced program computes the same as the formula in torch.
+
+        Both are run on random inputs. Does nothing if a comparison has succeeded before.
 
         run   runs a program: (program, values of its scalars, inputs) -> outputs
         """
