@@ -344,7 +344,7 @@ class Objective(Checked):
 
         name       a name in `PRESETS`
         numerics   the trainer whose constants, clamps and denominators to use, a name in
-                   `NUMERICS` such as "trl" or "verl". None: those of the paper.
+                   `NUMERICS` such as "trl" or "verl". None: use the numbers of the paper.
         changes    fields of `Objective` to replace, which take precedence over the trainer's
 
         Raises ValueError for an unknown name or trainer, and for a trainer without this objective.
@@ -402,8 +402,8 @@ class Objective(Checked):
     def aggregates(self) -> tuple[str, str, str]:
         """The aggregates of policy term, KL and entropy bonus, three names in AGGREGATES.
 
-        If the KL or the entropy bonus has no aggregate of its own (None), or if its coefficient is
-        0, the result has the aggregate of the policy term in its place.
+        For the KL this is `kl_aggregate`, and for the entropy bonus `entropy_aggregate`. If that is
+        None, or if the coefficient of the term is 0, it is the aggregate of the policy term.
         """
         kl = self.kl_aggregate if self.beta != 0 else None
         entropy = self.entropy_aggregate if self.entropy_coef != 0 else None
@@ -980,9 +980,7 @@ class Objective(Checked):
         inputs    of the same tokens
         """
         old_logps = inputs.old_or_current(logps)
-        selected = self.surrogate.select(
-            logps, old_logps, advantages=inputs.advantages, trained=inputs.mask
-        )
+        selected = self.surrogate.select(logps, old_logps, inputs.advantages, inputs.mask)
         params = (*formula.numbers.surrogate_params, selected)
         return formula.with_surrogate_params(params)
 

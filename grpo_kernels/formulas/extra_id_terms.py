@@ -127,7 +127,6 @@ class ExtraIdTerms(NamedTuple):
         anything but a tensor [num_ids] to `sum_over_ids`.
         """
         token_of_id = self.token_of_id()
-        advantage_of_id = advantages[token_of_id]
 
         def sum_over_ids(x: Any) -> Tensor:
             """Return the sum of x over the ids of the same token, [num_ids] like x."""
@@ -141,7 +140,8 @@ class ExtraIdTerms(NamedTuple):
         terms = torch.zeros_like(logps)
         grad_logps = torch.zeros_like(logps)
         for function, values in self.parts:
-            returned = without_branches(function, logps, values, advantage_of_id, sum_over_ids)
+            advantage = advantages[token_of_id]
+            returned = without_branches(function, logps, values, advantage, sum_over_ids)
             check_terms(function, returned, logps)
             term, slope = returned
             terms = terms + term

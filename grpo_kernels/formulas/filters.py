@@ -413,7 +413,7 @@ def near_sampler(
     logps          fp32 [num_tokens], log-prob of each token under the policy
     delta          largest mean of sampler_logp - logp of a sequence that is kept in any case
     advantage_of   "sequence": drop all tokens of such a sequence if the sum of its advantages is
-                   negative. "token": drop those of its tokens that have a negative advantage.
+                   negative. "token": drop each of its tokens that has a negative advantage.
 
     Raises ValueError if the batch has no advantages.
     """

@@ -62,7 +62,7 @@ class FutureKl(Checked):
     def weights(self, batch: TokenBatch, logps: Tensor) -> Tensor:
         """Return the future-KL weight of each token, for `TokenBatch(weights=)`.
 
-            weight_t = exp(F_t), clipped to [low, high]
+            weight_t is exp(F_t), clipped to [low, high]
             F_t      = sum over k >= t of gamma^(k - t) * (logp_k - old_logp_k)
 
         The sum is over the sequence of token t. The class says which tokens are left out of it.
@@ -112,7 +112,7 @@ class FutureKl(Checked):
     def _weights(self, log_ratios: Tensor, advantages: Tensor, batch: TokenBatch) -> Tensor:
         """Return the future-KL weight of each token, fp32 [num_tokens].
 
-            weight_t = exp(F_t), clipped to [low, high]
+            weight_t is exp(F_t), clipped to [low, high]
             F_t      = sum over k >= t of gamma^(k - t) * log r_k,   gamma = 2^(-1 / half_life)
 
         The sum is over the trained tokens k of the sequence of t with a ratio r_k of at most

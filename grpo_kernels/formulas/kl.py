@@ -168,8 +168,8 @@ def sdar_gate(logp, old_logp, ref_logp):
 class DetachedWeight(Checked):
     """A KL estimator multiplied by a weight that has no gradient.
 
-        value = sg(weight) * k
-        slope = sg(weight) * dk / d logp
+        value   sg(weight) * k
+        slope   sg(weight) * dk / d logp
 
     k is the estimate, and sg(weight) is the weight as a constant for the gradient. The slope is the
     derivative of the value in logp.
@@ -314,13 +314,13 @@ class KlTerms(NamedTuple):
 
     The value is weight * k, where k is the estimate. If the weight is the ratio, it depends on the
     log-prob of the token, or at level "sequence" on the log-probs of its whole sequence. So the
-    derivative through the ratio is a field of its own.
+    derivative through the ratio has a separate field.
 
     value                weight * k
     grad_fixed_ratio     weight * dk / d logp, the derivative in logp if the weight is a constant
     grad_through_ratio   d value / d (log of the ratio); 0 if the weight is a constant
-    grad_both            the sum of the two derivatives, computed without cancellation: d value /
-                         d logp if the ratio is that of the token
+    grad_both            the sum of the two derivatives, computed without cancellation. It is
+                         d value / d logp if log_ratio = logp - old_logp.
     """
 
     value: Any

@@ -67,7 +67,7 @@ ROW_OPERATIONS: dict[str, Callable[..., Any]] = {
     "where": lambda condition, a, b: torch.where(condition != 0, a, b),
 }
 UNARY_OPERATIONS = {"neg", "abs", "exp", "log", "sqrt", "tanh", "reciprocal", "not"}
-#: Operations whose result is boolean. That of "where" is boolean if both of its values are.
+#: Operations whose result is boolean. A "where" has a boolean result if both of its values are.
 BOOLEAN_RESULTS = {"lt", "le", "eq", "ne", "and", "or", "not"}
 #: Operations whose operands may all be boolean. Others, such as "add", need at least one number.
 ACCEPTS_BOOLEANS = {"and", "or", "not", "where", "eq", "ne"}
@@ -252,7 +252,7 @@ class Symbol:
     def clamp(self, min: Any = None, max: Any = None) -> Symbol:
         """Record a clamp to [min, max], and return its symbol. None: no bound on that side.
 
-        min, max   symbols or Python numbers. The names are those of `Tensor.clamp`.
+        min, max   symbols or Python numbers, named as in `Tensor.clamp`
         """
         return self.tracer.clamp(self, min, max)
 

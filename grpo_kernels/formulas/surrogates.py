@@ -356,9 +356,9 @@ class Surrogate(Checked):
     def clip_log_ratios(self, x: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor | float]:
         """Return the clipped log-ratio f(x) of each token and its derivative f'(x).
 
-        If the ratio is that of a whole sequence, its logarithm is the mean or the sum of f(x) over
-        the tokens of the sequence. Here f is the identity. A subclass that clips the log-ratios of
-        tokens overrides this method.
+        At other levels than "token", the log-ratio of a sequence is the mean or the sum of f(x)
+        over its tokens. Here f is the identity. A subclass that clips the log-ratios of tokens
+        overrides this method.
 
         x            fp32 [num_tokens], log-ratio logp - old_logp of each token
         advantages   fp32 [num_tokens]
@@ -1036,7 +1036,7 @@ class KlCov(Surrogate):
         loss = -r A + coef |x|   for the tokens with the largest covariance
         loss = -r A              for all other tokens
 
-    x = log r, and the covariance is that of log-prob and advantage (see `covariance`).
+    x = log r. The covariance is between log-prob and advantage (see `covariance`).
 
     coef    weight of the penalty
     share   share of the trained tokens with the penalty, at least one token

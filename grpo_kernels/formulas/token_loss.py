@@ -143,7 +143,7 @@ class TokenValues(NamedTuple):
         If an optional input is missing, its field is None, with these exceptions:
         - Without "old_logps" all tokens are on-policy, so the old log-prob is the log-prob.
         - Without "sampler_logps" a trust region compares with the old log-prob.
-        - Without "log_ratios" the log-ratio is that of the token, logp - old_logp.
+        - Without "log_ratios" the log-ratio is logp - old_logp of each token.
 
         named   "logps", "entropy", and those names in PROGRAM_INPUTS that the tokens have -> fp32
                 [num_tokens], or a symbol while the formula is traced for the kernels
@@ -321,9 +321,9 @@ def policy_term(
     The derivative is d surrogate / d logp at level "token", and at any level if the ratio counts as
     a constant (`ratio_is_detached`). Otherwise it is d surrogate / d log-ratio.
 
-    A surrogate function takes two log-probs. At level "token" without bounds these are logp and
-    old_logp. Otherwise it gets two numbers whose difference is the log-ratio: that of the sequence,
-    or the token's own after clamping to `ratio_bounds`.
+    A surrogate function takes two log-probs. At level "token" without `ratio_bounds` it gets logp
+    and old_logp. Otherwise it gets two numbers whose difference is the log-ratio of the token or of
+    its sequence, clamped to `ratio_bounds` if there are any.
 
     token       the inputs of the tokens: fp32 [num_tokens] each, or symbols while the formula is
                 traced for the kernels
