@@ -158,14 +158,15 @@ def divergence_at(
         log_q_outside = (1.0 - sum_rows(q, offsets)).clamp(min=LEAST_TAIL).log()
         divergence = divergence + generalised_terms(exact, log_p_outside, log_q_outside)
     elif exact.tail == "ignore":
-        # A generalised term is a (log a - log b) - a + b. This tail wants a (log a - log b) alone,
-        # so add a - b, which is p - q for "reverse" and q - p for "forward". In "jsd" the two
+        # A generalised term is a (log a - log b) - a + b. For this tail the term of an id is
+        # a (log a - log b), so add a - b, which is p - q for "reverse" and q - p for "forward". In "jsd" the two
         # differences cancel, and "tv" has none.
         differences = {"reverse": p - q, "forward": q - p}
         difference = differences.get(exact.direction, torch.zeros_like(p))
         divergence = divergence + sum_rows(difference, offsets)
     if exact.tail != "ignore":
-        # No term is negative, so a negative sum is a rounding error. Make it 0, with its gradient.
+        # No term is negative, so a negative sum is a rounding error. Make its value 0, and keep its
+        # gradient.
         divergence = torch.where(divergence < 0, divergence - divergence.detach(), divergence)
     return torch.where(offsets.diff() > 0, divergence, 0.0).float()
 

@@ -217,11 +217,15 @@ def token_loss(
                 traced for the kernels
     functions   the functions of the objective, such as its surrogate
     numbers     the numbers of the objective, such as its clip widths
+
+    Return `TokenLosses`: the losses, and their derivatives in log-prob, entropy, log-ratio of the
+    sequence and auxiliary loss. A derivative that the objective does not have is 0.
     """
     zero = token.policy_weight * 0.0
     minimum = minimum_of_inputs(token, functions, numbers)  # NaN if an input is NaN
-    is_number = minimum == minimum
+    is_number = minimum == minimum  # False for NaN
 
+    # Which tokens have no policy term.
     is_dropped = token.policy_weight == 0.0
     entropy_weight = token.entropy_weight
     if numbers.entropy_floor is not None:
@@ -237,7 +241,7 @@ def token_loss(
         )
         is_dropped = is_dropped | (is_number & ~is_trusted)
 
-    # With a NaN among the inputs the weight is NaN, and so are loss and gradient.
+    # The policy term. With a NaN among its inputs the weight is NaN, and so are loss and gradient.
     policy_weight = ops.where(is_number, token.policy_weight, minimum)
     surrogate, grad_surrogate = policy_term(token, functions, numbers, zero)
     # A token of weight 0 contributes 0 even if its ratio is NaN.
@@ -255,6 +259,7 @@ def token_loss(
         grad_log_ratio = grad_logp
         grad_logp = zero
 
+    # The other terms, if the objective has them.
     if token.kl_weight is not None:
         kl = kl_term(token, functions, numbers)
         loss = loss + token.kl_weight * kl.value
