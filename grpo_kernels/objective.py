@@ -446,7 +446,7 @@ class Objective(Checked):
     def reads_sequences(self) -> bool:
         """Whether level, filters or `future_kl` depend on which tokens form a sequence.
 
-        The aggregate is not included.
+        The aggregate may depend on it too, which this property does not consider.
         """
         if self.level != "token" or self.future_kl is not None:
             return True
@@ -923,7 +923,7 @@ class Objective(Checked):
         the selection of tokens by the surrogate are applied first. Then there are three steps:
         1. The log-ratio of each sequence is computed.
         2. The formula of each token is evaluated, with the log-ratio as an input.
-        3. The gradient of the log-ratio is added to all tokens of the sequence.
+        3. If the log-ratio has a gradient, it is passed on to all tokens of the sequence.
         At level "token" there is only step 2.
 
         logps            fp32 [num_tokens], log-prob of each token under the policy, exactly 0 in
@@ -952,6 +952,7 @@ class Objective(Checked):
                 formula = self._with_selection(formula, logps, inputs)
         if self.level != "token":
             assert batch is not None
+            # Step 1: the log-ratio of each sequence.
             ratio = self._sequence_ratio(logps, inputs, batch)
             changed["log_ratios"] = ratio.log_ratios()
         if auxiliary_loss is not None:
@@ -959,9 +960,11 @@ class Objective(Checked):
         if changed:
             inputs = replace(inputs, **changed)
 
+        # Step 2: the formula of each token.
         if self.formula_is_torch_only:
             evaluate = TokenLossFormula.compute
         losses = evaluate(TokenLossFormula(formula, inputs), logps, entropy)
+        # Step 3: the gradient of the log-ratio of each sequence.
         if self.through_sequence:
             grad_logps = ratio.gradient(losses.grad_log_ratios)
             losses = losses._replace(grad_logps=losses.grad_logps + grad_logps)

@@ -83,7 +83,7 @@ class Exact(Checked):
     )
 
     def __post_init__(self) -> None:
-        """Raise ValueError naming the field that is wrong."""
+        """Raise ValueError naming the field that is wrong. A mixture is for "jsd" only."""
         super().__post_init__()
         require_one_of("direction", self.direction, DIRECTIONS)
         require_one_of("tail", self.tail, TAILS)
@@ -132,7 +132,8 @@ def divergence_at(
                     "bin"           all outside ids together are one more outcome
                     "renormalise"   p and q are renormalised over the ids of the row
                     "ignore"        the plain sum over the ids, which may be below 0
-                    "generalised"   the sum of `generalised_terms` over the ids
+                    "generalised"   the sum over the ids of `generalised_terms`, which are 0 where
+                                    p = q and above 0 elsewhere
     logps           float [num_ids], log-prob of each id under the policy
     teacher_logps   float [num_ids], log-prob of each id under the teacher
     offsets         int64 [num_rows + 1]: row r has the ids offsets[r] : offsets[r + 1] of `logps`
@@ -159,8 +160,8 @@ def divergence_at(
         divergence = divergence + generalised_terms(exact, log_p_outside, log_q_outside)
     elif exact.tail == "ignore":
         # A generalised term is a (log a - log b) - a + b. For this tail the term of an id is
-        # a (log a - log b), so add a - b, which is p - q for "reverse" and q - p for "forward". In "jsd" the two
-        # differences cancel, and "tv" has none.
+        # a (log a - log b), so add a - b, which is p - q for "reverse" and q - p for "forward". In
+        # "jsd" the differences of both KLs cancel, and "tv" has none.
         differences = {"reverse": p - q, "forward": q - p}
         difference = differences.get(exact.direction, torch.zeros_like(p))
         divergence = divergence + sum_rows(difference, offsets)

@@ -96,7 +96,8 @@ def trust_kl(logp, anchor_logp, advantage, params):
         A < 0   keep if KL <= low or p >= q, because the loss lowers p
         A = 0   keep unless the KL is NaN
 
-    p = exp(logp), q = exp(anchor_logp) and A is the advantage.
+    p = exp(logp), q = exp(anchor_logp) and A is the advantage. In the second logarithm 1e-8 is
+    added to 1 - q and to 1 - p, so that it is finite for p or q = 1.
 
     logp          log-prob of the token under the policy
     anchor_logp   log-prob of the token that p is compared with, for example under the old policy
@@ -110,7 +111,6 @@ def trust_kl(logp, anchor_logp, advantage, params):
     high = params[1]
     p = ops.exp(logp)
     q = ops.exp(anchor_logp)
-    # 1e-8 keeps the second logarithm finite for p or q = 1.
     kl = q * (anchor_logp - logp) + (1.0 - q) * ops.log((1.0 - q + 1e-8) / (1.0 - p + 1e-8))
     keep_if_positive = (kl <= high) | (p <= q)
     keep_if_negative = (kl <= low) | (p >= q)
@@ -204,7 +204,7 @@ class TrustRegion(Filter):
     ranges = (("low high", "the width of the region is a number >= 0.", 0),)
 
     def __post_init__(self) -> None:
-        """Raise ValueError naming the field that is wrong."""
+        """Raise ValueError unless `kind` and `anchor` are known names and the bounds are >= 0."""
         super().__post_init__()
         require_one_of("kind", self.kind, TRUST_REGIONS)
         is_anchor = self.anchor in ("old", "sampler")
@@ -327,7 +327,7 @@ class OffPolicySequences(Filter):
     ranges = (("delta", *DELTA),)
 
     def __post_init__(self) -> None:
-        """Raise ValueError naming the field that is wrong."""
+        """Raise ValueError unless `delta` is finite and `advantage_of` is in ADVANTAGES_OF."""
         super().__post_init__()
         require_one_of("advantage_of", self.advantage_of, ADVANTAGES_OF)
 

@@ -54,7 +54,7 @@ class FutureKl(Checked):
     )
 
     def __post_init__(self) -> None:
-        """Raise ValueError naming the field that is wrong."""
+        """Raise ValueError naming a field that is outside of its range. `low` is at most `high`."""
         super().__post_init__()
         remedy = "the lower bound of the weight is in [0, high]."
         require(self.low <= self.high, "low", self.low, remedy)

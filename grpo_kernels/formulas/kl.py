@@ -106,7 +106,9 @@ def absolute(logp, old_logp, ref_logp):
 
 
 def distillation(logp, old_logp, ref_logp):
-    """Return prime-rl's loss of on-policy distillation of each token, and its derivative in logp.
+    """Return the on-policy distillation loss of each token, as in prime-rl, and its derivative.
+
+    The derivative is with respect to logp.
 
         value      = -sg(d) r [p - p_old >= -0.2] + 1e-3 (log r)^2
         derivative = -sg(d) r [p - p_old >= -0.2] + 2e-3 log r

@@ -46,7 +46,8 @@ def clip(logp, old_logp, advantage, params):
         loss  = -min(min(r, delta) A, clip(r, 1 - eps_low, 1 + eps_high) A)
         slope = loss = -r A where the minimum is r A, otherwise 0
 
-    r = exp(min(logp - old_logp, 60)). The bound of 60 keeps r finite in fp32.
+    r = exp(min(logp - old_logp, 60)). The bound of 60 keeps r finite in fp32. Beyond the bound the
+    slope stays -r A instead of 0, so that the token keeps a gradient.
 
     logp        log-prob of the sampled token under the policy now
     old_logp    log-prob of the token at the start of the update
@@ -456,7 +457,7 @@ class Cispo(Surrogate):
     )
 
     def __post_init__(self) -> None:
-        """Raise ValueError naming the field that is wrong."""
+        """Raise ValueError unless `cap` is above 0 and `low` is in [0, cap]."""
         super().__post_init__()
         require(self.low <= self.cap, "low", self.low, LOW)
 
@@ -998,7 +999,7 @@ class ClipCov(Surrogate):
     ranges = (*CLIP_WIDTHS, SHARE, ("low high", "the band of covariances is low < high."))
 
     def __post_init__(self) -> None:
-        """Raise ValueError naming the field that is wrong."""
+        """Raise ValueError naming a field that is outside of its range. `low` is below `high`."""
         super().__post_init__()
         remedy = f"the band of covariances is low < high, but low={self.low}."
         require(self.low < self.high, "high", self.high, remedy)
