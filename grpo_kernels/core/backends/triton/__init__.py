@@ -125,13 +125,18 @@ class Kernels(Backend):
         return sums
 
     def run_mixture_kernel(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
-        """Return MIXTURE_SUMS of each row: two sums over the vocabulary, fp32 [2, num_rows].
+        """Return MIXTURE_SUMS of each row, fp32 [2, num_rows], in a second pass over the rows.
 
-        With p the policy's softmax, q the reference's, m = (1 - mixture) p + mixture q, and with
-        direction and mixture from `rows.reference`:
+        They are sums over the vocabulary, from which the divergences "jsd" and "tv" follow. With p
+        the policy's softmax and q the reference's:
 
-            "jsd"   KL(p || m) and KL(q || m)
-            "tv"    sum_j p_j sign(p_j - q_j) / 2 and sum_j |p_j - q_j| / 2
+            direction   row 0                            row 1
+            "jsd"       KL(p || m)                       KL(q || m)
+            "tv"        sum_j p_j sign(p_j - q_j) / 2    sum_j |p_j - q_j| / 2
+
+        m = (1 - b) p + b q is a mixture with the weight b. `rows.reference` has the direction and
+        b, its `mixture`. For "tv" row 1 is the divergence. In both directions the gradient needs
+        row 0, see `SoftmaxSums.gradient_center`.
 
         sums   softmax sums of the first pass over the rows, which normalize p and q
         """
@@ -155,11 +160,13 @@ class Kernels(Backend):
     ) -> None:
         """Write d loss / d logits of each row into the same row of `out`.
 
-        The formula is in `GradientCoefficients`. Rows whose coefficients are all 0 become 0. The
-        reference is read only if "divergence" is among the coefficients.
+        The formula is in `GradientCoefficients`. The reference is read only if "divergence" is
+        among the coefficients.
 
-        sums   softmax sums of the rows, from `softmax_sums`
-        out    [A, T, V] like `rows.logits` (A * T rows of V logits); may be their memory
+        sums           softmax sums of the rows, from `softmax_sums`
+        coefficients   numbers of each row in the formula. A row whose coefficients are all 0 gets
+                       the gradient 0.
+        out            [A, T, V] like `rows.logits` (A * T rows of V logits); may be their memory
         """
         reference = rows.reference if "divergence" in coefficients.names else None
         call = RowCall(rows._replace(reference=reference), out)
@@ -211,17 +218,22 @@ class Kernels(Backend):
         """Return the result of `fused_loss` from one kernel call, for rows without a reference.
 
         Raises FormulaRefused if the loss formula cannot be traced, and KernelFailure if the kernel
-        cannot run. The subclass `OrEager` returns None in both cases.
+        cannot run. The subclass `OrEager` returns None instead, in both cases.
+
+        rows           all rows of the logits: `rows.row_range` is None
+        loss_formula   computes the loss of a row from its log-prob and entropy
+        out            as in `fused_loss`
         """
         assert rows.row_range is None
         if self.strict:
-            # On the first use of a formula: run the traced program in PyTorch on random inputs, and
-            # raise FormulaRefused if its outputs differ from those of the formula itself.
+            # On the first use of a formula, run its traced program in PyTorch on random inputs.
+            # Raise FormulaRefused if the outputs differ from the results of the formula itself.
             loss_formula.compare_with_torch(Program.run_in_torch)
-        # program: the formula as a list of vector operations, numbers: its scalars, such as clip
-        # bounds. formula: the program as a Triton function, with some scalars as constants in its
-        # source. The others are arguments of the kernel.
+        # program: the formula as a list of vector operations. numbers: all of its scalars, such as
+        # clip bounds.
         program, numbers = loss_formula.program()
+        # formula: the program as a Triton function. Some scalars are constants in its source. The
+        # others, numbers[i] for i in argument_indices, are arguments of the kernel.
         formula, argument_indices = formula_function(program)
         inputs = loss_formula.program_inputs(program)
         call = RowCall(rows, out)
@@ -250,6 +262,7 @@ class Kernels(Backend):
         Raises FormulaRefused if the loss formula cannot be traced, and KernelFailure if the kernel
         cannot run.
 
+        loss_formula     computes the loss of a row from its log-prob and entropy
         logps, entropy   fp32 [num_rows]
         """
         if self.strict:
@@ -305,6 +318,7 @@ class Kernels(Backend):
         }
 
         def num_programs(tile_columns: int) -> int:
+            """Return the number of programs: one for each tile, at most SCALE_PROGRAMS."""
             num_tiles = num_rows * triton.cdiv(num_columns, tile_columns)
             return min(num_tiles, launch.SCALE_PROGRAMS)
 
@@ -370,19 +384,21 @@ class Kernels(Backend):
         hidden        [num_rows, H]
         out           [V, H]
 
-        The pairs are sorted by id. The first kernel sums the pairs of each id, or of each piece if
-        the id is frequent, see PIECE. The second kernel adds the sums of pieces to `out`.
+        The pairs are sorted by id. The first kernel adds the sum of an id's pairs to `out`. If the
+        id is frequent, its pairs are divided into pieces of PIECE pairs: the first kernel stores
+        the sum of each piece in `partial_sums`, and the second kernel adds these sums to `out`.
         """
         num_pairs = pairs.ids.numel()
         vocab_size, width = out.shape
         vectors = check_vectors(num_pairs, values=values, rows=pairs.rows)
+        # A pair whose value is 0 adds nothing, so it becomes unused.
         used_ids = pairs.ids.masked_fill(values == 0, -1)
         ids, order = used_ids.to(torch.int32).sort(stable=True)
         first_positions = positions_of_first_pairs(ids, min(num_pairs, vocab_size))
         window_id_begins = id_begins_of_windows(ids)
         num_windows = len(window_id_begins)
-        # Without windows no id has two pieces: no memory is needed, and the second launch has 0
-        # programs.
+        # There are no windows if no id can have two pieces. Then partial sums are not needed, and
+        # the second launch has 0 programs.
         num_partial_sums = num_pairs // PIECE + 1 if num_windows else 0
         partial_sums = torch.empty(num_partial_sums, width, dtype=torch.float32, device=out.device)
         windows = {
@@ -415,18 +431,21 @@ class Kernels(Backend):
 
 
 def programs_for_rows(num_rows: int, width: int) -> Callable[[int], int]:
-    """Return a function from the columns that a program takes to the number of programs.
+    """Return the function columns_per_program -> number of programs, as a launch needs it.
 
-    The programs process matrix rows of `width` columns, each program some columns of one row.
+    A program processes columns_per_program columns of one of num_rows rows. A row has `width`
+    columns.
     """
     return lambda columns_per_program: num_rows * triton.cdiv(width, columns_per_program)
 
 
 def positions_of_first_pairs(ids: Tensor, max_ids: int) -> Tensor:
-    """Return the position of the first pair of each distinct id but -1, int64 [max_ids].
+    """Return where the pairs of each distinct id begin in sorted pairs, int64 [max_ids].
 
-    There may be fewer distinct ids than max_ids, and then the last entries are num_pairs. The size
-    of the result is an upper bound, because the host would have to wait for the exact number.
+    For the ids [-1, 4, 4, 7] and max_ids 3 the result is [1, 3, 4]. The id -1 of unused pairs has
+    no entry. If there are fewer distinct ids than max_ids, the last entries are num_pairs. The
+    result is that long because the host would have to wait for a GPU to learn the number of
+    distinct ids.
 
     ids       int32 [num_pairs], ascending
     max_ids   upper bound of the number of distinct ids
@@ -438,11 +457,14 @@ def positions_of_first_pairs(ids: Tensor, max_ids: int) -> Tensor:
 
 
 def id_begins_of_windows(ids: Tensor) -> Tensor:
-    """Return, for each window of PIECE sorted pairs, where the id of its last pair begins.
+    """Return, for each window of PIECE sorted pairs, where the pairs of its last id begin.
 
+    A window is the pairs k * PIECE to (k + 1) * PIECE, and its last id is the id of its last pair.
     The result is int64 [num_windows], positions in `ids`. The pairs of an id are divided into
-    pieces from that position on, so that its sum does not depend on how many pairs other ids have.
-    The result is empty if no id can have two pieces.
+    pieces from its first pair on, wherever the windows are, so that the sum of an id does not
+    depend on how many pairs other ids have.
+
+    The result is empty if there are too few pairs for an id with two pieces.
 
     ids   int32 [num_pairs], ascending
     """
@@ -455,10 +477,10 @@ def id_begins_of_windows(ids: Tensor) -> Tensor:
 class OrEager(Kernels):
     """The Triton kernels with a fallback: eager PyTorch computes a call whose kernel cannot run.
 
-    backend="auto" chooses this class. There is one warning for each kernel. A kernel that cannot
-    run has written nothing, so the logits are intact even if the gradient would overwrite them. The
-    results of the two backends are equal up to rounding, so one may compute the gradient from sums
-    of the other.
+    backend="auto" chooses this class, unless the call is strict. There is one warning for each
+    kernel. A kernel that cannot run has written nothing, so the logits are intact even if the
+    gradient would have overwritten them. The results of the two backends are equal up to rounding,
+    so one backend may compute the gradient from softmax sums of the other.
     """
 
     def run_sums_kernel(self, rows: LogitRows, names: tuple[str, ...]) -> SoftmaxSums:
@@ -506,6 +528,9 @@ class OrEager(Kernels):
         """Return the loss of each row and its gradients, fp32 [num_rows].
 
         Eager PyTorch computes them if the formula cannot be traced or the kernel cannot run.
+
+        loss_formula     computes the loss of a row from its log-prob and entropy
+        logps, entropy   fp32 [num_rows]
         """
         try:
             return super().evaluate_formula(loss_formula, logps, entropy)

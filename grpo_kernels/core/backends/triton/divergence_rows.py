@@ -69,8 +69,8 @@ BothSoftmaxes = namedtuple(
 def psi_of_negative(x):
     """Return psi(-x) = exp(-x) - 1 + x for |x| <= PSI_LIMIT, by a polynomial.
 
-    The function is defined for -x, and not x, so that callers need no negation: one version of
-    Triton negates by subtracting from 0.
+    The argument is x, and not -x, so that callers need no negation: one version of Triton negates
+    by subtracting from 0.
     """
     p = fma(x, -0.00019875608, 0.0013981997)
     p = fma(p, x, -0.008333452)
@@ -94,7 +94,10 @@ def x_minus_log1p(t):
 
 @triton.jit
 def fast_exp(x):
-    """Return exp(x) as 2^(x * log2(e)). The rounded product is less accurate than tl.exp."""
+    """Return exp(x), computed as 2^(x * log2(e)).
+
+    The product is rounded, so the result is less accurate than tl.exp.
+    """
     return tl.exp2(x * LOG2E)
 
 
@@ -102,17 +105,20 @@ def fast_exp(x):
 def finite_max(max_logit):
     """Return max_logit, or 0 in place of -inf.
 
-    If all logits z of a row are -inf, z - max_logit would be NaN. With 0 it is -inf.
+    If all logits z of a row are -inf, z - max_logit would be NaN. With 0 in place of max_logit it
+    is -inf, and exp(-inf) is 0.
     """
     return tl.where(max_logit == NEG_INF, 0.0, max_logit)
 
 
 @triton.jit
 def logit_difference(z, w, base, reference_base):
-    """Return d = (z - base) - (w - reference_base).
+    """Return d = (z - base) - (w - reference_base), which is log p - log q up to a constant.
 
-    If the bases are close, d is computed as (z - w) - (base - reference_base): z - w is exact for
-    nearly equal z and w, so small differences are accurate.
+    z and w are transformed logits of policy and reference, and the bases are usually their maxima.
+    The constant is the same in all columns of a row. If the bases are close, d is computed as
+    (z - w) - (base - reference_base): z - w is exact for nearly equal z and w, so small differences
+    are accurate.
     """
     distance = base - reference_base
     close = (z - w) - distance
@@ -122,7 +128,10 @@ def logit_difference(z, w, base, reference_base):
 
 @triton.jit
 def exp_of_negative(x):
-    """Return (exp(-x), exp(-x) - 1 + x, exp(-x) - 1) for finite x, without cancellation near 0."""
+    """Return (exp(-x), psi(-x), exp(-x) - 1) for finite x, with psi(-x) = exp(-x) - 1 + x.
+
+    Near x = 0 a polynomial computes the last two, without cancellation.
+    """
     exp = tl.exp2(x * -LOG2E)
     is_small = tl.abs(x) <= PSI_LIMIT
     psi = psi_of_negative(x)
@@ -132,16 +141,21 @@ def exp_of_negative(x):
 
 @triton.jit
 def log_parts(v, v_minus_1):
-    """Return (n, t, r), from which log v = n * LN2_OVER_2_POW_23 + (t - r) follows.
+    """Split v > 0 into parts (n, t, r), from which its logarithm follows without loss of digits:
 
-    v is 2^k (1 + t) with 1 + t from sqrt(1/2) to sqrt(2), n is k * 2^23, and r = t - log(1 + t).
-    t and r are separate, so that a caller who subtracts t loses no digits of r.
+        v = 2^k (1 + t), with the integer k chosen so that 1 + t is from sqrt(1/2) to sqrt(2)
+        n = k * 2^23
+        r = t - log(1 + t)
+        log v = n * LN2_OVER_2_POW_23 + (t - r)
 
-    v_minus_1   v - 1, as accurate as the caller knows it. It is taken as t if k is 0.
+    r may be much smaller than t. Callers need log v - t or similar, so t and r are returned apart.
+
+    v_minus_1   v - 1, which the caller may know more accurately than v gives it. If k is 0 it is t.
     """
     bits = v.to(tl.int32, bitcast=True)
-    # The exponent k of a float is in bits 23 and above, so n is a multiple of 2^23. It is negative
-    # for v below sqrt(1/2).
+    # The exponent of a float is in bits 23 and above, so n = k * 2^23 is k in its place. The bits
+    # of 1 + t are the bits of v minus n. Because the bits of sqrt(1/2) are subtracted before the
+    # lower bits are cleared, 1 + t is at least sqrt(1/2).
     n = (bits - SQRT_HALF_BITS) & EXPONENT_MASK
     t = (bits - n).to(tl.float32, bitcast=True) - 1.0
     t = tl.where(n == 0, v_minus_1, t)
@@ -150,7 +164,7 @@ def log_parts(v, v_minus_1):
 
 @triton.jit
 def half_sign(d):
-    """Return sign(p - q) / 2 from d = log p - log q. It is 0 if p = q or d is NaN."""
+    """Return sign(p - q) / 2, from d = log p - log q. It is 0 if p = q or d is NaN."""
     return tl.where(d > 0.0, 0.5, tl.where(d < 0.0, -0.5, 0.0))
 
 
@@ -161,7 +175,8 @@ def half_sign(d):
 def transformed_tile(row, xs, start, END):
     """Return the transformed logits z of a tile, a tuple of pieces.
 
-    xs      logits of the tile in memory, a tuple of pieces
+    row     the `Row` that the tile belongs to
+    xs      logits of the tile before the transform, a tuple of pieces
     start   first column of the tile
     END     whether the tile may reach beyond the end of the row. z is -inf there.
     """
@@ -206,23 +221,29 @@ def rescale_sums(
     """Convert sums relative to the maxima of both rows to sums relative to other bases.
 
     For example sum_exp = sum_j exp(z_j - max_logit) becomes sum_j exp(z_j - base): it is multiplied
-    by exp(max_logit - base). With p_j and q_j the exponentials of policy and reference (FORWARD: of
-    reference and policy), log_ratio = sum_j p_j d_j and excess = sum_j p_j psi(-d_j) become
+    by exp(max_logit - base).
 
-        factor_p * (log_ratio + shift_p * sum_p)
-        factor_q * excess - (factor_q - factor_p) * log_ratio
-            + (factor_q - factor_p + factor_p * shift_p) * sum_p
+    In this function p_j and q_j are the exponentials exp(z_j - max_logit) of the policy and
+    exp(w_j - reference_max) of the reference, or with FORWARD the other way round, d_j is
+    log(p_j / q_j), sum_p is the sum of p_j, and
 
-    where the p_j and q_j are multiplied by factor_p and factor_q, all d_j grow by shift_p, and
-    factor_q = factor_p * exp(-shift_p).
+        log_ratio = sum_j p_j d_j
+        excess    = sum_j p_j psi(-d_j)
+
+    The other bases multiply all p_j by factor_p and all q_j by factor_q, and add shift_p to all
+    d_j, where factor_q = factor_p * exp(-shift_p). So these two sums become
+
+        log_ratio   factor_p * (log_ratio + shift_p * sum_p)
+        excess      factor_q * excess - (factor_q - factor_p) * log_ratio
+                        + (factor_q - factor_p + factor_p * shift_p) * sum_p
 
     base, reference_base   replace max_logit and reference_max
-    FORWARD                whether the divergence is KL(q || p)
+    FORWARD                whether the divergence is KL(reference || policy)
     max_logit, ...         the sums of `add_both_tiles`
 
     Returns (sum_exp, reference_sum_exp, log_ratio, excess, shifted, squared), rescaled.
     """
-    # The factors are 0 for sums without any finite logit.
+    # If a maximum is -inf, no logit is finite so far: the sums are 0, and so are the factors.
     policy_factor = tl.where(max_logit == NEG_INF, 0.0, fast_exp(max_logit - base))
     reference_factor = fast_exp(reference_max - reference_base)
     reference_factor = tl.where(reference_max == NEG_INF, 0.0, reference_factor)
@@ -249,6 +270,7 @@ def rescale_sums(
     per_log_ratio = tl.where(is_small, factor_p * (psi - shift_p), factor_q - factor_p)
     per_sum = tl.where(is_small, factor_p * psi, (factor_q - factor_p) + factor_p * shift_p)
     rescaled_excess = (factor_q * excess - per_log_ratio * log_ratio) + per_sum * sum_p
+    # If all p_j are 0, the terms p_j psi(-d_j) = q_j - p_j + p_j d_j of the excess are q_j.
     excess = tl.where(factor_p == 0.0, factor_q * sum_q, rescaled_excess)
     log_ratio = tl.where(factor_p == 0.0, 0.0, factor_p * (log_ratio + shift_p * sum_p))
     excess = tl.where(log_ratio == INF, INF, excess)
@@ -308,11 +330,12 @@ def add_both_tiles(sums, tiles, FORWARD, LEVEL):
         else:
             p = policy_exp
             q = reference_exp
-        term = tl.where(p == 0.0, 0.0, p * d)
+        term = tl.where(p == 0.0, 0.0, p * d)  # d may be -inf, and 0 * -inf would be NaN
         tile_sum_exp += policy_exp
         tile_reference_sum_exp += reference_exp
         tile_log_ratio += term
         is_small = tl.abs(d) <= PSI_LIMIT
+        # p psi(-d) = q - p + p d, which cancels for small d
         tile_excess += tl.where(is_small, p * psi_of_negative(d), (q - p) + term)
         if LEVEL >= ENTROPY:
             tile_shifted += policy_exp * tl.maximum(x, LOWEST)
@@ -351,6 +374,7 @@ def compute_sums_of_both(row, reference, FORWARD, LEVEL, TILE):
     lowest = tl.full((TILE.LANES,), NEG_INF, tl.float32)
     zero = tl.full((TILE.LANES,), 0.0, tl.float32)
     sums = (lowest, lowest, zero, zero, zero, zero, zero, zero)
+    # The first column of the last tile, which may reach beyond the end of the row.
     end = (row.V - 1) // TILE.BLOCK * TILE.BLOCK
     for start in range(0, end, TILE.BLOCK):
         tiles = load_both_tiles(row, reference, start, PIECES=TILE.ACCESSES, END=False)
@@ -394,33 +418,44 @@ def log_probability_ratio(z, w, softmaxes):
 
 @triton.jit
 def log_ratio_to_mixture(d, b, one_minus_b):
-    """Return log(p / m) of columns from d = log p - log q, with m = one_minus_b * p + b * q.
+    """Return log(p / m) of columns, with m = one_minus_b * p + b * q.
 
-    d is limited to +-MAX_LOG_RATIO, so the result is finite.
+    d is log p - log q. It is limited to +-MAX_LOG_RATIO, so the result is finite.
     """
     d = tl.minimum(tl.maximum(d, -MAX_LOG_RATIO), MAX_LOG_RATIO)
     ratio, _, ratio_minus_1 = exp_of_negative(d)  # ratio is q / p
-    # m / p = one_minus_b + b * ratio, and log(m / p) follows from its `log_parts`.
+    # m / p = one_minus_b + b * ratio = 1 + b * (ratio - 1). `log_parts` gives its logarithm, and
+    # log(p / m) is minus that.
     n, t, r = log_parts(fma(ratio, b, one_minus_b), b * ratio_minus_1)
     return fma(n, -LN2_OVER_2_POW_23, r - t)
 
 
 @triton.jit
 def jsd_terms(policy_is_larger, distance, ratio, psi, ratio_minus_1, b, one_minus_b):
-    """Return m - p + p log(p / m) and m - q + q log(q / m), both divided by M = max(p, q).
+    """Return the term of each column in KL(p || m) and in KL(q || m), divided by M = max(p, q).
 
-    These are the terms of KL(p || m) and KL(q || m), m = one_minus_b * p + b * q. m - p and m - q,
-    which sum to 0 over a row, make each term nonnegative.
+    The two terms are m - p + p log(p / m) and m - q + q log(q / m), with m = one_minus_b * p +
+    b * q. m - p and m - q sum to 0 over a row. They make each term nonnegative.
 
-    With ratio * M the smaller of p and q, x = m / M - 1 and y = m / (ratio * M) - 1, the terms are
-    x - log(1 + x) for the larger of p and q, and ratio * (y - log(1 + y)) for the smaller one.
-    Because log(1 + y) = log(1 + x) - log(ratio), one logarithm gives both. It is log(1 + x), or
-    log(1 + y) if M has the smaller weight in m: that weight may be so small that 1 + x would not
-    determine y.
+    M is the larger of p and q, and ratio * M the smaller one. With
 
-    distance             |log p - log q|
-    ratio, ratio_minus_1   exp(-distance) and exp(-distance) - 1
-    psi                  exp(-distance) - 1 + distance
+        x = m / M - 1             y = m / (ratio * M) - 1
+
+    the terms divided by M are
+
+        of the larger one    x - log(1 + x)
+        of the smaller one   ratio * (y - log(1 + y))
+
+    Because log(1 + y) = log(1 + x) - log(ratio), one logarithm gives both: log(1 + x), or
+    log(1 + y) if M has the smaller weight in m. That weight may be so small that 1 + x, which is
+    rounded, would not determine y.
+
+    policy_is_larger   whether p >= q
+    distance           |log p - log q|
+    ratio              exp(-distance)
+    psi                exp(-distance) - 1 + distance
+    ratio_minus_1      exp(-distance) - 1
+    b, one_minus_b     weights of q and p in m
     """
     weight_of_larger = tl.where(policy_is_larger, one_minus_b, b)
     weight_of_smaller = tl.where(policy_is_larger, b, one_minus_b)
@@ -443,13 +478,17 @@ def jsd_terms(policy_is_larger, distance, ratio, psi, ratio_minus_1, b, one_minu
 def mixture_terms(z, w, softmaxes, b, one_minus_b, DIRECTION):
     """Return (policy_term / M, reference_term / M, M) of columns, with M = max(p, q).
 
-    The sums over a row of policy_term and reference_term are
+    The sums over all columns of a row are
 
-        DIRECTION "jsd"   KL(p || m) and KL(q || m), with m = one_minus_b * p + b * q
-        DIRECTION "tv"    sum_j p_j sign(p_j - q_j) / 2 and sum_j |p_j - q_j| / 2
+        DIRECTION   of policy_term                   of reference_term
+        "jsd"       KL(p || m)                       KL(q || m)
+        "tv"        sum_j p_j sign(p_j - q_j) / 2    sum_j |p_j - q_j| / 2
 
-    z, w        transformed logits of policy and reference
-    softmaxes   what turns them into p and q, see `BothSoftmaxes`
+    with m = one_minus_b * p + b * q. The caller multiplies the terms by M.
+
+    z, w             transformed logits of policy and reference
+    softmaxes        what turns them into p and q, see `BothSoftmaxes`
+    b, one_minus_b   weights of q and p in m, not used for "tv"
     """
     d = log_probability_ratio(z, w, softmaxes)
     policy_is_larger = d >= 0.0
@@ -457,7 +496,7 @@ def mixture_terms(z, w, softmaxes, b, one_minus_b, DIRECTION):
     ratio, psi, ratio_minus_1 = exp_of_negative(distance)
     if DIRECTION == "tv":
         policy_term = half_sign(d) * tl.where(policy_is_larger, 1.0, ratio)
-        reference_term = -0.5 * ratio_minus_1
+        reference_term = -0.5 * ratio_minus_1  # |p - q| = M (1 - ratio)
     else:
         policy_term, reference_term = jsd_terms(
             policy_is_larger, distance, ratio, psi, ratio_minus_1, b, one_minus_b
@@ -499,9 +538,10 @@ def divergence_gradient(p, w, d, softmaxes, coefficient, center, b, one_minus_b,
 
     `divergence_gradient` in core/divergence.py has the formulas.
 
-    p                probabilities of the policy
+    p                probabilities of the policy; q are the probabilities of the reference
     w                transformed logits of the reference
     d                log p - log q
+    softmaxes        what turns w into q, see `BothSoftmaxes`
     coefficient      d loss / d divergence of the row
     center           mean over the row that is subtracted in each column, see
                      `SoftmaxSums.gradient_center`
@@ -517,7 +557,8 @@ def divergence_gradient(p, w, d, softmaxes, coefficient, center, b, one_minus_b,
         grad = p * (half_sign(d) - center)
     else:
         grad = tl.where(p == 0.0, 0.0, p * (d - center))
-    # NaN if a row has a NaN or only -inf, else 0.
+    # If a row has a NaN or only logits of -inf, log_sum_ratio is NaN or infinite, and 0 times it is
+    # NaN, as its gradient must be. For other rows it is 0.
     nan_without_divergence = 0.0 * softmaxes.log_sum_ratio
     return tl.where(coefficient == 0.0, 0.0, coefficient * grad + nan_without_divergence)
 
@@ -536,13 +577,15 @@ def write_gradient_of_both(
     PIECES,
     END,
 ):
-    """Write d loss / dx of the tile at column `start`, except at the target.
+    """Write d loss / dx of the tile at column `start`, for a loss with a divergence.
 
-    It is dz / dx times the gradient of the divergence plus
+    It is dz / dx times the sum of the gradient of the divergence with respect to z_j, see
+    `divergence_gradient`, and
 
         p_j * (constant + per_logp * (z_j - max z) + per_prob * p_j)
 
-    The value at the target lacks a term, and the caller overwrites it.
+    This is not the gradient at the target's column, where a term is missing. The caller overwrites
+    the value there.
 
     row, reference   rows of logits of policy and reference
     out              pointer to the gradient of the row

@@ -73,7 +73,7 @@ def compile_kernel(function: Any) -> Any:
 
 @triton.jit
 def load_or(x, i, default):
-    """Return x[i] of a vector, or the default if x is None."""
+    """Return element i of a vector x, or the default if x is None. x is a pointer."""
     if x is None:
         return default
     else:
@@ -85,10 +85,13 @@ def load_or(x, i, default):
 
 @triton.constexpr_function
 def row_of_name(names, all_names, k):
-    """Return the index of the table row for the k-th of all names, or -1 if there is none.
+    """Return which row of a table has the k-th of all names, or -1 if no row has it.
+
+    For example row_of_name("max_logit argmax", "max_logit sum_exp argmax", 2) is 1.
 
     names       names of the table's rows, separated by spaces
     all_names   all names that a table may have, separated by spaces
+    k           index of a name in all_names
     """
     names = names.split()
     name = all_names.split()[k]
@@ -97,11 +100,11 @@ def row_of_name(names, all_names, k):
 
 @triton.constexpr_function
 def level_of(names, *names_by_level):
-    """Return the level of computation that a table needs, see `softmax_rows.ENTROPY`.
+    """Return the level of computation that a table needs: the highest level of one of its names.
 
-    It is the highest level of which a name is in the table, or 0. For example
+    Code for levels above it is not compiled, see `softmax_rows.ENTROPY`. For example
     level_of("target logp", "constant logp", "prob") is 1: the table has "logp", a name of level 1,
-    and no name of level 2.
+    and no name of level 2. Names of no level count as level 0.
 
     names            names of the table's rows, separated by spaces
     names_by_level   names of level 1, names of level 2, ..., each separated by spaces
@@ -114,11 +117,13 @@ def level_of(names, *names_by_level):
 
 @triton.jit
 def store_policy_sums(table, stride, i, values, NAMES):
-    """Store softmax sums of row i of the call: table[index of name, i] = value.
+    """Store softmax sums of the policy's row i: table[index of name, i] = value of the name.
 
-    table, stride   fp32 [num_names, num_rows], with a row for each of NAMES
-    values          values of the first names of POLICY_SUMS, in this order. A value is dropped if
-                    its name is not in NAMES.
+    table    fp32 [num_names, num_rows], with a row for each of NAMES
+    stride   stride of the table's rows
+    i        number of the row in the call
+    values   a tuple of the values of max_logit, sum_exp, target_logit, ..., in the order of
+             POLICY_SUMS; it may end early. A value whose name is not in NAMES is not stored.
     """
     for k in tl.static_range(len(values)):
         if row_of_name(NAMES, POLICY_NAMES, k) >= 0:
@@ -134,9 +139,9 @@ def store_entries(table, stride, i, values):
 
 @triton.jit
 def int_bits(x):
-    """Return the fp32 number that has the same bits as x converted to int32.
+    """Convert x to int32 and return the fp32 number with the same bits.
 
-    An fp32 table can thus hold an exact int32.
+    A table of fp32 numbers can so hold an int32 exactly. The reader takes the bits as int32 again.
     """
     return x.to(tl.int32).to(tl.float32, bitcast=True)
 
@@ -149,7 +154,8 @@ def store_masked_sums(table, stride, i, NAMES):
     of core/softmax.py. Log-prob and entropy are then 0.
     """
     no_id = int_bits(tl.full((), -1, tl.int32))
-    # max_logit, sum_exp, target_logit, sum_exp_shifted, sum_exp_squared, argmax
+    # In the order of POLICY_SUMS: max_logit, sum_exp, target_logit, sum_exp_shifted,
+    # sum_exp_squared, argmax.
     values = (0.0, 1.0, 0.0, 0.0, 0.0, no_id)
     store_policy_sums(table, stride, i, values, NAMES)
 
@@ -163,7 +169,7 @@ def load_coefficients(table, stride, i, NAMES):
     """
     values = (tl.load(table + i),)  # "target" is the first row of every table
     for k in tl.static_range(1, NUM_COEFFICIENTS):
-        x = values[0] * 0.0
+        x = values[0] * 0.0  # 0 in the type that the table has
         if row_of_name(NAMES, COEFFICIENT_NAMES, k) > 0:
             x = tl.load(table + row_of_name(NAMES, COEFFICIENT_NAMES, k) * stride + i)
         values = values + (x,)  # type: ignore[assignment]  # noqa: RUF005
@@ -199,9 +205,9 @@ def softmax_sums_kernel(
     NAMES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Compute softmax sums of each row of logits, one program for each row.
+    """Compute softmax sums of each row of logits x, one program for each row.
 
-    With z the logits of the row after scale, softcap and temperature, the possible NAMES are
+    z are the logits x after scale, softcap and temperature. NAMES are some of
 
         max_logit         max_j z_j
         sum_exp           sum_j exp(z_j - max z)
@@ -211,18 +217,24 @@ def softmax_sums_kernel(
         argmax            argmax_j z_j, as the bits of an int32
 
     Masked rows get constants, see `store_masked_sums`.
+
+    In the code u is the logit before scale and temperature: tanh(x * scale / softcap) with a
+    softcap, else x, or -x for a negative scale. z = u_to_z * u with u_to_z > 0. The sums are
+    computed from u, which saves a multiplication for each logit.
     """
     i = tl.program_id(0).to(tl.int64)
     if load_or(mask, i, default=True):
         fields = row_fields(
             logits, stride_a, stride_t, inverse_temperature, transform, V, T, first_row, i, TILE
         )
+        # `row_fields` cannot return the fields of the transform, which may be None.
         row = Row(*fields, *transform)
-        # The loop over the row leaves out the last factor of z: z = row.u_to_z * u.
         target_u = load_unscaled_logit(row, tl.load(targets + i))
+        # Level 0 computes no sum_exp_shifted, level 1 no sum_exp_squared. KEPT=0: no tile of the
+        # row stays in registers, because this kernel reads the row once.
         LEVEL: tl.constexpr = level_of(NAMES, "sum_exp_shifted", "sum_exp_squared")
         max_u, sum_exp, shifted, squared, _ = compute_softmax_sums(row, LEVEL, KEPT=0, TILE=TILE)
-        argmax = max_u  # a placeholder, which is not stored: NAMES has no argmax
+        argmax = max_u  # a placeholder, which is not stored if NAMES has no argmax
         if level_of(NAMES, "argmax") > 0:
             argmax = int_bits(find_first_maximum(row, max_u, TILE))
         max_logit = row.u_to_z * max_u
@@ -366,10 +378,10 @@ def fused_loss_kernel(
     i = tl.program_id(0).to(tl.int64)
     # All three are loaded before the first one is used, so that the program waits once.
     target = tl.load(targets + i)
-    temperature = load_number(inverse_temperature, i)
+    inverse_of_row = load_number(inverse_temperature, i)  # its inverse temperature
     is_processed = load_or(mask, i, default=True)
     if is_processed:
-        fields = row_fields(logits, stride_a, stride_t, temperature, transform, V, T, 0, i, TILE)
+        fields = row_fields(logits, stride_a, stride_t, inverse_of_row, transform, V, T, 0, i, TILE)
         row = Row(*fields, *transform)
         # Load the target's logit before any store, because the gradient may overwrite the logits.
         # No barrier is needed: the reductions of compute_softmax_sums synchronize the threads.
@@ -378,7 +390,8 @@ def fused_loss_kernel(
             row, LEVEL=ENTROPY, KEPT=TILE.KEPT, TILE=TILE
         )
         log_sum = tl.log(sum_exp)
-        # This order of operations gives the same bits as `SoftmaxSums.logps`.
+        # This order of operations gives the same bits as `SoftmaxSums.logps`, which computes the
+        # log-prob in losses of two passes.
         logp = (row.u_to_z * target_u - row.u_to_z * max_u) - log_sum
         entropy = log_sum - shifted / sum_exp
         entropy = tl.where(entropy < 0.0, 0.0, entropy)  # unlike maximum, keeps NaN
@@ -401,8 +414,8 @@ def fused_loss_kernel(
         if out is not None:
             out_row = row_pointer(out, i, T, out_stride_a, out_stride_t, TILE)
             if (grad_logp != 0.0) | (grad_entropy != 0.0):
-                # target, constant, logp, prob of `GradientCoefficients`, because
-                # d entropy / d z_j = -p_j (log p_j + entropy)
+                # (target, constant, logp, prob) of `GradientCoefficients`. The entropy adds to
+                # constant and logp, because d entropy / d z_j = -p_j (log p_j + entropy).
                 coefficients = (
                     grad_logp.to(tl.float32),
                     -grad_entropy * entropy,
@@ -592,18 +605,27 @@ def fields_of_both_rows(
 
 @triton.jit
 def load_softmaxes(sums, reference_sums, stride, log_sum_ratio, i):
-    """Return (`BothSoftmaxes`, the policy's sum_exp) of row i, from the sums of a first pass.
+    """Load what turns the logits of row i into probabilities, from the sums of a first pass.
 
-    sums             fp32 [num_names, num_rows]: max_logit, sum_exp, ... of the policy
-    reference_sums   reference_max_logit, reference_sum_exp, ... in the same table
+    Returns (softmaxes, sum_exp): the numbers of both softmaxes as `BothSoftmaxes`, and the policy's
+    sum_exp, of which that has the inverse only.
+
+    sums             pointer to a table fp32 [num_names, num_rows]: its row 0 is max_logit of the
+                     policy, and row 1 sum_exp
+    reference_sums   pointer to row "reference_max_logit" of this table, which is followed by
+                     row "reference_sum_exp"
     stride           stride of the table's rows
-    log_sum_ratio    fp32 [num_rows]: log(reference_sum_exp / sum_exp)
+    log_sum_ratio    fp32 [num_rows]: log(reference_sum_exp / sum_exp), computed more accurately
+                     than from the two sums
     """
-    base = finite_max(tl.load(sums + i))
-    reference_base = finite_max(tl.load(reference_sums + i))
+    max_logit = tl.load(sums + i)
     sum_exp = tl.load(sums + stride + i)
+    reference_max_logit = tl.load(reference_sums + i)
+    reference_sum_exp = tl.load(reference_sums + stride + i)
+    base = finite_max(max_logit)  # 0 in place of -inf
+    reference_base = finite_max(reference_max_logit)
     inverse_sum = 1.0 / sum_exp
-    reference_inverse_sum = 1.0 / tl.load(reference_sums + stride + i)
+    reference_inverse_sum = 1.0 / reference_sum_exp
     softmaxes = BothSoftmaxes(
         base, reference_base, inverse_sum, reference_inverse_sum, tl.load(log_sum_ratio + i)
     )
@@ -725,10 +747,14 @@ def mixture_sums_kernel(
 ):
     """Compute the two sums over the vocabulary that the divergences "jsd" and "tv" follow from.
 
-    With p the policy's softmax, q the reference's and m = (1 - b) p + b q they are, for each row,
+    With p the policy's softmax, q the reference's and m = (1 - b) p + b q, `mixture_sums` has
 
-        DIRECTION "jsd"   KL(p || m) and KL(q || m)
-        DIRECTION "tv"    sum_j p_j sign(p_j - q_j) / 2 and sum_j |p_j - q_j| / 2
+        DIRECTION   row 0                            row 1
+        "jsd"       KL(p || m)                       KL(q || m)
+        "tv"        sum_j p_j sign(p_j - q_j) / 2    sum_j |p_j - q_j| / 2
+
+    for each row of logits, one program for each. Masked rows get 0. For "tv" row 1 is the
+    divergence. In both directions the gradient needs row 0, see `SoftmaxSums.gradient_center`.
     """
     i = tl.program_id(0).to(tl.int64)
     if load_or(mask, i, default=True):
@@ -754,6 +780,7 @@ def mixture_sums_kernel(
         softmaxes, _ = load_softmaxes(sums, reference_sums, sums_stride, log_sum_ratio, i)
         zeros = tl.zeros(row.columns.shape, tl.float32)
         lane_sums = (zeros, zeros)
+        # The first column of the last tile, which may reach beyond the end of the row.
         end = (V - 1) // TILE.BLOCK * TILE.BLOCK
         for start in range(0, end, TILE.BLOCK):
             lane_sums = add_mixture_tile(
@@ -778,8 +805,8 @@ def mixture_sums_kernel(
             PIECES=TILE.ACCESSES,
             END=True,
         )
-        # If a row has a NaN or only -inf, log_sum_ratio is NaN or infinite and both sums must be
-        # NaN. Else this is 0.
+        # Both sums must be NaN if a row has a NaN or only logits of -inf. Then log_sum_ratio is NaN
+        # or infinite, and 0 times it is NaN. For other rows it is 0.
         nan_without_divergence = 0.0 * softmaxes.log_sum_ratio
         for k in tl.static_range(2):
             total = tl.sum(tl.sum(lane_sums[k], axis=1), axis=0)
@@ -834,6 +861,9 @@ def reference_gradient_kernel(
     times the gradient of the divergence DIRECTION ("reverse", "forward", "jsd" or "tv"), see
     `divergence_gradient` in core/divergence.py. If all coefficients of a row are 0, its gradient is
     0. There is one program for each row.
+
+    In the code u is the logit before scale and temperature, see `softmax_rows.Transform`, and
+    z = u_to_z * u. w are the transformed logits of the reference.
     """
     LEVEL: tl.constexpr = level_of(NAMES, "logp", "prob")
     i = tl.program_id(0).to(tl.int64)
@@ -862,16 +892,17 @@ def reference_gradient_kernel(
         reference_row = Row(*reference_fields, *reference_transform)
         softmaxes, sum_exp = load_softmaxes(sums, reference_sums, sums_stride, log_sum_ratio, i)
         log_sum = tl.log(sum_exp)
-        # (coefficient, center, b, 1 - b), the last arguments of `divergence_gradient`
+        # (coefficient, center, b, 1 - b), the arguments of `divergence_gradient` for a row
         divergence = (per_divergence, tl.load(centers + i), mixture_weights[0], mixture_weights[1])
-        # (constant, per_logp, per_prob) of `write_gradient_of_both`, where z_j - max z stands for
-        # log p_j: the difference log_sum is part of the constant.
+        # (constant, per_logp, per_prob) of `write_gradient_of_both`. It multiplies per_logp by
+        # z_j - max z, which is log p_j + log_sum, so the constant corrects for log_sum.
         factors = ((constant - per_target) - per_logp * log_sum, per_logp, per_prob)
         target = tl.load(targets + i)
         target_w = reference_row.u_to_z * load_unscaled_logit(reference_row, target)
         # The target's logit must be loaded before the first store of any thread, because the
         # gradient may overwrite the reference's row.
         tl.debug_barrier()
+        # The first column of the last tile, which may reach beyond the end of the row.
         end = (V - 1) // TILE.BLOCK * TILE.BLOCK
         for start in range(0, end, TILE.BLOCK):
             write_gradient_of_both(

@@ -61,7 +61,10 @@ MAX_REGISTERS = 255
 
 
 def unavailable_reason() -> str | None:
-    """Return the reason why Triton kernels cannot run on this machine, or None if they can."""
+    """Return the reason why Triton kernels cannot run on this machine, or None if they can.
+
+    In Triton's interpreter they always run. Else they need a driver that works.
+    """
     if INTERPRETED:
         return None
     if not any(backend.driver.is_active() for backend in triton.backends.backends.values()):
@@ -101,7 +104,7 @@ def serves(device: torch.device) -> bool:
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager that makes the device of x the current device."""
+    """Return a context manager that makes the device of x the current one, as a launch needs it."""
     if x.device.type == "cpu":
         return contextlib.nullcontext()
     return torch.get_device_module(x.device).device(x.device)
@@ -287,11 +290,12 @@ def launch_options(kind: str, tensors: tuple[Tensor, ...], halvings: int) -> dic
 
 
 def access_offsets(x: Tensor, cols: int) -> tuple[int, ...]:
-    """Return numbers that are equal for two tensors if their rows have equal offsets.
+    """Return numbers that describe how the rows of x lie between 16-byte boundaries.
 
-    The offset of a row is its distance from the previous 16-byte boundary, in elements. It follows
-    from the address of the tensor and its strides modulo `cols`. The stride of a dimension of size
-    1 has no effect.
+    If they are equal for two tensors of one shape, row i of one tensor has the same offset as row i
+    of the other, for every i. The offset of a row is its distance from the previous 16-byte
+    boundary, in elements. It follows from the address of the tensor and its strides modulo `cols`.
+    The stride of a dimension of size 1 has no effect.
 
     x      [..., V], rows of V elements
     cols   number of elements in 16 bytes
@@ -316,9 +320,12 @@ def cached_launch_options(
 ) -> dict[str, Any]:
     """Return the result of `launch_options` from hashable arguments, so that it can be cached.
 
-    kind          of the kernel
+    For short rows a tile has fewer accesses than `choice` says, and for very short rows a program
+    has fewer threads.
+
+    kind          of the kernel, a key of LAUNCH or SHARED_CHOICES
     choice        its launch settings for long rows
-    num_columns   length of a row
+    num_columns   length of a row; any large number if the tile must not depend on it
     cols          elements of a 16-byte access
     is_aligned    see `Tile.ALIGNED`
     is_peeled     see `Tile.PEELED`
@@ -367,9 +374,11 @@ def copies_ahead() -> bool:
 def compiler_options(lanes: int, choice: Choice, fuses: bool) -> dict[str, Any]:
     """Return options of Triton's compiler for a program of `lanes` threads.
 
-    The limit of registers for a thread does not depend on `lanes`: it is that of the programs for
-    long rows, see `Choice.programs`.
+    The limit of registers for a thread does not depend on `lanes`. It is the limit with which
+    choice.programs programs of choice.threads threads fit on a multiprocessor.
 
+    lanes    number of threads of a program
+    choice   launch settings of the kernel for long rows
     fuses   whether the compiler may fuse multiplications and additions, which rounds once instead
             of twice. The kernels over rows call `softmax_rows.fma` where they want it.
     """
@@ -464,6 +473,7 @@ def try_to_launch(
     Raises the error if the kernel failed while it was running.
 
     x              a tensor on the device to run on
+    arguments      runtime arguments of the kernel by name
     num_programs   returns the number of programs, from the number of columns of a tile
     compiled_for   compile-time arguments (TILE among them) and options of the compiler
     """
@@ -488,9 +498,11 @@ def search_smaller_tile(
 ) -> None:
     """Launch a kernel with smaller and smaller tiles until one works. Remember it, and warn.
 
+    Each attempt halves the tile again, down to MIN_ACCESSES accesses.
+
     name          of the kernel, for messages
     key           the `compile_key` of the call, under which the outcome is remembered
-    choose_tile   returns the options of a launch from the number of halvings
+    choose_tile   returns the launch options with a tile that is halved n times, from n
     halvings      number of halvings of the tile that failed
     launch_with   launches with options; returns None, or the reason why the kernel did not start
     reason        why the kernel did not start with the first tile
@@ -524,14 +536,17 @@ def failed_before_start(
 ) -> bool:
     """Return whether a kernel failed in the compiler or at the launch, before it wrote anything.
 
-    error   what the launch raised
+    error          what the launch raised
+    kernel         the kernel that was launched
+    arguments      its runtime arguments by name
+    compiled_for   its compile-time arguments and options of the compiler
     """
     if isinstance(error, triton.TritonError):  # OutOfResources, PTXASError, CompilationError
         # The interpreter does not compile, so there the kernel was running.
         return not isinstance(error, triton.InterpreterError)
     is_device_error = isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError))
     if is_device_error or "Triton Error [" in str(error):
-        # The only error of the driver that comes before the start.
+        # This is the only error of the driver that comes before the start.
         return "too many resources requested for launch" in str(error)
     # A RuntimeError may come from a pass of the compiler or from the launch. Compile the kernel
     # without launching it: if that fails as well, the error came from the compiler.
@@ -618,7 +633,7 @@ def check_layout(name: str, x: Tensor, like: Tensor | None = None) -> None:
 
 
 def check_vectors(n: int, **vectors: Tensor | None) -> dict[str, Tensor | None]:
-    """Return arguments of a kernel by name: contiguous vectors [n], or None.
+    """Return vectors as arguments of a kernel, by name: contiguous [n], or None for None.
 
     Raises ValueError if a vector has another shape.
     """
@@ -632,11 +647,12 @@ def check_vectors(n: int, **vectors: Tensor | None) -> dict[str, Tensor | None]:
 
 
 def check_table(name: str, n: int, x: Tensor) -> tuple[Tensor, int]:
-    """Return (x, stride of its rows) for a table x [num_names, n]; a copy if rows are not dense.
+    """Return (x, stride of its rows) for a table x [num_names, n].
 
-    Raises ValueError if x has another shape.
+    x is copied if the stride in n is not 1. Raises ValueError if x has another shape.
 
     name   name of x in the message
+    n      number of rows of the call
     """
     if x.dim() != 2 or x.shape[1] != n:
         raise ValueError(
@@ -720,7 +736,10 @@ class RowCall:
         return mixture, 1.0 - mixture
 
     def inverse_temperature(self, transform: RowTransform) -> float | Tensor | None:
-        """Return the inverse temperature: a float, or a contiguous vector [num_rows]."""
+        """Return the inverse temperature of a transform as an argument of a kernel.
+
+        It is a float for all rows, or a contiguous vector [num_rows].
+        """
         inverse = transform.inverse_temperature
         if isinstance(inverse, Tensor):
             return self.vector_arguments(inverse_temperature=inverse)["inverse_temperature"]
@@ -769,7 +788,8 @@ class RowCall:
 def transform_argument(transform: RowTransform) -> Transform:
     """Return the transform of rows as the argument `transform` of a kernel.
 
-    A field is None if the kernel does not need it: Triton then compiles no code for it.
+    `softmax_rows.Transform` describes the fields. One that the kernel does not need is None, and
+    Triton compiles no code for it.
     """
     is_mirrored = transform.scale < 0 and not transform.softcap
     return Transform(
@@ -857,10 +877,12 @@ LARGEST_NORMAL = torch.finfo(torch.float32).max
 def formula_function(program: Program) -> tuple[Any, tuple[int, ...]]:
     """Generate a Triton function that evaluates a traced loss formula for one row, or for a block.
 
-    program   the formula as a list of operations on registers. Registers hold the scalars of a call
-              (constants and parameters of the formula), then its inputs, then the results.
+    program   the formula as a list of operations. Each operation reads registers and appends one.
+              Registers hold the scalars of a call (constants and parameters of the formula), then
+              its inputs, then the results of the operations.
 
-    Returns (function, numbers_taken). The function has the parameters
+    Returns (function, numbers_taken). The source of the function has a line `x5 = ...` for each
+    input and operation. The function has the parameters
 
         computed   (log-prob, entropy) of the row
         i          index of the row in the vectors `inputs`
@@ -870,7 +892,8 @@ def formula_function(program: Program) -> tuple[Any, tuple[int, ...]]:
     and returns the program's outputs. numbers_taken are the indices of `numbers` among all scalars
     of the program. Programs with equal source share one function, and so one compiled kernel.
     """
-    registers: list[str] = []  # the expression for each register of the program
+    # For each register, the expression that stands for it in the source.
+    registers: list[str] = []
     numbers_taken: list[int] = []
     for k, source_index in enumerate(program.scalars_in_registers):
         operation, operands = program.scalars[source_index]
@@ -894,7 +917,8 @@ def formula_function(program: Program) -> tuple[Any, tuple[int, ...]]:
             assign(f"tl.load(inputs[{PROGRAM_INPUTS.index(name)}] + i)")
     for operation, *operand_registers in program.instructions:
         template = OPERATIONS[operation]
-        num_operands = template.count("{}")  # a step always lists three registers
+        # An instruction always lists three registers; the operation reads the first ones.
+        num_operands = template.count("{}")
         expressions = [f"({registers[r]})" for r in operand_registers[:num_operands]]
         assign(template.format(*expressions))
     lines.append(f"    return {', '.join(registers[r] for r in program.outputs)}\n")
@@ -904,7 +928,7 @@ def formula_function(program: Program) -> tuple[Any, tuple[int, ...]]:
 def is_literal(number: Any) -> bool:
     """Return whether a constant may be written into the source of a Triton function.
 
-    Triton would treat a literal outside of fp32's normal range as fp64.
+    If not, it is an argument: Triton would treat a literal outside of fp32's normal range as fp64.
     """
     if isinstance(number, bool) or number == 0:
         return True
@@ -918,11 +942,11 @@ def literal(number: Any) -> str:
 
 @functools.lru_cache(maxsize=256)
 def make_function(body: str) -> Any:
-    """Compile a Triton function (computed, i, inputs, numbers) with this body.
+    """Define a Triton function (computed, i, inputs, numbers) with this body, and return it.
 
     Its name contains a hash of the body, because Triton 3.5 identifies functions by their names.
 
-    body   indented lines of Python source
+    body   indented lines of Python source, see `formula_function`
     """
     name = f"formula_{hashlib.sha256(body.encode()).hexdigest()[:16]}"
     source = f"def {name}(computed, i, inputs, numbers):\n{body}"

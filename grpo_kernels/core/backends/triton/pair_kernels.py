@@ -17,26 +17,31 @@ ROWS_AT_ONCE = tl.constexpr(8)
 
 @triton.jit
 def matrix_row(x, i, stride, TILE):
-    """Return a pointer to row i of the matrix x, whose row stride is `stride`."""
+    """Return a pointer to row i of the matrix x, whose rows are `stride` elements apart."""
     return row_pointer(x, i.to(tl.int64), T=None, stride_a=None, stride_t=stride, TILE=TILE)
 
 
 @triton.jit
 def columns_to_read(H, is_wanted, TILE):
-    """Return the number of columns of a row to read: H if is_wanted, else 0."""
+    """Return how many columns of a row of H columns to read: all if is_wanted, else none.
+
+    The result is compared with the columns of a load, as its mask.
+    """
     width = tl.where(is_wanted, H, 0)
     if TILE.ALIGNED:
-        # H is a multiple of 16 here. This division tells the compiler so, and it then reads the end
-        # of a row in wide accesses. tl.multiple_of has no effect if is_wanted is a constant.
+        # H is a multiple of 16 here, so this changes nothing. It tells the compiler so, which then
+        # reads the end of a row in wide accesses. tl.multiple_of has no effect if is_wanted is a
+        # constant.
         width = width // 16 * 16
     return width
 
 
 @triton.jit
 def block_of_program(H, TILE):
-    """Return (row, columns) of this program: it computes `columns`, [TILE.BLOCK], of one row.
+    """Return (row, columns): this program computes `columns`, [TILE.BLOCK], of one row.
 
-    Consecutive programs compute the blocks of columns of the same row.
+    A row has H columns, in blocks of TILE.BLOCK. Consecutive programs compute the blocks of the
+    same row. The last block of a row may have columns from H on, which do not exist.
     """
     program = tl.program_id(0).to(tl.int64)
     blocks_per_row = tl.cdiv(H, TILE.BLOCK)
@@ -46,9 +51,10 @@ def block_of_program(H, TILE):
 
 @triton.jit
 def load_columns(x, i, stride, columns, H, is_wanted, TILE):
-    """Load columns of row i of the matrix x, as fp32 [TILE.BLOCK].
+    """Load `columns` [TILE.BLOCK] of row i of the matrix x, converted to fp32.
 
-    They are 0 from column H on. If is_wanted is False, nothing is read and all are 0.
+    Values from column H on, where the row ends, are 0. If is_wanted is False, nothing is read and
+    all values are 0.
     """
     pointer = matrix_row(x, i, stride, TILE) + columns
     is_inside = columns < columns_to_read(H, is_wanted, TILE)
@@ -57,9 +63,10 @@ def load_columns(x, i, stride, columns, H, is_wanted, TILE):
 
 @triton.jit
 def add_to_columns(out, i, stride, columns, H, total, TILE):
-    """Add total, fp32 [TILE.BLOCK], to columns of row i of the matrix `out`, which has H columns.
+    """Add total, fp32 [TILE.BLOCK], to `columns` of row i of the matrix `out` in place.
 
-    The sum is in fp32 and is rounded once, to the dtype of `out`. Columns from H on are left out.
+    The sum is in fp32 and is rounded once, to the dtype of `out`. Columns from H on, where the row
+    ends, are not touched.
     """
     pointer = matrix_row(out, i, stride, TILE) + columns
     is_inside = columns < columns_to_read(H, is_wanted=True, TILE=TILE)
@@ -83,7 +90,8 @@ def pair_logits_kernel(
 ):
     """Compute the dot product hidden[row] . weight[id] of each pair, one program for each pair.
 
-    The result is -inf for the id -1, which marks an unused pair.
+    The result is -inf for the id -1, which marks an unused pair. Each thread sums its own columns
+    of all tiles, and the sums of the threads are added at the end.
     """
     pair = tl.program_id(0).to(tl.int64)
     id = tl.load(ids + pair)
@@ -159,23 +167,29 @@ def grad_hidden_of_pairs_kernel(
 
 @triton.jit
 def is_id_at(ids, position, end, id):
-    """Return whether position < end and ids[position] is `id`."""
+    """Return whether the pair at this position has the id `id`. It is False from `end` on."""
     return tl.load(ids + position, mask=position < end, other=-1) == id
 
 
 @triton.jit
 def piece_in_window(ids, window_id_begins, window, num_pairs, PIECE):
-    """Find the piece that starts in a window and continues the last id of the window before it.
+    """Find the piece that starts in a window and belongs to the last id of the window before it.
 
-    Returns (begin, id, start, exists): the position where the pairs of that id begin, the id, the
-    position where the piece would start, and whether the id has a piece there. Pieces of an id
-    start at begin, begin + PIECE, begin + 2 * PIECE, ...
+    No other piece starts in the window, apart from the first pieces of ids. Returns
 
-    window   at least 1: the first window has no window before it
+        begin    position where the pairs of that id begin
+        id       the id
+        start    position in the window where a piece of the id would start. The pieces of an id
+                 start at begin, begin + PIECE, begin + 2 * PIECE, ...
+        exists   whether the id has PIECE pairs or more from `start` on, so that there is a piece
+
+    window      number of the window, at least 1: the first window has no window before it
+    num_pairs   number of all pairs
     """
     begin = tl.load(window_id_begins + window - 1)
     start = begin + (window - begin // PIECE) * PIECE
     id = tl.load(ids + begin)
+    # The id -1 marks unused pairs, which have no piece.
     return begin, id, start, (id >= 0) & is_id_at(ids, start + PIECE - 1, num_pairs, id)
 
 
@@ -203,11 +217,15 @@ def grad_weight_of_pairs_kernel(
     PIECE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Add the sum of values * hidden[row] over the pairs of each id to out[id].
+    """For each pair (row, id) with its value: out[id] += value * hidden[row].
 
-    If an id has several pieces, the sum of each piece is stored in partial_sums instead, for
-    `add_partial_sums_kernel`. Programs i < num_firsts compute the first piece of an id (or all of
-    its pairs), the others compute the piece that starts in window i - num_firsts + 1, if any.
+    Each program sums the pairs of a piece, in some of the columns. If an id has only one piece (all
+    of its pairs), the program adds the sum to out[id]. If an id has several pieces, it stores the
+    sum in partial_sums, for `add_partial_sums_kernel`.
+
+    i is the number of a program without its columns. Programs i < num_firsts compute the first
+    piece of the i-th distinct id. The others compute the piece that starts in window
+    i - num_firsts + 1 and is not the first of its id, if there is one.
     """
     i, columns = block_of_program(H, TILE)
     # position: where the piece of this program begins; num_pairs if it has none
@@ -221,8 +239,10 @@ def grad_weight_of_pairs_kernel(
             position = num_pairs.to(tl.int64)
     if position < num_pairs:
         id = tl.load(ids + position)
-        # The next piece has at least PIECE pairs, so the last of these must have the same id.
+        # The id has a next piece if the PIECE pairs after this piece have the id too: a next piece
+        # has at least PIECE pairs. The ids ascend, so the last of these pairs decides.
         has_next_piece = is_id_at(ids, position + 2 * PIECE - 1, num_pairs, id)
+        # The last piece of an id ends with the id: the loop below stops at the first other id.
         end = tl.where(has_next_piece, position + PIECE, num_pairs)
         first = position
         total = tl.full((TILE.BLOCK,), 0.0, tl.float32)
@@ -259,10 +279,11 @@ def add_partial_sums_kernel(
     PIECE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Add the sums of the pieces of an id, in their order, to out[id], if it has several pieces.
+    """For each id with several pieces: out[id] += the sums of its pieces, in their order.
 
-    There is a program for each window but the first. The pieces of an id are added by the program
-    of the window in which its second piece starts.
+    The sums are those that `grad_weight_of_pairs_kernel` has stored in partial_sums. There is a
+    program (for each block of columns) for each window but the first. The pieces of an id are added
+    by the program of the window in which its second piece starts.
     """
     i, columns = block_of_program(H, TILE)
     window = i + 1
@@ -274,6 +295,7 @@ def add_partial_sums_kernel(
         position = begin
         while has_next:
             for k in tl.static_range(ROWS_AT_ONCE):
+                # Does the id have the PIECE pairs from position + k * PIECE on, and so a piece?
                 has_next = is_id_at(ids, position + (k + 1) * PIECE - 1, num_pairs, id)
                 piece = position // PIECE + k
                 total += load_columns(partial_sums, piece, H, columns, H, has_next, TILE)

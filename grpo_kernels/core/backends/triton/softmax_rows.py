@@ -63,8 +63,8 @@ Row = namedtuple("Row", "start V columns u_to_z inverse_temperature scale softca
 def thread_columns(TILE, WIDE):
     """Return the columns of a piece that each thread processes, [LANES, COLS].
 
-    WIDE   whether a thread takes COLS neighbouring columns in one 16-byte access, or single
-           columns, of which neighbouring ones belong to neighbouring threads
+    WIDE   True: a thread takes COLS neighbouring columns, in one 16-byte access. False: it takes
+           COLS single columns, LANES apart, so that neighbouring threads take neighbouring columns.
     """
     if WIDE:
         return tl.arange(0, TILE.LANES)[:, None] * TILE.COLS + tl.arange(0, TILE.COLS)[None, :]
@@ -74,9 +74,12 @@ def thread_columns(TILE, WIDE):
 
 @triton.jit
 def row_pointer(x, row, T, stride_a, stride_t, TILE):
-    """Return a pointer to row number a * T + t of x [A, T, V], which is x[a, t].
+    """Return a pointer to a row of x [A, T, V] (A * T rows of V): row a * T + t is x[a, t].
 
-    If T is None, x is a matrix [num_rows, V] with row stride stride_t, and stride_a is not used.
+    row                  number of the row
+    T                    None: x is a matrix [num_rows, V] with the row stride stride_t, and
+                         stride_a is not used
+    stride_a, stride_t   strides of x in A and T
     """
     offset = row * stride_t if T is None else (row // T) * stride_a + (row % T) * stride_t
     if TILE.ALIGNED:
@@ -86,7 +89,7 @@ def row_pointer(x, row, T, stride_a, stride_t, TILE):
 
 @triton.constexpr_function
 def is_number(x):
-    """Return whether a kernel argument is a number, and not a pointer to a vector."""
+    """Return whether a kernel argument is a number. It is a pointer to a vector otherwise."""
     # In the interpreter a number is a Python float, which has no dtype.
     return isinstance(x, float) or not x.dtype.is_ptr()
 
@@ -114,22 +117,23 @@ def row_fields(
     first_row, i                 the row is row i of the call, row number first_row + i of the
                                  A * T rows of logits
     """
-    temperature = load_number(inverse_temperature, i)
+    inverse_of_row = load_number(inverse_temperature, i)
     start = row_pointer(logits, first_row + i, T, stride_a, stride_t, TILE)
+    columns = thread_columns(TILE, TILE.ALIGNED)
     if transform.softcap is None:
-        u_to_z = tl.abs(transform.scale * temperature)
+        u_to_z = tl.abs(transform.scale * inverse_of_row)
     else:
-        u_to_z = transform.softcap * temperature
-    return start, V, thread_columns(TILE, TILE.ALIGNED), u_to_z, temperature
+        u_to_z = transform.softcap * inverse_of_row
+    return start, V, columns, u_to_z, inverse_of_row
 
 
 @triton.jit
 def piece_columns(start, i, columns):
-    """Return the columns [LANES, COLS] of piece i of the tile at column `start`.
+    """Return the columns [LANES, COLS] of piece i of a tile.
 
-    If `start` is a pointer to the first element of the tile, the result is pointers.
-
-    columns   [LANES, COLS], the columns of a piece, see `Row`
+    start     first column of the tile. If it is a pointer to the first element of the tile, the
+              result is pointers to the elements of the piece.
+    columns   [LANES, COLS], the columns of piece 0 of the tile at column 0, see `Row`
     """
     return start + i * (columns.shape[0] * columns.shape[1]) + columns
 
@@ -188,10 +192,11 @@ def write_zero_row(out, V, TILE):
 def elements_to_boundary(row, V, COLS):
     """Return how many elements of a row come before its first 16-byte boundary, at most V.
 
-    row    pointer to the first element of the row
+    row    pointer to the first element of the row, which has V elements
     COLS   number of elements in 16 bytes
     """
     ELEMENT_BYTES: tl.constexpr = row.dtype.element_ty.primitive_bitwidth // 8
+    # Number of elements from the boundary before the row to the row.
     past = (row.to(tl.int64) // ELEMENT_BYTES) % COLS
     return tl.minimum((COLS - past) % COLS, V).to(tl.int32)
 
@@ -208,8 +213,8 @@ def unscaled_logit(x, row):
     """
     x = x.to(tl.float32)
     if row.softcap is not None:
-        # tanh(v) = 1 - 2 / (e^(2v) + 1) has an absolute error of 6e-8. Times the softcap, this is
-        # the spacing of fp32 numbers near the softcap.
+        # tanh(v) is computed as 1 - 2 / (e^(2v) + 1), with an absolute error of 6e-8. Times the
+        # softcap, this is the spacing of fp32 numbers near the softcap.
         return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E * row.scale / row.softcap)) + 1.0)
     elif row.mirrored is not None:
         return -x
@@ -256,7 +261,11 @@ def fma(x, y, z):
 
 @triton.jit
 def exponent_base(max_u, c):
-    """Return the base of the exponents 2^(c u - base): max_u * c rounded up, at least -2^29."""
+    """Return the integer base of exponentials 2^(c u - base), near the maximum of c u.
+
+    It is max_u * c rounded up, so that no exponent is above 0, or -2^29 if that is larger. So it is
+    finite if max_u is -inf: -inf - (-inf) would be NaN.
+    """
     return tl.maximum(tl.ceil(max_u * c), -MAX_EXPONENT)
 
 
@@ -264,15 +273,17 @@ def exponent_base(max_u, c):
 def add_tile(sums, xs, start, row, c, END, LEVEL):
     """Add a tile to the running softmax sums of each lane (thread), as online softmax does.
 
-    sums    (max_u, base, sum 2^d, sum 2^d d, sum 2^(2d)) with d = c u - base, [LANES] each. max_u
-            is the maximum of the unscaled logits u, and base = exponent_base(max_u, c).
+    sums    (max_u, base, sum 2^d, sum 2^d d, sum 2^(2d)), [LANES] each, of the columns of the
+            lane so far. u are the unscaled logits, max_u is their maximum, and d = c u - base. The
+            base is `exponent_base(max_u, c)`.
     xs      logits of the tile, a tuple of pieces
     start   first column of the tile
     c       u_to_z * log2(e)
     END     whether the tile may reach beyond the end of the row. Such columns are left out.
     LEVEL   sum 2^d d is computed only from ENTROPY on, sum 2^(2d) only with SQUARES
 
-    Returns the new sums. If the maximum rises, the old sums are rescaled to the new base.
+    Returns the new sums. If the maximum rises, the old sums are rescaled to the new base: 2^d is
+    multiplied by 2^shift with shift = base - new base, and d grows by shift.
     """
     max_u, base, sum_exp, shifted, squared = sums
     us = ()
@@ -296,6 +307,7 @@ def add_tile(sums, xs, start, row, c, END, LEVEL):
         e = tl.exp2(d)
         tile_sum_exp += e
         if LEVEL >= ENTROPY:
+            # LOWEST replaces d = -inf, where e * d would be NaN.
             tile_shifted = fma(e, tl.maximum(d, LOWEST), tile_shifted)
         if LEVEL >= SQUARES:
             tile_squared = fma(e, e, tile_squared)
@@ -312,7 +324,8 @@ def add_tile(sums, xs, start, row, c, END, LEVEL):
 def load_unscaled_piece(row, start):
     """Load the unscaled logits u of a piece at column `start`, which may reach beyond the row.
 
-    Returns (is_inside, u), [LANES, COLS] each: whether a column is in the row, and its u.
+    Returns (is_inside, u), [LANES, COLS] each: whether a column is in the row, and its u. In a
+    column beyond the row u belongs to the logit 0.
     """
     is_inside = start + row.columns < row.V
     x = tl.load(row.start + start + row.columns, mask=is_inside, other=0.0)
@@ -321,25 +334,29 @@ def load_unscaled_piece(row, start):
 
 @triton.jit
 def count_maxima(row, max_u, TILE):
-    """Count the columns of a row with u = max_u, in another pass over it; NaN if a logit is NaN.
+    """Return how many columns of a row have the maximum u = max_u, or NaN if a logit is NaN.
 
-    This is sum_j exp(z_j - max z) of a row whose maximum is huge, for example if all logits are the
-    smallest finite number. There every exponential but those of the maximum is below e^-22, and
-    rounding of the exponents would give wrong results (see MAX_EXPONENT).
+    This takes another pass over the row. The count is sum_j exp(z_j - max z) for a row whose
+    maximum is huge in absolute value, for example if all logits are the smallest finite number. In
+    such a row the exponential of any other column is below e^-22, and would be wrong because its
+    exponent is rounded (see MAX_EXPONENT).
+
+    row     the row of logits
+    max_u   the maximum of its unscaled logits u
     """
     count = tl.full((TILE.LANES,), 0.0, tl.float32)
     for start in range(0, row.V, TILE.LANES * TILE.COLS):
         is_inside, u = load_unscaled_piece(row, start)
-        is_max = tl.where(u == max_u, 1.0, tl.where(u != u, u, 0.0))
+        is_max = tl.where(u == max_u, 1.0, tl.where(u != u, u, 0.0))  # u != u: u is NaN
         count += tl.sum(tl.where(is_inside, is_max, 0.0), axis=1)
     return tl.sum(count, axis=0)
 
 
 @triton.jit
 def find_first_maximum(row, max_u, TILE):
-    """Return the first column with u = max_u, or -1 if there is none, in another pass over the row.
+    """Return the first column of a row with u = max_u, or -1 if there is none.
 
-    u are unscaled logits, and max_u is their maximum.
+    This takes another pass over the row. u are the unscaled logits, and max_u is their maximum.
     """
     first = tl.full((TILE.LANES,), NO_COLUMN, tl.int32)
     for start in range(0, row.V, TILE.LANES * TILE.COLS):
@@ -363,8 +380,10 @@ def compute_softmax_sums(row, LEVEL, KEPT, TILE):
              registers for the gradient
 
     LEVEL   sum e_j d_j is computed only from ENTROPY on, sum e_j^2 only with SQUARES
+    KEPT    number of tiles at the end of the row that are returned in xs, at most TILE.ENDS
 
-    The last TILE.ENDS tiles of the row are loaded together.
+    The last TILE.ENDS tiles of the row are loaded together. In the loop each lane (thread) has sums
+    of the columns that it processes, see `add_tile`. They are combined at the end.
     """
     ACCESSES: tl.constexpr = TILE.ACCESSES
     ENDS: tl.constexpr = TILE.ENDS
@@ -396,8 +415,8 @@ def compute_softmax_sums(row, LEVEL, KEPT, TILE):
     base = exponent_base(max_u, c)
     shift = lane_base - base
     scale = tl.exp2(shift)
-    # From sums of 2^(c u - base) to sums of 2^(c u - c max_u) = exp(u_to_z * (u - max_u)): multiply
-    # by 2^-remainder, with remainder = c max_u - base.
+    # The lanes have sums of 2^(c u - base). Wanted are sums of exp(u_to_z * (u - max_u)), which is
+    # 2^(c u - c max_u): multiply by 2^-remainder, with remainder = c max_u - base.
     remainder = tl.where(max_u == NEG_INF, 0.0, fma(max_u, c, -base))
     up = tl.exp2(-remainder)
     sum_exp2 = tl.sum(lane_sum_exp * scale, axis=0)
@@ -407,6 +426,7 @@ def compute_softmax_sums(row, LEVEL, KEPT, TILE):
     sum_exp = sum_exp2 * up
     # The maximum itself adds 1. Rounding can make the sum slightly smaller than 1.
     sum_exp = tl.where((sum_exp < 1.0) & (max_u > NEG_INF), 1.0, sum_exp)
+    # The maximum is huge, but finite.
     if (tl.abs(max_u * c) >= MAX_EXPONENT) & (tl.abs(max_u) < -NEG_INF):
         sum_exp = count_maxima(row, max_u, TILE)
         shifted = 0.0 * sum_exp
@@ -419,7 +439,7 @@ def compute_softmax_sums(row, LEVEL, KEPT, TILE):
 
 @triton.jit
 def expm1(x):
-    """Return exp(x) - 1 without cancellation near x = 0, where it is a Taylor series."""
+    """Return exp(x) - 1. Near x = 0 a Taylor series computes it, without cancellation."""
     series = 1.0 + x * (1 / 5 + x * (1 / 30 + x * (1 / 210)))
     series = x + x * x * (1 / 2 + x * (1 / 6 + x * (1 / 24) * series))
     # For |x| < 0.35 the series has a relative error below 1e-8.
@@ -428,7 +448,7 @@ def expm1(x):
 
 @triton.jit
 def tanh(x):
-    """Return tanh(x) = sign(x) * -e / (2 + e) with e = exp(-2 |x|) - 1."""
+    """Return tanh(x), computed as sign(x) * -e / (2 + e) with e = exp(-2 |x|) - 1."""
     e = expm1(-2.0 * tl.abs(x))
     return tl.where(x < 0.0, e, -e) / (2.0 + e)
 
@@ -449,32 +469,37 @@ def tanh(x):
 def gradient_factors(max_v, sum_exp, v_to_z, LEVEL, target, constant, logp, prob):
     """Return (c, base, per_exp, per_exponent, per_square), numbers of a row for `column_gradient`.
 
-    With d = c * v_j - base the gradient at column j is
+    The gradient at column j, without the term target * 1[j = y] of the target y, is
+
+        d loss / d z_j = p_j * (constant - target + logp * log p_j + prob * p_j)
+
+    With d = c * v_j - base and c = v_to_z * log2(e), p_j is 2^d times a number of the row. So the
+    gradient becomes
 
         d loss / d z_j = 2^d (per_exp + per_exponent * d + per_square * 2^d)
 
-    without the term target * 1[j = y] of the target y. c is v_to_z * log2(e).
-
-    max_v, sum_exp, v_to_z         p_j = exp(v_to_z * (v_j - max_v)) / sum_exp, where v are the
-                                   logits up to a factor
+    max_v, sum_exp, v_to_z         p_j = exp(v_to_z * (v_j - max_v)) / sum_exp, where v is either u
+                                   or z, see above
     LEVEL                          constant and logp are used only from ENTROPY on, prob only with
-                                   SQUARES
+                                   SQUARES; a factor that is not used is 0
     target, constant, logp, prob   coefficients of the row, see `GradientCoefficients`
     """
     c = v_to_z * LOG2E
     base = exponent_base(max_v, c)
-    # If the maximum is huge, all probabilities but those of the maximum are 0 (see `count_maxima`).
-    # Then c only has to separate the maximum from other columns and keep c * max_v finite, as a
-    # power of two near 2^30 / |max_v| does.
+    # If the maximum is huge, the probabilities of all other columns are 0 (see `count_maxima`).
+    # Then c need not be exact: it has to separate the maximum from other columns, and to keep
+    # c * max_v finite. A power of two near 2^30 / |max_v| does both.
     is_far = (tl.abs(max_v * c) >= MAX_EXPONENT) & (tl.abs(max_v) < -NEG_INF)
     c = tl.where(is_far, tl.exp2(30.0 - tl.ceil(tl.log2(tl.abs(max_v)))), c)
     base = tl.where(is_far, c * max_v, base)
     remainder = tl.where(max_v == NEG_INF, 0.0, fma(max_v, c, -base))
     down = tl.exp2(-remainder) / sum_exp  # p_j = 2^d * down
+    # per_exp is not multiplied by `down` until it is returned.
     per_exp = -target
     per_exponent = 0.0
     per_square = 0.0
     if LEVEL >= ENTROPY:
+        # log p_j = (d - remainder) * log(2) - log(sum_exp)
         per_exp += constant - logp * (tl.log(sum_exp) + remainder * LN2)
         per_exponent = LN2 * logp * down
     if LEVEL >= SQUARES:
@@ -484,17 +509,24 @@ def gradient_factors(max_v, sum_exp, v_to_z, LEVEL, target, constant, logp, prob
 
 @triton.jit
 def column_gradient(x, row, LEVEL, u_to_v, c, base, per_exp, per_exponent, per_square):
-    """Return d loss / dx of logits x [LANES, COLS], without the term target * 1[j = y].
+    """Return d loss / dx of logits x [LANES, COLS], without the term of the target.
 
-    It is dz / dx * 2^d (per_exp + per_exponent * d + per_square * 2^d) with d = c * v - base and
-    v = u_to_v * u, where u are the unscaled logits of x. `gradient_factors` returns the numbers.
-    The gradient at the target y is stored by `store_target_gradient`.
+    With u the unscaled logits of x, v = u_to_v * u and d = c * v - base it is
+
+        dz / dx * 2^d (per_exp + per_exponent * d + per_square * 2^d)
+
+    At the target's column this is not the gradient. `store_target_gradient` overwrites it.
+
+    row                      the `Row` of x, for its transform
+    LEVEL                    per_exponent is used only from ENTROPY on, per_square only with SQUARES
+    c, base, per_exp, ...    the result of `gradient_factors`
     """
     u = unscaled_logit(x, row)
     derivative = transform_derivative(u, row)
     d = fma(u_to_v * u, c, -base)
     factor = per_exp * derivative
     if LEVEL >= ENTROPY:
+        # LOWEST replaces d = -inf, which times 2^d = 0 would be NaN.
         factor = fma(per_exponent * derivative, tl.maximum(d, LOWEST), factor)
     e = tl.exp2(d)
     if LEVEL >= SQUARES:
@@ -504,14 +536,14 @@ def column_gradient(x, row, LEVEL, u_to_v, c, base, per_exp, per_exponent, per_s
 
 @triton.jit
 def store_target_gradient(out, target_id, row, u, logp, LEVEL, target, constant, logp_factor, prob):
-    """Store d loss / dx at the column of the target, over the value from `column_gradient`.
+    """Store d loss / dx at the target's column, in place of the value from `column_gradient`.
 
-    With p = exp(logp) it is
+    With p = exp(logp) the gradient is
 
         dz / dx * (target * (1 - p) + p * (constant + logp_factor * logp + prob * p))
 
-    1 - p is computed as -expm1(logp), which is accurate as p -> 1. Adding the term `target` to the
-    value from `column_gradient`, stored in 16 bits, would lose digits.
+    1 - p is computed as -expm1(logp), which is accurate even if p is near 1. Adding the missing
+    term to the value that is stored already, perhaps in 16 bits, would lose digits.
 
     out         pointer to the gradient of the row
     target_id   column of the target; nothing is stored if it is outside of the row
@@ -526,7 +558,7 @@ def store_target_gradient(out, target_id, row, u, logp, LEVEL, target, constant,
             factor += prob * tl.exp(logp)
         grad += tl.exp(logp) * factor
     grad = (grad * transform_derivative(u, row)).to(tl.float32)
-    tl.debug_barrier()  # the store follows the stores of the row's tiles, of all threads
+    tl.debug_barrier()  # the store follows after all threads have stored their tiles of the row
     is_inside = (target_id >= 0) & (target_id < row.V)
     tl.store(out + target_id, grad.to(out.dtype.element_ty), mask=is_inside)
 
@@ -538,8 +570,10 @@ def write_gradient_tile(xs, out, start, row, LEVEL, END, HINT, u_to_v, factors):
     xs        logits of the tile, a tuple of pieces
     out       pointer to the gradient of the row
     row       the logits of the row
+    LEVEL     which of the factors are used, see `column_gradient`
     END       whether the tile may reach beyond the end of the row
     HINT      cache hint of the stores
+    u_to_v    v = u_to_v * u, where the factors are for v and u are the unscaled logits
     factors   the result of `gradient_factors`
     """
     for i in tl.static_range(len(xs)):
@@ -563,16 +597,19 @@ def write_gradient(
     coefficients,
     TILE,
 ):
-    """Write d loss / dx of a row. It is dz / dx times
+    """Write d loss / dx of a row of logits x, and overwrite the value at the target at the end.
 
-        target * (1[j = y] - p_j) + p_j * (constant + logp * log p_j + prob * p_j)
+    With p the softmax of the transformed logits z and y the target, it is dz_j / dx_j times
 
-    with p the softmax of the transformed logits z and y the target. p is computed from unscaled
-    logits u: p_j = exp(v_to_z * (u_to_v * u_j - max_v)) / sum_exp.
+        d loss / d z_j = target * (1[j = y] - p_j)
+                       + p_j * (constant + logp * log p_j + prob * p_j)
+
+    p is computed from unscaled logits u: p_j = exp(v_to_z * (u_to_v * u_j - max_v)) / sum_exp.
 
     row                     the logits x of the row
     out                     pointer to the gradient of the row, which may overwrite the logits
-    kept                    the last tiles of the row, if they are in registers; else None
+    kept                    the logits of the last tiles of the row, a tuple of pieces, if they are
+                            in registers; None: they are loaded
     target_id               column of the target
     target_u, target_logp   unscaled logit and log-prob of the target
     u_to_v, v_to_z, max_v, sum_exp   numbers in the formula of p. u_to_v * v_to_z is u_to_z.
@@ -593,13 +630,15 @@ def write_gradient(
     if TILE.PEELED:
         head = elements_to_boundary(row.start, row.V, COLS)
         width = (row.V - head) // COLS * COLS
-        # The elements before the first boundary, and then the elements behind the last boundary.
+        # `head` elements come before the first boundary, `width` elements between the first and the
+        # last one. Process the elements outside of these, both ends at once.
         i = tl.arange(0, 2 * COLS)
         columns = tl.where(i < COLS, i, head + width + i - COLS)
         is_outside = tl.where(i < COLS, i < head, columns < row.V)
         x = tl.load(row.start + columns, mask=is_outside, other=0.0, eviction_policy=HINT)
         grad = column_gradient(x, row, LEVEL, u_to_v, *factors)
-        # Every warp loads these few elements, and one warp stores them over the logits.
+        # Every warp loads these few elements, and one warp stores the gradient, perhaps over the
+        # logits. So wait until all warps have loaded them.
         tl.debug_barrier()
         values = grad.to(out.dtype.element_ty)
         tl.store(out + columns, values, mask=is_outside, eviction_policy=HINT)
