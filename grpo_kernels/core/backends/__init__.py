@@ -45,8 +45,8 @@ SUMS_OF_ENTROPY = sums_for(("entropy",))
 class FusedLossValues(NamedTuple):
     """The values of each row of logits that `Backend.fused_loss` returns; masked rows have 0.
 
-    table   fp32 [3, num_rows]: log-probs, entropies and losses; fp32 [4, num_rows] with a
-            reference: the divergences come last
+    table   fp32 [3, num_rows], whose rows are log-probs, entropies and losses. With a reference
+            fp32 [4, num_rows]: the last row is the divergences.
     """
 
     table: Tensor
@@ -85,9 +85,9 @@ class Backend(ABC):
     `scale_` and those over pairs. A subclass implements the kernels that `softmax_sums` and
     `softmax_gradient` call (`run_sums_kernel`, `run_mixture_kernel`, `run_gradient_kernel`).
 
-    computes_all_sums   whether the kernels compute all `softmax.SUMS` and take all
-                        `softmax.COEFFICIENTS`. If not, they support SUMS_OF_KERNELS and
-                        COEFFICIENTS_OF_KERNELS, and eager PyTorch computes the others.
+    computes_all_sums   True if the kernels compute all `softmax.SUMS` and take all
+                        `softmax.COEFFICIENTS`. False if they support only SUMS_OF_KERNELS and
+                        COEFFICIENTS_OF_KERNELS. Then eager PyTorch computes the others.
     """
 
     computes_all_sums = False
@@ -109,10 +109,10 @@ class Backend(ABC):
         return sums
 
     def first_pass_sums(self, rows: LogitRows, names: tuple[str, ...]) -> SoftmaxSums:
-        """Return softmax sums of each row, with all values set that need one pass over the rows.
+        """Return softmax sums of each row. All are set but MIXTURE_SUMS, which need a second pass.
 
-        The result has uninitialized memory for MIXTURE_SUMS if they are named. `softmax_sums` sets
-        them in a second pass.
+        If MIXTURE_SUMS are named, the result has uninitialized memory for them, and `softmax_sums`
+        sets them.
 
         names   some of `softmax.SUMS`, in their order. Eager PyTorch computes those that the
                 kernels do not support.
@@ -131,8 +131,8 @@ class Backend(ABC):
     ) -> None:
         """Write d loss / d logits of each row of logits into the same row of `out`.
 
-        The formula is in `GradientCoefficients`. Eager PyTorch computes it if the kernels do not
-        support one of the coefficients.
+        `GradientCoefficients` has the formula. If the kernels do not support one of the
+        coefficients, eager PyTorch computes the gradient.
 
         sums           softmax sums of the rows, from `softmax_sums`
         coefficients   factors of each row in the formula. A row whose coefficients are all 0
@@ -157,13 +157,18 @@ class Backend(ABC):
 
     @abstractmethod
     def run_mixture_kernel(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
-        """Compute MIXTURE_SUMS, fp32 [2, num_rows], in a second pass over the rows.
+        """Return MIXTURE_SUMS of each row, fp32 [2, num_rows], in a second pass over the rows.
 
-        With p the policy's softmax, q the reference's, m = (1 - mixture) p + mixture q, and with
-        direction and mixture from `rows.reference`:
+        They are sums over the vocabulary, from which the divergences "jsd" and "tv" follow. With p
+        the policy's softmax and q the reference's:
 
-            "jsd"   KL(p || m) and KL(q || m)
-            "tv"    sum_j p_j sign(p_j - q_j) / 2 and sum_j |p_j - q_j| / 2
+            direction   row 0                            row 1
+            "jsd"       KL(p || m)                       KL(q || m)
+            "tv"        sum_j p_j sign(p_j - q_j) / 2    sum_j |p_j - q_j| / 2
+
+        m = (1 - b) p + b q is a mixture with the weight b. `rows.reference` has the direction and
+        b, its `mixture`. For "tv" row 1 is the divergence. In both directions the gradient needs
+        row 0, see `SoftmaxSums.gradient_center`.
 
         sums   the sums of the first pass over the whole vocabulary, which normalize p and q
         """
@@ -205,6 +210,10 @@ class Backend(ABC):
 
         The first pass computes softmax sums, the second writes the gradient. The formula is
         evaluated between them. If a block fits the cache, its second pass costs nearly nothing.
+
+        loss_formula     computes the loss of a row from its log-prob and entropy
+        out              as in `fused_loss`
+        rows_per_block   number of rows of a block; the last block may have fewer
         """
         num_rows = rows.num_rows
         tables = []
@@ -213,7 +222,7 @@ class Backend(ABC):
             block = rows.slice_rows(start, stop)
             block_formula = loss_formula.select(slice(start, stop))
             tables.append(self._loss_of_block(block, block_formula, out).table)
-        if not tables:
+        if not tables:  # no rows
             num_values = FusedLossValues.num_values(rows.reference is not None)
             tables.append(
                 torch.zeros(num_values, 0, dtype=torch.float32, device=rows.logits.device)
@@ -225,12 +234,13 @@ class Backend(ABC):
     ) -> FusedLossValues:
         """Return the result of `fused_loss` for one block of rows.
 
-        The loss of a row is the formula of its log-prob and entropy, plus divergence_weight *
-        divergence if there is a reference.
+        The loss of a row is the formula of its log-prob and entropy. With a reference and weights
+        for it, the row's divergence_weight * divergence is added.
 
-        rows   the rows of the block, see `LogitRows.row_range`
-        out    [A, T, V], the gradient of all blocks, of which the rows of this block are written;
-               None: no gradient is computed
+        rows           the rows of the block, see `LogitRows.row_range`
+        loss_formula   the formula with the inputs of these rows
+        out            [A, T, V], the gradient of all blocks, of which the rows of this block are
+                       written; None: no gradient is computed
         """
         names = SUMS_OF_ENTROPY
         if rows.reference is not None:
@@ -248,6 +258,8 @@ class Backend(ABC):
             divergences.append(divergence)
             weight = loss_formula.inputs.divergence_weight
             if weight is not None:
+                # A row with the weight 0 has no divergence term, even if its divergence is infinite
+                # or NaN. A product with 0 would be NaN.
                 losses = losses + torch.where(weight == 0, 0.0, weight * divergence)
                 grads["divergence"] = weight
         if rows.mask is not None:
@@ -265,9 +277,10 @@ class Backend(ABC):
     ) -> TokenLosses:
         """Return the loss of each row of a loss formula and its gradients, fp32 [num_rows].
 
-        A formula that cannot be traced runs in torch, with one warning. In strict mode it raises
-        FormulaRefused.
+        Kernels run a traced program of the formula, a list of vector operations. A formula that
+        cannot be traced runs in torch, with one warning, or in strict mode raises FormulaRefused.
 
+        loss_formula     computes the loss of a row from its log-prob and entropy
         logps, entropy   fp32 [num_rows], contiguous
         """
 
@@ -275,7 +288,7 @@ class Backend(ABC):
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
         """Multiply a gradient [A, T, V] (A * T rows of V) by a 0-d factor in place.
 
-        A factor of 1 takes no pass in C++ and Triton.
+        If the factor is 1, the C++ and Triton kernels do not touch the gradient.
         """
 
     # ---- pairs of a row of hidden states and a row of the weight
@@ -335,13 +348,18 @@ class BackendWrapper(Backend):
         self.kernels = kernels
 
     def run_mixture_kernel(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
-        """Return MIXTURE_SUMS of each row: two sums over the vocabulary, fp32 [2, num_rows].
+        """Return MIXTURE_SUMS of each row, fp32 [2, num_rows], in a second pass over the rows.
 
-        With p the policy's softmax, q the reference's, m = (1 - mixture) p + mixture q, and with
-        direction and mixture from `rows.reference`:
+        They are sums over the vocabulary, from which the divergences "jsd" and "tv" follow. With p
+        the policy's softmax and q the reference's:
 
-            "jsd"   KL(p || m) and KL(q || m)
-            "tv"    sum_j p_j sign(p_j - q_j) / 2 and sum_j |p_j - q_j| / 2
+            direction   row 0                            row 1
+            "jsd"       KL(p || m)                       KL(q || m)
+            "tv"        sum_j p_j sign(p_j - q_j) / 2    sum_j |p_j - q_j| / 2
+
+        m = (1 - b) p + b q is a mixture with the weight b. `rows.reference` has the direction and
+        b, its `mixture`. For "tv" row 1 is the divergence. In both directions the gradient needs
+        row 0, see `SoftmaxSums.gradient_center`.
 
         sums   softmax sums of the first pass over the rows, which normalize p and q
         """
@@ -397,10 +415,11 @@ class BackendWrapper(Backend):
 
 @functools.lru_cache(maxsize=256)
 def unsupported_names(names: tuple[str, ...], supported: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of sums or coefficients that eager PyTorch has to compute.
+    """Return the names that the kernels do not support, so that eager PyTorch computes them.
 
-    MIXTURE_SUMS are not among them, because `run_mixture_kernel` of every backend computes them.
+    MIXTURE_SUMS are never returned: `run_mixture_kernel` of every backend computes them.
 
+    names       names of softmax sums, or of gradient coefficients
     supported   the names that the kernels support
     """
     return tuple(name for name in names if name not in supported and name not in MIXTURE_SUMS)
@@ -412,9 +431,10 @@ BACKENDS = ("eager", "cpu", "triton")
 
 
 def native_backend(device: torch.device) -> tuple[str, str | None]:
-    """Return (name of the backend for a device, the reason why it cannot run there, or None).
+    """Return (name, reason): the compiled backend for a device, and whether it can run there.
 
-    The backend is "cpu" on a CPU, and "triton" on any other device.
+    name     "cpu" for a CPU, "triton" for any other device
+    reason   why the backend cannot run on the device; None if it can
     """
     if device.type == "cpu":
         return "cpu", unavailable("cpu")
@@ -486,7 +506,10 @@ def _settings() -> tuple[str, bool]:
 
 
 def is_strict(strict: bool) -> bool:
-    """Return whether a call is strict: by its own `strict`, by `use` or by the environment."""
+    """Return whether a call is strict: by its own argument, by `use` or by the environment.
+
+    strict   the argument of the call, `Options(strict=)`
+    """
     _, strict_in_use = _settings()
     return strict or strict_in_use
 
@@ -564,7 +587,11 @@ def _make_backend(name: str, strict: bool) -> Backend:
 
 
 def fall_back(instead: str, reason: str) -> None:
-    """Warn once that `instead` runs in place of a kernel, for this reason."""
+    """Warn that slower code runs in place of a kernel, once for each message.
+
+    instead   the code that runs, for example "eager PyTorch, which is slow"
+    reason    why the kernel does not run
+    """
     warn_once(
         f"grpo_kernels falls back to {instead}: {reason}. `python -m grpo_kernels doctor` says"
         " more."

@@ -122,20 +122,25 @@ class Kernels(Backend):
         return sums
 
     def run_mixture_kernel(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
-        """Return MIXTURE_SUMS of each row: two sums over the vocabulary, fp32 [2, num_rows].
+        """Return MIXTURE_SUMS of each row, fp32 [2, num_rows], in a second pass over the rows.
 
-        With p the policy's softmax, q the reference's, m = (1 - mixture) p + mixture q, and with
-        direction and mixture from `rows.reference`:
+        They are sums over the vocabulary, from which the divergences "jsd" and "tv" follow. With p
+        the policy's softmax and q the reference's:
 
-            "jsd"   KL(p || m) and KL(q || m)
-            "tv"    sum_j p_j sign(p_j - q_j) / 2 and sum_j |p_j - q_j| / 2
+            direction   row 0                            row 1
+            "jsd"       KL(p || m)                       KL(q || m)
+            "tv"        sum_j p_j sign(p_j - q_j) / 2    sum_j |p_j - q_j| / 2
+
+        m = (1 - b) p + b q is a mixture with the weight b. `rows.reference` has the direction and
+        b, its `mixture`. For "tv" row 1 is the divergence. In both directions the gradient needs
+        row 0, see `SoftmaxSums.gradient_center`.
 
         sums   softmax sums of the first pass over the rows, which normalize p and q
         """
         num_rows = count_rows(rows)
         num_sums = len(MIXTURE_SUMS)
         mixture_sums = torch.empty(num_sums, rows.num_rows, dtype=torch.float32)
-        sums_table = sums_argument(sums)  # checks the sums before log_sum_ratio is computed
+        sums_table = sums_argument(sums)  # raises for wrong sums before log_sum_ratio reads them
         log_sum_ratio = sums.log_sum_ratio
         policy, reference = policy_and_reference(rows, log_sum_ratio=log_sum_ratio)
         assert reference is not None
@@ -161,7 +166,7 @@ class Kernels(Backend):
         out    [A, T, V] like `rows.logits` (A * T rows of V logits); may be their memory
         """
         num_rows = count_rows(rows)
-        sums_table = sums_argument(sums)  # checks the sums before others are computed from them
+        sums_table = sums_argument(sums)  # raises for wrong sums before the next lines read them
         log_sum_ratio = None
         center = None
         if "divergence" in coefficients.names:
@@ -227,6 +232,10 @@ class Kernels(Backend):
     ) -> TokenLosses:
         """Return the loss of each row and its gradients, fp32 [num_rows].
 
+        C++ runs the traced program of the formula on whole vectors. A formula that cannot be traced
+        runs in PyTorch.
+
+        loss_formula     computes the loss of a row from its log-prob and entropy
         logps, entropy   fp32 [num_rows], contiguous
         """
         traced = self.trace(loss_formula)
@@ -237,13 +246,13 @@ class Kernels(Backend):
         return loss_formula.named_outputs(run_program(traced.program, traced.numbers, inputs))
 
     def trace(self, loss_formula: TokenLossFormula) -> TracedFormula | None:
-        """Trace a loss formula into a program of vector operations, and compile it for C++.
+        """Trace a loss formula into a program, a list of vector operations, and compile it for C++.
 
-        A formula that cannot be traced raises FormulaRefused if `strict`. Otherwise there is one
-        warning and the result is None: the caller then evaluates the formula in PyTorch.
+        If the formula cannot be traced, return None after one warning: the caller then evaluates
+        the formula in PyTorch. In strict mode raise FormulaRefused instead.
 
-        If `strict`, the first use of a formula also compares its program in C++ with PyTorch on
-        random inputs, and raises FormulaRefused if they differ.
+        In strict mode the first use of a formula also compares its program in C++ with PyTorch on
+        random inputs. FormulaRefused is raised if they differ.
         """
         if self.strict:
             loss_formula.compare_with_torch(run_program)
@@ -337,9 +346,10 @@ class Kernels(Backend):
 
 
 def rows_that_fit_cache(rows: LogitRows) -> int:
-    """Return how many rows of logits (and of the reference) fit the last-level cache.
+    """Return how many rows of logits fit the last-level cache, at least one for each thread.
 
-    At least one row for each thread. See BLOCK_BYTES_PER_THREAD.
+    With a reference a row takes twice the memory. The cache counts as at least
+    BLOCK_BYTES_PER_THREAD for each thread.
     """
     threads = torch.get_num_threads()
     row_bytes = rows.logits.shape[-1] * rows.logits.element_size()
@@ -423,7 +433,7 @@ def unsupported(name: str, x: Tensor, expected: str, reason: object = "") -> Val
 
 
 def vector_argument(name: str, x: Tensor | None, dtype: torch.dtype, n: int) -> int:
-    """Return a contiguous vector [n] as an argument of C++: its address, or 0 for None.
+    """Return the address of a contiguous vector x [n] for C++, or 0 if x is None.
 
     Raises ValueError if x has another dtype or shape, is not contiguous or is not on a CPU.
     """
@@ -435,7 +445,7 @@ def vector_argument(name: str, x: Tensor | None, dtype: torch.dtype, n: int) -> 
 
 
 def matrix_argument(name: str, x: Tensor) -> _cpu.Matrix:
-    """Return a matrix fp32, bf16 or fp16 [m, n] with unit stride in n as an argument of C++.
+    """Describe a matrix x [m, n] for C++, in fp32, bf16 or fp16, with unit stride in n.
 
     Raises ValueError if x is anything else.
     """
@@ -450,11 +460,12 @@ def matrix_argument(name: str, x: Tensor) -> _cpu.Matrix:
 
 
 def table_argument(name: str, x: Tensor, name_bits: int) -> _cpu.NamedRows:
-    """Return a table fp32 [num_names, n], with a row for each name, as an argument of C++.
+    """Describe a table x, fp32 [num_names, n], for C++. It has a row for each of some names.
 
     Raises ValueError if x is anything else.
 
-    name_bits   the names that the table has rows for, as `bits`
+    name        name of x in the message
+    name_bits   the names of the rows, encoded by `bits`
     """
     reason: object = ""
     try:
@@ -470,21 +481,21 @@ def table_argument(name: str, x: Tensor, name_bits: int) -> _cpu.NamedRows:
 def bits(names: tuple[str, ...], known: tuple[str, ...]) -> int:
     """Encode names as an integer: bit k is 1 if known[k] is one of the names.
 
-    C++ finds the rows of a table by these bits. Names that are not known are ignored.
+    C++ finds the rows of a table by these bits. A name that is not among `known` has no bit.
     """
     return sum(1 << known.index(name) for name in names if name in known)
 
 
 def all_bits(num_names: int) -> int:
-    """Return the `bits` of a table that has a row for each of num_names known names."""
+    """Return the `bits` of a table that has a row for each known name: num_names bits of 1."""
     return (1 << num_names) - 1
 
 
 def sums_argument(sums: SoftmaxSums) -> _cpu.NamedRows:
-    """Return a table of softmax sums as an argument of C++.
+    """Describe a table of softmax sums for C++, without the sums that C++ does not compute.
 
-    The argument has the rows of SUMS_OF_KERNELS only. They come first in the table, because these
-    sums come first in SUMS.
+    C++ computes SUMS_OF_KERNELS. Their rows come first in the table, because these sums come first
+    in SUMS.
     """
     name_bits = bits(sums.names, SUMS_OF_KERNELS)
     num_supported = name_bits.bit_count()
@@ -505,12 +516,14 @@ def count_rows(rows: LogitRows) -> int:
 
 
 def rows_argument(name: str, x: Tensor, rows: LogitRows) -> _cpu.Rows:
-    """Return the rows of x [A, T, V] that a kernel call processes as an argument of C++.
+    """Describe the rows of x [A, T, V] of a kernel call for C++: address, dtype, strides, range.
 
-    Raises ValueError if C++ cannot take x.
+    Raises ValueError if x is not on a CPU, has another dtype than fp32, bf16 and fp16, or has a
+    shape or strides that C++ refuses.
 
-    x      a tensor of the shape of `rows.logits`, such as the gradient
-    rows   the rows of the call: `rows.row_range`, or all A * T rows
+    name   name of x in the message
+    x      A * T rows of V, the shape of `rows.logits`: for example the gradient
+    rows   the call. It processes the rows `rows.row_range` of x, or all if that is None.
     """
     reason: object = ""
     try:
@@ -531,13 +544,15 @@ def rows_argument(name: str, x: Tensor, rows: LogitRows) -> _cpu.Rows:
 def logits_argument(
     name: str, x: Tensor, transform: RowTransform, rows: LogitRows
 ) -> _cpu.LogitRows:
-    """Return the rows of logits that a kernel call reads, with their transform, for C++.
+    """Describe the rows of logits that a kernel call reads, and their transform, for C++.
 
-    Raises ValueError if C++ cannot take x.
+    Raises ValueError if x is not on a CPU, has another dtype than fp32, bf16 and fp16, or has a
+    shape or strides that C++ refuses.
 
-    x           logits [A, T, V] of the policy or the reference
+    name        name of x in the message
+    x           logits [A, T, V] of the policy or the reference, A * T rows of V
     transform   scale, softcap and inverse temperature of these logits
-    rows        the rows of the call: `rows.row_range`, or all A * T rows
+    rows        the call. It reads the rows `rows.row_range` of x, or all if that is None.
     """
     num_rows = count_rows(rows)
     inverse = transform.inverse_temperature
@@ -578,9 +593,10 @@ def policy_and_reference(
     log_sum_ratio: Tensor | None = None,
     center: Tensor | None = None,
 ) -> tuple[_cpu.LogitRows, _cpu.ReferenceRows | None]:
-    """Return (policy's rows, reference's rows or None) as arguments of C++.
+    """Describe the rows of policy and reference for C++. Without a reference its part is None.
 
-    The vectors are fp32 [num_rows]. A kernel that does not need one of them gets None.
+    The vectors below belong to the reference, fp32 [num_rows] each. They are None for a kernel that
+    does not read them.
 
     weight          weight of the divergence in the loss; None: all weights are 0
     log_sum_ratio   `SoftmaxSums.log_sum_ratio`, for kernels that read softmax sums
@@ -606,7 +622,7 @@ def policy_and_reference(
 
 
 def pairs_argument(pairs: Pairs) -> _cpu.RowIdPairs:
-    """Return (row, id) pairs as an argument of C++.
+    """Describe (row, id) pairs for C++.
 
     Raises ValueError if their tensors are not int64 [num_pairs] on a CPU. The values are not
     checked.

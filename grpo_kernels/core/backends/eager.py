@@ -90,22 +90,30 @@ class Kernels(Backend):
             if rows.reference is not None:
                 exps = workspace.exps[: len(logits)]
                 values |= reference_sums(rows, block, z, exps, values["max_logit"])
+            # MIXTURE_SUMS may be among the names, but not among the values. The policy's basic sums
+            # are always among the values.
             for name in names:
                 if name in values:
                     sums.select(block)[name].copy_(values[name])
         if rows.mask is None:
             return sums
+        # Masked rows get constants instead, with which their statistics are 0.
         values_if_masked = SoftmaxSums.masked(names, 1, rows.logits.device).values
         return replace(sums, values=torch.where(rows.mask, sums.values, values_if_masked))
 
     def run_mixture_kernel(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
-        """Return MIXTURE_SUMS of each row: two sums over the vocabulary, fp32 [2, num_rows].
+        """Return MIXTURE_SUMS of each row, fp32 [2, num_rows], in a second pass over the rows.
 
-        With p the policy's softmax, q the reference's, m = (1 - mixture) p + mixture q, and with
-        direction and mixture from `rows.reference`:
+        They are sums over the vocabulary, from which the divergences "jsd" and "tv" follow. With p
+        the policy's softmax and q the reference's:
 
-            "jsd"   KL(p || m) and KL(q || m)
-            "tv"    sum_j p_j sign(p_j - q_j) / 2 and sum_j |p_j - q_j| / 2
+            direction   row 0                            row 1
+            "jsd"       KL(p || m)                       KL(q || m)
+            "tv"        sum_j p_j sign(p_j - q_j) / 2    sum_j |p_j - q_j| / 2
+
+        m = (1 - b) p + b q is a mixture with the weight b. `rows.reference` has the direction and
+        b, its `mixture`. For "tv" row 1 is the divergence. In both directions the gradient needs
+        row 0, see `SoftmaxSums.gradient_center`.
 
         sums   softmax sums of the first pass over the rows, which normalize p and q
         """
@@ -133,12 +141,13 @@ class Kernels(Backend):
     ) -> None:
         """Write d loss / d logits of each row into the same row of `out`.
 
-        The formula is in `GradientCoefficients`. Rows whose coefficients are all 0 become 0. The
-        gradient of a block of rows is computed from exps = exp(z - max_logit), and a divergence
-        from a reference is added.
+        `GradientCoefficients` has the formula. For each block of rows `GradientFactors` computes it
+        from exp(z - max_logit). Then the gradient of a divergence from a reference is added.
 
-        sums   softmax sums of the rows, from `softmax_sums`
-        out    [A, T, V] like `rows.logits` (A * T rows of V logits); may be their memory
+        sums           softmax sums of the rows, from `softmax_sums`
+        coefficients   numbers of each row in the formula. A row whose coefficients are all 0 gets
+                       the gradient 0.
+        out            [A, T, V] like `rows.logits` (A * T rows of V logits); may be their memory
         """
         transform = rows.transform
         factors = GradientFactors.from_coefficients(sums, coefficients, transform)
@@ -150,14 +159,16 @@ class Kernels(Backend):
         for (block, logits), (_, grad_logits) in zip(input_blocks, output_blocks, strict=True):
             differences = workspace.differences[: len(logits)]
             exps = workspace.exps[: len(logits)]
-            if self.workspace is None:  # else run_sums_kernel has left both there
+            if self.workspace is None:  # else run_sums_kernel has left both in the workspace
                 z = workspace.transformed(logits, transform.select(block))
                 torch.sub(z, sums.max_logit[block, None], out=differences)
                 torch.exp(differences, out=exps)
+            # The memory in which the gradient of the block is computed: `out` if possible, so that
+            # no copy is needed, else a temporary.
             grad = workspace.terms[: len(logits)]
             is_fp32 = grad_logits.dtype == torch.float32
             if divergence_weight is None and is_fp32 and not transform.softcap:
-                # Here the logits are not read again, so the gradient may overwrite them.
+                # The code below does not read the logits again, so `out` may be their memory.
                 grad = grad_logits
             factors.write_gradient(block, rows.targets, exps, differences, grad)
             if divergence_weight is not None:
@@ -172,7 +183,7 @@ class Kernels(Backend):
                     reference=rows.reference,
                 )
             if transform.softcap:
-                # d/dx of softcap * tanh(x * scale / softcap) has the factor 1 - tanh^2.
+                # The factors contain dz / dx without the derivative of tanh, 1 - tanh^2.
                 scaled = logits.float() * (transform.scale / transform.softcap)
                 grad.mul_(1.0 - scaled.tanh_().square_())
             zero_rows(grad, is_zero[block])
@@ -214,6 +225,7 @@ class Kernels(Backend):
     ) -> TokenLosses:
         """Return the loss of each row and its gradients, fp32 [num_rows].
 
+        loss_formula     computes the loss of a row from its log-prob and entropy
         logps, entropy   fp32 [num_rows]
         """
         return loss_formula.compute(logps, entropy)
@@ -318,24 +330,30 @@ class Workspace(NamedTuple):
 
 
 def rows_per_block(rows: LogitRows) -> int:
-    """Return how many rows a block has: as many as fit `block_bytes`, at least one."""
+    """Return how many rows a block has: as many as fit `block_bytes`, at least one.
+
+    A row takes COPIES fp32 copies of its V logits, or COPIES_WITH_REFERENCE with a reference.
+    """
     copies = COPIES if rows.reference is None else COPIES_WITH_REFERENCE
     row_bytes = 4 * rows.logits.shape[-1] * copies
     return max(1, block_bytes(rows.logits.device) // row_bytes)
 
 
 def blocks_of(rows: LogitRows, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (block, logits of the block) for consecutive blocks of rows of a call.
+    """Yield (block, logits of the block [r, V]) for consecutive blocks of the rows of a call.
 
-    block    slice of the rows of the call, which selects from vectors [num_rows]
-    logits   [A, T, V]: the logits of the call, or their gradient; of a block [r, V]
+    The block is a slice of the rows of the call, which selects from vectors [num_rows].
+
+    rows     the call. Only its rows `rows.row_range` are yielded, or all if that is None.
+    logits   [A, T, V]: the logits of the call, or a tensor of this shape, such as their gradient
     """
     num_groups, rows_per_group, _ = logits.shape
     first, last = rows.row_range or (0, num_groups * rows_per_group)
     size = rows_per_block(rows)
     start = first
     while start < last:
-        # A block does not cross a group (an index of A), so that logits[group] can be sliced.
+        # A block ends with its group (an index of A) at the latest, so that it is a slice of
+        # logits[group].
         group, row = divmod(start, rows_per_group)
         stop = min(last, start + size, (group + 1) * rows_per_group)
         yield slice(start - first, stop - first), logits[group, row : row + stop - start]
@@ -349,9 +367,9 @@ def transform_block(logits: Tensor, transform: RowTransform) -> Tensor:
 
 
 def reference_block(rows: LogitRows, reference: ReferenceRows, block: slice) -> Tensor:
-    """Return w, the reference's logits of a block after their own transform, fp32 [r, V].
+    """Return w, the reference's logits of a block after the reference's transform, fp32 [r, V].
 
-    block   slice of the rows of the call
+    block   slice of the rows of the call, from `blocks_of`, so it lies in one group
     """
     group, row = divmod(rows.first_row + block.start, rows.logits.shape[1])
     logits = reference.logits[group, row : row + block.stop - block.start]
@@ -391,7 +409,8 @@ def zero_rows(grad: Tensor, is_zero: Tensor) -> None:
 def find_targets(targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
     """Return (ids, is_in_range) of targets [r], for gather and scatter.
 
-    ids           int64 [r, 1]: the targets, with 0 in place of targets outside of the vocabulary
+    ids           int64 [r, 1]: the targets. A target outside of the vocabulary is replaced by 0,
+                  because gather and scatter would fail.
     is_in_range   bool [r]: whether 0 <= target < vocab_size
     """
     is_in_range = (targets >= 0) & (targets < vocab_size)
@@ -425,6 +444,7 @@ def policy_sums(
         "target_logit": torch.where(is_in_range, z.gather(1, ids)[:, 0], torch.nan),
     }
     if "sum_exp_shifted" in names:
+        # The clamp turns a difference of -inf into a finite one: 0 * -inf would be NaN.
         terms = workspace.terms[: len(z)]
         torch.mul(differences.clamp_(min=MIN_LOGP), exps, out=terms)
         sums["sum_exp_shifted"] = sum_rows(terms)
@@ -463,7 +483,7 @@ def reference_sums(
 
 
 def compare_with_reference(z: Tensor, w: Tensor, sums: SoftmaxSums) -> tuple[Tensor, Tensor]:
-    """Return (q, log p - log q), [r, V] each: p is the policy's softmax, q the reference's.
+    """Return (q, log p - log q), [r, V] each, with p the policy's softmax and q the reference's.
 
     z, w   transformed logits of policy and reference, [r, V]
     sums   softmax sums of these rows, which normalize p and q
@@ -507,16 +527,22 @@ class GradientFactors(NamedTuple):
     ) -> GradientFactors:
         """Return the factors of the gradient, without the divergence.
 
-        The coefficients are target, constant, logp and prob. With p_j = e_j / sum_exp and log p_j =
-        d_j - log(sum_exp), the gradient with respect to z is, except at the target,
+        A row has the coefficients target, constant, logp and prob. With p_j = e_j / sum_exp and
+        log p_j = d_j - log(sum_exp), the gradient with respect to z is, except at the target,
 
             p_j * (constant - target + logp * (d_j - log(sum_exp)) + prob * p_j)
 
-        and at the target, whose probability is p,
+        Sorted by powers of d_j and e_j this is the formula of the class. At the target, whose
+        probability is p, the gradient is
 
             target * (1 - p) + p * (constant + logp * log p + prob * p)
 
-        sums   softmax sums of the rows
+        where 1 - p is computed as -expm1(log p). In p * log p a log-prob of -inf counts as
+        MIN_LOGP, because 0 * -inf would be NaN.
+
+        sums           softmax sums of the rows
+        coefficients   coefficients of the rows; one that is not in the table is 0 in all rows
+        transform      scale, softcap and temperature, from which dz_dx follows
         """
         sum_exp = sums.sum_exp
         logps = sums.logps
@@ -544,7 +570,9 @@ class GradientFactors(NamedTuple):
     def write_gradient(
         self, block: slice, targets: Tensor, exps: Tensor, differences: Tensor, out: Tensor
     ) -> None:
-        """Write the gradient of a block of rows into out, fp32 [r, V].
+        """Write the gradient of a block of rows into out, fp32 [r, V], by the formula of the class.
+
+        Differences of -inf count as MIN_LOGP, because e_j = 0 times -inf would be NaN.
 
         block         slice of the rows of the call
         targets       int64 [num_rows], of all rows of the call
@@ -558,7 +586,9 @@ class GradientFactors(NamedTuple):
         if self.per_difference is not None:
             terms = differences.clamp_(min=MIN_LOGP).mul_(exps)
             out.addcmul_(terms, self.per_difference[block, None])
-        # A target outside of these columns (it may belong to another rank) changes none of them.
+        # Replace the value at the target's column by at_target. A target outside of these columns
+        # (its column may belong to another rank) changes none: scatter then writes the value that
+        # column 0 has already.
         ids, is_in_range = find_targets(targets[block], out.shape[1])
         at_target = self.at_target[block, None]
         out.scatter_(1, ids, torch.where(is_in_range[:, None], at_target, out.gather(1, ids)))
@@ -597,9 +627,9 @@ def add_divergence_gradient(
 
 
 def pair_blocks(num_pairs: int, rows: Tensor) -> Iterator[slice]:
-    """Return consecutive slices of the pairs, each small enough to process at once.
+    """Return consecutive slices of num_pairs pairs, each small enough to process at once.
 
-    A pair takes ROWS_PER_PAIR temporaries fp32 [H]. Those of a slice fit `block_bytes`.
+    A pair takes ROWS_PER_PAIR temporaries fp32 [H]. The temporaries of a slice fit `block_bytes`.
 
     rows   a matrix with H columns, on the device of the computation
     """
@@ -619,11 +649,13 @@ def sum_by_key(
 ) -> None:
     """Write out[k] = sum of values[i] * source[index[i]] over the used pairs i with keys[i] = k.
 
-    Sums are fp32, in the order of the pairs, and are rounded once. The pairs are sorted by key and
-    summed in blocks of pairs.
+    For example, the gradient of hidden states has the key row, the source weight and the index id.
+    Sums are fp32, in the order of the pairs, and are rounded once. The pairs are sorted by key, so
+    that the pairs of a key are neighbours, and are summed in blocks of pairs.
 
-    keys, index   int64 [num_pairs]: for each pair a row of `out` and a row of `source`
-    is_used       bool [num_pairs]: the others add nothing; their keys and index may be -1
+    keys          int64 [num_pairs]: a row of `out` for each pair
+    index         int64 [num_pairs]: a row of `source` for each pair
+    is_used       bool [num_pairs]: the other pairs add nothing; their keys and index may be -1
     values        fp32 [num_pairs]
     source        [num_source_rows, H], any dtype
     out           [num_keys, H], any dtype; rows without a used pair are not written
@@ -636,7 +668,8 @@ def sum_by_key(
     # Unused pairs get the largest key, so they come last.
     keys, order = torch.where(is_used, keys, no_key).sort(stable=True)
     # A group is the pairs of one key in a block. A key may continue in the next block, so the
-    # partial sum of the last group is carried over: it is the first term of the next block.
+    # partial sum of the last group is carried over: it is the first term of the next block. The
+    # first block begins with the sum 0 for the first key.
     carried_sum = torch.zeros(1, out.shape[1], dtype=torch.float32, device=out.device)
     carried_key = keys[:1]
     for block in pair_blocks(num_pairs, out):
@@ -644,9 +677,11 @@ def sum_by_key(
         block_keys = torch.cat([carried_key, keys[block]])
         terms = source[index[pair_ids].clamp(min=0)].float().mul_(values[pair_ids, None])
         terms = torch.where(is_used[pair_ids, None], terms, 0.0)
+        # Number the groups of the block 0, 1, 2, ...: `groups` has the number for each term.
         group_changes = (block_keys[1:] != block_keys[:-1]).cumsum(0)
         groups = torch.cat([torch.zeros_like(carried_key), group_changes])
         sums = sum_groups(torch.cat([carried_sum, terms]), groups)
+        # group_keys[g] is the key of group g, or no_key for numbers that no group has.
         group_keys = torch.full_like(block_keys, no_key).scatter_(0, groups, block_keys)
         carried_sum = sums.index_select(0, groups[-1:])
         carried_key = block_keys[-1:]
@@ -676,15 +711,17 @@ def sum_groups(terms: Tensor, groups: Tensor) -> Tensor:
 def write_complete_sums(
     sums: Tensor, keys: Tensor, is_complete: Tensor, out: Tensor, adds_to_out: bool
 ) -> None:
-    """Write sums[g] to out[keys[g]] for each complete group g, or add it there.
+    """Write sums[g] to out[keys[g]] for each complete group g, or add it to the value there.
 
     All n groups are written by one index_copy_, because selecting the complete groups would make
-    the host wait for a GPU. An incomplete group repeats the write of the first complete group. If
-    no group is complete, each writes the value that `out` has already.
+    the host wait for a GPU. An incomplete group repeats the write of the first complete group,
+    which changes nothing. If no group is complete, all groups write the value that a row of `out`
+    has already.
 
     sums          fp32 [n, H]
     keys          int64 [n]: a row of `out` for each complete group
-    is_complete   bool [n]
+    is_complete   bool [n]: the groups to write. The sum of another group may not be complete, or
+                  the group has no key.
     adds_to_out   True: sums are added to the values in `out`; False: they replace the values
     """
     group_ids = torch.arange(len(keys), device=out.device)
