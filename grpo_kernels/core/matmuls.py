@@ -107,9 +107,13 @@ def cpu_operand_dtype(weight: Tensor, dtype: torch.dtype) -> torch.dtype | None:
 
 
 def grad_hidden_partial_sums(weight: Tensor, vocab_size: int, dtype: torch.dtype) -> int:
-    """Return how many fp32 temporaries of the size of grad_hidden its matmul allocates.
+    """Return how many temporaries fp32 [num_rows, H] the matmul of grad_hidden allocates.
 
-    vocab_size   the number of ids on all ranks, if the weight is a vocabulary shard
+    Only the AMX engine allocates some: it splits the sum over a large vocabulary into parts.
+
+    weight       [V, H], which gives the device and H
+    vocab_size   the size of the vocabulary; of all ranks together if `weight` is a shard of it
+    dtype        the dtype to which hidden states and weight may be rounded
     """
     cpu_dtype = cpu_operand_dtype(weight, dtype)
     if cpu_dtype is None:
@@ -119,10 +123,12 @@ def grad_hidden_partial_sums(weight: Tensor, vocab_size: int, dtype: torch.dtype
 
 @functools.cache
 def has_fp32_accumulators(device: torch.device) -> bool:
-    """Return whether torch.mm supports 16-bit operands with an fp32 result on this device.
+    """Return whether torch.mm can multiply 16-bit matrices and return the fp32 sums unrounded.
 
-    This runs a small matmul.
+    On a GPU this runs a small bf16 matmul with the option `out_dtype`, once for each device. fp16
+    has the same option.
     """
+    # A CPU has the C++ matmuls instead, and a meta tensor has no data to multiply.
     if device.type in ("cpu", "meta"):
         return False
     try:
@@ -138,7 +144,8 @@ def has_fp32_accumulators(device: torch.device) -> bool:
 def can_add_to_fp32(device: torch.device) -> bool:
     """Return whether torch.addmm can add a product of 16-bit operands to an fp32 tensor.
 
-    torch 2.9 raises RuntimeError if the dtypes differ. This runs a small matmul.
+    This runs a small matmul, once for each device. torch 2.9 raises RuntimeError, because the
+    dtypes differ.
     """
     operand = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
     total = torch.zeros(16, 16, dtype=torch.float32, device=device)
@@ -177,6 +184,7 @@ class HeadMatmuls:
         if self.weight.dtype == torch.float32:
             out = matmul_transposed(hidden, self.weight)
         else:
+            # Convert a slice of the weight at a time: an fp32 copy of all of it may not fit.
             shape = (len(hidden), len(self.weight))
             out = torch.empty(shape, dtype=torch.float32, device=hidden.device)
             for ids in self.weight_slices():
@@ -185,6 +193,8 @@ class HeadMatmuls:
 
     def make_grad_buffer(self, num_rows: int, sums_bias: bool) -> GradBuffer:
         """Return memory for d loss / d logits of a block of at most `num_rows` rows.
+
+        Here the gradient overwrites the fp32 logits, so no memory is allocated.
 
         sums_bias   whether the gradient of a bias is needed, see `has_grad_buffer`
         """
@@ -197,6 +207,7 @@ class HeadMatmuls:
         """
         if self.weight.dtype == torch.float32:
             return matmul_transposed(grad_logits, self.weight.t())
+        # Convert a slice of the weight at a time, as in `logits`, and add up the products.
         shape = (len(grad_logits), self.weight.shape[1])
         out = torch.zeros(shape, dtype=torch.float32, device=grad_logits.device)
         for ids in self.weight_slices():
@@ -233,7 +244,10 @@ class HeadMatmuls:
         return torch.mm(grad_logits.t(), hidden, out=out)
 
     def weight_slices(self) -> Iterator[slice]:
-        """Yield consecutive slices of the ids, whose fp32 weights take WEIGHT_SLICE_BYTES."""
+        """Yield consecutive slices of the vocabulary, for a loop over parts of the weight.
+
+        A part has as many ids as take WEIGHT_SLICE_BYTES in fp32, H numbers for each id.
+        """
         vocab_size, width = self.weight.shape
         ids_per_slice = max(1, WEIGHT_SLICE_BYTES // (4 * width))
         for start in range(0, vocab_size, ids_per_slice):
@@ -294,9 +308,13 @@ class CpuMatmuls(HeadMatmuls):
         return SeparateGradBuffer(rows)
 
     def grad_hidden(self, grad_logits: Tensor) -> Tensor:
-        """Return grad_logits @ weight, fp32 [num_rows, H]. Frees the memory of the logits."""
+        """Return grad_logits @ weight, fp32 [num_rows, H].
+
+        grad_logits   [num_rows, V], from `GradBuffer.all_rows`
+        """
         if grad_logits.dtype == torch.bfloat16:
-            # The gradients have a separate buffer (else they are in the memory of the logits).
+            # bf16 gradients have a separate buffer, so the logits are not needed any more. Free
+            # their memory before the result is allocated. fp32 gradients are in this memory.
             self.logits_memory = self.logits_memory[:0].clone()
         out = torch.empty(len(grad_logits), self.weight.shape[1], dtype=torch.float32)
         cpu_matmuls.grad_hidden(grad_logits, self.weight, out)
@@ -420,6 +438,7 @@ class HalfMatmuls(TensorCoreMatmuls):
         out = total
         if out is None:
             out = memory.empty(self.weight.shape, torch.float32, hidden.device)
+        # The product before it is scaled back is a temporary: compute a slice of it at a time.
         for ids in self.weight_slices():
             part = torch.mm(grad_logits[:, ids].t(), hidden, out_dtype=torch.float32)
             if total is None:
@@ -480,7 +499,7 @@ class SeparateGradBuffer(GradBuffer):
         return self.rows[self.num_filled : self.num_filled + len(logits)]
 
     def store(self, grad_logits: Tensor) -> None:
-        """Count the rows of a chunk as filled. `memory_for` has returned them."""
+        """Count the rows of a chunk as filled: `memory_for` returned them, and they are written."""
         self.num_filled += len(grad_logits)
 
 
@@ -537,7 +556,10 @@ def power_of_two(exponents: Tensor) -> Tensor:
 def empty_aligned_rows(
     num_rows: int, length: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return uninitialized memory [num_rows, length], each row aligned to ROW_ALIGNMENT bytes."""
+    """Return uninitialized memory [num_rows, length], each row aligned to ROW_ALIGNMENT bytes.
+
+    Rows are padded to a multiple of ROW_ALIGNMENT. The result is a view without the padding.
+    """
     elements = ROW_ALIGNMENT // dtype.itemsize
     stride = -(-length // elements) * elements
     return torch.empty(num_rows, stride, dtype=dtype, device=device)[:, :length]
@@ -551,8 +573,8 @@ def matmul_transposed(a: Tensor, b: Tensor) -> Tensor:
     is_on_cpu = a.device.type == "cpu"
     is_empty = a.numel() == 0 or b.numel() == 0
     if is_on_cpu and not is_empty and torch.backends.mkldnn.is_available():
-        # oneDNN has a different kernel for a single row, which rounds differently. So a single row
-        # is expanded to two equal rows.
+        # oneDNN has another kernel for a single row, which rounds differently. A row must have the
+        # same result alone and among others, so a single row is expanded to two equal rows.
         rows = a if len(a) > 1 else a.expand(2, -1)
         return torch.ops.mkldnn._linear_pointwise(rows, b, None, "none", [], "")[: len(a)]
     return a @ b.t()

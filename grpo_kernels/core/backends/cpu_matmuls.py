@@ -150,7 +150,7 @@ def _reason_unavailable(name: str) -> str | None:
     if name == "torch":
         return None
     reason = _reason_without_avx512bf16()
-    if reason is None and name == "amx":
+    if reason is None and name == "amx":  # the other engines need AVX512_BF16 only
         reason = _amx().reason
     return reason
 
@@ -219,7 +219,7 @@ def _examine_amx() -> Amx:
     AMX needs a processor that has it, a C++ module that was compiled with it, a system that saves
     its registers, and permission for the process. Then its matmuls are compared with those of
     another engine. Each step is taken only if the steps before it succeeded, because permission
-    cannot be given back.
+    cannot be given back. The result has the reason None if there is no obstacle.
     """
     _, features, saved_state = _cpu.processor()
     needed = AMX_BF16 | AMX_TILE
@@ -331,10 +331,15 @@ def first_difference(engine_name: str, reference: str) -> str | None:
 
 
 def _comparisons(n: int, h: int, v: int) -> Iterator[Comparison]:
-    """Yield the matmuls to compare, for hidden states [n, h] and a weight [v, h].
+    """Yield the matmuls whose results two engines must agree on, as a `Comparison` each.
 
-    They are logits, grad_hidden and grad_weight, the last one also added to a sum and rounded to
-    bf16. All engines run on one thread.
+    For n rows of hidden size h and a vocabulary of v ids these are, with bf16 and fp32 operands,
+
+        logits        [n, v]
+        grad_hidden   [n, h]
+        grad_weight   [v, h], also added to a sum, and rounded to bf16
+
+    All engines run on one thread.
     """
     bf16 = torch.bfloat16
     fp32 = torch.float32
@@ -353,7 +358,10 @@ def _comparisons(n: int, h: int, v: int) -> Iterator[Comparison]:
     def compare_logits(
         operands: str, hidden: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Comparison:
-        """Compare hidden @ weight.T + bias."""
+        """Compare hidden @ weight.T + bias, [n, v].
+
+        operands   dtype of hidden [n, h] and weight [v, h], for messages
+        """
 
         def compute(out: Tensor, name: str) -> None:
             logits(hidden, weight, bias, out, engine_name=name, threads=1)
@@ -361,7 +369,10 @@ def _comparisons(n: int, h: int, v: int) -> Iterator[Comparison]:
         return Comparison(operands, "logits", rows=n, columns=v, dtype=fp32, compute=compute)
 
     def compare_grad_hidden(operands: str, grad: Tensor, weight: Tensor) -> Comparison:
-        """Compare grad @ weight."""
+        """Compare grad @ weight, [n, h].
+
+        operands   dtype of grad [n, v] and weight [v, h], for messages
+        """
 
         def compute(out: Tensor, name: str) -> None:
             grad_hidden(grad, weight, out, engine_name=name, threads=1)
@@ -377,7 +388,12 @@ def _comparisons(n: int, h: int, v: int) -> Iterator[Comparison]:
         start: Tensor | None = None,
         dtype: torch.dtype = fp32,
     ) -> Comparison:
-        """Compare start + grad.T @ hidden in a dtype. `matmul` is its name in messages."""
+        """Compare start + grad.T @ hidden, [v, h], rounded to `dtype`.
+
+        operands   dtype of grad [n, v] and hidden [n, h], for messages
+        matmul     name of this matmul, for messages
+        start      fp32 [v, h], None for 0
+        """
 
         def compute(out: Tensor, name: str) -> None:
             grad_weight(grad, hidden, start, out, engine_name=name, threads=1)
@@ -385,10 +401,14 @@ def _comparisons(n: int, h: int, v: int) -> Iterator[Comparison]:
         return Comparison(operands, matmul, rows=v, columns=h, dtype=dtype, compute=compute)
 
     def compare_sum_in_place(operands: str, grad: Tensor, hidden: Tensor) -> Comparison:
-        """Compare grad.T @ hidden, added in place to a result that holds a sum already."""
+        """Compare out += grad.T @ hidden, where `out` holds the sum `start` [v, h] before.
+
+        operands   dtype of grad [n, v] and hidden [n, h], for messages
+        """
 
         def compute(out: Tensor, name: str) -> None:
-            grad_weight(grad, hidden, out.copy_(start), out, engine_name=name, threads=1)
+            out.copy_(start)
+            grad_weight(grad, hidden, start=out, out=out, engine_name=name, threads=1)
 
         return Comparison(
             operands,
@@ -423,8 +443,9 @@ def _comparisons(n: int, h: int, v: int) -> Iterator[Comparison]:
 def integers(rows: int, columns: int, bits: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return pseudo-random integers [rows, columns] from -2^bits to 2^bits, without 0.
 
-    They are the same at every call. The rows of a large matrix overlap in memory, so that torch
-    computes fewer than DIVIDED elements.
+    They are the same at every call: a hash of the element's index, from 0 to 2^(bits + 1) - 1,
+    minus 2^bits. All rows together take fewer than DIVIDED elements of memory: in a large matrix
+    row i + 1 begins less than `columns` elements behind row i, so the two share memory.
     """
     stride = min(columns, (DIVIDED - 1 - columns) // rows)
     count = (rows - 1) * stride + columns
@@ -432,7 +453,7 @@ def integers(rows: int, columns: int, bits: int, dtype: torch.dtype = torch.floa
     hashed = torch.arange(count, dtype=torch.int64, device="cpu").add_(bits).mul_(0x9E3779B1)
     hashed = hashed.bitwise_xor_(hashed >> 15).bitwise_and_(0xFFFFFFFF).mul_(0x2C1B3C6D) >> 12
     values = hashed.bitwise_and_((2 << bits) - 1).sub_(1 << bits)
-    values.add_(values >= 0)  # without 0
+    values.add_(values >= 0)  # moves 0, 1, 2, ... up by 1, so that 0 does not occur
     return values.to(dtype).as_strided((rows, columns), (stride, 1))
 
 
@@ -542,10 +563,10 @@ def grad_weight(
 
 
 def num_vocab_splits(dtype: torch.dtype, width: int, vocab_size: int) -> int:
-    """Return how many temporaries fp32 [N, H] `grad_hidden` allocates.
+    """Return how many temporaries fp32 [N, H] `grad_hidden` allocates, 0 for most engines.
 
     The AMX engine splits a large vocabulary into parts, sums each part in a temporary, and adds the
-    temporaries. Without a split the result is 0.
+    temporaries. If there is only one part, the sum needs no temporary.
 
     dtype   dtype of the operands
     width   hidden size H
@@ -570,7 +591,7 @@ def _engine_for(dtype: torch.dtype) -> str:
 def less_than_fp32() -> bool:
     """Return whether the user allows reduced precision for matmuls of fp32 operands.
 
-    This is torch.set_float32_matmul_precision("high") or "medium".
+    The user does so by torch.set_float32_matmul_precision("high") or "medium".
     """
     try:
         return torch.get_float32_matmul_precision() != "highest"

@@ -59,7 +59,7 @@ def load() -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    # As an ordinary import does.
+    # Register the module, as an ordinary import does.
     sys.modules[MODULE_NAME] = module
     sys.modules[TOP_LEVEL_NAME]._cpu = module  # type: ignore[attr-defined]
     return module
@@ -74,9 +74,10 @@ def unsupported_machine() -> str | None:
 
 
 def reason_missing(import_error: str) -> str:
-    """Return the reason why the import of this package's compiled module failed.
+    """Return the reason why the import of this package's compiled module failed, in words.
 
-    It is a Hub build, was not built, does not load, or was built for another Python or system.
+    The reasons are: this is a Hub build, which has no compiled module; the module was not built;
+    its file does not load; or it was built for another Python or system.
 
     import_error   the message of the ImportError
     """
@@ -102,9 +103,11 @@ def module_files() -> list[str]:
 
 
 def source_digest(root: Path = PACKAGE.parent) -> str | None:
-    """Return the SHA-256 digest of the module's C++ sources, computed as in CMakeLists.txt.
+    """Return the SHA-256 digest of the module's C++ sources, or None without the sources.
 
-    root   the folder of a checkout; the result is None for a folder without the sources
+    It is the digest of a list with a line "path digest" for each file, as in CMakeLists.txt.
+
+    root   the folder of a checkout
     """
     if not (root / "csrc").is_dir() or not (root / "CMakeLists.txt").is_file():
         return None
@@ -140,7 +143,7 @@ def find_distribution() -> importlib.metadata.Distribution | None:
 
 
 def package() -> dict[str, Any]:
-    """Return how this package was installed, as a dict:
+    """Return how the imported package was installed, as a dict:
 
     path      folder of the package that is imported
     kind      "checkout", "editable install" or "install"
@@ -184,10 +187,12 @@ def build_command(facts: dict[str, Any]) -> str:
 
 
 def installed_module() -> tuple[Path | None, str | None]:
-    """Return (path, reason): the compiled module of another, installed copy of this package.
+    """Find another, installed copy of this package, and return (path, reason) for its module.
 
-    path     of the module; None if there is no such copy or this package must not load its module
-    reason   why it must not: the copy has no module, or one of another version or other sources
+    path     the compiled module of that copy. None if there is no other copy, or if its module must
+             not be loaded here.
+    reason   why the module must not be loaded: the copy has none, is of another version, or was
+             built from other C++ sources. None if there is no other copy, or if it may be loaded.
     """
     distribution = None if IS_HUB_BUILD else find_distribution()
     if distribution is None:
