@@ -1,7 +1,7 @@
 """Log-probs over candidate sets: the top-k, top-p or min-p support that a token was sampled from.
 
-A sampler with top-k, top-p or min-p renormalises over the candidates that are left. The policy that
-acted is therefore the softmax over this set:
+The candidates of a token are the ids that the filter of the sampler left for it. The sampler
+renormalises over them. The policy that acted is therefore the softmax over this set:
 
     log p(target) = z(target) - log sum_{id in candidates} exp(z(id))
 
@@ -55,6 +55,9 @@ def candidate_logprobs(
 ) -> dict[str, Tensor]:
     """Return the log-prob of each target over its candidate set, and the named statistics.
 
+        log p(target) = z(target) - log(sum of exp(z) over the token's candidates)
+
+    source       the rows, as logits or as hidden states with a head; z are its transformed logits
     targets      int64 [num_tokens]
     candidates   the candidates of each token. An empty set stands for the whole vocabulary.
     mask         bool [num_tokens]: tokens to process. None processes all tokens. The others give 0.
@@ -109,6 +112,7 @@ def candidate_logprobs_with_extra_ids(
 
         log p(id) = z(id) - log(sum of exp(z) over the token's candidates)
 
+    source       the rows, as logits or as hidden states with a head; z are its transformed logits
     targets      int64 [num_tokens]
     candidates   the candidates of each token. An empty set stands for the whole vocabulary.
     extra        further ids of each token, whose log-probs are wanted too. An id that is not a
@@ -118,7 +122,8 @@ def candidate_logprobs_with_extra_ids(
     names        some of STATISTICS
     detached     the statistics that need no gradient
 
-    `candidate_logprobs` describes the statistics, `missing` and the errors.
+    `candidate_logprobs` describes the statistics, `missing` and the errors. Tokens that use the
+    whole vocabulary are computed apart, and the two results are merged.
     """
     check_sets("extra", extra, targets, source.vocab_size)
     is_known = all(name in STATISTICS for name in names)
@@ -136,7 +141,7 @@ def candidate_logprobs_with_extra_ids(
             plan,
             rows=rows,
         )
-    if not plan.may_use_vocabulary:
+    if not plan.may_use_vocabulary:  # no token uses the whole vocabulary
         return over_candidates
 
     over_vocabulary = logprobs_over_vocabulary(
@@ -167,6 +172,7 @@ def candidate_divergence(
     With p and q the softmax of policy and reference over the candidates of a token, this is for
     example KL(p || q) = sum of p (log p - log q) over the candidates.
 
+    source       rows of the policy
     reference    rows of the reference, one for each row of `source`. They get no gradient.
     candidates   the candidates of each token
     exact        which divergence. Its `tail`, which says how ids outside of a set count, is
@@ -183,13 +189,14 @@ def candidate_divergence(
     `candidate_logprobs`.
     """
     if targets is None:
-        targets = first_ids(candidates)  # such a target is in its set already
+        # The plan needs targets. An id that is in the set already does not change the set.
+        targets = first_ids(candidates)
     plan = plan_candidates(source, targets, candidates, mask=mask, rows=rows, missing=missing)
     policy_softmax = softmax_over_candidates(source, plan)
     with torch.no_grad():
         reference_softmax = softmax_over_candidates(reference, plan)
-    # "generalised" adds the terms of the candidates only. It is exact here, because p and q each
-    # add up to 1 over the candidates.
+    # tail="generalised" sums over the candidates only. This is the divergence, because p and q are
+    # 0 at all other ids.
     over_candidates = Exact(exact.direction, exact.mixture, tail="generalised")
     divergence = divergence_of_logprobs(
         over_candidates, policy_softmax.logps, reference_softmax.logps, plan.segments
@@ -266,8 +273,8 @@ def plan_candidates(
     lacks_candidates = rows_without_set(candidates, targets, missing)
     has_candidates = is_processed & ~lacks_candidates
     uses_vocabulary = is_processed & lacks_candidates
-    # The host knows which sets are empty, but targets and mask may be on a GPU. It reads them on
-    # a CPU only.
+    # The host knows which sets are empty. Targets and mask may be on a GPU, which the host would
+    # have to wait for, so it reads them on a CPU only.
     may_use_vocabulary = candidates.empty_rows > 0 or missing == "full"
     if may_use_vocabulary and targets.device.type == "cpu":
         may_use_vocabulary = bool(uses_vocabulary.any())
@@ -278,8 +285,9 @@ def plan_candidates(
     segments = entries.segments
     token_of_entry = segments.segment_ids
 
-    # A target joins its set if the set lacks it. With missing="full" or "mask", a token whose set
-    # lacks the target does not use its candidates at all.
+    # Each token has an entry for each id of its set, and a last entry for its target. The last
+    # entry is used if the target joins its set, because the set lacks it. (With missing="full" or
+    # "mask" a token whose set lacks the target has no candidates, see `has_candidates`.)
     is_target = entries.token_ids == target_ids[token_of_entry]
     set_has_target = segments.max((is_target & ~entries.is_last).float()) > 0
     target_joins = has_candidates & ~set_has_target
@@ -317,9 +325,11 @@ class CandidateEntries(NamedTuple):
 
 
 def list_entries(sets: TokenSets, target_ids: Tensor) -> CandidateEntries:
-    """Return a list of the ids of each set and the target of its token.
+    """Return a list of all ids: the set of token 0, its target, the set of token 1, its target, ...
 
     For the sets [5, 9] and [3] with the targets 9 and 4 the ids are 5, 9, 9, 3, 4.
+
+    sets         the candidates of each token
 
     target_ids   int64 [num_tokens]
     """
@@ -331,7 +341,8 @@ def list_entries(sets: TokenSets, target_ids: Tensor) -> CandidateEntries:
     token_of_entry = segments.segment_ids
     positions = torch.arange(num_entries, device=target_ids.device)
     is_last = positions == offsets[1:][token_of_entry] - 1
-    # The last entry of the last token would read beyond the ids: append one, which is not used.
+    # The last entry of a token reads an id that is replaced by the target. For the last token this
+    # is an id beyond the end, so append one.
     padded_ids = F.pad(sets.ids.long(), (0, 1))
     set_ids = padded_ids[positions - token_of_entry]
     token_ids = torch.where(is_last, target_ids[token_of_entry], set_ids)
@@ -364,20 +375,26 @@ class CandidateSoftmax:
 def softmax_over_candidates(source: RowSource, plan: CandidatePlan) -> CandidateSoftmax:
     """Return the log-softmax of each token's logits z over its candidates, in float64.
 
-    With d(id) = z(id) - z(largest), where `largest` is the candidate with the largest logit:
+    With `largest` the candidate with the largest logit, and d(id) = z(id) - z(largest):
 
         log p(id) = d(id) - log1p(sum of exp(d) over the candidates other than `largest`)
 
-    so that a log-prob near 0 and its gradient, 1 - p, keep their digits. A token is marked in
-    `is_nan` if one of its logits is NaN or +inf, if all are -inf, or if its target joins the
-    candidates and is outside of the vocabulary.
+    The term of `largest` itself is exp(0) = 1. So a log-prob near 0 and its gradient, 1 - p, keep
+    their digits.
+
+    A token is marked in `is_nan` if one of its logits is NaN or +inf, if all are -inf, or if its
+    target joins the candidates and is outside of the vocabulary.
+
+    source   the rows, as logits or as hidden states with a head
+    plan     the candidates of each token, as one list of entries
     """
     segments = plan.segments
     token_of_entry = segments.segment_ids
     is_used = plan.is_used
     logits = logits_of_candidates(source, plan)
 
-    # Without a finite largest logit there is no softmax. Logits of 0 replace those of the token.
+    # If the largest logit of a token is not finite, there is no softmax: mark the token, and
+    # replace its logits by 0, so that no NaN arises in the backward.
     maxima = segments.max(torch.where(is_used, logits.detach(), -torch.inf))
     is_nan = plan.has_candidates & ~maxima.isfinite()
     logits = replace_values(logits, is_nan[token_of_entry], torch.zeros_like(logits))
@@ -407,8 +424,8 @@ def softmax_over_candidates(source: RowSource, plan: CandidatePlan) -> Candidate
 def logits_of_candidates(source: RowSource, plan: CandidatePlan) -> Tensor:
     """Return the logit of each entry of the plan, fp32 [num_entries], differentiable.
 
-    It is 0 where it is not needed, for unused entries and single candidates, and NaN for targets
-    outside of the vocabulary.
+    It is 0 where it is not needed: for unused entries, and for a candidate that is the only one of
+    its token, whose log-prob is 0 for any logit. It is NaN for a target outside of the vocabulary.
     """
     is_computed = plan.needs_logit & ~plan.is_outside
     logits = source.logits_at(plan.row_ids, torch.where(is_computed, plan.token_ids, NO_ID))
@@ -423,6 +440,7 @@ def statistics_over_candidates(
 ) -> dict[str, Tensor]:
     """Return statistics of the softmax p of each token over its candidates, [num_tokens] by name.
 
+        name            value
         "logps"         log p(target)
         "entropy"       -sum of p log p, where 0 log 0 is 0
         "sum_squares"   sum of p^2
@@ -434,6 +452,7 @@ def statistics_over_candidates(
     """
     segments = plan.segments
     probs = softmax.logps.exp()
+    # Where p is 0, replace log p = -inf by 0: the product would be NaN.
     finite_logps = torch.where(softmax.logps == -torch.inf, 0.0, softmax.logps)
     target_logps = segments.sum(torch.where(plan.is_target, softmax.logps, 0.0))
 
@@ -459,15 +478,18 @@ def extra_logps_over_candidates(
 ) -> Tensor:
     """Return the log-prob of each extra id over the candidates of its token.
 
-    extra   the extra ids of each token, [num_extra_ids] in all
+    softmax   the log-prob of each candidate
+    plan      the candidates of each token, as one list of entries
+    extra     the extra ids of each token, [num_extra_ids] in all
 
-    The result is float64 [num_extra_ids]. It is -inf for an id that is not a candidate, NaN for a
-    token without a finite softmax, and 0 for a token that does not use candidates.
+    The result is float64 [num_extra_ids]. It is -inf for an id that is not a candidate, NaN if the
+    token of the id has no finite softmax, and 0 if the token does not use candidates.
     """
     if len(extra.ids) == 0:
         return torch.zeros(0, dtype=torch.float64, device=extra.ids.device)
 
-    # Search each (token, id) among the entries. A key joins both numbers into one, which sorts.
+    # Search each (token, extra id) among the (token, candidate) entries. A key joins the two
+    # numbers into one, so that sorted keys can be searched.
     token_of_extra = extra.row_of
     entry_keys = (plan.segments.segment_ids << ID_BITS) + plan.token_ids
     entry_keys = torch.where(plan.is_used, entry_keys, -1)  # equal to no key of an extra id
@@ -491,14 +513,18 @@ def log_kept_mass(
 ) -> Tensor:
     """Return the log of the probability that the whole row gives to a token's candidates.
 
-    With `largest` the likeliest candidate, the two log-probs of this id give
+    A candidate's probability over the vocabulary is its probability over the candidates times this
+    kept mass. So, with `largest` the likeliest candidate,
 
         log_kept_mass = log p(largest) over the vocabulary - log p(largest) over the candidates
 
-    For a confident row both are near 0, so that the result keeps its digits if the candidates have
-    nearly all of the probability.
+    For a confident row both log-probs are near 0. So the result keeps its digits even if the
+    candidates have nearly all of the probability.
 
-    rows   int64 [num_tokens]: the row that predicts each token. None: row i predicts token i.
+    source    the rows, as logits or as hidden states with a head; whole rows are processed
+    softmax   the softmax over the candidates
+    plan      which tokens use their candidates
+    rows      int64 [num_tokens]: the row that predicts each token. None: row i predicts token i.
 
     The result is fp32 [num_tokens], 0 for tokens that do not use candidates.
     """
@@ -519,8 +545,9 @@ def log_kept_mass(
 def mask_token_values(values: Tensor, plan: CandidatePlan, is_nan: Tensor) -> Tensor:
     """Return values as fp32, but 0 for tokens that do not use candidates, and NaN where is_nan.
 
-    values   float64 or fp32 [num_tokens], finite where is_nan. A token that is_nan gets the
-             gradient NaN if the loss depends on it, otherwise 0.
+    values   float64 or fp32 [num_tokens]. Where is_nan they are finite placeholders. Such a token
+             gets the gradient NaN if the loss depends on it, otherwise 0.
+    plan     which tokens use their candidates
     is_nan   bool [num_tokens]: tokens without a finite softmax
     """
     values = replace_values(values, is_nan, torch.full_like(values, torch.nan))
@@ -540,18 +567,24 @@ def logprobs_over_vocabulary(
     names: tuple[str, ...],
     detached: tuple[str, ...] = (),
 ) -> ExtraLogprobs:
-    """Return the log-probs of targets and extra ids over the whole vocabulary, and statistics.
+    """Return log-probs and statistics of the softmax over the whole vocabulary.
 
+    The result has the log-prob of each target, as the statistic "logps", the other named statistics
+    of the row that predicts the token, and the log-prob of each extra id.
+
+    source     the rows, as logits or as hidden states with a head
     targets    int64 [num_tokens]
-    extra      further ids of each token, whose log-probs are wanted too
+    extra      extra ids of each token: ids besides the target, whose log-probs are wanted
     mask       bool [num_tokens]: tokens to process. The others give 0.
     rows       int64 [num_tokens]: the row that predicts each token. None: row i predicts token i.
     names      statistics of the row, see `RowSource.statistics`
     detached   the statistics that need no gradient
 
-    If each row has one target and no extra id, the softmax kernel gives its log-prob directly.
+    If `rows` is None and there is no extra id, each row has one id. Then one pass of the softmax
+    kernel computes everything, and extra_logps is empty.
     """
     if rows is None and len(extra.ids) == 0:
+        # source.statistics returns "logps", the log-probs of the targets, and the named statistics.
         statistics = dict(source.statistics(targets, mask, names, detached=detached))
         no_logps = torch.zeros(0, dtype=torch.float64, device=targets.device)
         return ExtraLogprobs(statistics=statistics, extra_logps=no_logps)
@@ -566,12 +599,14 @@ def merge_logprobs(
     plan: CandidatePlan,
     extra: TokenSets,
 ) -> ExtraLogprobs:
-    """Return the results over the vocabulary for tokens that use it, else those over candidates.
+    """Merge two results: over the vocabulary for tokens that use it, over candidates for others.
 
-    A statistic that `over_vocabulary` lacks, such as "log_kept_mass", is that of `over_candidates`,
-    which is 0 for tokens that use the vocabulary.
-
-    extra   the extra ids of each token, whose log-probs are in both results
+    over_candidates   log-probs and statistics over the candidates of each token
+    over_vocabulary   the same over the whole vocabulary. A statistic that is missing here, such as
+                      "log_kept_mass", is taken from `over_candidates` for all tokens, where it is 0
+                      for tokens that use the vocabulary.
+    plan              which tokens use the vocabulary
+    extra             the extra ids of each token, whose log-probs are in both results
     """
     statistics = dict(over_candidates.statistics)
     for name, values in over_vocabulary.statistics.items():

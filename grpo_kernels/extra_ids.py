@@ -1,7 +1,8 @@
 """Log-probs at any (row, token id) pairs, and losses that depend on them.
 
-Soft targets, score centering and top-k teachers need log-probs of further ids of a row, in addition
-to the target's. Several tokens may be predicted by one row (`trees.py`), which is the same problem.
+A row is one position of logits. Soft targets, score centering and top-k teachers need log-probs of
+*further ids* of a row: token ids other than the target, which the batch lists for a token. Several
+tokens may be predicted by one row (`trees.py`), which is the same problem.
 
 The softmax kernel leaves the ids of the pairs out. It computes the softmax sums of the rest of each
 row, which is all other ids. Single logits of the pairs, at one dot product each from hidden states,
@@ -63,8 +64,9 @@ class ExtraLogprobs(NamedTuple):
     """Log-probs of tokens and of further ids.
 
     statistics    statistics of each token by name, fp32 [num_tokens]. "logps" is the log-prob of
-                  its target. The others are those of the row that predicts it.
-    extra_logps   log-probs of the further ids, float64 [num_extra_ids], in their order
+                  the token's target. The other statistics belong to the row that predicts the
+                  token.
+    extra_logps   log-probs of the further ids, float64 [num_extra_ids], token after token
     """
 
     statistics: dict[str, Tensor]
@@ -79,8 +81,11 @@ def logprobs_at(
     mask: Tensor | None = None,
     names: tuple[str, ...] = ("entropy",),
 ) -> PairLogprobs:
-    """Return log p(token_ids[i]) in row row_ids[i] for each pair i, and statistics of the rows.
+    """Return the log-prob of each (row, id) pair, and statistics of the rows.
 
+    Pair i gets log p(token_ids[i]) of the softmax of row row_ids[i].
+
+    source      the rows, as logits or as hidden states with a head
     row_ids     int64 [num_pairs] in [0, num_rows), in any order. Pairs may repeat.
     token_ids   int64 [num_pairs]. -1 marks an unused pair, whose log-prob is -inf without gradient.
     mask        bool [num_rows]: rows to process. None processes all rows.
@@ -112,11 +117,14 @@ def pair_logprobs(
 ) -> PairLogprobs:
     """Return the log-prob of each (row, id) pair in float64, and statistics of the rows in fp32.
 
+    Each distinct pair is computed once, by `softmax_of_pairs`. Equal pairs get the same result.
+
+    source      the rows, as logits or as hidden states with a head
     row_ids     int64 [num_pairs] in [0, num_rows), in any order. Pairs may repeat.
     token_ids   int64 [num_pairs]. UNUSED_ID marks an unused pair, whose log-prob is -inf. Another
                 id outside of the vocabulary gives NaN.
-    row_mask    bool [num_rows]: rows to process. Pairs and statistics of the others give 0. None
-                processes all rows, even rows without a pair, and saves reading a mask.
+    row_mask    bool [num_rows]: rows to process. Log-probs and statistics of other rows are 0. None
+                processes all rows, even rows without a pair.
     names       statistics of the rows, see `RowSource.statistics`
     detached    the statistics that need no gradient
     reference   the model that the statistic "divergence" is computed from, or None
@@ -127,9 +135,11 @@ def pair_logprobs(
     combined_names = tuple(name for name in names if name in COMBINED_STATISTICS)
     softmax = softmax_of_pairs(source, pairs, row_mask, combined_names, detached)
 
+    # From distinct pairs to the pairs of the caller.
     logps = pairs.spread(softmax.logps)
     is_used = token_ids >= 0
     is_nan = is_outside | (softmax.is_nan[row_ids] & is_used)
+    # Unlike torch.where, this also gives a pair the gradient NaN if the loss depends on it.
     logps = replace_values(logps, is_nan, torch.full_like(logps, torch.nan))
     if row_mask is not None:
         logps = torch.where(row_mask[row_ids], logps, 0.0)
@@ -137,8 +147,8 @@ def pair_logprobs(
     statistics = combine_statistics(softmax, pairs, row_mask)
     other_names = tuple(name for name in names if name not in COMBINED_STATISTICS)
     if other_names:
-        # The other statistics need a pass over whole rows. It takes a target for each row, whose
-        # log-prob is not used here: any id will do.
+        # The other statistics need a pass over whole rows, which takes a target for each row. Its
+        # log-prob is not used, so any id of the vocabulary can be the target.
         statistics |= source.statistics(
             softmax.likeliest_ids, row_mask, other_names, detached=detached, reference=reference
         )
@@ -147,16 +157,16 @@ def pair_logprobs(
 
 @dataclass(frozen=True, eq=False)
 class DistinctPairs:
-    """The distinct pairs among some (row, token id) pairs, sorted by row, then by id.
+    """The distinct pairs among num_pairs original (row, token id) pairs, sorted by row, then by id.
 
-    If some of the num_pairs original pairs are equal, there are fewer distinct ones. The tensors
-    are padded with unused pairs to num_pairs all the same, so that the host need not wait for a GPU
-    to learn the number of distinct pairs. The unused pairs belong to the last row.
+    If some original pairs are equal, there are fewer distinct pairs than num_pairs. The tensors are
+    padded to the length num_pairs with unused pairs of the last row, because the host would have to
+    wait for a GPU to learn the number of distinct pairs.
 
-    row_ids     int64 [num_pairs]
-    token_ids   int64 [num_pairs], UNUSED_ID for unused pairs
-    rows        segments: the distinct pairs of each row
-    originals   segments: the original pairs that equal each distinct pair
+    row_ids     int64 [num_pairs], the row of each distinct pair
+    token_ids   int64 [num_pairs], the id of each distinct pair; UNUSED_ID for unused pairs
+    rows        segments: which distinct pairs each row has
+    originals   segments: which original pairs are equal to each distinct pair
     """
 
     row_ids: Tensor
@@ -171,6 +181,9 @@ class DistinctPairs:
         row_ids     int64 [num_pairs], the original pairs
         token_ids   int64 [num_pairs], in [0, vocab_size) or UNUSED_ID
         source      gives the number of rows and the size of the vocabulary
+
+        For example, the pairs (0, 7), (0, 5), (0, 7) have the distinct pairs (0, 5), (0, 7) and one
+        unused pair.
         """
         num_pairs = len(row_ids)
         # A key joins row and id into one number, which sorts by row, then by id. UNUSED_ID + 1 = 0.
@@ -179,6 +192,7 @@ class DistinctPairs:
         sorted_keys, order = keys.sort(stable=True)
 
         # Equal keys are neighbours now. A key that differs from its predecessor is a new pair.
+        # Counting the new pairs numbers the distinct pairs 0, 1, 2, ...
         is_new = sorted_keys.diff(prepend=sorted_keys[:1] - 1) != 0
         distinct_of_sorted = is_new.cumsum(0) - 1
 
@@ -189,7 +203,8 @@ class DistinctPairs:
         starts = offsets[:-1]
         is_padding = starts == num_pairs
 
-        # For padding, read a key that is appended: the largest one, which lies in the last row.
+        # Padding reads a key that is appended at position num_pairs: the largest key, which is a
+        # pair of the last row.
         largest_key = source.num_rows * ids_per_row - 1
         distinct_keys = F.pad(sorted_keys, (0, 1), value=largest_key)[starts]
         distinct_rows = distinct_keys // ids_per_row
@@ -204,11 +219,11 @@ class DistinctPairs:
         )
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return the value of each original pair, which is that of the equal distinct pair.
+        """Return the value of each original pair, [num_pairs], from the distinct pair it equals.
 
         values   float [num_pairs], the value of each distinct pair
 
-        The gradient of a distinct pair's value is the sum over the equal original pairs.
+        The gradient of a distinct pair's value is the sum over the original pairs that equal it.
         """
         return self.originals.spread(values)
 
@@ -244,8 +259,8 @@ def softmax_of_pairs(
 ) -> PairSoftmax:
     """Return the log-softmax of each row at its pairs, in float64.
 
-    Let z be the logits, `y` the id of the row's pairs with the largest logit, and the rest all ids
-    that are in none of its pairs. One pass over the rest gives
+    For one row let z be the logits, y the id with the largest logit among the ids of the row's
+    pairs, and the rest all other ids. A pass of the softmax kernel over the rest gives
 
         log_odds     = z(y) - logsumexp(z over the rest)
 
@@ -256,6 +271,7 @@ def softmax_of_pairs(
         log p(id)    = d(id) - log_sum
         log p(rest)  = -log_odds - log_sum
 
+    source     the rows, as logits or as hidden states with a head
     pairs      the pairs whose log-probs are computed
     row_mask   bool [num_rows]: rows to process. None processes all rows.
     names      statistics of the rest, some of COMBINED_STATISTICS
@@ -267,7 +283,7 @@ def softmax_of_pairs(
     logits = source.logits_at(row_of_pair, pairs.token_ids)
     num_pairs = len(logits)
     # The position of y among the pairs. It is num_pairs for a row without a used pair, or with a
-    # logit of NaN. Padding gives such a row the id 0 and the logit 0.
+    # logit of NaN: such a row reads the element that F.pad appends, the id 0 and the logit 0.
     largest = find_largest(logits, is_used, rows)
     largest_logits = F.pad(logits, (0, 1))[largest]
     likeliest_ids = F.pad(pairs.token_ids, (0, 1))[largest]
@@ -279,21 +295,23 @@ def softmax_of_pairs(
         names,
         detached=detached,
     )
-    # The pass differentiates its log-odds with respect to the rest only, not to z(y).
+    # The kernel gives the log-odds a gradient at the rest only. Add the gradient at z(y).
     log_odds = add_gradient_of(rest_statistics["logps"].double(), largest_logits)
     is_largest = torch.arange(num_pairs, device=logits.device) == largest[row_of_pair]
     differences = subtract_largest(logits, is_used, rows, largest, equals_largest=is_largest)
 
-    # In rows with a NaN, replace all numbers by 0, so that no NaN arises in a backward.
+    # In rows with a NaN, replace all numbers by 0, so that the formulas below have finite
+    # gradients.
     has_nan_pair = rows.max((is_used & differences.isnan()).double()) > 0
     is_nan = log_odds.isnan() | has_nan_pair
     log_odds = replace_values(log_odds, is_nan, torch.zeros_like(log_odds))
     is_replaced = is_nan[row_of_pair] & is_used
     differences = replace_values(differences, is_replaced, torch.zeros_like(differences))
 
-    # In a row without a used pair the rest is the whole row, and its log-prob is 0.
+    # In a row without a used pair the rest is the whole row, and log p(rest) is 0.
     has_pair = has_nan_pair | (largest < num_pairs)
     log_odds = torch.where(has_pair, log_odds, 0.0)
+    # The sum over the ids of the pairs is 1, for y, plus the sum over the others: log1p of that.
     other_exps = torch.where(is_used & ~is_largest, differences.exp(), 0.0)
     log_sum = torch.logaddexp(torch.log1p(rows.sum(other_exps)), -log_odds)
     log_sum = torch.where(has_pair, log_sum, 0.0)
@@ -309,14 +327,15 @@ def softmax_of_pairs(
 def combine_statistics(
     softmax: PairSoftmax, pairs: DistinctPairs, row_mask: Tensor | None
 ) -> dict[str, Tensor]:
-    """Return statistics of whole rows from those of the rest, fp32 [num_rows] by name.
+    """Return statistics of whole rows, fp32 [num_rows] by name, from the pairs and the rest.
 
-    With p the probabilities of a row's pairs and P that of the rest:
+    The rest of a row is all ids that are in none of its pairs. With p the probabilities of the
+    row's pairs and P the probability of the rest:
 
         entropy      = -sum of p log p + P (entropy of the rest - log P)
         sum_squares  =  sum of p^2 + P^2 (sum_squares of the rest)
 
-    The result has the statistics that `softmax.rest_statistics` has. It is NaN for rows without a
+    The result has the statistics that `softmax.rest_statistics` has. They are NaN in rows without a
     finite softmax.
 
     row_mask   bool [num_rows]: rows to process. The others give 0. None processes all rows.
@@ -363,8 +382,9 @@ def logprobs_with_extra_ids(
 ) -> ExtraLogprobs:
     """Return the log-prob of each target and of the further ids of each token.
 
+    source      the rows, as logits or as hidden states with a head
     targets     int64 [num_tokens]
-    extra       the further ids of each token
+    extra       the further ids of each token: ids besides the target, whose log-probs are wanted
     mask        bool [num_tokens]: tokens to process. None processes all tokens. The others give 0.
     rows        int64 [num_tokens]: the row that predicts each token, any number where mask is
                 False. Several tokens may have the same row. None: row i predicts token i.
@@ -406,8 +426,10 @@ def token_logprobs_in_float64(
 ) -> ExtraLogprobs:
     """Return the log-prob of each target and of the further ids of each token, all in float64.
 
-    Targets and further ids become (row, id) pairs of the rows that predict their tokens.
+    A target or further id of a token becomes a (row, id) pair, with the row that predicts the
+    token.
 
+    source      the rows, as logits or as hidden states with a head
     targets     int64 [num_tokens]. A target outside of the vocabulary gives NaN.
     extra       the further ids of each token
     mask        bool [num_tokens]: tokens to process. None processes all tokens. The others give 0.
@@ -455,12 +477,12 @@ def token_logprobs_in_float64(
 
 
 def mark_rows(row_ids: Tensor, is_processed: Tensor, num_rows: int) -> Tensor:
-    """Return which rows predict a processed token, bool [num_rows].
+    """Return whether each row predicts a token that is processed, bool [num_rows].
 
     row_ids        int64 [num_tokens]: the row that predicts each token
     is_processed   bool [num_tokens]: tokens to process
     """
-    # Tokens that are not processed mark one more row at the end, which is cut off.
+    # Tokens that are not processed mark an additional row at the end, which is cut off.
     marked_ids = torch.where(is_processed, row_ids, num_rows)
     is_marked = torch.zeros(num_rows + 1, dtype=torch.bool, device=row_ids.device)
     return is_marked.index_fill(0, marked_ids, True)[:num_rows]
@@ -472,9 +494,9 @@ def give_to_tokens(
     is_processed: Tensor,
     num_rows: int,
 ) -> dict[str, Tensor]:
-    """Return the statistics of the row that predicts each token, [num_tokens] by name.
+    """Return the statistics of each token, [num_tokens] by name, from the row that predicts it.
 
-    The gradient of a row's statistic is the sum over its tokens, in a fixed order.
+    The gradient of a row's statistic is the sum over the tokens that it predicts, in a fixed order.
 
     statistics     statistics of rows by name, [num_rows] each
     row_ids        int64 [num_tokens]: the row that predicts each token
@@ -494,33 +516,38 @@ def give_to_tokens(
 
 
 def auxiliary_loss(terms: ExtraIdTerms, extra_logps: Tensor, advantages: Tensor) -> Tensor:
-    """Return the loss of each token from the log-probs of its further ids, fp32 [num_tokens].
+    """Return what the further ids of each token add to its loss, fp32 [num_tokens].
 
-    terms         functions from `Objective.extra_id_terms(batch)`, for the terms of
-                  `TokenBatch(logp_terms=, prob_terms=)` or for score centering. For each id they
-                  return its term, which is added to the loss of its token, and a derivative.
-    extra_logps   float64 [num_extra_ids], from `logprobs_with_extra_ids`
-    advantages    fp32 [num_tokens]
+    Further ids are ids besides the target, which the batch lists for a token. `terms.compute` gives
+    the auxiliary loss of each token, the sum of the terms of its further ids, and the derivative
+    with respect to each log-prob. Autograd uses these derivatives and does not differentiate the
+    functions, because some return another derivative on purpose: in score centering the factor of a
+    log-prob counts as a constant. If the upstream gradient of a token is 0, its ids get the
+    gradient 0, even if a derivative is infinite or NaN.
 
-    The result is differentiable in extra_logps. The gradient is the derivative that the functions
-    return, which need not be that of the term: score centering has constant coefficients. If the
-    upstream gradient of a token is 0, its ids get the gradient 0, even if a derivative is infinite
-    or NaN.
+    terms         the functions of the objective and the values of the ids, from
+                  `Objective.extra_id_terms(batch)`
+    extra_logps   float64 [num_extra_ids]: log-prob of each further id, token after token, from
+                  `logprobs_with_extra_ids`
+    advantages    fp32 [num_tokens], which the functions may read
+
+    The result is differentiable in extra_logps.
     """
     logps = extra_logps.detach()
     token_of_id = terms.token_of_id()
     result = terms.compute(logps, advantages)
-    losses = result.losses.float()
-    return apply_function(_AuxiliaryLoss, extra_logps, losses, result.grad_logps, token_of_id)
+    losses = result.losses.float()  # [num_tokens]
+    grad_logps = result.grad_logps  # [num_extra_ids]
+    return apply_function(_AuxiliaryLoss, extra_logps, losses, grad_logps, token_of_id)
 
 
 class _AuxiliaryLoss(torch.autograd.Function):
-    """Return given losses, with a given derivative of each loss with respect to log-probs.
+    """Return losses that are computed already, with a derivative that is computed already.
 
     logps         float64 [num_ids], which get the gradient
     losses        fp32 [num_tokens], computed from logps
     grad_logps    float64 [num_ids]: d loss / d log-prob of each id, for the loss of its token
-    token_of_id   int64 [num_ids]
+    token_of_id   int64 [num_ids]: the token that lists each id
     """
 
     @staticmethod
@@ -536,6 +563,9 @@ class _AuxiliaryLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of logps: the derivative times the upstream gradient of the token."""
+        """Return the gradient of logps: the derivative times the upstream gradient of the token.
+
+        `times` returns 0 where the upstream gradient is 0, even if the derivative is not finite.
+        """
         grad_logps, token_of_id = ctx.saved_tensors
         return times(grad_losses[token_of_id], grad_logps), None, None, None
