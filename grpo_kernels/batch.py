@@ -79,12 +79,14 @@ def sends_counts_early(device: torch.device) -> bool:
 class HostCopy:
     """Integers that are being copied from a device to the host.
 
-    The first access to `on_host` waits for the copy, but not for work that was queued after it.
-    Later accesses do not wait. While a graph is being captured, neither the copy nor the wait is
-    possible.
+    The copy begins when the object is made, so that it is usually complete when the numbers are
+    needed. The first access to `on_host` waits for the copy, but not for work that was queued after
+    it. Later accesses do not wait. While a graph is being captured, neither the copy nor the wait
+    is possible.
     """
 
     def __init__(self, on_device: Tensor) -> None:
+        """Begin to copy a tensor of integers to pinned memory of the host."""
         refuse_capture(on_device.device)
         module = torch.get_device_module(on_device.device)
         with module.device(on_device.device):
@@ -105,7 +107,10 @@ class HostCopy:
 
 
 def refuse_capture(device: torch.device) -> None:
-    """Raise RuntimeError if a graph is being captured on the device."""
+    """Raise RuntimeError if a CUDA graph is being captured on the device.
+
+    During a capture nothing may be copied to the host.
+    """
     if is_capturing(device):
         raise RuntimeError(
             "a graph is being captured, and the host does not know the row counts of this"
@@ -230,6 +235,10 @@ class TokenBatch(Checked):
     __repr__ = describe
 
     def __post_init__(self) -> None:
+        """Check all fields, and on a GPU begin to send the row counts to the host.
+
+        The masks become bool, and integer advantages fp32.
+        """
         self._check_tensors()
         if self.rows is not None:
             check_rows(self.rows, self.targets)
@@ -249,7 +258,10 @@ class TokenBatch(Checked):
             self._counts()  # start the copy to the host early, so that a loss need not wait for it
 
     def _check_tensors(self) -> None:
-        """Check dtypes, devices and shapes. Integer advantages become fp32."""
+        """Check dtypes, devices and shapes of the fields in FIELDS. Integer advantages become fp32.
+
+        Raises ValueError for a field that does not fit the targets.
+        """
         targets = self.targets
         require_tensor("targets", targets, *IDS)
         shape = targets.shape
@@ -274,14 +286,18 @@ class TokenBatch(Checked):
                 check_token_shape(name, value.shape, shape, self.cu_seqlens)
 
     def _check_on_policy(self, on_policy: Tensor) -> None:
-        """Check the marks of on-policy tokens, which become bool."""
+        """Check the field `on_policy`, which marks on-policy tokens, and convert it to bool."""
         require_tensor("on_policy", on_policy, DTYPES, "a bool tensor")
         require_device("on_policy", on_policy, self.targets.device, "targets")
         check_token_shape("on_policy", on_policy.shape, self.targets.shape, self.cu_seqlens)
         self._put("on_policy", as_mask("on_policy", on_policy, on_policy.shape))
 
     def _check_token_sets(self) -> None:
-        """Check the sets of ids. Candidate sets may change the mask (`missing="mask"`)."""
+        """Check the sets of ids: kept, logp_terms and prob_terms.
+
+        With missing="mask" the tokens whose target is not in its candidate set leave the mask. The
+        mask that was passed is kept as `_original_mask`.
+        """
         if self.missing is not None:
             check_missing(self.missing)
         if self.kept is not None:
@@ -355,32 +371,32 @@ class TokenBatch(Checked):
         known = batch_fields | evidence_fields | estimate.option_names
         known -= {"targets", "advantages", "rewards"}
         refuse_unknown("TokenBatch.from_rewards", options, sorted(known))
-        # mask and cu_seqlens are fields of both.
-        of_batch = {name: x for name, x in options.items() if name in batch_fields}
-        of_evidence = {name: x for name, x in options.items() if name in evidence_fields}
-        of_estimator = {
+        # Sort the options by receiver. mask and cu_seqlens are fields of TokenBatch and Evidence.
+        batch_options = {name: x for name, x in options.items() if name in batch_fields}
+        evidence_options = {name: x for name, x in options.items() if name in evidence_fields}
+        estimator_options = {
             name: x
             for name, x in options.items()
             if name in estimate.option_names - batch_fields - evidence_fields
         }
 
         require_tensor("targets", targets, *IDS)
-        _check_missing_option(of_batch)
+        _check_missing_option(batch_options)
         rewards = as_rewards("rewards", rewards)
-        cu_seqlens = of_batch.get("cu_seqlens")
+        cu_seqlens = batch_options.get("cu_seqlens")
         if cu_seqlens is not None:
             check_offsets("targets", targets, cu_seqlens)
         if "rewards" in estimate.needs:
             _check_number_of_rewards(rewards, targets, cu_seqlens)
-        evidence = Evidence(rewards, group_size=group_size, groups=groups, **of_evidence)
-        advantages = estimate(evidence, **of_estimator).to(targets.device)
+        evidence = Evidence(rewards, group_size=group_size, groups=groups, **evidence_options)
+        advantages = estimate(evidence, **estimator_options).to(targets.device)
         if groups is None:
             sequence_numbers = torch.arange(len(evidence.rewards), device=targets.device)
             groups = sequence_numbers // (group_size or 1)
-        if "cu_seqlens" in of_batch and not estimate.per_token:
+        if "cu_seqlens" in batch_options and not estimate.per_token:
             # If a packed batch has as many sequences as tokens, [B] would be read as per token.
             advantages = advantages[:, None]
-        return cls(targets, advantages, groups=groups.to(targets.device), **of_batch)
+        return cls(targets, advantages, groups=groups.to(targets.device), **batch_options)
 
     def to(self, device: torch.device | str | None, *, non_blocking: bool = False) -> TokenBatch:
         """Return the batch on another device, with its sets of ids. Dtypes stay.
@@ -404,7 +420,10 @@ class TokenBatch(Checked):
         return self._apply(lambda x: x.to(new_device, non_blocking=non_blocking))
 
     def _apply(self, change: Callable[[Tensor], Tensor]) -> TokenBatch:
-        """Return a new batch with `change` applied to each tensor, which must keep its numbers."""
+        """Return a new batch with `change` applied to each tensor, also of its token sets.
+
+        change   for example a copy to another device. It must not change the numbers.
+        """
         arguments = {f.name: getattr(self, f.name) for f in fields(self)}
         arguments["mask"] = self._mask_before_missing
         for name, value in arguments.items():
@@ -450,9 +469,12 @@ class TokenBatch(Checked):
         return self.targets.shape[0] if self.targets.dim() == 2 else None
 
     def check_sequences(self, what: str) -> TokenBatch:
-        """Return this batch. Raises ValueError unless the boundaries of its sequences are known.
+        """Return this batch itself, or raise ValueError if its sequences are not known.
 
-        what   who needs them, for the message: "cu_seqlens is None, but {what} to know ..."
+        Packed targets [N] need cu_seqlens for that. The rows of targets [B, T] are sequences.
+
+        what   who needs the sequences, for the message "cu_seqlens is None, but {what} to know the
+               sequences of packed rows": for example "a context_group needs"
         """
         if self.sequences is None:
             raise ValueError(
@@ -463,7 +485,7 @@ class TokenBatch(Checked):
 
     @property
     def trained(self) -> Tensor:
-        """bool [N]: the mask."""
+        """bool [N]: the mask, all True if there is none."""
         if self.mask is None:
             return torch.ones(self.tokens, dtype=torch.bool, device=self.targets.device)
         return flat(self.mask)
@@ -475,18 +497,24 @@ class TokenBatch(Checked):
 
     @property
     def on_policy_tokens(self) -> Tensor:
-        """bool [N]: where `on_policy`, which must be given, is True."""
+        """bool [N]: tokens that are marked by `on_policy`, which must not be None."""
         assert self.on_policy is not None
         return flat(expand_to_tokens(self.on_policy, self.targets.shape, self.cu_seqlens) != 0)
 
     def flat(self, name: str) -> Tensor | None:
-        """Return the float field `name` as `table` has it, None if the batch has none."""
+        """Return the float field `name` as fp32 [N], or None if the field is None.
+
+        It has one value per token, 0 where the mask is False.
+        """
         return self.table(name).get(name)
 
     def table(self, *names: str) -> dict[str, Tensor]:
-        """Return float fields as fp32 [N], one value per token, without those that are None.
+        """Return float fields by name as fp32 [N], one value per token.
 
-        They are 0 where the mask is False.
+        A field that is None is left out. A value per sequence is expanded to its tokens. Values are
+        0 where the mask is False.
+
+        names   of the fields
         """
         tensors = {}
         for name in names:
@@ -505,10 +533,12 @@ class TokenBatch(Checked):
         """Return a mask of the tokens by name, bool [N]. None stands for all tokens.
 
         "trained"        the mask of the batch
-        "contributing"   trained tokens whose policy or likelihood term is not always 0: the
-                         advantage is nonzero or the token lists extra ids, and the weight is
-                         nonzero, or the nll weight is nonzero
-        "sequences"      trained tokens of sequences that have a contributing token
+        "contributing"   trained tokens whose policy term or likelihood term may be nonzero. For
+                         the policy term the weight is nonzero, and the advantage is nonzero or the
+                         token lists extra ids (`extra_ids`). For the likelihood term the nll weight
+                         is nonzero.
+        "sequences"      trained tokens of sequences that have a contributing token; the same as
+                         "contributing" if the sequences are not known
         """
         mask = None if self.mask is None else flat(self.mask)
         if name == "trained":
@@ -527,7 +557,8 @@ class TokenBatch(Checked):
             contributing = torch.zeros(shape, dtype=torch.bool, device=self.targets.device)
         else:
             contributing = expand_to_tokens(self.advantages, shape, self.cu_seqlens)
-        # logical_and and logical_or compare with 0, which takes no launch of its own on a GPU.
+        # logical_and and logical_or take numbers, of which nonzero ones are True. On a GPU a
+        # separate comparison with 0 would be one more kernel launch.
         if self.extra_ids is not None:
             has_ids = (self.extra_ids.counts > 0).view(shape)
             contributing = torch.logical_or(contributing, has_ids)
@@ -542,7 +573,13 @@ class TokenBatch(Checked):
         return flat(contributing if contributing.dtype == torch.bool else contributing != 0)
 
     def count_in_mask(self, name: str, mask: Tensor | None = None) -> int:
-        """Return the number of tokens in a named mask. See `counts_by_sequence`."""
+        """Return the number of tokens of this process in a named mask, as a Python number.
+
+        On a GPU the batch has sent it to the host, see `counts_by_sequence`.
+
+        name   one of MASK_NAMES
+        mask   what `named_mask(name)` returned, if the caller has it
+        """
         mask = self.named_mask(name) if mask is None else mask
         if not sends_counts_early(self.targets.device):
             return self.tokens if mask is None else int(mask.sum())
@@ -555,14 +592,15 @@ class TokenBatch(Checked):
     def counts_by_sequence(self, name: str, mask: Tensor | None = None) -> tuple[int, ...]:
         """Return the number of tokens of each sequence in a named mask, as Python numbers.
 
-        They are the tokens of this process. If the sequences are not known, it is one number for
-        all tokens. On a CPU they are counted now. On a GPU the batch has sent the numbers to the
-        host when it was made.
+        Only tokens of this process count. If the sequences are not known, the result is one number
+        for all tokens. On a CPU the tokens are counted now. On a GPU the batch has sent the numbers
+        to the host when it was made.
 
         A write on a GPU that torch does not see (through DLPack or `.data`, in inference mode, or
         between replays of a graph) makes these numbers wrong. An asynchronous assertion on the
         device then stops the program. The host does not wait for it.
 
+        name   one of MASK_NAMES
         mask   what `named_mask(name)` returned, if the caller has it
         """
         mask = self.named_mask(name) if mask is None else mask
@@ -575,18 +613,29 @@ class TokenBatch(Checked):
         return on_host
 
     def _sent_counts(self, name: str) -> tuple[tuple[int, ...], Tensor]:
-        """Return `counts_by_sequence` as they were sent to the host, and on the device."""
+        """Return (on_host, on_device): the tokens of each sequence in a named mask, as sent.
+
+        on_host     Python numbers. The first access waits for the copy.
+        on_device   int64 [B], the tensor that was sent
+        """
         counts = self._counts()
         column = MASK_NAMES.index(name)
         return tuple(row[column] for row in counts.on_host), counts.on_device[:, column]
 
     def _counts(self) -> HostCopy:
-        """Return the counts of all masks. They are sent again after a write into their tensors."""
+        """Return the number of tokens of each sequence in each mask, int64 [B, len(MASK_NAMES)].
+
+        They are counted and sent to the host once, and again after a write into one of the tensors
+        that they depend on.
+        """
         versions = versions_of((self.mask, self.advantages, self.weights, self.nll_weights))
         return self._cached("_cached_counts", versions, self._send_counts)
 
     def _send_counts(self) -> HostCopy:
-        """Count the tokens in all masks, [B, masks], in one sum, and send the numbers."""
+        """Count the tokens of each sequence in each mask, and begin to send the counts to the host.
+
+        The counts are int64 [B, len(MASK_NAMES)], or [1, ...] if the sequences are not known.
+        """
         counts = self._own_sum(torch.stack([self.trained, self._contributing()], 1))
         num_trained, num_contributing = counts.unbind(1)
         in_sequences = num_contributing
@@ -596,10 +645,12 @@ class TokenBatch(Checked):
         return HostCopy(torch.stack([num_trained, num_contributing, in_sequences], 1).long())
 
     def _cached(self, name: str, versions: list[Any], make: Callable[[], M]) -> M:
-        """Return what `make` returned, called again if `versions` changed.
+        """Return the result of `make`, which is called only if there is no cached result for it.
 
-        name       the attribute that holds the result
-        versions   of the tensors that the result depends on (`versions_of`)
+        name       the attribute that holds the cached result
+        versions   versions of the tensors that the result depends on (`versions_of`). After a write
+                   into one of them, `make` is called again.
+        make       computes the result
         """
         cached = self.__dict__.get(name)
         if cached is None or cached[0] != versions:
@@ -611,20 +662,28 @@ class TokenBatch(Checked):
 
     @property
     def extra_ids(self) -> TokenSets | None:
-        """The ids of `logp_terms` and `prob_terms`, which are the same."""
+        """The ids that tokens list in addition to their targets, or None.
+
+        They are the ids of `logp_terms` and `prob_terms`. If both are given, their ids are equal.
+        """
         return self.prob_terms if self.logp_terms is None else self.logp_terms
 
     @property
     def without_set(self) -> Tensor:
-        """bool [N]: tokens over the whole vocabulary, in a batch with candidate sets."""
+        """bool [N]: tokens that use the whole vocabulary, in a batch with candidate sets.
+
+        These are tokens with an empty set and, with missing="full", tokens whose target is not in
+        their set.
+        """
         assert self.kept is not None
         return rows_without_set(self.kept, self.targets, self.missing)
 
     @property
     def outside_set(self) -> Tensor:
-        """The share of targets that are not in their candidate sets, 0-d fp32.
+        """The share of the tokens in the mask whose target is not in its candidate set, 0-d fp32.
 
-        Tokens that missing="mask" masks count, too.
+        The mask is the one that the caller passed: with missing="mask" it includes the tokens that
+        were removed because their target is not in its set.
         """
         assert self.kept is not None
         is_inside = self.kept.contains(self.targets)
@@ -635,7 +694,10 @@ class TokenBatch(Checked):
     # ---- sums over sequences, and over the ranks that share them
 
     def _contributing_over_ranks(self, num_contributing: Tensor) -> Tensor:
-        """Return the contributing tokens of each sequence, [B], from those of this rank."""
+        """Return the number of contributing tokens of each sequence, [B], summed over ranks.
+
+        num_contributing   the number of contributing tokens of this rank, [B]
+        """
         return self._sum_over_ranks(
             "contributing tokens",
             num_contributing,
@@ -645,12 +707,15 @@ class TokenBatch(Checked):
     def _sum_over_ranks(
         self, name: str, own_sums: Tensor, sources: tuple[Tensor | None, ...]
     ) -> Tensor:
-        """Return sums [B] over this rank's tokens, summed over the ranks that share sequences.
+        """Add up sums over the tokens of each sequence, [B], over the ranks that share sequences.
 
-        The result is cached. It is computed again if torch saw a write into one of `sources`, the
-        tensors that it depends on.
+        The result is cached, so that ranks communicate once. It is computed again if torch saw a
+        write into one of `sources`. If a sum of this rank changed although torch saw no write, an
+        error says so.
 
-        name   what is summed, for messages
+        name       what is summed, for messages
+        own_sums   sums over the tokens of this rank, [B]
+        sources    the tensors that the sums depend on
         """
         if self.context_group is None or torch.compiler.is_compiling():
             return self.over_context(own_sums)
@@ -671,16 +736,21 @@ class TokenBatch(Checked):
         return total
 
     def sequence_sum(self, values: Tensor) -> Tensor:
-        """Return the sum of values [N] over each sequence, fp64 [B], over all ranks that share it.
+        """Return the sum of values over the tokens of each sequence, fp64 [B].
 
-        Sums are in a fixed order, without atomics. values may be [N, k], the result is [B, k] then.
+        With a context_group the sums are over the tokens of all its ranks. Terms are added in a
+        fixed order, without atomics.
+
+        values   [N], or [N, k], for which the result is [B, k]
         """
         return self.over_context(self._own_sum(values))
 
     def _own_sum(self, values: Tensor) -> Tensor:
-        """Return `sequence_sum` over the tokens of this rank.
+        """Return the sum of values over the tokens of each sequence on this rank, fp64 [B].
 
-        If the sequences are not known, it is the sum over all tokens, [1].
+        If the sequences are not known, the result is the sum over all tokens, [1].
+
+        values   [N], or [N, k], for which the result is [B, k]
         """
         if self.sequences is None:
             return values.sum(0, dtype=torch.float64)[None]
@@ -692,6 +762,8 @@ class TokenBatch(Checked):
 
     def over_context(self, values: Tensor, how: str = "SUM") -> Tensor:
         """Reduce values in place over the ranks that share the sequences, and return them.
+
+        Without a context_group the values are returned as they are.
 
         how   "SUM", "MAX" or "MIN"
         """
@@ -706,13 +778,14 @@ class TokenBatch(Checked):
 
     @property
     def lengths(self) -> Tensor:
-        """Trained tokens of each sequence, fp64 [B], over all ranks that share it."""
+        """Number of trained tokens of each sequence, fp64 [B], over all ranks that share it."""
         return self._sum_over_ranks("trained tokens", self._own_sum(self.trained), (self.mask,))
 
     def same_group(self) -> Tensor:
         """Return fp64 [B, B]: 1 where two sequences answer the same prompt, else 0.
 
-        Its shape does not depend on values, so the host does not wait.
+        A list of groups would have a shape that depends on values, which the host would wait for.
+        Raises ValueError if `groups` is None.
         """
         if self.groups is None:
             raise ValueError(
@@ -722,9 +795,10 @@ class TokenBatch(Checked):
         return (self.groups[:, None] == self.groups).double()
 
     def spread(self, values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Give each token the value of its sequence: values [B] -> [N].
+        """Return the value of each token's sequence, [N].
 
-        dtype   of the result; None: that of values
+        values   [B], one value per sequence
+        dtype    of the result; None: the dtype of values
         """
         per_token = self.broadcast(values).expand(self.targets.shape)
         if dtype is not None:
@@ -732,9 +806,11 @@ class TokenBatch(Checked):
         return per_token.flatten()
 
     def broadcast(self, values: Tensor) -> Tensor:
-        """Give each token the value of its sequence, in a shape that broadcasts to targets.
+        """Return the value of each token's sequence, in a shape that broadcasts to targets.
 
-        values   [B]
+        The result is [B, 1] for targets [B, T], and [N] for packed targets.
+
+        values   [B], one value per sequence
         """
         if self.cu_seqlens is not None:
             return values[sequence_ids(self.cu_seqlens, self.tokens)].view(self.targets.shape)
@@ -742,20 +818,33 @@ class TokenBatch(Checked):
 
 
 def _check_missing_option(options: dict[str, Any]) -> None:
-    """Raise ValueError for `missing` in `TokenBatch.from_rewards` that is meant for rewards."""
+    """Raise ValueError if a caller of `from_rewards` passed `missing` but meant `missing_rewards`.
+
+    `missing` says what to do with a target outside of its candidate set (`kept`). So it has no
+    meaning without candidate sets, and "skip" is a value of `missing_rewards` only.
+
+    options   the arguments of `TokenBatch.from_rewards` that are fields of TokenBatch
+    """
     missing = options.get("missing")
     if missing is not None and options.get("kept") is None:
         remedy = (
             "it says what to do with a target outside of its candidate set, and kept is None:"
             ' leave it out. For rewards that are NaN pass missing_rewards="raise" or "skip".'
         )
-        require(False, "missing", missing, remedy)
+        require(False, "missing", missing, remedy)  # raises
     if missing == "skip":
+        # "skip" is not a value of `missing`, so this raises.
         check_missing("skip", ' For rewards that are NaN pass missing_rewards="skip".')
 
 
 def _check_number_of_rewards(rewards: Tensor, targets: Tensor, cu_seqlens: Tensor | None) -> None:
-    """Raise ValueError unless there is one reward per sequence, if the sequences are known."""
+    """Raise ValueError unless there is one reward per sequence, if the sequences are known.
+
+    They are known for targets [B, T], and for packed targets [N] with cu_seqlens.
+
+    rewards      [B], or another shape, which is refused
+    cu_seqlens   int32 or int64 [B + 1] of packed targets, or None
+    """
     has_sequences = cu_seqlens is not None or targets.dim() == 2
     if rewards.dim() == 0 or not has_sequences:
         return
@@ -821,6 +910,7 @@ def shift_targets(
     else:
         is_target = as_mask("mask", mask, ids.shape)
     if segment_ids is not None:
+        # A token can be a target only if it follows a token of its own sequence.
         follows = segment_ids[..., 1:] == segment_ids[..., :-1]
         is_target = torch.cat([is_target[..., :1], is_target[..., 1:] & follows], -1)
     targets = torch.zeros_like(ids)
@@ -857,7 +947,8 @@ def shift_sets(
     check_sets("sets", sets, ids)
     boundaries = segment_ids if cu_seqlens is None else cu_seqlens
     device = boundaries.device if isinstance(boundaries, Tensor) else "cpu"
-    # Shift the numbers of the tokens in place of their ids.
+    # Shift the numbers of the tokens, as if they were ids: next_token is the number of the token
+    # that a row predicts.
     token_numbers = torch.arange(ids.numel(), device=device).view(ids.shape)
     next_token, has_next = shift_targets(
         token_numbers, cu_seqlens=cu_seqlens, segment_ids=segment_ids

@@ -24,7 +24,11 @@ TOP_P_GROWTH = 8
 
 
 class Filter(Protocol):
-    """A rule of a sampler, see the top of this file."""
+    """A rule of a sampler: a function from logits [num_rows, V] to bool [num_rows, V].
+
+    The result is True for the ids that are kept. The logits are divided by the temperature, and
+    -inf for ids that an earlier filter removed.
+    """
 
     def __call__(self, logits: Tensor) -> Tensor: ...
 
@@ -36,6 +40,7 @@ class TopK:
     k: int
 
     def __call__(self, logits: Tensor) -> Tensor:
+        """Return which ids are kept, bool [num_rows, V] like the logits."""
         smallest_kept = logits.topk(self.k).values[:, -1:]
         return logits >= smallest_kept
 
@@ -47,27 +52,34 @@ class MinP:
     min_p: float
 
     def __call__(self, logits: Tensor) -> Tensor:
+        """Return which ids are kept, bool [num_rows, V] like the logits.
+
+        p >= min_p * max p is the same as logit >= max logit + log(min_p).
+        """
         return logits >= logits.amax(-1, keepdim=True) + math.log(self.min_p)
 
 
 @dataclass(frozen=True)
 class TopP:
-    """Keep the shortest run of largest probabilities whose sum is at least top_p.
+    """Keep the likeliest ids: as few as have together at least the probability top_p.
 
-    An id is kept if the sum of all larger probabilities is below top_p. Of equal probabilities, the
-    lower ids are kept first.
+    An id is kept if the sum of all larger probabilities is below top_p. Of equal probabilities,
+    those with lower ids count as larger.
     """
 
     top_p: float
 
     def __call__(self, logits: Tensor) -> Tensor:
+        """Return which ids are kept, bool [num_rows, V] like the logits."""
         vocab_size = logits.shape[-1]
         max_logit = logits.amax(-1, keepdim=True)
-        # Sums are fp64: fp32 sums over a large vocabulary would move ids at the edge.
+        # Masses are probabilities times sum_exp. Sums are fp64: the rounding of fp32 sums over a
+        # large vocabulary would change which ids are kept.
         sum_exp = (logits - max_logit).exp_().sum(-1, keepdim=True, dtype=torch.float64)
         needed_mass = self.top_p * sum_exp
 
-        # Sort only as many of the largest logits as any row needs.
+        # Sort only the largest logits, `width` of each row. If a row may keep all of them, sort
+        # more.
         width = min(TOP_P_FIRST_WIDTH, vocab_size)
         while True:
             largest = logits.topk(width).values
@@ -78,6 +90,8 @@ class TopP:
                 break
             width = min(TOP_P_GROWTH * width, vocab_size)
 
+        # Keep ids by comparison with the smallest logit that is kept. If more ids have this logit
+        # than are kept, keep the lowest of them.
         smallest_kept = largest.gather(-1, num_kept - 1)
         is_larger = logits > smallest_kept
         is_equal = logits == smallest_kept
@@ -91,6 +105,7 @@ class TopP:
 class SamplerFilters:
     """The filters of a sampler in its order, without those that keep all ids.
 
+    filters         maps of logits [num_rows, V] to the ids that are kept, see `Filter`
     is_sequential   True: each filter sees the ids that the filters before it kept. False: all
                     filters see the whole vocabulary.
     """
@@ -108,9 +123,13 @@ class SamplerFilters:
         min_p: float | None,
         order: str,
     ) -> SamplerFilters:
-        """Make the filters of a sampler. The options are those of `TokenSets.from_logits`.
+        """Make the filters of a sampler from its options, see `TokenSets.from_logits`.
 
-        Raises ValueError for options that are out of range.
+        An option that keeps all ids makes no filter. Raises ValueError for an option that is out of
+        range.
+
+        vocab_size   number of ids V
+        order        "vllm" or "sglang", which apply the filters in different orders
         """
         top_k = 0 if top_k is None else top_k
         top_p = 1.0 if top_p is None else top_p
@@ -134,15 +153,16 @@ class SamplerFilters:
         return cls((*by_top_k, *by_top_p, *by_min_p), is_sequential=bool(by_min_p))
 
     def keep(self, logits: Tensor, targets: Tensor | None, first_row: int) -> KeptIds:
-        """Return the ids that the filters keep. There must be a filter.
+        """Return the ids that the filters keep of each row. There must be at least one filter.
 
         logits      float32 or float64 [num_rows, V], divided by the temperature
-        targets     integers [num_rows] that are kept too, None for none. Those outside of [0, V)
-                    are ignored.
+        targets     integers [num_rows]: an id of each row that is kept too. Ids outside of [0, V)
+                    are ignored. None: no id.
         first_row   the number of the first row, for messages
 
         Raises ValueError if the largest logit of a row is not a finite number.
         """
+        # A single top-k needs one pass over the logits, and no bool tensor of their shape.
         first_filter = self.filters[0]
         if len(self.filters) == 1 and isinstance(first_filter, TopK) and targets is None:
             kept = keep_top_k(logits, first_filter.k, first_row)
@@ -177,10 +197,13 @@ class KeptIds(NamedTuple):
 
 
 def keep_top_k(logits: Tensor, k: int, first_row: int) -> KeptIds | None:
-    """Return the k largest ids of each row, which takes one pass over the logits.
+    """Return the ids of the k largest logits of each row, in one pass over the logits.
 
-    Return None if a row does not have exactly k, because ids k and k + 1 by size are equal. That
-    includes rows with fewer than k finite logits.
+    Return None if top-k keeps more than k ids of a row, because the k-th and the next logit by size
+    are equal. This is so too for a row with fewer than k finite logits: both are -inf.
+
+    logits      float [num_rows, V] with V > k
+    first_row   the number of the first row, for messages
     """
     values, ids = logits.topk(k + 1)
     refuse_infinite_maxima(values[:, 0], first_row)  # topk puts NaN first
@@ -192,7 +215,11 @@ def keep_top_k(logits: Tensor, k: int, first_row: int) -> KeptIds | None:
 
 
 def refuse_infinite_maxima(maxima: Tensor, first_row: int) -> None:
-    """Raise ValueError if the largest logit of a row, [num_rows], is NaN or infinite."""
+    """Raise ValueError if the largest logit of a row is NaN or infinite.
+
+    maxima      float [num_rows], the largest logit of each row
+    first_row   the number of the first row, for the message
+    """
     bad_rows = (~maxima.isfinite()).nonzero()[:, 0]
     if len(bad_rows) > 0:
         row = first_row + int(bad_rows[0])

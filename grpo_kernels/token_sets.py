@@ -75,6 +75,7 @@ class TokenSets:
     __repr__ = describe
 
     def __post_init__(self) -> None:
+        """Check the fields, and copy to the host what later methods need to know of them."""
         facts = check_sets_and_read_facts(self.ids, self.offsets, self.values)
         self._set_fields(self.ids, self.offsets, self.values, facts.offsets, facts.largest_id)
 
@@ -86,7 +87,11 @@ class TokenSets:
         host_offsets: array,
         largest_id: int,
     ) -> None:
-        """Set the fields of this frozen dataclass."""
+        """Set all fields. The dataclass is frozen, so they are written into its __dict__.
+
+        host_offsets   the offsets as numbers on the host
+        largest_id     the largest id, or an upper bound; -1 if there is none
+        """
         self.__dict__.update(
             ids=usable_in_backward(ids),
             offsets=usable_in_backward(offsets.long()),
@@ -104,7 +109,11 @@ class TokenSets:
         host_offsets: array,
         largest_id: int,
     ) -> TokenSets:
-        """Make sets of fields that are known to be valid, without a check or a wait."""
+        """Make sets of fields that are known to be valid, without a check or a wait.
+
+        host_offsets   the offsets as numbers on the host
+        largest_id     the largest id, or an upper bound; -1 if there is none
+        """
         sets = object.__new__(cls)
         sets._set_fields(ids, offsets, values, host_offsets, largest_id)
         return sets
@@ -186,7 +195,8 @@ class TokenSets:
         ids, counts = flatten_lists("lists", lists, generated, cu_seqlens)
         if ids.numel():
             require_tensor("lists", ids, INTEGERS, "lists of integer ids", "holds")
-            largest = max(int(ids.max()), -int(ids.min()))  # -2^63 is its own absolute value
+            # Not ids.abs().max(): the absolute value of -2^63 is -2^63 in int64.
+            largest = max(int(ids.max()), -int(ids.min()))
             if largest > torch.iinfo(torch.int32).max:
                 raise ValueError(f"lists holds ids up to {largest}: from lists ids become int32.")
         flat_values = None
@@ -276,6 +286,7 @@ class TokenSets:
     def whole(cls, rows: int, *, device: torch.device | str | None = None) -> TokenSets:
         """Make empty sets for `rows` tokens. An empty set stands for the whole vocabulary.
 
+        rows     number of tokens, which is the number of rows of the sets
         device   device of the sets; None: the CPU
         """
         remedy = "the number of rows is a whole number of at least 0."
@@ -326,6 +337,7 @@ class TokenSets:
         return self.offsets.shape[0] - 1
 
     def __len__(self) -> int:
+        """Return the number of rows."""
         return self.rows
 
     @cached_property
@@ -386,7 +398,7 @@ class TokenSets:
         return self.take(selected)
 
     def _rows_between(self, start: int, stop: int) -> TokenSets:
-        """Return rows start to stop. ids and values are views."""
+        """Return the rows from start to stop, stop excluded. ids and values are views."""
         first_id = self._host_offsets[start]
         last_id = self._host_offsets[stop]
         host_offsets = self._host_offsets[start : stop + 1]
@@ -413,7 +425,8 @@ class TokenSets:
 
         device = self.ids.device
         num_ids = int(offsets[-1])
-        # By how much the ids of a row move, for each id.
+        # The ids of the new rows lie at these places among the ids of all rows: the place in the
+        # result plus a shift, which is the same for all ids of a row.
         shifts = (starts - offsets[:-1]).to(device)
         shifts = shifts.repeat_interleave(counts.to(device), output_size=num_ids)
         places = shifts + torch.arange(num_ids, device=device)
@@ -438,9 +451,9 @@ class TokenSets:
         return torch.repeat_interleave(self.counts, output_size=self.ids.shape[0])
 
     def padded(self, fill: int = -1) -> Tensor:
-        """Return the ids of each row in their order, then `fill`: [rows, longest], dtype of ids.
+        """Return the ids of each row, padded to the longest row: [rows, longest], dtype of ids.
 
-        `from_padded` is the inverse.
+        A row has its ids in their order, then `fill`. `from_padded` is the inverse.
         """
         is_id = torch.arange(self.longest, device=self.ids.device) < self.counts[:, None]
         padding = torch.full_like(is_id, fill, dtype=self.ids.dtype)
@@ -459,29 +472,31 @@ class TokenSets:
         return is_in_set
 
     def contains(self, targets: Tensor) -> Tensor:
-        """Return bool [rows]: whether each target is in the set of its row, or the row is empty.
+        """Return whether each target is in the set of its row, or the row is empty, bool [rows].
 
         targets   integers, one element for each row
         """
         _check_tokens(targets, self)
         is_target = self.ids == targets.flatten()[self.row_of]
-        # A row lists an id at most once, so that its number of hits is 0 or 1.
+        # Count the hits (ids that are the target) before each row. A row has a hit if this number
+        # grows from its start to its end.
         hits_before_id = offsets_from_counts(is_target.long())
         hits_before_row = hits_before_id[self.offsets]
         has_hit = hits_before_row.diff() > 0
         return has_hit | (self.counts == 0)
 
     def holds(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Return bool [k]: whether ids[i] is in the set of row rows[i]. An empty row holds no id.
+        """Return whether ids[i] is in the set of row rows[i], bool [k]. An empty row holds no id.
 
-        rows   int64 [k]
+        rows   int64 [k], numbers of rows
         ids    integers [k]
         """
         queried_ids = ids.long()
         ids_of_sets = self.ids.long()
         largest_id = torch.cat([ids_of_sets, queried_ids, ids_of_sets.new_zeros(1)]).amax()
         num_ids = largest_id + 1
-        # One number for each (row, id) pair.
+        # Join row and id into one number, row * num_ids + id, and search it among the pairs of the
+        # sets.
         queries = rows * num_ids + queried_ids
         keys = self.row_of * num_ids + ids_of_sets
         return torch.isin(queries, keys)
@@ -489,7 +504,10 @@ class TokenSets:
     # ---- other devices, other values
 
     def _apply(self, change: Callable[[Tensor], Tensor]) -> TokenSets:
-        """Return the sets with `change` applied to each tensor, which must keep its numbers."""
+        """Return the sets with `change` applied to each tensor: ids, offsets and values.
+
+        change   for example a copy to another device. It must not change the numbers.
+        """
         return self._from_checked(
             ids=change(self.ids),
             offsets=change(self.offsets),
@@ -537,6 +555,7 @@ class TokenSets:
         return self.ids.shape == other.ids.shape and torch.equal(self.ids, other.ids)
 
     def __copy__(self) -> TokenSets:
+        """Return new sets with the same tensors."""
         return self._apply(lambda x: x)
 
     def __reduce__(self) -> Any:
@@ -553,13 +572,18 @@ class TokenSets:
 
 
 def check_sets(name: str, sets: Any, targets: Tensor, vocab: int | None = None) -> None:
-    """Raise ValueError unless `sets` are TokenSets with one row for each target, on their device.
+    """Raise ValueError unless `sets` are TokenSets that fit `targets`.
 
-    name    the name of the argument, for messages
-    vocab   the size of the vocabulary, in which all ids must be, or None
+    They must have one row for each target, and be on the device of the targets.
 
-    The host already knows what is compared. It reads the device only for the message of an error,
-    and if these sets were taken from larger ones that have an id outside of the vocabulary.
+    name      the name of the argument `sets`, for messages
+    sets      the value that is checked
+    targets   integers, one element for each row
+    vocab     the size of the vocabulary: all ids must be below it. None: ids are not checked.
+
+    The host does not wait for a GPU, because it knows the number of rows and an upper bound of the
+    ids. It waits only if that bound is not below `vocab`: because an id is not, or because these
+    sets are a part of sets with such an id.
     """
     if not isinstance(sets, TokenSets):
         raise ValueError(
@@ -572,7 +596,10 @@ def check_sets(name: str, sets: Any, targets: Tensor, vocab: int | None = None) 
 
 
 def _check_tokens(targets: Tensor, sets: TokenSets, name: str = "these sets") -> None:
-    """Raise ValueError unless there is one row for each target, on the same device."""
+    """Raise ValueError unless `sets` have one row for each target, on the device of the targets.
+
+    name   the name of the sets, for messages
+    """
     require_tensor("targets", targets, INTEGRAL, "a tensor of integers")
     if targets.numel() != sets.rows:
         raise ValueError(
@@ -588,7 +615,10 @@ def _check_tokens(targets: Tensor, sets: TokenSets, name: str = "these sets") ->
 
 
 def check_ids(name: str, sets: TokenSets, vocab: int) -> None:
-    """Raise ValueError if an id is outside of [0, vocab)."""
+    """Raise ValueError if an id of the sets is outside of the vocabulary [0, vocab).
+
+    name   the name of the sets, for the message
+    """
     if sets.largest_id < vocab:
         return
     places = (sets.ids >= vocab).nonzero()[:, 0]
@@ -604,9 +634,13 @@ def check_ids(name: str, sets: TokenSets, vocab: int) -> None:
 
 
 def rows_without_set(sets: TokenSets, targets: Tensor, missing: str | None) -> Tensor:
-    """Return bool [rows]: rows that use the whole vocabulary.
+    """Return whether each row uses the whole vocabulary in place of its set, bool [rows].
 
-    These are the empty rows and, with missing="full", rows whose target is not in their set.
+    A row does so if its set is empty or, with missing="full", if its target is not in its set. With
+    any other value of `missing`, the target has no effect.
+
+    sets      candidate sets
+    targets   integers, one element for each row
     """
     is_empty = sets.counts == 0
     if missing != "full":
@@ -617,11 +651,16 @@ def rows_without_set(sets: TokenSets, targets: Tensor, missing: str | None) -> T
 def narrow_mask(
     sets: TokenSets, targets: Tensor, mask: Tensor | None, missing: str | None
 ) -> Tensor | None:
-    """Return the mask without the rows that `missing` removes.
+    """Return the mask without the rows that `missing` removes. None means that all rows are in it.
 
-    With missing="mask", these are the rows whose target is not in their set. With missing="raise",
-    raise ValueError if there is such a row, for which the host waits for a GPU. Any other value of
-    `missing` removes no row.
+    missing="mask"    removes the rows whose target is not in their set
+    missing="raise"   raises ValueError if there is such a row in the mask. The host waits for a GPU
+                      to know. torch.compile leaves out this check.
+    other values      remove no row
+
+    sets      candidate sets
+    targets   integers, one element for each row
+    mask      bool of the shape of targets, or None
     """
     if missing not in ("mask", "raise"):
         return mask
@@ -643,7 +682,12 @@ def narrow_mask(
 
 
 def offsets_from_counts(counts: Tensor) -> Tensor:
-    """Return where each row starts, and the end: int64 [rows + 1], from counts [rows]."""
+    """Return offsets from counts: row i has the ids offsets[i] : offsets[i + 1].
+
+    counts   int32 or int64 [rows], the number of ids of each row
+
+    The result is int64 [rows + 1]. Raises ValueError for counts of another form.
+    """
     require_tensor(
         "counts", counts, INTEGERS, "int32 or int64 [rows], the number of ids of each row"
     )
@@ -669,9 +713,15 @@ class FlatLists(NamedTuple):
 def flatten_lists(
     name: str, lists: Sequence[Any], generated: Tensor | None, cu_seqlens: Tensor | None
 ) -> FlatLists:
-    """Return lists of numbers as tensors. The arguments are as in `TokenSets.from_lists`.
+    """Return lists of numbers as tensors, for `TokenSets.from_lists`.
 
-    name   the name of the argument `lists`, for messages
+    name         the name of the argument `lists`, for messages
+    lists        without `generated`: a list of numbers for each row, or None for no number. With
+                 `generated`: for each sequence the list of its records, which are such lists.
+    generated    bool [B, T] or packed [N], the rows that the records go to, or None
+    cu_seqlens   int32 or int64 [B + 1], the sequences of packed rows, or None
+
+    Raises ValueError for lists of another form.
     """
     if isinstance(lists, str | bytes | Tensor) or not isinstance(lists, Sequence):
         raise ValueError(f"{name} is a {type(lists).__name__}: pass a list of lists.")
@@ -697,6 +747,7 @@ def flatten_lists(
         )
     counts = torch.tensor([len(record) for record in records], dtype=torch.int64)
     if generated is not None:
+        # The records belong to the generated rows in order. All other rows have no number.
         is_generated = generated.flatten().cpu() != 0
         counts = counts.new_zeros(len(is_generated)).masked_scatter_(is_generated, counts)
     return FlatLists(numbers=numbers, counts=counts)
@@ -706,6 +757,12 @@ def join_records(
     name: str, records: Sequence[Any], generated: Tensor, cu_seqlens: Tensor | None
 ) -> list[Any]:
     """Return the records of all generated tokens in order, None for a token without a record.
+
+    name         the name of the argument `records`, for messages
+    records      for each sequence the list of its records, or None; for packed rows without
+                 cu_seqlens the records of all rows
+    generated    bool [B, T] or packed [N]: rows whose target was generated
+    cu_seqlens   int32 or int64 [B + 1], the sequences of packed rows, or None
 
     Raises ValueError unless each sequence has as many records as generated tokens, or None.
     """
@@ -749,7 +806,10 @@ def join_records(
 
 
 def require_equal_counts(value_counts: list[int], id_counts: list[int]) -> None:
-    """Raise ValueError unless each row has as many values as ids."""
+    """Raise ValueError unless each row has as many values as ids.
+
+    value_counts, id_counts   number of values and of ids of each row
+    """
     if value_counts == id_counts:
         return
     pairs = zip_longest(value_counts, id_counts)
@@ -761,7 +821,10 @@ def require_equal_counts(value_counts: list[int], id_counts: list[int]) -> None:
 
 
 def usable_in_backward(x: Tensor) -> Tensor:
-    """Return x, contiguous. A tensor of inference mode, which autograd cannot save, is copied."""
+    """Return x, contiguous. It is copied if it was made in inference mode.
+
+    Autograd cannot save such a tensor for a backward.
+    """
     if not x.is_inference():
         return x.contiguous()
     with torch.inference_mode(False):
@@ -769,7 +832,10 @@ def usable_in_backward(x: Tensor) -> Tensor:
 
 
 def in_own_storage(x: Tensor) -> Tensor:
-    """Return x, copied if its storage holds anything else."""
+    """Return x, or a copy if x is a view of a larger storage.
+
+    pickle would store the whole storage of a view.
+    """
     return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
 
 
@@ -790,7 +856,9 @@ class HostFacts(NamedTuple):
 def check_form(
     ids: Tensor, offsets: Tensor, values: Tensor | None, offsets_name: str = "offsets"
 ) -> None:
-    """Raise ValueError on types, dtypes, shapes and devices. No value is read.
+    """Raise ValueError if ids, offsets or values have another type, dtype, shape or device.
+
+    Their numbers are not read, so the host does not wait for a GPU.
 
     offsets_name   the name of the argument that the offsets come from, for messages
     """
@@ -823,9 +891,10 @@ def check_sets_and_read_facts(
 
     offsets_name   the name of the argument that the offsets come from, "offsets" or "counts"
 
-    On a GPU the host waits once, for the facts and for whether ids need a closer look. It looks
-    again if an id is below 0, a value is NaN, or the ids of a row do not ascend, in which case one
-    may be there twice. Raises the errors of `TokenSets`.
+    On a GPU the host waits once, for one copy of all numbers that it needs. One of these says
+    whether an id is below 0, a value is NaN, or the ids of a row do not ascend, so that an id may
+    be there twice. If so, the host waits again to look for an error. Raises the errors of
+    `TokenSets`.
     """
     check_form(ids, offsets, values, offsets_name)
     num_ids = ids.numel()
@@ -833,6 +902,7 @@ def check_sets_and_read_facts(
     is_bad = ids < 0
     if values is not None:
         is_bad = is_bad | values.isnan()
+    # Ids must ascend within a row. An id that is the first of its row may be below the one before.
     starts_row = torch.zeros(num_ids + 1, dtype=torch.bool, device=ids.device)
     starts_row = starts_row.index_fill_(0, offsets.clamp(0, num_ids), True)
     descends = (ids[1:] <= ids[:-1]) & ~starts_row[1:-1]
@@ -849,7 +919,11 @@ def check_sets_and_read_facts(
 
 
 def _check_offsets(offsets: Tensor, num_ids: int, offsets_name: str) -> None:
-    """Raise ValueError unless offsets, int64 [rows + 1] on the host, rise from 0 to num_ids."""
+    """Raise ValueError unless the offsets rise from 0 to num_ids.
+
+    offsets        int64 [rows + 1], on the host
+    offsets_name   the name of the argument that they come from, for messages
+    """
     if offsets[0] != 0:
         raise ValueError(
             f"offsets[0]={int(offsets[0])}: the ids of row 0 start at 0. (Of a part, subtract its"
@@ -908,10 +982,13 @@ def temperature_of_rows(
 ) -> Tensor:
     """Return the temperature of each flat row of logits [*shape, V], fp32 [rows].
 
+    temperature   a number, or a tensor of the leading shape or one for each sequence
+    shape         leading shape of the logits
+
     Raises ValueError for a temperature that is not above 0 and finite, or does not fit the shape.
     """
     check_temperature(temperature)
-    # The values of a tensor are checked here.
+    # This checks the values of a tensor. Its result is not needed.
     inverse_temperatures(temperature, shape, mask=None, cu_seqlens=None, device=device)
     return per_token("temperature", torch.as_tensor(temperature, device=device), shape)
 
@@ -922,6 +999,6 @@ def chunks_of_rows(logits: Tensor, max_rows: int) -> Iterator[Tensor]:
         yield logits[None]
     elif logits.dim() == 2 or logits.is_contiguous():
         yield from logits.flatten(0, -2).split(max_rows)
-    else:  # flatten would copy
+    else:  # flatten would copy the logits, so split them along their first dimension
         for part in logits:
             yield from chunks_of_rows(part, max_rows)
