@@ -78,11 +78,11 @@ class TokenLogprobs:
     __repr__ = describe
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over logps and entropy, for `logps, entropy = ...`."""
+        """Iterate over logps and entropy, so that `logps, entropy = token_logprobs(...)` works."""
         return iter((self.logps, self.entropy))
 
     def __getitem__(self, i: int) -> Any:
-        """Return logps (0) or entropy (1)."""
+        """Return logps for i = 0, entropy for i = 1, as a tuple (logps, entropy) does."""
         return (self.logps, self.entropy)[i]
 
     def __len__(self) -> int:
@@ -253,6 +253,7 @@ def compute_logprobs(
     options = as_options(options)
     inputs.check_options(options)
     if is_traced() and must_break_graph(options, None, kept, at, rows):
+        # The operators of a compiled graph do not support one of these arguments.
         return run_outside_graph(
             compute_logprobs,
             inputs,
@@ -272,6 +273,7 @@ def compute_logprobs(
     remedy = "an int64 tensor of token ids, the leading shape of the logits or hidden states"
     require_tensor("targets", targets, INTEGERS, remedy)
     check_requested(entropy, also)
+    # These arguments need several passes over the rows, see `composed_statistics`.
     is_composed = kept is not None or at is not None or rows is not None
     refuse_inplace(inplace and is_composed, "kept=, at= or rows=")
     shape = targets.shape
@@ -340,20 +342,25 @@ def composed_statistics(
 ) -> dict[str, Tensor]:
     """Compute statistics of tokens with candidate sets, further ids or shared rows.
 
-    Returns "logps" and the named statistics, [num_tokens] each, and with `at` also "at".
+    Returns "logps" (log-prob of each target) and the named statistics, fp32 [num_tokens] each. With
+    `at` it also returns "at", [num_ids].
 
     source      the rows of logits
     targets     int64 [num_tokens]
     mask        bool [num_tokens]: tokens to process; None processes all
     names       the statistics in addition to "logps"
-    kept        candidate set of each token, or None
-    missing     what to do with a target that is not in its set: "include" or "full", see
-                `token_logprobs`
-    at          further ids of each token, whose log-probs are the statistic "at"; or None
+    kept        the ids that the softmax of each token runs over (top-k, top-p). None: all tokens
+                use the whole vocabulary.
+    missing     what to do with a target that is not in its set: "include" adds it to the set,
+                "full" uses the whole vocabulary for this token
+    at          ids besides the target, whose log-probs become the statistic "at", in the order of
+                at.ids; or None
     rows        int64 [num_tokens]: the row of each token; None: token i has row i
     detached    names of statistics that need no gradient
-    reference   for the name "divergence", which candidate sets do not have
+    reference   a frozen model, for the statistic "divergence"; None without it. It must be None
+                with candidate sets.
     """
+    # A TokenSets without ids stands for "no further ids".
     extra_ids = TokenSets.whole(len(targets), device=targets.device) if at is None else at
     if kept is not None:
         result = candidate_logprobs_with_extra_ids(
@@ -389,10 +396,15 @@ def composed_statistics(
 def shape_statistics(
     statistics: dict[str, Tensor], shape: torch.Size, also: tuple[str, ...]
 ) -> TokenLogprobs:
-    """Return flat statistics as `TokenLogprobs`, in the shape of targets.
+    """Return flat statistics as `TokenLogprobs`, each in the shape of targets but "at".
 
-    statistics   "logps", and the others that were asked for, [num_tokens] each; "at" [num_ids]
-    also         what the caller asked for. A "log_kept_mass" that is not among the statistics is 0.
+    "at" stays flat, and becomes fp32. "log_kept_mass" is added as zeros if the caller asked for it
+    and there are no candidate sets: the log of the whole probability, 1, is 0.
+
+    statistics   "logps" and the requested statistics by name, [num_tokens] each; "at" [num_ids]:
+                 the log-probs of the further ids of all tokens
+    shape        the shape of targets
+    also         the names that the caller passed as `also=`
     """
     shaped = {name: x.float() if name == "at" else x.view(shape) for name, x in statistics.items()}
     logps = shaped.pop("logps")
@@ -425,9 +437,11 @@ TEACHER_WITH_SETS = (
 
 
 def refuse_inplace(is_refused: bool, feature: str) -> None:
-    """Raise ValueError if `is_refused`: inplace=True with a feature that reads the logits twice.
+    """Raise ValueError if inplace=True would overwrite logits that a second gradient reads again.
 
-    feature   what the caller passed, for the message
+    is_refused   whether the call has inplace=True and such a feature
+    feature      the arguments that need two gradients of the logits, for the message, for example
+                 "kept= or at="
     """
     if is_refused:
         raise ValueError(
@@ -552,8 +566,8 @@ def compute_divergence(
     """Compute `token_divergence` or `linear_divergence`: check the arguments, then compute it.
 
     inputs      the policy's logits, or hidden states and head, as the caller passed them
-    reference   what was passed as `ref_logits` or `reference`
-    exact       the divergence
+    reference   what the caller passed as `ref_logits` (with logits) or `reference`
+    exact       which divergence to compute
 
     The other arguments are those of the public functions.
     """
@@ -590,7 +604,8 @@ def compute_divergence(
         reference_arguments={inputs.reference_name: reference},
     )
     flat_mask = None if layout.mask is None else flat(layout.mask)
-    no_targets = torch.zeros(shape, dtype=torch.int64, device=source.device)  # for their shape
+    # A divergence has no targets. The checks below read only their shape and device.
+    no_targets = torch.zeros(shape, dtype=torch.int64, device=source.device)
     if isinstance(reference, TokenSets):
         require(kept is None, inputs.reference_name, "TokenSets", TEACHER_WITH_SETS)
         check_teacher(inputs.reference_name, reference, no_targets, exact, source.vocab_size)
@@ -610,9 +625,12 @@ def compute_divergence(
 
 
 def squared_inverse_temperature(transform: RowTransform, mask: Tensor | None) -> float | Tensor:
-    """Return 1 / temperature^2: a number, or fp32 [num_rows].
+    """Return 1 / temperature^2, by which a divergence is divided: a number, or fp32 [num_rows].
 
-    It is 1 in masked rows, whose temperature may be invalid.
+    It is 1 in masked rows, where the temperature may be any number, so that their 0 stays 0.
+
+    transform   has 1 / temperature: a number, or fp32 [num_rows]
+    mask        bool [num_rows]: rows that are processed; None: all
     """
     inverse = transform.inverse_temperature
     if isinstance(inverse, Tensor) and mask is not None:

@@ -279,9 +279,14 @@ def objective_loss(
 def check_statistics(
     statistics: dict[str, Tensor | None], batch: TokenBatch, objective: Objective
 ) -> None:
-    """Raise ValueError for statistics of `objective_loss` that do not fit batch or objective.
+    """Raise ValueError unless the statistics fit the batch and are those that the objective needs.
 
-    statistics   "logps", "entropy", "divergence" and "auxiliary_loss" as the caller passed them
+    Each statistic must be a float tensor of the shape of batch.targets. The entropy must be there
+    for an entropy bonus or a filter of entropy. The divergence must be there with kl=Exact(...),
+    and only then.
+
+    statistics   "logps", "entropy", "divergence" and "auxiliary_loss" as the caller of
+                 `objective_loss` passed them; None for an argument that was not passed
     """
     for name, x in statistics.items():
         if x is not None:
@@ -324,7 +329,7 @@ def compute_loss(
     """Compute `grpo_loss` or `linear_grpo_loss`: check the arguments, then compute the loss.
 
     inputs      the logits, or hidden states and head, as the caller passed them
-    reference   what was passed as `ref_logits` or `reference`
+    reference   what the caller passed as `ref_logits` (with logits) or `reference`
 
     The other arguments are those of the public functions.
     """
@@ -336,6 +341,7 @@ def compute_loss(
     if is_traced() and must_break_graph(
         options, batch.context_group, exact, batch.kept, batch.extra_ids, batch.rows
     ):
+        # The operators of a compiled graph do not support one of these arguments.
         return run_outside_graph(
             compute_loss,
             inputs,
@@ -349,6 +355,8 @@ def compute_loss(
             inplace=inplace,
         )
     scale = check_grad_scale(grad_scale, batch.targets.device)
+    # What makes the loss take several passes over the rows, for example "a batch with kept". "" if
+    # one pass is enough.
     feature = composed_feature(batch, reference)
     refuse_inplace(inplace and feature != "", feature)
     layout = layout_of_batch(inputs, batch)
@@ -409,11 +417,15 @@ def compute_loss(
 
 @dataclass(frozen=True, eq=False)
 class BatchLoss:
-    """The loss of a batch, and the ways to compute it.
+    """The loss of a batch, and the ways to compute it. A row of logits predicts one token.
 
-    tokens       the tokens with the weights of their terms, from `Objective.token_inputs`
-    kernels      evaluate the formula on vectors; None: torch does, which a graph can trace
-    grad_scale   0-d, what the caller will multiply the loss by; None for 1
+    batch        the tokens as the caller passed them
+    objective    defines the loss
+    tokens       the same tokens as flat tensors [num_tokens], with a weight for each loss term
+                 (`Objective.token_inputs`)
+    kernels      evaluate the formula of the loss on vectors. None: PyTorch does, so that
+                 torch.compile and torch.func can trace the call.
+    grad_scale   0-d, what the caller will multiply the loss by before `backward`; None for 1
     """
 
     batch: TokenBatch
@@ -425,10 +437,14 @@ class BatchLoss:
     def compute(
         self, source: RowSource, reference: Reference | None, options: Options
     ) -> LossOutput:
-        """Compute the loss of rows over the whole vocabulary, one target a row.
+        """Compute the loss from rows of logits. Row i predicts token i, over the whole vocabulary.
 
-        source      the policy's rows of logits
-        reference   the divergence from it is added to the loss; or None
+        The gradient is computed in the forward if possible. Otherwise the forward computes
+        differentiable statistics, and the backward computes the gradient.
+
+        source      the policy's rows: given logits, or logits computed from hidden states
+        reference   a frozen model, whose divergence from the policy is added to the loss; or None
+        options     the options of the call; only `grad_in_backward` is read here
         """
         if self.may_compute_gradient_in_forward(source, reference, options):
             out = self.with_gradient(source, reference)
@@ -441,7 +457,7 @@ class BatchLoss:
     def may_compute_gradient_in_forward(
         self, source: RowSource, reference: Reference | None, options: Options
     ) -> bool:
-        """Return whether to compute the gradient in the forward, while it has the logits.
+        """Return whether the forward computes the gradient too, while it has the logits of a row.
 
         Batches with candidate sets, further ids or shared rows never get here: `compute_loss` takes
         their statistics from `composed_losses.py`.
@@ -480,11 +496,16 @@ class BatchLoss:
 
             d loss / d logits[row] = c[row] * d log-prob[row] / d logits[row]
 
-        The vector is known while the logits exist, the scalar c when the sequence is complete. An
-        entropy bonus would add a second vector. A trained bias would sum the gradients of rows
-        before c is known. With a `context_group` other ranks have a part of the sequence.
+        The vector is known while the logits of the row exist. The scalar c is known only when the
+        log-probs of the whole sequence are. Each condition below excludes a case in which this form
+        does not hold:
 
-        bias   of the output head, or None
+        - A trained bias: its gradient sums rows over blocks before c is known.
+        - An entropy bonus: the gradient of the entropy is a second vector.
+        - A gradient that depends on other sequences (`Objective.gradient_is_per_sequence`).
+        - A `context_group`: other ranks have a part of the sequence.
+
+        bias   [V], the bias of the output head, or None
         """
         return (
             not (bias is not None and bias.requires_grad)
@@ -494,19 +515,28 @@ class BatchLoss:
         )
 
     def with_gradient(self, source: RowSource, reference: Reference | None) -> LossOutput | None:
-        """Compute the loss and its gradient, if `may_compute_gradient_in_forward`.
+        """Compute the loss, and its gradient in the same pass over the rows.
 
-        Returns None if `ProjectedLogits.fused_sequence_loss` cannot: a sequence is longer than a
-        block of rows, or the matmuls are fp16 on a GPU.
+        Call this only if `may_compute_gradient_in_forward` returned True. Returns None for a
+        sequence-level loss from hidden states whose gradient the forward cannot compute: a sequence
+        is longer than a block of rows, or the matmuls are fp16 on a GPU. The caller then computes
+        the loss from statistics.
+
+        source      the policy's rows of logits
+        reference   a frozen model, whose divergence from the policy is added to the loss; or None
         """
         tokens = self.scaled_tokens()
         if isinstance(source, GivenLogits):
             formula = self.objective.loss_formula(tokens)
-            return self.output_of_scaled(source.fused_loss(formula, tokens.processed, reference))
+            result = source.fused_loss(formula, tokens.processed, reference)
+            return self.output_of_scaled(result)
         assert isinstance(source, ProjectedLogits)
         if self.objective.gradient_is_per_token:
             formula = self.objective.loss_formula(tokens)
-            return self.output_of_scaled(source.fused_loss(formula, self.row_order(), reference))
+            result = source.fused_loss(formula, self.row_order(), reference)
+            return self.output_of_scaled(result)
+
+        # A sequence-level loss (GSPO): c[row] follows from the log-probs of the whole sequence.
         compute_losses = functools.partial(
             self.objective.token_losses,
             inputs=tokens,
@@ -517,20 +547,26 @@ class BatchLoss:
             self.objective.gradient_mask, self.tokens_with_gradient
         )
         order = self.row_order(num_with_gradient=sum(rows_per_sequence))
-        result = source.fused_sequence_loss(
+        sequence_result = source.fused_sequence_loss(
             tokens.targets, compute_losses, order, rows_per_sequence
         )
-        return None if result is None else self.output_of_scaled(result)
+        return None if sequence_result is None else self.output_of_scaled(sequence_result)
 
     def scaled_tokens(self) -> TokenInputs:
-        """Return the tokens with weights for a loss that is multiplied by grad_scale."""
+        """Return the tokens with every weight of a loss term multiplied by grad_scale.
+
+        The gradient that the forward computes from them is that of grad_scale * loss.
+        """
         return self.tokens if self.grad_scale is None else self.tokens.weighted(self.grad_scale)
 
     def output_of_scaled(self, result: FormulaResult) -> LossOutput:
-        """Return the output for a loss of `scaled_tokens`, which is divided by the scale.
+        """Return the output of a call, from a result whose loss is grad_scale times too large.
 
-        The backward of this division also divides the upstream gradient. If it is grad_scale, the
-        gradient that the forward computed is multiplied by exactly 1.
+        The loss is divided by grad_scale. The backward of this division also divides the upstream
+        gradient. If the caller multiplied the loss by grad_scale, the upstream gradient becomes
+        exactly 1, and the gradient that the forward computed needs no multiplication.
+
+        result   of a loss of `scaled_tokens`
         """
         if self.grad_scale is not None:
             result = replace(result, loss=result.loss / self.grad_scale)
@@ -544,6 +580,9 @@ class BatchLoss:
         """Return "logps", "entropy" and, with a reference, "divergence", fp32 [num_tokens] each.
 
         They are differentiable, the entropy only if the objective has an entropy bonus.
+
+        source      the policy's rows of logits
+        reference   a frozen model that "divergence" is computed from; or None
         """
         tokens = self.tokens
         return self.with_known_order(source).statistics(
@@ -603,16 +642,23 @@ class BatchLoss:
     def evaluate_formula(
         self, formula: TokenLossFormula, logps: Tensor, entropy: Tensor
     ) -> TokenLosses:
-        """Return the loss of each token and its gradients, fp32 [num_tokens], in one kernel call.
+        """Return the loss of each token and its derivatives with respect to logps and entropy.
 
-        logps, entropy   fp32 [num_tokens]
+        The kernels evaluate the formula in one call. Without kernels, PyTorch does, operation by
+        operation.
+
+        formula          of the loss of a token, with the inputs of all tokens
+        logps, entropy   fp32 [num_tokens]: log-prob of each target, and entropy in nats
         """
         if self.kernels is None:
             return formula.compute(logps, entropy)
         return self.kernels.evaluate_formula(formula, logps.contiguous(), entropy.contiguous())
 
     def output(self, result: FormulaResult) -> LossOutput:
-        """Return the loss with its statistics in the shape of targets."""
+        """Return what the caller of the loss gets: the loss, and statistics shaped like targets.
+
+        result   the loss, and its flat statistics [num_tokens]
+        """
         shape = self.batch.targets.shape
         return LossOutput(
             loss=result.loss,
@@ -628,9 +674,11 @@ class BatchLoss:
     # ---- which rows are processed
 
     def with_known_order(self, source: RowSource) -> RowSource:
-        """Return the source with the order of its processed rows, as the batch has counted them.
+        """Return the source with the order in which a pass processes its rows, from `row_order`.
 
-        The source then need not wait for a GPU to count them. Given logits need no order.
+        A source that computes logits from hidden states gathers the processed rows. With a known
+        order it need not wait for a GPU to count them. Given logits are read in place and need no
+        order. A traced call has no counts.
         """
         if isinstance(source, GivenLogits) or is_traced():
             return source
@@ -638,7 +686,10 @@ class BatchLoss:
 
     @functools.cached_property
     def tokens_with_gradient(self) -> Tensor | None:
-        """Which processed tokens may have a gradient, bool [num_tokens]; None for all."""
+        """The processed tokens that may have a gradient, bool [num_tokens]. None: all tokens.
+
+        It is the tensor `tokens.processed` itself if all processed tokens may have one.
+        """
         all_processed_have_one = self.objective.gradient_mask == "trained"
         # With skip_inactive only tokens that may have a gradient are processed, by another mask.
         skips_inactive = self.tokens.processed is not self.tokens.loss_mask
@@ -649,31 +700,42 @@ class BatchLoss:
     def row_order(self, num_with_gradient: int | None = None) -> RowOrder:
         """Return the order of the rows to process: first those that may have a gradient.
 
-        The host does not wait for a CUDA or XPU device: it has the row counts, which the batch sent
-        to the host when it was made.
+        Rows that are not processed are left out. On a CUDA or XPU device, the batch sent the number
+        of rows of each mask to the host when it was made. The host takes the numbers from there and
+        does not wait for the device.
 
         num_with_gradient   number of `tokens_with_gradient`, if the caller has it from the batch
         """
         tokens = self.tokens
         batch = self.batch
         device = tokens.targets.device
-        has_gradient = self.tokens_with_gradient
-        if has_gradient is None:  # None means all tokens, so all are processed too
+        gradient_mask = self.tokens_with_gradient
+        if gradient_mask is None:  # every token is processed and may have a gradient
             return RowOrder.of_all_rows(tokens.targets.numel(), device)
         if device.type == "cpu" and not sends_counts_early(device):
-            return RowOrder.from_masks(has_gradient, tokens.processed)
+            # Counting on a CPU needs no wait. (Tests let batches on a CPU send counts as well.)
+            return RowOrder.from_masks(gradient_mask, tokens.processed)
         if num_with_gradient is None:
-            num_with_gradient = batch.count_in_mask(self.objective.gradient_mask, has_gradient)
+            num_with_gradient = batch.count_in_mask(self.objective.gradient_mask, gradient_mask)
         num_processed = num_with_gradient
-        if has_gradient is not tokens.processed:
+        if gradient_mask is not tokens.processed:  # there are processed rows without a gradient
+            # Without skip_inactive, the processed tokens are the trained ones.
             num_processed = batch.count_in_mask("trained", tokens.processed)
         return RowOrder.from_counted_masks(
-            has_gradient, tokens.processed, num_with_gradient, num_processed
+            has_gradient=gradient_mask,
+            processed=tokens.processed,
+            num_with_gradient=num_with_gradient,
+            num_processed=num_processed,
         )
 
 
 def layout_of_batch(inputs: RowInput, batch: TokenBatch) -> RowLayout:
-    """Return the shape, device and mask that the logits or hidden states of a batch must have."""
+    """Return the leading shape, device and mask that the logits or hidden states must fit.
+
+    Without batch.rows, row i predicts target i, so the rows have the shape and the mask of targets.
+    With batch.rows, several tokens may have the same row. The rows then have any leading shape, and
+    no mask, because a mask of tokens is no mask of rows.
+    """
     device = batch.targets.device
     if batch.rows is None:
         return RowLayout(batch.targets.shape, device, batch.mask, batch.cu_seqlens)
@@ -681,7 +743,11 @@ def layout_of_batch(inputs: RowInput, batch: TokenBatch) -> RowLayout:
 
 
 def flatten_and_mask(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Return x as fp32 [num_tokens], 0 in masked tokens, whatever x has there."""
+    """Return x as fp32 [num_tokens], with 0 in masked tokens, even if x is NaN there.
+
+    x      float, the shape of targets
+    mask   bool [num_tokens]: tokens to keep; None keeps all
+    """
     x = x.flatten().float()
     return x if mask is None else torch.where(mask, x, 0.0)
 
@@ -693,8 +759,18 @@ def reference_logprobs(
     normalizer: float | Tensor | Denominators | None,
     options: Options,
 ) -> Tensor:
-    """Return the log-prob of each target under a reference, the shape of targets."""
-    # Which rows are processed does not depend on the values of ref_logps.
+    """Return the log-prob of each target under a reference model, fp32, the shape of targets.
+
+    It has no gradient. Tokens whose logits the loss does not read have 0.
+
+    reference    rows of logits of the frozen model
+    batch        the tokens, still without ref_logps
+    objective    has a KL estimate, for which the log-probs are
+    normalizer   what the caller passed, see `grpo_loss`
+    options      the options of the call; only `skip_inactive` is read
+    """
+    # `token_inputs` refuses a KL without ref_logps. It gets zeros here, because only its mask of the
+    # processed tokens is used, which does not depend on the values of ref_logps.
     placeholder = torch.zeros(batch.targets.shape, device=batch.targets.device)
     batch = batch.with_ref_logps(placeholder)
     tokens = objective.token_inputs(batch, normalizer, options.skip_inactive)
