@@ -34,7 +34,11 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def require(ok: bool, name: str, value: object, remedy: str) -> None:
-    """Raise ValueError unless ok, with the name and value of an argument and what to pass."""
+    """Raise ValueError "{name}={value}: {remedy}" unless ok.
+
+    name, value   of the argument that is wrong
+    remedy        what to pass instead
+    """
     if not ok:
         raise ValueError(f"{name}={value!r}: {remedy}")
 
@@ -44,31 +48,45 @@ def require_number(
 ) -> None:
     """Raise ValueError unless value is a real number in [low, high].
 
-    Numbers of Python and NumPy are accepted, bool, tensors, strings and NaN are not.
+    Python's and NumPy's numbers are accepted. bool, tensors, strings and NaN are refused.
+
+    name     the argument that the message names
+    remedy   what to pass instead, the end of the message
     """
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     require(is_number and low <= as_number(value) <= high, name, value, remedy)
 
 
 def require_one_of(name: str, value: object, known: Collection[str]) -> None:
-    """Raise ValueError unless value is a known name. The message suggests the nearest one."""
+    """Raise ValueError unless value is one of the known names. Suggest the nearest one.
+
+    name   the argument that the message names
+    """
     if value not in known:
         remedy = f"it must be one of {', '.join(known)}.{nearest(value, known)}"
         require(False, name, value, remedy)
 
 
 def near_name(value: object, known: Iterable[str]) -> str:
-    """Return the known name that a misspelt one is likely to mean, "" if none is near."""
+    """Return the known name that a misspelt one is likely to mean, "" if none is near.
+
+    The first rule that finds a name decides:
+
+    1. the same words, whatever the case and separators: "dapo_loss" and "DAPO loss" mean "dapo"
+    2. the same letters in another order
+    3. similar letters (difflib)
+    4. one word of the misspelt name: "my_dapo" means "dapo"
+    """
     text = str(value).lower()
     names = list(known)
-    # "dapo_loss" and "DAPO loss" mean "dapo".
     words = [word for word in re.split(r"\W+|_", text.removesuffix("loss")) if word]
     for name in names:
         if name.split("_") == words:
             return name
-    has_same_letters = [name for name in names if sorted(name) == sorted(text)]
-    is_word_of_it = [name for name in names if name in text.split("_")]
-    near = has_same_letters or difflib.get_close_matches(text, names, 1) or is_word_of_it
+    with_same_letters = [name for name in names if sorted(name) == sorted(text)]
+    with_similar_letters = difflib.get_close_matches(text, names, n=1)
+    that_are_a_word = [name for name in names if name in text.split("_")]
+    near = with_same_letters or with_similar_letters or that_are_a_word
     return near[0] if near else ""
 
 
@@ -81,9 +99,12 @@ def nearest(value: object, known: Iterable[str]) -> str:
 def refuse_unknown(
     owner: str, given: Iterable[str], known: Collection[str], remedy: str = ""
 ) -> None:
-    """Raise TypeError for the first of the keywords `given` that `owner` does not know.
+    """Raise TypeError if a keyword is no argument of `owner`. Suggest the nearest one that is.
 
-    The message suggests the nearest known keyword.
+    owner    name of the function or class that was called
+    given    the keywords that the caller passed
+    known    the keywords that `owner` has
+    remedy   the end of the message; "": the list of `known`
     """
     for name in given:
         if name not in known:
@@ -102,7 +123,12 @@ class Checked:
     ranges: ClassVar[tuple[tuple[Any, ...], ...]] = ()
 
     def __new__(cls: type[C], *values: Any, **named: Any) -> C:
-        # A user's subclass may have a constructor whose arguments are not the fields.
+        """Make an instance, and raise TypeError for a keyword that the constructor does not have.
+
+        Python calls this before the constructor, which would raise a TypeError without suggestion.
+        """
+        # The keywords are read from the constructor itself: a user's subclass may have one whose
+        # arguments are not the fields. One with **kwargs accepts any keyword.
         code: Any = getattr(cls.__init__, "__code__", None)
         if named and code is not None and not code.co_flags & inspect.CO_VARKEYWORDS:
             num_arguments = code.co_argcount + code.co_kwonlyargcount
@@ -111,21 +137,27 @@ class Checked:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        """Check the fields in `ranges`. Raise ValueError for a value out of its range.
+
+        A field that has its default is not checked. A default may be outside of the range, as None.
+        """
         for names, remedy, *bounds in self.ranges:
             for name in names.split():
                 value = getattr(self, name)
-                # The class has the default as an attribute. `self` stands for no default.
+                # The class has the default of a field as an attribute. For a field without a
+                # default, `self` takes its place, which is no value of a field.
                 default = getattr(type(self), name, self)
                 if value is not default:
                     require_number(name, value, remedy, *bounds)
+                    # A frozen dataclass does not allow an assignment.
                     object.__setattr__(self, name, as_number(value))
 
 
 def warn_once(message: str, key: str | None = None) -> None:
-    """Issue a RuntimeWarning, once per process and key, at the line that called this package.
+    """Issue a RuntimeWarning, once per process and key, at the line of the user that called us.
 
-    key   identifies the warning. None: the message. Pass it if the message contains numbers that
-          differ from call to call.
+    key   identifies the warning; None: the message itself. Pass a key if the message contains
+          numbers that differ from call to call.
     """
     key = message if key is None else key
     if key in _warned:
@@ -141,23 +173,32 @@ def warn_once(message: str, key: str | None = None) -> None:
 
 
 def _top_package(frame: FrameType) -> str:
-    """Return the name of the top-level package whose code runs in a frame."""
+    """Return the first part of the name of the module whose code runs in a frame, e.g. "torch"."""
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def as_number(value: Any) -> Any:
-    """Return a number of NumPy as one of Python, and anything else unchanged."""
+    """Return a NumPy number as a Python number, and anything else unchanged."""
+    # Tensors have `item` as well, but are no numbers.Real.
     return value.item() if isinstance(value, numbers.Real) and hasattr(value, "item") else value
 
 
 def require_whole(name: str, value: object, remedy: str, low: int = 1) -> None:
-    """Raise ValueError unless value is a whole number, not a bool, of at least `low`."""
+    """Raise ValueError unless value is an integer (Python's or NumPy's, no bool) of at least `low`.
+
+    name     the argument that the message names
+    remedy   what to pass instead, the end of the message
+    """
     is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     require(is_whole and value >= low, name, value, remedy)  # type: ignore[operator]
 
 
 def check_temperature(t: Any) -> None:
-    """Raise ValueError unless t is a finite number above 0, or a float tensor without gradient."""
+    """Raise ValueError unless t is a finite number above 0, or a float tensor without gradient.
+
+    The values of a tensor are checked later, when the shape of targets is known
+    (`inverse_temperatures`).
+    """
     if not isinstance(t, torch.Tensor):
         remedy = "it divides the logits and must be a finite number above 0."
         require_number("temperature", t, remedy, low=SMALLEST, high=LARGEST)
@@ -185,7 +226,7 @@ def describe(spec: Any) -> str:
 
 
 def _describe_value(value: Any) -> str:
-    """Return the text of a field for `describe`."""
+    """Return how `describe` shows the value of a field: a tensor as dtype and shape."""
     if isinstance(value, dict):
         items = [f"{name}: {_describe_value(item)}" for name, item in value.items()]
         return f"{{{', '.join(items)}}}"
@@ -222,7 +263,13 @@ def require_tensor(
 ) -> None:
     """Raise ValueError unless x is a tensor of one of these dtypes.
 
-    name, verb, remedy   the message is "{name} {verb} {dtype or type of x}: pass {remedy}."
+    The message is "{name} {verb} {dtype or type of x}: pass {remedy}."
+
+    name     the argument that the message names
+    x        what the caller passed
+    dtypes   the dtypes that x may have
+    remedy   what to pass instead
+    verb     "is", or "are" for an argument in the plural
     """
     if isinstance(x, Tensor) and x.dtype in dtypes:
         return
@@ -233,7 +280,7 @@ def require_tensor(
 
 
 def require_shape(name: str, x: Tensor, shape: torch.Size, other_name: str) -> None:
-    """Raise ValueError unless x has the shape of the argument `other_name`."""
+    """Raise ValueError unless x, the argument `name`, has the shape of `other_name`."""
     if x.shape != shape:
         raise ValueError(
             f"{name} has shape {list(x.shape)}, but {other_name} has {list(shape)}: they must be"
@@ -242,7 +289,7 @@ def require_shape(name: str, x: Tensor, shape: torch.Size, other_name: str) -> N
 
 
 def require_device(name: str, x: Tensor, device: torch.device, other_name: str) -> None:
-    """Raise ValueError unless x is on the device of the argument `other_name`."""
+    """Raise ValueError unless x, the argument `name`, is on the device of `other_name`."""
     if x.device != device:
         raise ValueError(
             f"{name} is on {x.device}, but {other_name} is on {device}: move it there."
@@ -250,7 +297,12 @@ def require_device(name: str, x: Tensor, device: torch.device, other_name: str) 
 
 
 def refuse_where(is_bad: Tensor, name: str, x: Tensor, remedy: str) -> None:
-    """Raise ValueError for the first element of x that `is_bad` marks. The host waits for it."""
+    """Raise ValueError "{name}[index]={element}{remedy}" for the first bad element of x, if any.
+
+    The host waits for a GPU to know.
+
+    is_bad   bool, the shape of x
+    """
     if is_bad.any():
         index = is_bad.nonzero()[0].tolist()
         raise ValueError(f"{name}{index}={x[tuple(index)].item()}{remedy}")
@@ -270,7 +322,10 @@ def values_are_checked(tensor: Tensor) -> bool:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Return whether the current stream of a device is being captured into a graph."""
+    """Return whether a graph is being captured on a device's current stream (torch.cuda.graph).
+
+    While it is, the host cannot read values of the device.
+    """
     if device.type == "meta":  # torch has no module for it
         return False
     module = torch.get_device_module(device)
@@ -284,12 +339,17 @@ def check_targets(
 ) -> None:
     """Raise ValueError naming the first target outside of [0, vocab) that is not masked.
 
-    mask         bool, the shape of targets: targets that count. None: all.
-    has_logits   whether the caller passed logits, whose last dimension is `vocab`. The message then
-                 says where hidden states belong.
+    Nothing is checked on a GPU, where the host would have to wait (`values_are_checked`).
+
+    targets      int64, any shape
+    mask         bool, the shape of targets: targets to check; None: all
+    vocab        number of ids
+    has_logits   whether the caller passed logits, whose last dimension is `vocab`. They may have
+                 been hidden states by mistake, so the message says where those belong.
     """
     if not values_are_checked(targets) or targets.numel() == 0:
         return
+    # Minimum and maximum are fast, and tell in most calls that no target is outside.
     low, high = targets.aminmax()
     if int(low) >= 0 and int(high) < vocab:
         return
@@ -308,7 +368,10 @@ def check_targets(
 
 
 def check_rows(rows: Any, targets: Tensor) -> None:
-    """Raise ValueError unless `rows` are integers on the device and in the shape of targets."""
+    """Raise ValueError unless `rows` is an integer tensor of the shape and device of targets.
+
+    rows   which row of the logits predicts each token, as the caller passed it
+    """
     remedy = (
         "int64 numbers of rows of the logits or hidden states, one for each target, in their shape"
     )
@@ -320,7 +383,13 @@ def check_rows(rows: Any, targets: Tensor) -> None:
 def check_row_numbers(rows: Tensor, mask: Tensor | None, num_rows: int) -> None:
     """Raise ValueError naming the first token whose row is not in [0, num_rows).
 
-    Masked tokens may have any row, unless there is no row at all.
+    Nothing is checked on a GPU, where the host would have to wait (`values_are_checked`). Masked
+    tokens may have any row number. But if there is no row at all (num_rows = 0), no token is
+    allowed, because masked tokens read a row as well.
+
+    rows       integer: which row of the logits predicts each token
+    mask       bool, the shape of rows: tokens to check; None: all
+    num_rows   number of rows of the logits or hidden states
     """
     if not values_are_checked(rows):
         return
@@ -336,22 +405,27 @@ def check_row_numbers(rows: Tensor, mask: Tensor | None, num_rows: int) -> None:
 
 
 def leading_shape(x: Any, targets: Tensor) -> torch.Size:
-    """Return the shape in front of the last dimension of logits or hidden states x.
+    """Return the shape of x without its last dimension: [B, T] for logits [B, T, V].
 
-    If x is neither, which a later check refuses, return the shape of targets.
+    x         logits or hidden states, as the caller passed them, still unchecked
+    targets   its shape is returned if x is no such tensor. A later check refuses x then.
     """
     return x.shape[:-1] if isinstance(x, Tensor) and x.dim() > 1 else targets.shape
 
 
 def flat(x: Tensor) -> Tensor:
-    """Return x as a contiguous vector, as kernels read it."""
+    """Return x as a contiguous vector, which kernels need."""
     return x.flatten().contiguous()
 
 
 def as_mask(name: str, mask: Tensor, shape: torch.Size) -> Tensor:
     """Return a mask as bool of `shape`. Integers 0 and 1, as tokenizers return them, are accepted.
 
-    Raises ValueError for other numbers, dtypes and shapes.
+    name    the argument that an error names
+    mask    what the caller passed
+    shape   the shape of targets
+
+    Raises ValueError for other numbers (on a GPU they count as True), dtypes and shapes.
     """
     require_tensor(name, mask, DTYPES, "a bool tensor, the shape of targets")
     require_shape(name, mask, shape, "targets")
@@ -369,9 +443,9 @@ def as_mask(name: str, mask: Tensor, shape: torch.Size) -> Tensor:
 
 
 def check_mask(mask: Tensor | None, shape: torch.Size, device: torch.device) -> Tensor | None:
-    """Return the argument `mask` as bool of `shape`, None if it is None.
+    """Return the argument `mask` as bool of `shape`, or None (no row is masked) if it is None.
 
-    Raises ValueError if it has another shape or is on another device.
+    Raises ValueError if it has another shape or dtype, or is not on `device`.
     """
     if mask is None:
         return None
@@ -381,7 +455,15 @@ def check_mask(mask: Tensor | None, shape: torch.Size, device: torch.device) -> 
 
 
 def check_offsets(name: str, packed: Tensor, cu_seqlens: Tensor) -> None:
-    """Raise ValueError unless cu_seqlens cuts the tokens of `packed` [N] into sequences."""
+    """Raise ValueError unless cu_seqlens splits the tokens of `packed` [N] into sequences.
+
+    Its numbers must not decrease, from 0 to N. On a GPU only its shape and dtype are checked.
+
+    name         the argument that `packed` is, for errors
+    packed       a tensor with one element a token, all sequences one after the other
+    cu_seqlens   int32 or int64 [num_sequences + 1]: sequence s has the tokens cu_seqlens[s] to
+                 cu_seqlens[s + 1] - 1
+    """
     if packed.dim() != 1:
         is_row = packed.dim() == 2 and packed.shape[0] == 1
         hint = f" Pass {name}[0], and the same of what goes with it." if is_row else ""
@@ -405,7 +487,14 @@ def check_offsets(name: str, packed: Tensor, cu_seqlens: Tensor) -> None:
 
 
 def sequence_ids(cu_seqlens: Tensor, num_rows: int) -> Tensor:
-    """Return the sequence of each packed row, int64 [num_rows], without a wait for the device."""
+    """Return which sequence each packed row is in, int64 [num_rows].
+
+    The host does not wait for a GPU.
+
+    cu_seqlens   int32 or int64 [num_sequences + 1]: the first row of each sequence, and num_rows
+    """
+    # Row r is in the sequence s with cu_seqlens[s] <= r < cu_seqlens[s + 1]. So s is the number of
+    # sequence ends that are at most r.
     rows = torch.arange(num_rows, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens[1:].long().contiguous(), rows, right=True)
 
@@ -413,12 +502,15 @@ def sequence_ids(cu_seqlens: Tensor, num_rows: int) -> Tensor:
 def per_token(
     name: str, value: Tensor, shape: torch.Size, cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """Return one fp32 number for each flat row, [N], without gradient.
+    """Return one fp32 number for each token, [num_tokens], without gradient.
 
-    value   per token (the shape of targets), per sequence ([B] or [B, 1]), or a 0-d tensor
-    shape   the shape of targets
+    name         the argument that an error names
+    value        a number for each token (the shape of targets), for each sequence ([B] or [B, 1]),
+                 or for all (0-d)
+    shape        the shape of targets
+    cu_seqlens   boundaries of packed sequences; None if targets are not packed
 
-    Raises ValueError, with `name`, for a value of another shape.
+    Raises ValueError for a value of another shape.
     """
     check_token_shape(name, value.shape, shape, cu_seqlens)
     return expand_to_tokens(value, shape, cu_seqlens).flatten()
@@ -429,8 +521,13 @@ def check_token_shape(
 ) -> None:
     """Raise ValueError unless a value is one number per token, per sequence, or for all tokens.
 
-    shape        the shape of targets
-    cu_seqlens   boundaries of packed targets. Packed targets without them have no known sequences.
+        per token      the shape of targets
+        per sequence   [B] or [B, 1]; refused if the sequences are not known
+        for all        0-d
+
+    name         the argument that the message names
+    shape        the shape of targets: [B, T], or [N] for packed sequences
+    cu_seqlens   [B + 1], boundaries of packed sequences. Without them those are not known.
     """
     is_packed = len(shape) == 1
     num_sequences = shape[:1] if cu_seqlens is None else (cu_seqlens.numel() - 1,)  # [B]
@@ -453,9 +550,13 @@ def check_token_shape(
 def expand_to_tokens(value: Tensor, shape: torch.Size, cu_seqlens: Tensor | None) -> Tensor:
     """Return one fp32 number per token, in the shape of targets or flat, without gradient.
 
-    value   of a shape that `check_token_shape` accepts
+    value        a number for each token, each sequence or all tokens, of a shape that
+                 `check_token_shape` accepts
+    shape        the shape of targets
+    cu_seqlens   boundaries of packed sequences, or None
 
-    Packed values per sequence are copied to [N]. Any other result is a view if value is fp32.
+    Values per sequence of packed targets are copied to [N]. Any other result is a view of the value
+    if it is fp32.
     """
     if value.requires_grad:
         value = value.detach()
@@ -475,12 +576,13 @@ def inverse_temperatures(
     cu_seqlens: Tensor | None,
     device: torch.device,
 ) -> float | Tensor:
-    """Return 1 / t for flat rows of targets: a float, or fp32 [N] if t is a tensor.
+    """Return 1 / t, the inverse temperature: a float, or fp32 [num_tokens] if t is a tensor.
 
-    t        a number, or a tensor of a shape that `per_token` accepts
-    shape    the shape of targets
-    mask     bool of that shape: where the values of t count. None: everywhere.
-    device   of the other tensors of the call, where a tensor t must be
+    t            a number, or a tensor with a number for each token, each sequence or all tokens
+    shape        the shape of targets
+    mask         bool of that shape: tokens whose temperature is checked; None: all
+    cu_seqlens   boundaries of packed sequences, or None
+    device       of the other tensors of the call, where a tensor t must be
 
     Raises ValueError if t has another shape or device, or a value that is not finite and above 0.
     """
@@ -497,10 +599,10 @@ def inverse_temperatures(
 
 
 def is_leaf_or_view_of_leaf(logits: Tensor) -> bool:
-    """Return whether logits are a leaf that requires grad, or a view of one.
+    """Return whether logits are a leaf of autograd that requires grad, or a view of one.
 
-    A gradient must not be written over these: the values and .grad of the leaf would share memory.
-    torch, too, refuses in-place operations on a leaf.
+    A gradient must not be written over such logits: the values and .grad of the leaf would share
+    memory. torch, too, refuses in-place operations on a leaf.
     """
     base = logits if logits._base is None else logits._base
     return torch.is_grad_enabled() and base.is_leaf and base.requires_grad
@@ -510,15 +612,19 @@ def is_leaf_or_view_of_leaf(logits: Tensor) -> bool:
 
 
 def plain(x: Tensor) -> Tensor:
-    """Return x without the wrappers of torch.func, for numbers that have no gradient."""
+    """Return the tensor inside the wrappers that torch.func puts around x; x itself if it has none.
+
+    Kernels cannot read a wrapper. A gradient does not flow to x this way.
+    """
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         x = torch._C._functorch.get_unwrapped(x)
     return x
 
 
 def versions_of(tensors: Iterable[Tensor | None]) -> list[int]:
-    """Return torch's version counters of the tensors, which count writes.
+    """Return torch's version counter of each tensor, which every write in place increases.
 
-    None and tensors made in inference mode, which have no counter, are left out.
+    Equal results of two calls mean that no tensor was written to in between. None, and tensors of
+    inference mode, which have no counter, are left out.
     """
     return [x._version for x in tensors if x is not None and not x.is_inference()]

@@ -27,11 +27,13 @@ from .token_sets import TokenSets, check_ids, narrow_mask
 
 
 def composed_feature(batch: TokenBatch, reference: Any) -> str:
-    """Return the feature of a loss call that needs several passes over the rows, or "" if none.
+    """Return what makes a loss take several passes over the rows, as a text for error messages.
 
-    The text is part of error messages, for example "a batch with kept, rows".
+        "a teacher known at some ids"   the reference is TokenSets
+        "a batch with kept, rows"       the batch has candidate sets, further ids or shared rows
+        ""                              nothing: one pass is enough
 
-    reference   what was passed as `ref_logits` or `reference`. TokenSets are a teacher whose
+    reference   what the caller passed as `ref_logits` or `reference`. TokenSets are a teacher whose
                 log-probs are known at some ids of each token.
     """
     if isinstance(reference, TokenSets):
@@ -46,14 +48,18 @@ def composed_feature(batch: TokenBatch, reference: Any) -> str:
 def check_composed_batch(batch: TokenBatch, options: Options, source: RowSource) -> None:
     """Raise ValueError for a candidate outside of the vocabulary, or a row that does not exist.
 
-    Strict mode also refuses a target that its candidate set does not contain, unless batch.missing
-    says what to do with it.
+    Strict mode also refuses a target that is not in its candidate set, unless batch.missing says
+    what to do with such a target.
 
-    source   the policy's rows of logits
+    batch     may have candidate sets (`kept`: ids of each token) and shared rows (`rows`: the row
+              of each token)
+    options   says whether the call is strict
+    source    the policy's rows of logits, which know V and the number of rows
     """
     if batch.kept is not None:
         check_ids("kept", batch.kept, source.vocab_size)
         if batch.missing is None and is_strict(options.strict):
+            # Called only to raise. The mask that it returns is batch.mask.
             narrow_mask(batch.kept, batch.targets, batch.mask, "raise")
     if batch.rows is not None:
         check_row_numbers(batch.rows, batch.mask, source.num_rows)
@@ -158,8 +164,10 @@ def composed_reference_logprobs(
 
     source   the reference's rows of logits
     batch    gives candidate sets and shared rows, which apply to the reference as well
-    tokens   targets and mask of the tokens. Masked tokens give 0.
+    tokens   targets and mask of the tokens. Tokens that are not processed give 0.
     """
+    # No statistics in addition to the log-probs, and no further ids (`at`): the KL estimate reads
+    # log-probs of targets only.
     statistics = composed_statistics(
         source,
         tokens.targets,
@@ -174,9 +182,12 @@ def composed_reference_logprobs(
 
 
 def missing_target_rule(batch: TokenBatch) -> str:
-    """Return what to do with a target that its candidate set does not contain.
+    """Return what to do with a target that is not in its candidate set.
 
-    "full": the token uses the vocabulary. "include": the target joins the set. `TokenBatch` has
-    applied "mask" and "raise" already, so that no such target is left.
+        "full"      the token uses the softmax over the whole vocabulary
+        "include"   the target is added to the set; also if batch.missing is None
+
+    batch.missing may also be "mask" or "raise". `TokenBatch` has applied these already, so that no
+    such target is left and "include" changes nothing.
     """
     return "full" if batch.missing == "full" else "include"

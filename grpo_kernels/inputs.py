@@ -60,9 +60,11 @@ class RowLayout:
     are_shared: bool = False
 
     def row_transform(self, transform: LogitTransform | None) -> RowTransform:
-        """Return the transform of each row, from what the caller passed.
+        """Return what is applied to the logits of each row: scale, softcap and 1 / temperature.
 
-        Temperatures are inverted here. The row kernels apply them (`RowTransform`).
+        Temperatures are inverted here, and applied later by the row kernels (`RowTransform`).
+
+        transform   what the caller passed. None: the logits are used as they are.
 
         Raises ValueError for a temperature of an unmasked row that is not positive and finite, and
         for a temperature tensor if tokens share rows.
@@ -86,11 +88,11 @@ class LogitsInput(NamedTuple):
 
     @property
     def reference_name(self) -> str:
-        """The name of the argument with a reference's logits."""
+        """The argument that holds the logits of a reference, for errors: "ref_logits"."""
         return "ref_logits"
 
     def check_options(self, options: Options) -> None:
-        """Raise ValueError for `Options(weight_grad=)`, which needs a head."""
+        """Raise ValueError for `Options(weight_grad=)`: logits come without a head's weight."""
         if options.weight_grad is not None:
             raise ValueError(
                 "weight_grad is given, but logits come without the weight of a head: leave it out"
@@ -98,11 +100,14 @@ class LogitsInput(NamedTuple):
             )
 
     def named_rows(self) -> tuple[str, Any]:
-        """Return the name and the value of the argument whose leading shape the rows have."""
+        """Return ("logits", logits): name and value of the argument that has the rows."""
         return "logits", self.logits
 
     def leading_shape(self, targets: Tensor) -> torch.Size:
-        """Return the leading shape of the logits, for tokens that share rows."""
+        """Return the shape of the logits without the vocabulary, for tokens that share rows.
+
+        targets   its shape is returned if the logits are not logits, which a later check refuses
+        """
         return leading_shape(self.logits, targets)
 
     def make_source(
@@ -117,12 +122,15 @@ class LogitsInput(NamedTuple):
     ) -> GivenLogits:
         """Check the logits and return their rows, a view of the logits if their strides allow it.
 
+        layout                leading shape, device and mask that the logits must fit
+        transform             temperature, softcap and scale, as the caller passed them
+        options               backend and vocabulary shard
         inplace               whether the gradient overwrites the logits
-        other_arguments       other arguments of the call by name. They must not be in the memory
-                              of the logits with inplace=True.
-        reference_arguments   likewise the reference's logits. They may be the very logits, because
-                              each element is read before the logit at the same index is
-                              overwritten.
+        other_arguments       other arguments of the call by name. With inplace=True they must not
+                              share memory with the logits.
+        reference_arguments   the reference's logits by name. With inplace=True they may be the
+                              logits themselves: each element of the reference is read before the
+                              logit at the same index is overwritten. Any other overlap is refused.
 
         Raises ValueError for shapes, dtypes or devices that do not fit, and for memory that
         inplace=True would overwrite.
@@ -165,10 +173,10 @@ class LogitsInput(NamedTuple):
     def unpack_reference(
         self, value: Any, transform: LogitTransform | None, exact: Exact | None
     ) -> tuple[LogitsInput, LogitTransform | None]:
-        """Return the reference's logits, still unchecked, and their transform.
+        """Return (the reference's logits, still unchecked; their transform).
 
-        value       what was passed as `ref_logits`: logits, or (logits, LogitTransform)
-        transform   the policy's, which the reference has unless the value contains another
+        value       what the caller passed as `ref_logits`: logits, or (logits, LogitTransform)
+        transform   the policy's. It is returned unless the value contains another.
         exact       the divergence from the reference, for the message of an error
 
         Raises ValueError if the value is something else.
@@ -199,9 +207,13 @@ class LinearInput(NamedTuple):
     def from_arguments(
         cls, hidden: Any, weight: Any, transform: LogitTransform | None
     ) -> tuple[LinearInput, LogitTransform | None]:
-        """Return the input and the transform of a call whose weight is a tensor or a `Head`.
+        """Return (hidden states and head, still unchecked; their transform).
 
-        Raises ValueError if the call and the Head both have a transform.
+        hidden      hidden states as the caller passed them
+        weight      the weight of the head, or a `Head` with weight, bias and transform
+        transform   what the caller passed as `transform`. None: the Head's, if it has one.
+
+        Raises ValueError if there are two transforms, one passed and one in the Head.
         """
         if not isinstance(weight, Head):
             return cls(hidden, weight), transform
@@ -213,18 +225,21 @@ class LinearInput(NamedTuple):
 
     @property
     def reference_name(self) -> str:
-        """The name of the argument with a reference's hidden states and head."""
+        """The argument with hidden states and head of a reference, for errors: "reference"."""
         return "reference"
 
     def check_options(self, options: Options) -> None:
-        """Return: all options apply to hidden states and a head."""
+        """Accept the options: unlike for given logits, all of them apply to hidden states."""
 
     def named_rows(self) -> tuple[str, Any]:
-        """Return the name and the value of the argument whose leading shape the rows have."""
+        """Return ("hidden", hidden): name and value of the argument that has the rows."""
         return "hidden", self.hidden
 
     def leading_shape(self, targets: Tensor) -> torch.Size:
-        """Return the leading shape of the hidden states, for tokens that share rows."""
+        """Return the shape of hidden without its last dimension, for tokens that share rows.
+
+        targets   its shape is returned if hidden is no such tensor, which a later check refuses
+        """
         return leading_shape(self.hidden, targets)
 
     def make_source(
@@ -237,11 +252,15 @@ class LinearInput(NamedTuple):
         other_arguments: dict[str, Any] | None = None,
         reference_arguments: dict[str, Any] | None = None,
     ) -> ProjectedLogits:
-        """Check hidden states and head, and return the rows of logits that they give.
+        """Check hidden states and head, and return their rows of logits, still to be computed.
 
-        inplace                                not used: there are no logits to overwrite
-        other_arguments, reference_arguments   arguments of the call by name. They must not overlap
-                                               the memory `Options(weight_grad=)`.
+        layout                leading shape, device and mask that the hidden states must fit
+        transform             temperature, softcap and scale, as the caller passed them
+        options               backend, vocabulary shard and memory for the gradient of the weight
+        inplace               not used: there are no logits to overwrite
+        other_arguments       other arguments of the call by name. The call reads them, so they must
+                              not share memory with `Options(weight_grad=)`.
+        reference_arguments   the reference's tensors by name, likewise
 
         Raises ValueError for shapes, dtypes or devices that do not fit, and for such an overlap.
         """
@@ -249,6 +268,7 @@ class LinearInput(NamedTuple):
         hidden, weight, bias = check_linear_tensors(self, layout, shard)
         weight_memory = None
         if options.weight_grad is not None:
+            # The tensors that the call reads, so that the gradient must not overwrite them.
             read = {"hidden": hidden, "weight": weight, "bias": bias}
             read |= {**(other_arguments or {}), **(reference_arguments or {})}
             weight_memory = check_weight_grad(options.weight_grad, weight, read)
@@ -279,11 +299,11 @@ class LinearInput(NamedTuple):
     def unpack_reference(
         self, value: Any, transform: LogitTransform | None, exact: Exact | None
     ) -> tuple[LinearInput, LogitTransform | None]:
-        """Return the reference's hidden states and head, still unchecked, and their transform.
+        """Return (the reference's hidden states and head, still unchecked; their transform).
 
-        value       what was passed as `reference`: (hidden, weight), (hidden, weight, bias) or
-                    (hidden, Head(...))
-        transform   the policy's, which the reference has unless its Head has another
+        value       what the caller passed as `reference`: (hidden, weight), (hidden, weight, bias)
+                    or (hidden, Head(...))
+        transform   the policy's. It is returned unless the Head of the reference has another.
         exact       the divergence from the reference; None: only its log-probs are needed
 
         Raises ValueError if the value is something else.
@@ -316,7 +336,10 @@ NO_KERNELS: Any = None
 
 
 def pick_kernels(options: Options, device: torch.device) -> Backend:
-    """Return the kernels of a call. With a vocabulary shard they merge the sums of all ranks."""
+    """Return the kernels of a call, from `options.backend` and the device of its tensors.
+
+    With a vocabulary shard they also merge the softmax sums of all ranks.
+    """
     kernels = backends.pick(options.backend, device, options.strict)
     return kernels if options.shard is None else on_shard(kernels, options.shard)
 
@@ -334,6 +357,7 @@ def matmul_dtype(hidden: Tensor) -> torch.dtype:
 
 def with_unit_stride(x: Tensor) -> Tensor:
     """Return x with unit stride in its last dimension, which kernels need. Copy only if needed."""
+    # The stride of a dimension of length 1 is never used.
     if x.stride(-1) == 1 or x.shape[-1] == 1:
         return x
     # contiguous() would not change the strides of an empty tensor.
@@ -348,9 +372,14 @@ def as_3d_logits(
     inplace: bool = False,
     may_be_empty: bool = False,
 ) -> Tensor:
-    """Return logits [*shape, V] as [A, T, V] with unit stride in V. A view if possible.
+    """Return logits [*shape, V] as [A, T, V] with unit stride in V.
 
-    shape          the shape of targets, or the leading shape of shared rows
+    The result is a view if the strides allow it, else a copy. Kernels take A groups of T rows.
+    Logits [N, V] become [1, N, V].
+
+    logits         what the caller passed
+    shape          the shape of targets, or the leading shape of rows that tokens share
+    device         the device of targets
     inplace        whether the gradient will be written over the logits, which must be writable then
     may_be_empty   accept V = 0, which a rank's shard of the vocabulary may have
 
@@ -384,7 +413,11 @@ def as_3d_logits(
 
 
 def _check_writable(logits: Tensor) -> None:
-    """Raise ValueError if inplace=True cannot write the gradient over these logits."""
+    """Raise ValueError if inplace=True cannot write the gradient over these logits.
+
+    It cannot if the logits are a leaf of autograd that requires grad, have no unit stride in the
+    vocabulary, or have several elements in one place of memory.
+    """
     if is_leaf_or_view_of_leaf(logits):
         raise ValueError(
             f"inplace=True, but logits of shape {list(logits.shape)} is a leaf that requires grad,"
@@ -403,7 +436,11 @@ def _check_writable(logits: Tensor) -> None:
 def check_linear_tensors(
     inputs: LinearInput, layout: RowLayout, shard: VocabShard | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return hidden states [..., H], weight [V, H] and bias [V] as plain tensors of this rank.
+    """Return (hidden [..., H], weight [V, H], bias [V] or None) as plain tensors of this rank.
+
+    inputs   what the caller passed. DTensors become their local tensors.
+    layout   leading shape and device that the hidden states must have
+    shard    this rank's part of the vocabulary; None: V is the whole vocabulary
 
     Raises ValueError naming the tensor that does not fit the layout or the others.
     """
@@ -453,14 +490,17 @@ def check_linear_tensors(
 
 
 def check_operand(name: str, x: Any, layout: RowLayout, shard: VocabShard | None) -> Tensor:
-    """Return hidden states, weight or bias as a plain tensor of this rank.
+    """Return one of hidden states, weight and bias as a plain tensor of this rank.
 
-    name    "hidden", "weight" or "bias"
-    x       what the caller passed
-    shard   this rank's part of the vocabulary, along which weight and bias may be sharded; or None
+    A plain tensor is returned as it is. A DTensor must be replicated, or, for weight and bias with
+    a shard, split along the vocabulary. Its local tensor is returned.
 
-    Raises ValueError unless it is a floating tensor on the device of targets, or a DTensor that is
-    replicated or (with a shard) split along the vocabulary.
+    name     "hidden", "weight" or "bias"
+    x        what the caller passed
+    layout   has the device of targets, where x must be
+    shard    this rank's part of the vocabulary, along which weight and bias may be split; or None
+
+    Raises ValueError for a module, another dtype or device, and for another kind of DTensor.
     """
     if isinstance(x, torch.nn.Module):
         remedy = "the hidden states that the head gets"
@@ -477,7 +517,8 @@ def check_operand(name: str, x: Any, layout: RowLayout, shard: VocabShard | None
     if shard is not None and name != "hidden":
         return shard.local(name, x, 0)
     if getattr(x, "placements", None) is not None:
-        # Then the gradient of hidden on this rank comes from its own ids alone.
+        # If no one sums the gradient of hidden over the ranks here, each rank has the part of the
+        # gradient that comes from its own ids.
         has_partial_gradient = shard is not None and not shard.reduce_hidden
         return local_tensor(name, x, has_partial_gradient)
     return x
@@ -490,10 +531,11 @@ def require_same_device(name: str, x: Tensor, device: torch.device) -> None:
 
 
 def local_tensor(name: str, x: Any, has_partial_gradient: bool) -> Tensor:
-    """Return the local tensor of a replicated DTensor.
+    """Return the local tensor of a replicated DTensor, through which autograd passes the gradient.
 
     name                   the argument that an error names
-    has_partial_gradient   whether the gradients of the ranks must be added up (DTensor's Partial)
+    has_partial_gradient   whether the gradient is the sum over ranks of what each rank computes
+                           (DTensor's Partial). Otherwise each rank computes the whole gradient.
 
     Raises ValueError for a DTensor that is not replicated.
     """
@@ -521,6 +563,8 @@ def check_weight_grad(
 ) -> WeightGradMemory:
     """Check that the gradient of `weight` can be added to `weight_grad`, and return this memory.
 
+    weight_grad       what the caller passed: [V, H], fp32 or the dtype of weight
+    weight            [V, H], the weight of the output head
     other_arguments   what the call reads, by name: the gradient must not overwrite it
 
     Raises ValueError for a shape, dtype, device or layout that does not fit, for memory that the
@@ -571,23 +615,27 @@ def make_reference(
     options: Options,
     exact: Exact | None,
 ) -> Reference:
-    """Check what was passed as `reference` or `ref_logits`, and return it as constants.
+    """Check the reference that the caller passed, and return its rows of logits without gradient.
 
-    value       what was passed
+    value       what the caller passed as `reference` (with hidden states) or `ref_logits`
     inputs      the policy's rows as the caller passed them
     policy      the same rows, checked
-    transform   the policy's, which the reference has unless it brings its own
+    layout      leading shape, device and mask of the rows, which the reference must fit as well
+    transform   the policy's transform, which the reference has unless its value contains another
+    options     the options of the call. Memory for the gradient of the weight is the policy's only.
     exact       the divergence from the reference; None: only its log-probs are used
 
-    Raises ValueError naming the argument, also for another vocabulary than the policy's.
+    Raises ValueError naming the argument, also if its vocabulary is not the policy's.
     """
     name = inputs.reference_name
     refuse_several_references(value, name)
-    reference_inputs, transform = inputs.unpack_reference(value, transform, exact)
+    reference_inputs, reference_transform = inputs.unpack_reference(value, transform, exact)
     source: RowSource
     try:
-        source = reference_inputs.make_source(layout, transform, replace(options, weight_grad=None))
-    except ValueError as error:
+        source = reference_inputs.make_source(
+            layout, reference_transform, replace(options, weight_grad=None)
+        )
+    except ValueError as error:  # it names "hidden" or "logits", which the policy has as well
         raise ValueError(f"{name}: {error}") from error
     if (source.vocab_size, source.num_columns) != (policy.vocab_size, policy.num_columns):
         columns = ""
@@ -603,7 +651,11 @@ def make_reference(
 
 
 def refuse_several_references(value: Any, name: str) -> None:
-    """Raise ValueError for a list of references, the argument `name`."""
+    """Raise ValueError if the caller passed a list of references: only one is accepted.
+
+    value   what the caller passed as the argument `name`
+    name    "reference" or "ref_logits"
+    """
     function = "token_divergence" if name == "ref_logits" else "linear_divergence"
     remedy = (
         f"one teacher is taken. For several, add up weight * {function}(...) of each, and pass the "

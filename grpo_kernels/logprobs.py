@@ -342,8 +342,8 @@ def composed_statistics(
 ) -> dict[str, Tensor]:
     """Compute statistics of tokens with candidate sets, further ids or shared rows.
 
-    Returns "logps" (log-prob of each target) and the named statistics, fp32 [num_tokens] each. With
-    `at` it also returns "at", [num_ids].
+    Returns "logps" (log-prob of each target) and the named statistics, [num_tokens] each. With `at`
+    it also returns "at", [num_ids].
 
     source      the rows of logits
     targets     int64 [num_tokens]

@@ -19,7 +19,10 @@ from .token_sets import TokenSets
 
 
 def check_batch_and_objective(batch: Any, objective: Any) -> None:
-    """Raise ValueError unless the arguments are a TokenBatch and an Objective."""
+    """Raise ValueError unless batch is a TokenBatch and objective an Objective.
+
+    The message says so if the two were passed in the wrong order.
+    """
     if isinstance(batch, Objective) and isinstance(objective, TokenBatch):
         raise ValueError(
             "batch is an Objective and objective a TokenBatch: they changed places, pass them as"
@@ -37,12 +40,14 @@ def check_batch_and_objective(batch: Any, objective: Any) -> None:
 def check_reference(value: Any, name: str, batch: TokenBatch, objective: Objective) -> None:
     """Raise ValueError unless a reference fits the KL of the objective.
 
-    `Exact` compares whole distributions, so batch.ref_logps must be None. Any other KL is estimated
-    from log-probs of the sampled tokens: `value` must be a reference model's head, or None with
-    batch.ref_logps. Without a KL (beta=0) `value` must be None.
+        kl=Exact(...)    compares whole distributions: batch.ref_logps, log-probs of single tokens,
+                         must be None. `value` is checked later, where it is unpacked.
+        any other kl     is estimated from the log-prob of each target: `value` must be hidden
+                         states and head of a reference, or None with batch.ref_logps
+        no KL (beta=0)   `value` must be None
 
-    value   what was passed as the argument `name`
-    name    "reference" or "ref_logits"
+    value   what the caller passed as the argument `name`
+    name    "reference" (from hidden states) or "ref_logits" (from logits)
     """
     if objective.exact is not None:
         if batch.ref_logps is not None:
@@ -68,8 +73,13 @@ def check_reference(value: Any, name: str, batch: TokenBatch, objective: Objecti
 def check_grad_scale(value: Any, device: torch.device) -> Tensor | None:
     """Return `grad_scale`, which the loss will be multiplied by, as a 0-d fp32 tensor on `device`.
 
-    Return None for the number 1. A scale of 0 becomes 1, because the value of the loss is divided
-    by the scale. Raises ValueError unless it is a finite number or a 0-d floating tensor.
+    Returns None for the number 1, which needs no scaling. A scale of 0 is treated as 1, because the
+    value of the loss is divided by the scale.
+
+    value    what the caller passed: a finite number, or a 0-d floating tensor on any device
+    device   the device of targets
+
+    Raises ValueError for anything else.
     """
     remedy = "a finite number or a 0-d float tensor: what the loss is multiplied by"
     if isinstance(value, Tensor):
@@ -96,7 +106,13 @@ def refuses_values(options: Options) -> bool:
 
 
 def refuse_nan(rows: TokenInputs, batch: TokenBatch, options: Options) -> None:
-    """Raise ValueError in strict mode if an input of a processed token is NaN."""
+    """Raise ValueError in strict mode if an input of a processed token is NaN.
+
+    The inputs are advantages, old and reference log-probs, and weights. The message names the first
+    such argument and its tokens.
+
+    rows   the inputs as flat tensors [num_tokens]
+    """
     if not refuses_values(options):
         return
     remedy = (
@@ -111,7 +127,14 @@ def refuse_nan(rows: TokenInputs, batch: TokenBatch, options: Options) -> None:
 
 
 def refuse_infinite_kl(out: LossOutput, options: Options) -> None:
-    """Raise ValueError in strict mode if a KL compares a log-prob of -inf, on either side."""
+    """Raise ValueError in strict mode if a KL estimate reads a log-prob of -inf.
+
+    It does if the policy or the reference gives a target the probability 0. Without strict mode the
+    KL uses -1e4 instead. Nothing is raised if the loss has no KL estimate.
+
+    out       the loss that was computed, with the log-probs of the policy
+    options   says whether the call is strict
+    """
     rows = out.rows
     if rows.kl_weight is None or rows.ref_logps is None or not refuses_values(options):
         return
@@ -127,13 +150,18 @@ def refuse_infinite_kl(out: LossOutput, options: Options) -> None:
 def refuse_infinite_terms(
     batch: TokenBatch, objective: Objective, rows: TokenInputs, options: Options
 ) -> None:
-    """Raise ValueError in strict mode for values of further ids that make a term infinite.
+    """Raise ValueError in strict mode if a term of further ids would be infinite or NaN.
 
-    These are infinite values and, in `logp_terms`, nonzero values of ids outside of the candidate
-    set. `Objective(listed=)` may give any value of `logp_terms` a meaning.
+    Further ids are ids besides the target: `logp_terms` adds value * log-prob to the loss for each,
+    `prob_terms` adds value * probability. Such a term is not finite if the value is infinite. A
+    term of `logp_terms` is also not finite if the id is outside of the token's candidate set, where
+    the log-prob is -inf, and the value is not 0.
+
+    rows   the inputs of the loss as flat tensors [num_tokens]
     """
     if not refuses_values(options):
         return
+    # `Objective(listed=)` is a function of the user, which may give any value a meaning.
     logp_terms = None if objective.listed is not None else batch.logp_terms
     for name, sets in (("logp_terms", logp_terms), ("prob_terms", batch.prob_terms)):
         if sets is None or sets.values is None:
@@ -145,7 +173,8 @@ def refuse_infinite_terms(
         has_infinity = any_of_token(sets.values.isinf(), sets, batch.tokens)
         refuse_tokens(has_infinity, f"{name} has an infinite value", remedy, rows, batch)
         if name == "logp_terms" and batch.kept is not None:
-            token_of_id = sets.row_of
+            token_of_id = sets.row_of  # int64 [num_ids]: the token that lists each id
+            # The target is added to its set, and a token without a set uses the whole vocabulary.
             is_outside = ~batch.kept.holds(token_of_id, sets.ids)
             is_outside &= sets.ids != rows.targets[token_of_id]
             is_outside &= ~batch.without_set[token_of_id]
@@ -159,9 +188,11 @@ def refuse_infinite_terms(
 
 
 def any_of_token(is_marked: Tensor, sets: TokenSets, num_tokens: int) -> Tensor:
-    """Return bool [num_tokens]: whether any id of a token is marked.
+    """Return whether any id of each token is marked, bool [num_tokens].
 
-    is_marked   bool [num_ids]
+    is_marked    bool [num_ids], one for each id of all tokens
+    sets         the ids of each token: id i belongs to token sets.row_of[i]
+    num_tokens   number of tokens
     """
     result = torch.zeros(num_tokens, dtype=torch.bool, device=is_marked.device)
     return result.index_put((sets.row_of,), is_marked, accumulate=True)
@@ -170,12 +201,16 @@ def any_of_token(is_marked: Tensor, sets: TokenSets, num_tokens: int) -> Tensor:
 def refuse_tokens(
     is_bad: Tensor, what: str, remedy: str, rows: TokenInputs, batch: TokenBatch
 ) -> None:
-    """Raise ValueError if a processed token is bad, with the positions of the first ones.
+    """Raise ValueError if a processed token is bad, with the positions of the first five.
 
-    If values are not checked (on a GPU), an assertion on the device stops the program instead.
+    On a GPU the host would have to wait for the values. An assertion on the device stops the
+    program instead, unless GRPO_KERNELS_CHECK=1 asks for the check (`values_are_checked`).
 
     is_bad   bool [num_tokens]
-    what     what is bad, the beginning of the message
+    what     what is bad, the beginning of the message, for example "advantages is NaN"
+    remedy   what to do, the end of the message
+    rows     has the masks of the tokens: processed and trained
+    batch    has the shape of targets, for the positions
     """
     if rows.processed is not None:
         is_bad = is_bad & rows.processed

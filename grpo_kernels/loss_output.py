@@ -45,7 +45,7 @@ class Metrics(dict[str, Tensor]):
     def __missing__(self, name: str) -> Tensor:
         """Raise KeyError for a metric that this loss lacks, and say what the metric needs."""
         hint = metric_meant_by(name, self)
-        if name in ABSENT_UNLESS:
+        if name in ABSENT_UNLESS:  # the name is right, but this loss does not have the metric
             raise KeyError(
                 f"there is no metric {name!r}: it needs {ABSENT_UNLESS[name]}. This loss has"
                 f" {', '.join(self)}."
@@ -90,11 +90,11 @@ def masked_max(x: Tensor, mask: Tensor, has_tokens: Tensor) -> Tensor:
 
 
 def metric_meant_by(name: str, metrics: Iterable[str], form: str = "{}") -> str:
-    """Return " Did you mean ...?" with the metrics that a wrong name may mean, "" without any.
+    """Return " Did you mean ...?" with the metrics that a wrong name may mean, "" if there is none.
 
     name      the name that was asked for, for example "clip_frac"
-    metrics   the names of the metrics
-    form      format string of a metric in the message, with one {} for its name
+    metrics   the names of the metrics that exist
+    form      how a metric is written in the message: a format string with one {} for its name
     """
     near = near_name(name, metrics)
     names = [near] if near else []
@@ -131,7 +131,11 @@ class LossOutput:
     __repr__ = describe
 
     def __getattr__(self, name: str) -> Any:
-        """Raise AttributeError for an unknown attribute, and suggest the right one."""
+        """Raise AttributeError for an unknown attribute, and suggest what the caller may mean.
+
+        The suggestion is an attribute of the output, the attribute of the loss tensor (for example
+        `backward`), or a metric. Python calls this only for attributes that do not exist.
+        """
         attributes = [*(f.name for f in fields(self) if not f.name.startswith("_")), "metrics"]
         remedy = nearest(name, attributes)
         if hasattr(Tensor, name):
@@ -141,7 +145,7 @@ class LossOutput:
         raise AttributeError(f"a LossOutput has no {name!r}.{remedy}")
 
     def __iter__(self) -> NoReturn:
-        """Raise TypeError with the names of the fields, for code that unpacks the output."""
+        """Raise TypeError: an output cannot be unpacked. The message names the fields to use."""
         raise TypeError(
             "a LossOutput is no tuple: take out.loss, out.metrics, out.logps and out.entropy."
         )
@@ -210,17 +214,18 @@ class LossOutput:
         return metrics
 
     def _effective_sample_size(self, ratio: Tensor, processed: Tensor, count: Tensor) -> Tensor:
-        """Return (sum w)^2 / (count * sum w^2) over the processed tokens, 0-d fp32.
+        """Return the effective sample size as a share, 0-d fp32: (sum w)^2 / (count * sum w^2).
 
-        w is the ratio of a token times its weight in the batch. A surrogate with `absorbs_weights`
-        has that weight in the ratio already.
+        The sums are over the processed tokens. w is the ratio of a token times its weight in the
+        batch. The result is 1 if all w are equal, and close to 0 if a few tokens dominate.
 
-        ratio       fp32 [num_tokens]
-        processed   bool [num_tokens]
+        ratio       fp32 [num_tokens], exp(log-ratio) of each token
+        processed   bool [num_tokens]: tokens that the loss processed
         count       0-d fp32, number of processed tokens, at least 1
         """
         rows = self.rows
         weight = ratio
+        # A surrogate with `absorbs_weights` has the weight of the batch in its ratio already.
         if rows.weights is not None and not self._objective.surrogate.absorbs_weights:
             weight = ratio * rows.weights
         # fp64, because the square of a very large ratio overflows fp32.
@@ -229,18 +234,20 @@ class LossOutput:
         return (weight.sum().square() / squares).float()
 
     def _kept_by_filters(self, logps: Tensor, entropy: Tensor, processed: Tensor) -> Tensor:
-        """Return the processed tokens that all filters keep, bool [num_tokens].
+        """Return a mask of the processed tokens that all filters keep, bool [num_tokens].
 
-        A filter that communicates with other ranks is left out, because reading metrics on one rank
-        must not start a collective.
+        A filter that communicates with other ranks is skipped, as if it kept all tokens: reading a
+        metric on one rank must not start a collective, for which the other ranks would have to
+        call the same code.
 
         logps, entropy   fp32 [num_tokens]
-        processed        bool [num_tokens]
+        processed        bool [num_tokens]: tokens that the loss processed
         """
         is_kept = processed
         for f in self._objective.filters:
-            shares_sequences = self._batch.context_group is not None and not f.is_per_token
-            if shares_sequences or getattr(f, "process_group", None) is not None:
+            # With a context_group, sums over a sequence are sums over ranks.
+            sums_over_ranks = self._batch.context_group is not None and not f.is_per_token
+            if sums_over_ranks or getattr(f, "process_group", None) is not None:
                 continue
             is_kept = is_kept & f.keep(logps, entropy, self.rows, self._batch)
         return is_kept

@@ -769,7 +769,7 @@ def reference_logprobs(
     normalizer   what the caller passed, see `grpo_loss`
     options      the options of the call; only `skip_inactive` is read
     """
-    # `token_inputs` refuses a KL without ref_logps. It gets zeros here, because only its mask of the
+    # `token_inputs` refuses a KL without ref_logps. It gets zeros here, because only its mask of
     # processed tokens is used, which does not depend on the values of ref_logps.
     placeholder = torch.zeros(batch.targets.shape, device=batch.targets.device)
     batch = batch.with_ref_logps(placeholder)
