@@ -384,8 +384,8 @@ def check_row_numbers(rows: Tensor, mask: Tensor | None, num_rows: int) -> None:
     """Raise ValueError naming the first token whose row is not in [0, num_rows).
 
     Nothing is checked on a GPU, where the host would have to wait (`values_are_checked`). Masked
-    tokens may have any row number. But if there is no row at all (num_rows = 0), no token is
-    allowed, because masked tokens read a row as well.
+    tokens may have any row number, because row 0 is used for them. If there is no row at all
+    (num_rows = 0), they are refused as well.
 
     rows       integer: which row of the logits predicts each token
     mask       bool, the shape of rows: tokens to check; None: all

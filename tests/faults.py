@@ -2049,8 +2049,8 @@ FAULTS: list[Fault] = [
     *of("grpo_kernels/core/linear_memory.py", BLOCKS,
         (
             "earlier blocks leave nothing",
-            "earlier_weight_sum = weight_sum if has_several_blocks else 0",
-            "earlier_weight_sum = 0",
+            "sum_of_earlier_blocks = grad_weight_sum if has_several_blocks else 0",
+            "sum_of_earlier_blocks = 0",
         ),
     ),
     *of("grpo_kernels/core/matmuls.py", BLOCKS,

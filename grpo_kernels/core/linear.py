@@ -73,12 +73,19 @@ class Projection:
     matmul_dtype: torch.dtype
 
     def make_matmuls(self) -> HeadMatmuls:
-        """Prepare the matmuls with the weight. This may copy the weight to `matmul_dtype`."""
+        """Return the matmuls of a pass with this head: logits, and the gradients of both operands.
+
+        This may copy the weight to `matmul_dtype`.
+        """
         bias = None if self.bias is None else self.bias.detach()
         return make_matmuls(self.weight.detach(), bias, self.matmul_dtype)
 
     def has_head_of(self, other: Projection) -> bool:
-        """Return whether the two heads are the same memory, as with adapters in the body only."""
+        """Return whether the weight and bias of `other` are those of this projection, in memory.
+
+        They are if policy and reference differ only in the body of the model, for example by LoRA
+        adapters. One matmul can then compute the logits of both.
+        """
         same_weight = is_same_tensor(self.weight, other.weight)
         same_bias = is_same_tensor(self.bias, other.bias)
         return same_weight and same_bias and self.matmul_dtype == other.matmul_dtype
@@ -145,9 +152,12 @@ class RowOrder:
 
     @classmethod
     def of_mask(cls, mask: Tensor | None, num_rows: int, device: torch.device) -> RowOrder:
-        """Return the order of the rows where mask, bool [num_rows], is True; None: all rows.
+        """Return the order of the rows where a mask is True, all of which may have a gradient.
 
-        They all may have a gradient. On a GPU the host waits for their number.
+        On a GPU the host waits for the number of these rows.
+
+        mask       bool [num_rows]; None: all rows
+        num_rows   number of rows of the batch
         """
         if mask is None:
             return cls.of_all_rows(num_rows, device)
@@ -156,11 +166,13 @@ class RowOrder:
 
     @classmethod
     def from_masks(cls, has_gradient: Tensor, processed: Tensor | None) -> RowOrder:
-        """Return the order of the rows of two masks. On a GPU the host waits for their numbers.
+        """Return the order of the processed rows: those that may have a gradient, then the others.
+
+        On a GPU the host waits for the numbers of rows.
 
         has_gradient   bool [num_rows]: rows that may have a gradient
-        processed      bool [num_rows]: these and further rows; None for all rows. The same tensor
-                       as has_gradient if there are no further rows.
+        processed      bool [num_rows]: rows to process, which include those of has_gradient; None:
+                       all rows. Pass the tensor has_gradient itself if there are no other rows.
         """
         row_ids = has_gradient.nonzero()[:, 0]
         num_with_gradient = len(row_ids)
@@ -177,14 +189,20 @@ class RowOrder:
         num_with_gradient: int,
         num_processed: int,
     ) -> RowOrder:
-        """Return the order of `from_masks`, from numbers of rows that the host knows already.
+        """Return the order of the processed rows: those that may have a gradient, then the others.
 
-        The host does not wait for a GPU. A stable sort puts rows of both masks first, then rows of
-        `processed` alone, then the others, which are cut off.
+        The host knows the numbers of rows already, so it does not wait for a GPU. (`from_masks`
+        makes the same order without them.)
 
+        has_gradient        bool [num_rows]: rows that may have a gradient
+        processed           bool [num_rows]: rows to process; None: all. The tensor has_gradient
+                            itself if all processed rows may have a gradient.
         num_with_gradient   number of rows where has_gradient is True
         num_processed       number of rows where processed is True
         """
+        # 2 for rows in both masks, 1 for rows of `processed` alone, 0 for rows in neither; with one
+        # mask 1 and 0. A stable sort by falling rank leaves equal rows in ascending order. The rows
+        # that are not processed come last and are cut off.
         rank = has_gradient.view(torch.uint8)
         if processed is not None and processed is not has_gradient:
             rank = rank + processed.view(torch.uint8)
@@ -193,11 +211,11 @@ class RowOrder:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether the host can read tensors of the rows without waiting for a device."""
+        """Whether tensors of the rows are on a CPU, so that the host reads them without a wait."""
         return self.row_ids.device.type == "cpu"
 
     def with_gradient(self) -> RowOrder:
-        """Return the order of those rows only that may have a gradient."""
+        """Return the order without the rows that have no gradient, which come last in it."""
         row_ids = self.row_ids[: self.num_with_gradient]
         return RowOrder(row_ids, self.num_with_gradient, self.num_rows)
 
@@ -206,24 +224,29 @@ class RowOrder:
         """Whether row_ids are 0 to num_rows - 1, so that a chunk is a slice and needs no gather."""
         num_processed = len(self.row_ids)
         is_complete = num_processed == self.num_rows
-        # With 0 or all rows first, the rows are in one ascending run.
+        # row_ids are two ascending runs, the first of num_with_gradient rows. If one run is empty,
+        # the other contains all rows in their own order.
         return is_complete and self.num_with_gradient in (0, num_processed)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return x [num_rows, ...] in this order."""
+        """Return the rows of x [num_rows, ...] in this order, [num_processed, ...]."""
         return x if self.is_identity else x[self.row_ids]
 
     def gather_transform(self, transform: RowTransform) -> RowTransform:
-        """Return the transform of the rows in this order."""
+        """Return the transform of the logits with one temperature for each row in this order."""
         return transform if self.is_identity else transform.select(self.row_ids)
 
     def row_ids_at(self, chunk: slice) -> slice | Tensor:
-        """Return the rows of the batch that a chunk of this order has, as an index."""
+        """Return which rows of the batch a chunk has, as an index of tensors [num_rows, ...].
+
+        chunk   slice of the positions in this order
+        """
         return chunk if self.is_identity else self.row_ids[chunk]
 
     def scatter(self, values: Tensor, default: Tensor) -> Tensor:
-        """Return values [k, num_processed] of processed rows in the order of the batch.
+        """Return values of the processed rows in the order of the batch, [k, num_rows].
 
+        values    [k, num_processed], in this order
         default   [k, num_rows]: the values of rows that are not processed. It is overwritten with
                   `values` in the other rows and returned. If all rows are processed in order,
                   `values` is returned instead.
@@ -242,7 +265,7 @@ class ChunkedLogits:
     """
 
     def __init__(self, inputs: PassInputs, order: RowOrder) -> None:
-        """Put targets and transform, one value a row, into the order of the pass."""
+        """Bring the targets and temperatures of the rows into the order of the pass."""
         self.inputs = inputs
         self.order = order
         self.targets = order.gather(inputs.targets)
@@ -250,12 +273,12 @@ class ChunkedLogits:
 
     @functools.cached_property
     def matmuls(self) -> HeadMatmuls:
-        """The policy's matmuls. A pass without rows does not make them, nor touch the weight."""
+        """The policy's matmuls, made at the first use: a pass without rows reads no weight."""
         return self.inputs.policy.make_matmuls()
 
     @functools.cached_property
     def reference_matmuls(self) -> HeadMatmuls:
-        """The reference's matmuls. The policy's if both have one head, as with LoRA in the body."""
+        """The reference's matmuls. They are the policy's if both have the same head in memory."""
         assert self.inputs.reference is not None
         projection = self.inputs.reference.projection
         if projection.has_head_of(self.inputs.policy):
@@ -263,14 +286,20 @@ class ChunkedLogits:
         return projection.make_matmuls()
 
     def policy_hidden(self, chunk: slice) -> Tensor:
-        """Return the policy's hidden states of a chunk, in the dtype of the matmuls."""
+        """Return the policy's hidden states of a chunk, [num_chunk_rows, H], in the matmuls' dtype.
+
+        chunk   slice of the rows in the order of the pass
+        """
         hidden = self.inputs.policy.hidden.detach()[self.order.row_ids_at(chunk)]
         return hidden.to(self.matmuls.dtype).contiguous()
 
     def compute(self, chunk: slice) -> LogitRows:
-        """Return the rows of a chunk, with logits fp32 [1, num_chunk_rows, V].
+        """Compute the logits of a chunk (matmul 1), and return its rows as kernels take them.
 
-        They are hidden @ weight.T + bias, of the policy and of the reference if there is one.
+        The logits are hidden @ weight.T + bias, fp32 [1, num_chunk_rows, V]. The kernels apply the
+        transform. If there is a reference, its logits are computed too.
+
+        chunk   slice of the rows in the order of the pass
         """
         hidden = self.policy_hidden(chunk)
         reference = self.inputs.reference
@@ -298,7 +327,12 @@ class ChunkedLogits:
     def _make_rows(
         self, chunk: slice, logits: Tensor, reference: ReferenceRows | None
     ) -> LogitRows:
-        """Return logits [num_chunk_rows, V] as the rows of a kernel call."""
+        """Return the rows of a kernel call over the logits of a chunk.
+
+        chunk       slice of the rows in the order of the pass
+        logits      fp32 [num_chunk_rows, V], the policy's
+        reference   the reference's logits of the same rows, or None
+        """
         return LogitRows(
             logits=logits[None],
             targets=self.targets[chunk],
@@ -320,14 +354,21 @@ class Formula(Protocol):
     """
 
     def process_chunk(self, chunk: slice, rows: LogitRows, grad_logits: Tensor | None) -> None:
-        """Record what the loss needs of a chunk, and write d loss / d logits without row_scale.
+        """Record what the loss needs from a chunk, and write d loss / d logits without row_scale.
 
+        chunk         slice of the rows in the order of the pass
+        rows          their logits and targets
         grad_logits   [1, num_chunk_rows, V]: where to write the gradient, possibly the memory of
                       the logits. None: the rows have no gradient.
         """
 
     def row_scale(self, block: slice) -> Tensor | None:
-        """Return the factor of the gradient of each row, fp32 [num_block_rows]; None for 1."""
+        """Return the factor that the gradient of each row still lacks, fp32 [num_block_rows].
+
+        None means 1. The loop calls it when all chunks of the block have been processed.
+
+        block   slice of the rows in the order of the pass
+        """
 
 
 # ---- the gradients of the policy's hidden states, weight and bias
@@ -343,7 +384,7 @@ class GradientsWanted:
 
     @property
     def any(self) -> bool:
-        """Whether a gradient is needed at all."""
+        """Whether any of the three needs a gradient."""
         return self.hidden or self.weight or self.bias
 
 
@@ -383,7 +424,10 @@ class GradientAccumulator:
         weight_total: Tensor | None,
         rounds_weight: bool,
     ) -> None:
-        """Allocate the gradients of hidden states and bias as zeros."""
+        """Allocate the gradients of hidden states and bias as zeros, if they are wanted.
+
+        The class describes the arguments. That of the weight is allocated by the first block.
+        """
         policy = logits.inputs.policy
         self.logits = logits
         self.wanted = wanted
@@ -401,11 +445,14 @@ class GradientAccumulator:
     def add_block(
         self, block: slice, grad_logits: Tensor, row_scale: Tensor | None, is_last: bool
     ) -> None:
-        """Add the gradients of hidden states and weight of a block.
+        """Compute the gradients of hidden states and weight that come from the rows of a block.
 
-        block         the rows in the order of the pass
-        grad_logits   [num_block_rows, V], without row_scale
-        row_scale     fp32 [num_block_rows], or None for 1
+            grad_hidden[block]  = row_scale * (grad_logits @ weight)          # matmul 2
+            grad_weight        += grad_logits.T @ (row_scale * hidden[block])  # matmul 3
+
+        block         slice of the rows in the order of the pass
+        grad_logits   [num_block_rows, V]: d loss / d logits, without the factor row_scale
+        row_scale     fp32 [num_block_rows]: a factor of the gradient of each row; None for 1
         is_last       whether this is the last block, after which the sum may be rounded
         """
         matmuls = self.logits.matmuls
@@ -415,8 +462,8 @@ class GradientAccumulator:
             self.grad_hidden[row_ids] = grad_hidden.to(self.grad_hidden.dtype)
             del grad_hidden  # fp32, before matmul 3 allocates its result
         if self.wanted.weight:
-            # (row_scale * grad_logits).T @ hidden == grad_logits.T @ (row_scale * hidden), and
-            # hidden [., H] is much smaller than grad_logits [., V].
+            # The rows of hidden are scaled instead of those of grad_logits. The product is the
+            # same, and hidden [., H] is much smaller than grad_logits [., V].
             hidden = scale_rows(self.logits.policy_hidden(block), row_scale)
             self.grad_weight = matmuls.add_grad_weight(
                 total=self.grad_weight,
@@ -426,9 +473,12 @@ class GradientAccumulator:
             )
 
     def add_bias_of_chunk(self, grad_logits: Tensor) -> None:
-        """Add the gradient of the bias, the sum of grad_logits [num_chunk_rows, V] over its rows.
+        """Add the gradient of the bias from a chunk: the sum of grad_logits over its rows.
 
-        A row_scale would come too late, so a formula with one must not be asked for a bias.
+        The row_scale of a block is not known yet. So a formula that has one must not be run if the
+        gradient of a bias is wanted.
+
+        grad_logits   [num_chunk_rows, V]
         """
         if self.grad_bias is not None:
             self.grad_bias += grad_logits.sum(0, dtype=torch.float32)
@@ -441,9 +491,11 @@ class GradientAccumulator:
 
 
 def scale_rows(x: Tensor, row_scale: Tensor | None) -> Tensor:
-    """Return x [num_rows, H] with each row multiplied by row_scale [num_rows].
+    """Return x [num_rows, H] with each row multiplied by its row_scale, in the dtype of x.
 
-    A row whose scale is 0 becomes exactly 0, even if it holds inf or NaN.
+    A row whose scale is 0 becomes exactly 0, even if it contains inf or NaN.
+
+    row_scale   fp32 [num_rows]; None for 1
     """
     if row_scale is None:
         return x
@@ -465,11 +517,14 @@ def run_pass(
     weight_total: Tensor | None = None,
     rounds_weight: bool = True,
 ) -> LinearGradients:
-    """Run a formula over all rows, chunk by chunk, and return the gradients (the module's loop).
+    """Run a formula over all rows, chunk by chunk, and return the gradients.
 
-    The formula gets the logits of each chunk. Afterwards it holds the loss or the statistics.
+    This is the loop that the module describes. A chunk is the rows whose logits exist at one time.
+    The formula gets the logits of each chunk, and afterwards holds the loss or the statistics.
 
-    order               the rows to process
+    inputs              hidden states, heads, targets and kernels
+    formula             computes the loss or statistics, and d loss / d logits
+    order               the rows to process: first those that may have a gradient
     wanted              which gradients to compute
     blocks              slices of `order` that cover its rows with a gradient, each at most as long
                         as `LinearMemory.plan` allows. None: as few as memory allows.
@@ -509,10 +564,10 @@ def run_pass(
 
 
 def accumulation_dtype(hidden_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which the gradient of hidden states of `hidden_dtype` is computed.
+    """Return the dtype in which the forward stores the gradient of hidden states.
 
-    It is fp32 for fp16, because the loss scale is applied later and the gradient would underflow
-    before. Otherwise it is the dtype of the hidden states.
+    It is the dtype of the hidden states, but fp32 for fp16. The backward multiplies the gradient by
+    the loss scale, before which it would underflow in fp16.
     """
     return torch.float32 if hidden_dtype == torch.float16 else hidden_dtype
 
@@ -525,10 +580,13 @@ def gradient_of_block(
 ) -> Tensor:
     """Return d loss / d logits of the rows of a block, [num_block_rows, V], without row_scale.
 
-    The result is in the dtype in which the matmuls read it: fp32, or 16-bit from a buffer.
+    The formula processes the logits of one chunk after the other. The result is in the dtype in
+    which matmuls 2 and 3 read it: fp32 in the memory of the logits, or 16-bit in a buffer.
 
-    chunks        of the block, one after the other
-    accumulator   adds the gradient of the bias
+    chunks        the chunks of the block, consecutive slices of the rows in the order of the pass
+    formula       computes the loss, and writes the gradient of a chunk
+    logits        computes the logits of a chunk
+    accumulator   adds the gradient of the bias, if it is wanted
     """
     num_rows = chunks[-1].stop - chunks[0].start
     buffer = logits.matmuls.make_grad_buffer(num_rows, sums_bias=accumulator.wanted.bias)
@@ -546,12 +604,17 @@ def write_gradient_of_chunk(
 ) -> None:
     """Compute the logits of a chunk and write their gradient to the buffer of its block.
 
-    This is a separate function so that no variable holds the logits when the next chunk computes
-    its logits.
+    This is a separate function, so that its local variables are gone, and with them the logits,
+    when the next chunk computes its logits.
 
-    buffer   where the matmuls want the gradient: a 16-bit copy, or over the logits
+    chunk         slice of the rows in the order of the pass
+    formula       computes the loss, and writes the gradient
+    logits        computes the logits of the chunk
+    accumulator   adds the gradient of the bias, if it is wanted
+    buffer        keeps the gradients of the block for matmuls 2 and 3
     """
     rows = logits.compute(chunk)
+    # Where the formula writes the gradient: over the logits, or into a 16-bit buffer.
     grad_logits = buffer.memory_for(rows.logits[0])
     formula.process_chunk(chunk, rows, grad_logits[None])
     accumulator.add_bias_of_chunk(grad_logits)
@@ -559,9 +622,14 @@ def write_gradient_of_chunk(
 
 
 def linear_softmax_sums(inputs: PassInputs, order: RowOrder, names: tuple[str, ...]) -> SoftmaxSums:
-    """Compute softmax sums of all rows, fp32 [len(names), num_rows], without gradients (matmul 1).
+    """Compute the softmax sums of all rows, fp32 [num_names, num_rows], without any gradient.
 
-    names   the sums, see `softmax.SUMS`
+    The logits are computed a chunk at a time (matmul 1). Rows that are not processed get the sums
+    of masked rows.
+
+    inputs   hidden states, heads, targets and kernels
+    order    the rows to process
+    names    of the sums, some of `softmax.SUMS`
     """
     recorder = SumsRecorder(inputs, order, names)
     run_pass(inputs, recorder, order, GradientsWanted(hidden=False, weight=False, bias=False))
@@ -579,7 +647,7 @@ class SumsRecorder:
     """
 
     def __init__(self, inputs: PassInputs, order: RowOrder, names: tuple[str, ...]) -> None:
-        """Prepare to record the sums of the rows of a pass."""
+        """Begin with no sums. The class describes the arguments."""
         self.inputs = inputs
         self.order = order
         self.names = names
@@ -602,9 +670,9 @@ class SumsRecorder:
         """Return None: `process_chunk` wrote the whole gradient."""
 
     def result(self) -> SoftmaxSums:
-        """Return the sums of all rows.
+        """Return the sums of all rows, [num_names, num_rows], in the order of the batch.
 
-        Rows that were not processed have the sums of masked rows.
+        Rows that were not processed have the sums of masked rows, whose log-prob is 0.
         """
         masked = SoftmaxSums.masked(self.names, self.order.num_rows, self.inputs.targets.device)
         values = self.chunks.in_batch_order(masked.values)
@@ -616,12 +684,16 @@ def write_unit_gradient(
 ) -> None:
     """Write d log-prob / d logits of each row, the gradient for an upstream gradient of 1.
 
-    It is 1[j = target] - p_j, times the derivative of the transform. Rows whose log-prob is NaN get
-    0: the caller multiplies each row by an upstream gradient later, which is NaN if the row counts.
+        d log-prob / d x_j = (1[j = target] - p_j) * d z_j / d x_j
 
+    where z_j is the logit x_j after scale, softcap and temperature, and p = softmax(z). Rows whose
+    log-prob is NaN get 0. The caller later multiplies each row by its upstream gradient. Only then
+    does it know whether the loss depends on such a row, whose gradient becomes NaN if so.
+
+    kernels       write the gradient
     rows          the logits and targets
     sums          their softmax sums
-    logps         their log-probs, from `sums`
+    logps         fp32 [num_rows], their log-probs, which the caller has computed from `sums`
     grad_logits   where to write the gradient, [1, num_rows, V]
     """
     is_number = (logps == logps).float()  # 0 for NaN
@@ -636,21 +708,26 @@ class ChunkValues:
     """
 
     def __init__(self, order: RowOrder) -> None:
-        """Begin with no chunk."""
+        """Begin with an empty table."""
         self.order = order
         self.chunks: list[tuple[int, Tensor]] = []
 
     def add(self, chunk: slice, values: Tensor) -> None:
-        """Record the values of a chunk, fp32 [k, num_chunk_rows]."""
+        """Record the values of a chunk, fp32 [k, num_chunk_rows].
+
+        chunk   slice of the rows in the order of the pass
+        """
         self.chunks.append((chunk.start, values))
 
     def in_batch_order(self, default: Tensor) -> Tensor:
         """Return the values of all rows, fp32 [k, num_rows], in the order of the batch.
 
-        default   [k, num_rows]: the values of rows that were not processed
+        default   [k, num_rows]: the values of rows that were not processed. It may be overwritten
+                  with the result.
         """
         if not self.chunks:
             return default
+        # Chunks without a gradient are processed first, although they come last in the order.
         chunks = [values for _, values in sorted(self.chunks, key=lambda chunk: chunk[0])]
         values = chunks[0] if len(chunks) == 1 else torch.cat(chunks, 1)
         return self.order.scatter(values, default)
@@ -674,7 +751,7 @@ class KnownGradients:
         coefficients: GradientCoefficients,
         order: RowOrder,
     ) -> None:
-        """Put sums and coefficients, one value a row, into the order of the pass."""
+        """Bring the columns of sums and coefficients, one a row, into the order of the pass."""
         self.kernels = kernels
         self.sums = sums
         self.coefficients = coefficients
@@ -719,18 +796,26 @@ def plan_rows(
     memory: LinearMemory,
     blocks: Sequence[slice] | None,
 ) -> RowPlan:
-    """Split the rows of a pass into blocks and chunks.
+    """Split the rows of a pass into chunks and blocks.
 
-    order    the rows to process
+    A chunk is the rows whose logits exist at one time. A block is the chunks whose gradients of
+    logits exist at one time. Rows without a gradient are in chunks, but in no block.
+
+    inputs   hidden states, heads and targets
+    order    the rows to process: first those that may have a gradient
     wanted   the gradients to compute; if there are none, no row has a gradient
     memory   chooses the sizes of chunks and blocks
-    blocks   slices of `order`, if the formula has chosen the blocks; None: as few as memory allows
+    blocks   the blocks as slices of `order`, if the caller has chosen them (a sequence-level loss:
+             whole sequences); None: as few as memory allows
     """
     device_type = inputs.targets.device.type
     num_with_gradient = order.num_with_gradient if wanted.any else 0
     sizes = memory.plan(
-        device_type, max(num_with_gradient, 1), gathers_rows(inputs.policy, num_with_gradient)
+        device_type,
+        num_rows=max(num_with_gradient, 1),
+        gathers_rows=gathers_rows(inputs.policy, num_with_gradient),
     )
+    # On a CPU without a buffer, every chunk reads the whole weight for all three matmuls.
     evenly = device_type == "cpu" and not memory.has_grad_buffer
     if blocks is None:
         blocks_are_chunks = sizes.block == sizes.chunk
@@ -775,9 +860,12 @@ def make_memory_model(
 
 
 def gathers_rows(policy: Projection, num_rows: int) -> bool:
-    """Return whether a pass over num_rows of the rows copies hidden states before its matmuls.
+    """Return whether a pass copies hidden states before its matmuls, which takes memory.
 
     It does if it processes only some of the rows, or if the matmuls have another dtype.
+
+    policy     has the hidden states of all rows
+    num_rows   number of rows that the pass processes
     """
     return num_rows < len(policy.hidden) or policy.hidden.dtype != policy.matmul_dtype
 
@@ -785,11 +873,16 @@ def gathers_rows(policy: Projection, num_rows: int) -> bool:
 def split_rows(rows: slice, max_rows: int, evenly: bool) -> list[slice]:
     """Split rows into as few consecutive slices of at most max_rows rows as possible.
 
-    evenly   True: slices of nearly equal size, because each reads the whole weight.
-             False: equal sizes but for the last, because libraries choose kernels by the size.
+    Returns an empty list if there are no rows.
+
+    rows     slice of the rows in the order of a pass
+    evenly   True: slices of nearly equal size. A short last slice would read the whole weight for
+             few rows.
+             False: slices of max_rows rows, and the rest. Libraries choose their kernels by the
+             size, so most slices run the same kernels.
     """
     num_rows = rows.stop - rows.start
-    num_slices = -(-num_rows // max_rows)
+    num_slices = -(-num_rows // max_rows)  # rounded up
     if num_slices == 0:
         return []
     if not evenly:
@@ -808,7 +901,8 @@ def split_rows(rows: slice, max_rows: int, evenly: bool) -> list[slice]:
 def split_sequences(rows_per_sequence: Sequence[int], max_rows: int) -> list[slice] | None:
     """Split rows into blocks of whole sequences, each of at most max_rows rows.
 
-    Returns None if a sequence is longer than max_rows.
+    A block takes sequences until the next one does not fit. Returns None if a sequence alone has
+    more than max_rows rows, and an empty list if no sequence has a row.
 
     rows_per_sequence   number of rows of each sequence that may have a gradient, in the order of
                         `RowOrder`, where the rows of a sequence follow one another
@@ -832,7 +926,7 @@ def split_sequences(rows_per_sequence: Sequence[int], max_rows: int) -> list[sli
 
 
 def is_same_tensor(x: Tensor | None, y: Tensor | None) -> bool:
-    """Return whether two tensors are the same elements of the same memory, or both None."""
+    """Return whether x and y are the same elements of the same memory, or both None."""
     if x is None or y is None:
         return x is y
     same_memory = x.data_ptr() == y.data_ptr() and x.device == y.device

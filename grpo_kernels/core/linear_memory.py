@@ -102,9 +102,10 @@ class LinearMemory:
     ) -> LinearMemory:
         """Return the memory model of a pass with an output head.
 
-        weight         [V, H], the rows of this rank
+        weight         [V, H], the rows of the head that this rank has
         matmul_dtype   the dtype that matmuls may use for their operands
-        sums_bias      whether the gradient of a bias is computed
+        sums_bias      whether the gradient of a bias is computed, which needs fp32 gradients of
+                       logits
 
         The other arguments are fields of the class.
         """
@@ -127,11 +128,17 @@ class LinearMemory:
     def plan(self, device_type: str, num_rows: int, gathers_rows: bool = True) -> ChunkPlan:
         """Choose the sizes of chunk and block for `num_rows` rows with a gradient.
 
-        The chunk does not depend on the number of rows. Several blocks need an fp32 sum of the
-        gradient of the weight. A single block of all rows does not, and is chosen if it takes no
-        more memory than several blocks and that sum. So the peak does not grow with the number of
-        rows, except for the gradient of hidden states.
+        A chunk has as many rows as fit into a fixed number of bytes. A block is one chunk if
+        gradients overwrite the logits. Otherwise there are two candidates:
 
+        - Blocks of a fixed number of bytes. Several blocks need an fp32 sum of the gradient of the
+          weight.
+        - One block of all rows, which needs no such sum. It is chosen if it takes no more memory.
+
+        So the peak does not grow with the number of rows, except for the gradient of hidden states.
+
+        device_type    the type of a torch.device
+        num_rows       number of rows with a gradient, at least 1
         gathers_rows   whether hidden states are copied for the matmuls, to select or convert rows
         """
         chunk = self._chunk_rows(device_type)
@@ -141,6 +148,7 @@ class LinearMemory:
         chunks_per_block = max(1, round(of_device(BLOCK_BYTES, device_type) / chunk_grad_bytes))
         many_blocks = ChunkPlan(chunk, chunk * chunks_per_block)
         one_block = ChunkPlan(chunk, max(num_rows, many_blocks.block))
+        # One row more than a block stands for any number of several blocks.
         bytes_of_many = self._bytes_without_grad_hidden(
             many_blocks, many_blocks.block + 1, gathers_rows
         )
@@ -148,24 +156,30 @@ class LinearMemory:
         return one_block if bytes_of_one <= bytes_of_many else many_blocks
 
     def peak(self, plan: ChunkPlan, num_rows: int, gathers_rows: bool = True) -> int:
-        """Return the peak bytes of a loss over `num_rows` rows: the gradients, but not the inputs.
+        """Return the peak bytes that a loss over `num_rows` rows allocates, gradients included.
 
-        Vectors with one number a row, and a copy of a weight that does not have the dtype of the
-        matmuls, are not counted.
+        Not counted are the inputs, vectors with one number a row, and a copy of the weight, which
+        is made if the weight does not have the dtype of the matmuls.
 
-        gathers_rows   whether hidden states are copied for the matmuls
+        plan           number of rows of a chunk and of a block
+        num_rows       number of rows with a gradient
+        gathers_rows   whether hidden states are copied for the matmuls, to select or convert rows
         """
         grad_hidden = num_rows * self.width * self.grad_hidden_bytes
         return grad_hidden + self._bytes_without_grad_hidden(plan, num_rows, gathers_rows)
 
     def _chunk_rows(self, device_type: str) -> int:
-        """Return how many rows a chunk has: its bytes of fp32 logits / the bytes of a row.
+        """Return the number of rows of a chunk: as many as fit into its bytes, in full tiles.
 
-        A multiple of ROWS_PER_TILE, at least MIN_CHUNK_ROWS.
+        A row takes its fp32 logits, those of the reference, and the partial sums of its gradient of
+        hidden states. The result is a multiple of ROWS_PER_TILE, and at least MIN_CHUNK_ROWS.
+
+        device_type   the type of a torch.device
         """
         chunk_bytes = of_device(IN_PLACE_CHUNK_BYTES, device_type)
         if self.has_grad_buffer:
             chunk_bytes = of_device(CHUNK_BYTES, device_type)
+            # Each rank has a part of the columns, so a chunk takes less memory on each.
             chunk_bytes *= min(self.ranks, MAX_FACTOR_OF_RANKS)
         if self.reference_columns:
             # Smaller chunks would spend more time on adding up the gradient of the weight.
@@ -177,51 +191,79 @@ class LinearMemory:
         return max(of_device(MIN_CHUNK_ROWS, device_type), rows_in_full_tiles)
 
     def _bytes_without_grad_hidden(self, plan: ChunkPlan, num_rows: int, gathers_rows: bool) -> int:
-        """Return the peak bytes of a pass, without the gradient of all hidden states.
+        """Return the peak bytes of a pass, without the gradient of the hidden states of all rows.
 
-        It is the largest of four moments: during the chunks of a block (matmul 1), during matmul 2,
-        during matmul 3, and while the gradient of the weight is rounded.
+        A pass runs three matmuls for each block. A block consists of chunks:
+
+            matmul 1   logits       = hidden @ weight.T         fp32, a chunk at a time
+            matmul 2   grad_hidden  = grad_logits @ weight      [num_block_rows, H]
+            matmul 3   grad_weight += grad_logits.T @ hidden    [V, H], the sum over blocks
+
+        The peak is the largest of four moments: during matmul 1, 2 or 3, or while the sum of
+        grad_weight is rounded to the dtype in which it is returned.
+
+        plan           number of rows of a chunk and of a block
+        num_rows       number of rows with a gradient
+        gathers_rows   whether hidden states are copied for the matmuls, to select or convert rows
         """
-        block = min(num_rows, plan.block)
-        chunk = min(num_rows, plan.chunk)
+        block_rows = min(num_rows, plan.block)
+        chunk_rows = min(num_rows, plan.chunk)
         has_several_blocks = num_rows > plan.block
 
+        # The gradient of the weight, [V, H]: as it is returned, and its sum over blocks. The sum is
+        # fp32 if it has several terms, if fp16 matmuls scale their fp32 results (`scales_rows`), or
+        # if the caller does not want it rounded (`rounds_weight` is False).
         weight_elements = self.vocab_size * self.width
-        returned_weight = self.grad_weight_bytes * weight_elements
-        weight_sum = returned_weight
-        if returned_weight and (has_several_blocks or self.scales_rows or not self.rounds_weight):
-            weight_sum = FP32_BYTES * weight_elements
-        earlier_weight_sum = weight_sum if has_several_blocks else 0
+        returned_grad_weight = self.grad_weight_bytes * weight_elements
+        needs_fp32_sum = has_several_blocks or self.scales_rows or not self.rounds_weight
+        grad_weight_sum = returned_grad_weight
+        if returned_grad_weight and needs_fp32_sum:
+            grad_weight_sum = FP32_BYTES * weight_elements
+        # The sum of earlier blocks exists throughout a block. The first block allocates it in
+        # matmul 3.
+        sum_of_earlier_blocks = grad_weight_sum if has_several_blocks else 0
 
-        logits = FP32_BYTES * chunk * (self.vocab_size + self.reference_columns)
-        buffer = HALF_BYTES * block * self.vocab_size if self.has_grad_buffer else 0
-        grad_logits = buffer or logits  # without a buffer they overwrite the logits
-        bytes_per_hidden_row = HALF_BYTES * self.width if gathers_rows else 0
+        # The logits of a chunk, and the gradients of logits of a block.
+        logits = FP32_BYTES * chunk_rows * (self.vocab_size + self.reference_columns)
+        if self.has_grad_buffer:
+            buffer = HALF_BYTES * block_rows * self.vocab_size
+            grad_logits = buffer
+        else:  # the gradients overwrite the logits
+            buffer = 0
+            grad_logits = logits
+        copied_row = HALF_BYTES * self.width if gathers_rows else 0  # of hidden states
 
-        during_chunks = earlier_weight_sum + buffer + logits + chunk * bytes_per_hidden_row
+        during_matmul_1 = sum_of_earlier_blocks + buffer + logits + chunk_rows * copied_row
 
-        operands = grad_logits + (block + chunk) * bytes_per_hidden_row
-        grad_hidden_block = 0
+        # The copies of the hidden states of the block, and of at most one chunk.
+        operands = grad_logits + (block_rows + chunk_rows) * copied_row
+        grad_hidden_of_block = 0
         if self.grad_hidden_bytes:
             # The result in fp32, its partial sums, and a copy if hidden states are not fp32.
             num_fp32 = 1 + self.grad_hidden_partial_sums
             copy_bytes = 0 if self.grad_hidden_bytes == FP32_BYTES else self.grad_hidden_bytes
             bytes_per_element = FP32_BYTES * num_fp32 + copy_bytes
-            grad_hidden_block = bytes_per_element * block * self.width
-        during_matmul_2 = earlier_weight_sum + operands + grad_hidden_block
+            grad_hidden_of_block = bytes_per_element * block_rows * self.width
+        during_matmul_2 = sum_of_earlier_blocks + operands + grad_hidden_of_block
 
         scaled_operands = 0
         if self.scales_rows:
-            scaled_hidden = HALF_BYTES * self.width * block
-            weight_slice = min(FP32_BYTES * weight_elements, WEIGHT_SLICE_BYTES)
-            scaled_operands = scaled_hidden + weight_slice
-        during_matmul_3 = weight_sum + operands + scaled_operands
+            # fp16: hidden states with scaled rows, and the product, a slice of [V, H] at a time.
+            scaled_hidden = HALF_BYTES * self.width * block_rows
+            product_slice = min(FP32_BYTES * weight_elements, WEIGHT_SLICE_BYTES)
+            scaled_operands = scaled_hidden + product_slice
+        during_matmul_3 = grad_weight_sum + operands + scaled_operands
 
-        rounded_weight = returned_weight if returned_weight < weight_sum else 0
-        during_rounding = weight_sum + rounded_weight
-        return max(during_chunks, during_matmul_2, during_matmul_3, during_rounding)
+        # Rounding needs a second tensor, unless the sum has the dtype of the result.
+        is_rounded = returned_grad_weight < grad_weight_sum
+        during_rounding = grad_weight_sum + (returned_grad_weight if is_rounded else 0)
+        return max(during_matmul_1, during_matmul_2, during_matmul_3, during_rounding)
 
 
 def of_device(table: dict[str, int], device_type: str) -> int:
-    """Return the entry of a device type. Device types that are not listed take that of "cuda"."""
+    """Return the entry of a device type in a table of sizes, that of "cuda" if it has none.
+
+    table         sizes by the type of a torch.device
+    device_type   "cpu", "cuda", "xpu", ...
+    """
     return table.get(device_type, table["cuda"])
