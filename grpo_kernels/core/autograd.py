@@ -56,7 +56,11 @@ WEIGHT_MISSING = (
 
 
 def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """Return function.apply(*arguments), without the overhead that only torch.func needs."""
+    """Return function.apply(*arguments), without the overhead that only torch.func needs.
+
+    function    computes the result in its `forward`, and gradients in its `backward`
+    arguments   of `forward`
+    """
     if torch.compiler.is_compiling():
         # torch.compile cannot trace an autograd function none of whose inputs needs a gradient.
         if not any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
@@ -64,8 +68,8 @@ def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> 
         return function.apply(*arguments)
     if torch._C._are_functorch_transforms_active():
         return function.apply(*arguments)
-    # `apply` of the base class skips what only torch.func needs, which takes longer than a small
-    # batch.
+    # `Function.apply` adds what torch.func needs to the C++ `apply` of its base class. That takes
+    # longer than the kernels of a small batch, so it is skipped.
     return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
 
 
@@ -80,40 +84,48 @@ class ConstantForAutograd(torch.autograd.Function):
     def forward(
         function: Callable[..., Any], group_sizes: Sequence[int], *tensors: Tensor | None
     ) -> Any:
-        """Split the tensors into groups, and return function(*groups)."""
+        """Split the tensors into groups, and return function(*groups).
+
+        function      takes one list of tensors for each group
+        group_sizes   number of tensors of each group
+        tensors       of all groups, one group after the other
+        """
         remaining = iter(tensors)
         groups = [[next(remaining) for _ in range(size)] for size in group_sizes]
         return function(*groups)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
+        """Save nothing: the backward always raises."""
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
+        """Raise RuntimeError: the results of `forward` are gradients."""
         raise RuntimeError(NO_SECOND_DERIVATIVE)
 
 
 def without_second_derivative(
     function: Callable[..., Any], *groups: Sequence[Tensor | None]
 ) -> Any:
-    """Return function(*groups), called in the backward of an autograd function.
+    """Return function(*groups), the gradients of an autograd function, from its backward.
 
-    groups   lists of tensors or None. All tensors that the result depends on must be among them, so
-             that torch.func sees them.
+    The gradients cannot be differentiated again. Autograd would take them for constants, and the
+    second derivative would be wrong. So this raises RuntimeError if autograd records the backward
+    (create_graph=True). torch.func always records it, and gets a result whose derivative raises.
 
-    Raises RuntimeError if the result could be differentiated again, as with create_graph=True.
-    autograd would take the gradient for a constant, and the second derivative would be wrong.
+    function   computes the gradients
+    groups     its arguments: lists of tensors or None. All tensors that the result depends on must
+               be among them, so that torch.func sees them.
     """
     if torch.compiler.is_compiling():
         return function(*groups)
-    # torch.func.vjp calls the backward after its level has ended. Wrappers of that level have no
-    # memory then.
+    # torch.func puts wrappers around tensors. torch.func.vjp calls the backward when they are dead
+    # and have no memory any more, so the tensors inside are taken.
     live_groups = [
         [torch._C._functorch.unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in group]
         for group in groups
     ]
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():  # the usual case: autograd does not record the backward
         return function(*live_groups)
     was_wrapped = any(
         x is not y
@@ -121,8 +133,7 @@ def without_second_derivative(
         for x, y in zip(live_group, group, strict=True)
     )
     if was_wrapped or torch._C._are_functorch_transforms_active():
-        # torch.func always records the backward, so recording it is no error. Only a derivative of
-        # its result is, which ConstantForAutograd refuses.
+        # Only a derivative of the result is an error. ConstantForAutograd raises it.
         group_sizes = [len(group) for group in live_groups]
         tensors = [x for group in live_groups for x in group]
         return ConstantForAutograd.apply(function, group_sizes, *tensors)
@@ -143,13 +154,15 @@ class StatisticsPass(Protocol):
     mask: Tensor | None
 
     def compute(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        """Return the values of the softmax sums, and then what else the backward needs.
+        """Return (values of the softmax sums, *what else the backward needs).
 
         The values are fp32 [num_sums, num_rows].
+
+        tensors   (logits,) or (hidden, weight, bias)
         """
 
     def as_sums(self, values: Tensor) -> SoftmaxSums:
-        """Return the values of the softmax sums with their names."""
+        """Return the values of the softmax sums, fp32 [num_sums, num_rows], with their names."""
 
     def gradients(
         self,
@@ -183,11 +196,11 @@ class RequestedStatistics:
 
     @property
     def all_names(self) -> tuple[str, ...]:
-        """The names of all results."""
+        """The names of all results: "logps", and then the requested names."""
         return ("logps", *self.names)
 
     def has_gradient(self, name: str) -> bool:
-        """Return whether a statistic is differentiable."""
+        """Return whether a result is differentiable. "logps" always is; `detached` ones are not."""
         return name == "logps" or (name in DIFFERENTIABLE and name not in self.detached)
 
 
@@ -203,14 +216,22 @@ class RowStatistics(torch.autograd.Function):
     def forward(
         row_pass: StatisticsPass, requested: RequestedStatistics, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """Return the statistics, and what else the backward needs."""
+        """Return ("logps" and the requested statistics, *what `StatisticsPass.compute` returned).
+
+        row_pass    computes the softmax sums of the rows from the tensors
+        requested   the statistics to return
+        tensors     (logits,) or (hidden, weight, bias)
+        """
         computed = row_pass.compute(tensors)
         sums = row_pass.as_sums(computed[0])
         return (*sums.statistics(requested.names, row_pass.mask), *computed)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        """Save the pass, what it computed and the tensors, and mark results without gradient."""
+        """Save what the backward needs: the pass, what it computed, and the tensors.
+
+        Outputs without a gradient are marked, so that autograd does not ask for it.
+        """
         row_pass, requested, *tensors = inputs
         num_results = len(requested.all_names)
         results = dict(zip(requested.all_names, output[:num_results], strict=True))
@@ -234,6 +255,8 @@ class RowStatistics(torch.autograd.Function):
         """
         row_pass = ctx.row_pass
         names = ctx.requested.all_names
+        # After the statistics, `upstream` has an entry for each tensor that `compute` returned.
+        # These have no gradient.
         grads = {
             name: grad
             for name, grad in zip(names, upstream, strict=False)
@@ -251,7 +274,7 @@ class RowStatistics(torch.autograd.Function):
         def compute_gradients(
             tensors: Sequence[Tensor | None], computed: Sequence[Tensor], upstream: Sequence[Tensor]
         ) -> tuple[Tensor | None, ...]:
-            """Return the gradients of the tensors from those of the statistics."""
+            """Return the gradients of the tensors from `upstream`, those of the statistics."""
             return row_pass.gradients(
                 tensors, computed, dict(zip(grads, upstream, strict=True)), wanted
             )
@@ -268,10 +291,12 @@ def row_statistics(
     """Return log-probs and the requested statistics by name, [num_rows] each.
 
     They are fp32, but "top_id" is int64. They are differentiable in the tensors. If nothing needs a
-    gradient, no autograd function is called, which takes longer than a small batch.
+    gradient, no autograd function is called, because the call alone takes longer than the kernels
+    of a small batch.
 
-    row_pass   computes the softmax sums of the rows, and the gradients
-    tensors    of the source of the rows: logits, or hidden states, weight and bias
+    row_pass    computes the softmax sums of the rows, and the gradients
+    requested   the statistics to return in addition to "logps"
+    tensors     (logits,) or (hidden, weight, bias)
     """
     needs_graph = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in tensors
@@ -283,6 +308,7 @@ def row_statistics(
     else:
         with torch.no_grad():
             results = RowStatistics.forward(row_pass, requested, *tensors)
+    # The results go on after the statistics, with what the backward needs.
     return dict(zip(requested.all_names, results, strict=False))
 
 
@@ -303,17 +329,22 @@ class WeightGradMemory:
 
     @property
     def fp32_total(self) -> Tensor | None:
-        """`total` if blocks may be added to it one by one, None if each sum would be rounded."""
+        """`total` if it is fp32, so that blocks can be added to it one by one; else None.
+
+        In 16 bits each addition would round.
+        """
         return self.total if self.total.dtype == torch.float32 else None
 
     def add(self, gradient: Tensor | None) -> Tensor | None:
         """Add a gradient of the weight to `total`, and return what autograd gets for the weight.
 
-        autograd gets None. If the weight is Megatron's (`flagged_weight`), its hook wants a tensor
-        of the weight's shape: zeros if `zero_out_wgrad` is set (an embedding shares the weight),
-        because the hook then adds the tensor to main_grad. Else the values are never read.
+        Autograd gets None: `total` has the gradient. But a hook of Megatron (`flagged_weight`)
+        wants a tensor of the weight's shape. It adds this tensor to main_grad if the weight has
+        `zero_out_wgrad` (an embedding shares the weight), so it must be zeros then. Otherwise the
+        hook does not read the values, which are not set.
 
-        gradient   [V, H]. Nothing is added if it is None, or `total` itself with the sum in it.
+        gradient   [V, H]. Nothing is added if it is None, or if it is `total` itself, to which the
+                   blocks were added already.
         """
         if gradient is not None and gradient is not self.total:
             self.total.add_(gradient)
@@ -327,10 +358,15 @@ class WeightGradMemory:
 
 
 def check_weight_is_present(weight: Tensor, shard: VocabShard | None) -> None:
-    """Raise RuntimeError if the weight was freed after the forward."""
+    """Raise RuntimeError if the weight was freed after the forward, as by ZeRO-3 or FSDP.
+
+    weight   [V, H]: its storage is empty if it was freed
+    shard    this rank's part of the vocabulary, which may have no ids; None: the whole vocabulary
+    """
     is_empty = weight.untyped_storage().nbytes() == 0
     if weight.numel() == 0:
-        is_empty = shard is None  # a rank of a shard may have no part of the vocabulary
+        # Without elements the storage says nothing. Only a rank of a shard may have V = 0.
+        is_empty = shard is None
     if is_empty:
         raise RuntimeError(WEIGHT_MISSING)
 
@@ -343,13 +379,13 @@ class SumGradientOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, shard: VocabShard) -> Tensor:
-        """Return hidden itself, as a view: autograd needs another tensor."""
+        """Return a view of hidden: autograd wants an output that is not the input object."""
         ctx.shard = shard
         return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx: Any, grad_hidden: Tensor) -> tuple[Tensor, None]:
-        """Return the sum of grad_hidden over the ranks."""
+        """Return the sum of grad_hidden over the ranks, and None for the shard."""
         return ctx.shard.sum_over_ranks(grad_hidden.contiguous()), None
 
 
@@ -381,20 +417,22 @@ class PrecomputedGradients:
     """
 
     def __init__(self, kernels: Backend, gradients: Sequence[PrecomputedGradient]) -> None:
-        """Keep the gradients, and record that they must not be written to."""
+        """Keep the gradients for the backward, and record their versions."""
         self.kernels = kernels
         self.gradients: Sequence[PrecomputedGradient] | None = gradients
         self.versions: list[int | None] = []
         self.record_versions()
 
     def record_versions(self) -> None:
-        """Record the versions of the gradients, which must not be written to from now on."""
+        """Record torch's version counter of each gradient, so that `hand_over` notices a write."""
         assert self.gradients is not None
         values = [gradient.value for gradient in self.gradients]
         self.versions = [None if x is None else x._version for x in values]
 
     def hand_over(self, grad_loss: Tensor) -> list[Tensor | None]:
-        """Return each gradient times the upstream gradient grad_loss (0-d), None if it is none.
+        """Return each gradient times the upstream gradient, or None for an input without gradient.
+
+        grad_loss   0-d: the upstream gradient
 
         A gradient that the forward rounded to 16 bits is rounded again, unless grad_loss is a power
         of two. `grad_scale` of a loss avoids this: grad_loss is then 1.
@@ -435,7 +473,12 @@ class LossWithGradients(torch.autograd.Function):
     def forward(
         ctx: Any, loss: Tensor, gradients: PrecomputedGradients, *tensors: Tensor | None
     ) -> Tensor:
-        """Return the loss, and keep the gradients of `tensors` for the backward."""
+        """Return the loss, and keep the gradients of `tensors` for the backward.
+
+        loss        0-d, computed already
+        gradients   of the loss, one for each of `tensors`
+        tensors     not read: autograd learns from them what the loss depends on
+        """
         ctx.gradients = gradients
         ctx.set_materialize_grads(False)
         ctx.mark_dirty(loss)  # The output is the input itself, which autograd must be told.
@@ -443,7 +486,7 @@ class LossWithGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None) -> tuple[Any, ...]:
-        """Return None for loss and `gradients`, and the gradients times grad_loss, 0-d."""
+        """Return (None, None, *gradients of `tensors`), which are multiplied by grad_loss, 0-d."""
         if grad_loss is None:
             return (None,) * len(ctx.needs_input_grad)
         return None, None, *ctx.gradients.hand_over(grad_loss)
@@ -473,20 +516,27 @@ class LossOfStatistics(torch.autograd.Function):
         grad_entropy: Tensor | None,
         grad_auxiliary_loss: Tensor | None,
     ) -> Tensor:
+        """Return the sum of the losses, 0-d fp32. The class describes the arguments."""
         return sum_losses(losses)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Save the three known gradients, the last inputs of `forward`."""
         _, _, _, _, *gradients = inputs
         ctx.save_for_backward(*gradients)
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        """Return d loss / d statistic times the upstream gradient grad_loss, 0-d."""
+        """Return the gradient of each input of `forward`.
+
+        Those of the three statistics are the known gradients times the upstream gradient grad_loss,
+        0-d. The other inputs have None.
+        """
 
         def scale_gradients(
             upstream: Sequence[Tensor], gradients: Sequence[Tensor | None]
         ) -> tuple[Tensor | None, ...]:
+            """Return the gradients times upstream = [grad_loss]; None for None."""
             (grad_loss,) = upstream
             return tuple(None if x is None else x * grad_loss for x in gradients)
 

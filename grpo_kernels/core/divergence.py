@@ -64,7 +64,10 @@ MAX_LOG_RATIO = 80.0
 
 
 def psi(x: Tensor) -> Tensor:
-    """Return exp(x) - 1 - x without cancellation, for |x| <= PSI_LIMIT."""
+    """Return psi(x) = exp(x) - 1 - x without cancellation, for |x| <= PSI_LIMIT.
+
+    It is the series x^2 (1 / 2 + x / 6 + x^2 / 24 + ...), evaluated from its last coefficient.
+    """
     result = torch.full_like(x, PSI_COEFFICIENTS[-1])
     for coefficient in reversed(PSI_COEFFICIENTS[:-1]):
         result = result.mul_(x).add_(coefficient)
@@ -72,10 +75,15 @@ def psi(x: Tensor) -> Tensor:
 
 
 def phi(x: Tensor) -> Tensor:
-    """Return x - log(1 + x) without cancellation, for x > -1.
+    """Return phi(x) = x - log(1 + x) without cancellation, for x > -1.
 
-    With s = x / (2 + x), log(1 + x) is 2 atanh(s) = 2 (s + s^3 / 3 + s^5 / 5 + ...), and x - 2 s is
-    x s. So the result is x s - 2 (s^3 / 3 + s^5 / 5 + ...), which the series below sums.
+    With s = x / (2 + x),
+
+        log(1 + x) = 2 atanh(s) = 2 (s + s^3 / 3 + s^5 / 5 + ...)
+        x - 2 s    = x s
+        phi(x)     = x s - 2 (s^3 / 3 + s^5 / 5 + ... + s^13 / 13)      for |x| <= PSI_LIMIT
+
+    For larger |x| nothing cancels, and the definition is used.
     """
     s = x / (2.0 + x)
     squared = s * s
@@ -87,12 +95,14 @@ def phi(x: Tensor) -> Tensor:
 def logit_differences(
     z: Tensor, w: Tensor, max_logit: Tensor, reference_max_logit: Tensor
 ) -> Tensor:
-    """Return d = (z - max_logit) - (w - reference_max_logit).
+    """Return d = (z - max_logit) - (w - reference_max_logit), in the order with less rounding.
 
-    If the maxima are close, z - w comes first: it is exact for nearly equal z and w.
+    z - w is exact for nearly equal z and w, so it is computed first if the maxima are close:
+    d = (z - w) - (max_logit - reference_max_logit). If the maxima are far apart, z - w would be
+    rounded to the precision of their distance.
 
-    z, max_logit             logits of the policy and the maximum of each row
-    w, reference_max_logit   likewise of the reference
+    z, max_logit             logits of the policy, and the maximum of each row
+    w, reference_max_logit   logits of the reference, and the maximum of each row
     """
     distance = max_logit - reference_max_logit
     close = (z - w) - distance
@@ -101,17 +111,21 @@ def logit_differences(
 
 
 def log_ratio_terms(direction: str, p: Tensor, q: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the terms of sum_log_ratio and sum_log_ratio_excess of each column, [num_rows, V].
+    """Return (log-ratio terms, excess terms) of each column, [num_rows, V] each.
 
-        log-ratio   p d                            "forward": -q d
-        excess      p psi(-d) = q - p + p d        "forward": q psi(d)
+    Their sums over a row are the softmax sums sum_log_ratio and sum_log_ratio_excess:
 
-    with psi(x) = exp(x) - 1 - x. Where p is 0 they are 0 and q, whatever d is. Where q is 0 and p
-    is not, both are infinite. "forward" swaps p and q.
+                    "reverse"                      "forward", with p and q swapped
+        log-ratio   p d                            -q d
+        excess      p psi(-d) = q - p + p d        q psi(d) = p - q - q d
 
-    p, q   exp(z - max_logit) and exp(w - reference_max_logit), not divided by their sums,
-           [num_rows, V]
-    d      log(p / q), from `logit_differences`
+    with psi(x) = exp(x) - 1 - x. Where p is 0, the log-ratio term is 0 and the excess is q, whatever
+    d is. Where only q is 0, both terms are infinite. "forward" swaps p and q here, too.
+
+    direction   "forward" or "reverse"
+    p           [num_rows, V]: exp(z - max_logit) of the policy, not divided by the sum
+    q           [num_rows, V]: exp(w - reference_max_logit) of the reference, likewise
+    d           log(p / q), from `logit_differences`
     """
     if direction == "forward":
         p, q = q, p
@@ -133,7 +147,9 @@ def merge_log_ratio_sums(
     sum_log_ratio: Tensor,
     sum_log_ratio_excess: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return sum_log_ratio and sum_log_ratio_excess of whole rows from those of shards, [num_rows].
+    """Return (sum_log_ratio, sum_log_ratio_excess) of whole rows, fp32 [num_rows] each.
+
+    They are merged from the sums of the shards of a row, which are parts of the vocabulary.
 
     p_j and q_j are exponentials of policy and reference, not divided by their sums, and d_j is
     log(p_j / q_j). The sums of a shard are relative to its own maxima. In the whole row p_j becomes
@@ -178,17 +194,20 @@ def merge_log_ratio_sums(
 def mixture_terms(
     direction: str, p: Tensor, q: Tensor, log_ratio: Tensor, mixture: float
 ) -> tuple[Tensor, Tensor]:
-    """Return (policy_terms, reference_terms) of MIXTURE_SUMS, [num_rows, V] each.
+    """Return (policy_terms, reference_terms) of each column for "jsd" or "tv", [num_rows, V] each.
 
              policy term             reference term
         jsd  m - p + p log(p / m)    m - q + q log(q / m)    with m = p + mixture (q - p)
         tv   p sign(p - q) / 2       |p - q| / 2
 
-    The sums of the first line over a row are KL(p||m) and KL(q||m). The sum of p sign(p - q) / 2 is
-    `center` in `divergence_gradient`.
+    Their sums over a row are the two MIXTURE_SUMS. For jsd these are KL(p||m) and KL(q||m). For tv
+    the first is a number that the gradient needs (`center` in `divergence_gradient`), the second is
+    the total variation itself.
 
+    direction   "jsd" or "tv"
     p, q        probabilities of policy and reference, [num_rows, V]
-    log_ratio   log p - log q, any number where both are 0
+    log_ratio   log p - log q, any number where both are 0; for jsd clamped to +-MAX_LOG_RATIO
+    mixture     weight of q in m; not used for tv
     """
     if direction == "tv":
         # |p - q| = larger - smaller = larger (1 - exp(-|log_ratio|)), accurate also for p near q.
@@ -210,8 +229,13 @@ def divergence_of_mixture(
 ) -> Tensor:
     """Return the divergence of each row from the two sums of `mixture_terms`, [num_rows].
 
-    jsd   mixture KL(q||m) + (1 - mixture) KL(p||m)
-    tv    sum_j |p_j - q_j| / 2
+        jsd   mixture KL(q||m) + (1 - mixture) KL(p||m)
+        tv    sum_j |p_j - q_j| / 2
+
+    direction       "jsd" or "tv"
+    policy_sum      [num_rows], the sum of the policy terms: KL(p||m); not used for tv
+    reference_sum   [num_rows], the sum of the reference terms: KL(q||m), or the total variation
+    mixture         weight of q in m
     """
     if direction == "tv":
         return reference_sum
@@ -219,16 +243,23 @@ def divergence_of_mixture(
 
 
 def half_sign(log_ratio: Tensor) -> Tensor:
-    """Return sign(p - q) / 2 from log_ratio = log p - log q; 0 where they are equal, NaN stays."""
+    """Return sign(p - q) / 2 from log_ratio = log p - log q: 0.5, -0.5, 0 if equal; NaN for NaN."""
+    # torch.sign(NaN) is 0.
     return torch.where(log_ratio.isnan(), log_ratio, 0.5 * log_ratio.sign())
 
 
 def kl_terms_from_mixture(p: Tensor, q: Tensor, log_ratio: Tensor, weight_of_q: float) -> Tensor:
     """Return m - p + p log(p / m) with m = p + weight_of_q (q - p), 0 or more, [num_rows, V].
 
-    log_ratio   log p - log q
+    Their sum over a row is KL(p||m), because p and m have the same sum. With x = m / p - 1 the term
+    is p phi(x), phi(x) = x - log(1 + x), in which nothing cancels for small x.
+
+    p, q          probabilities, [num_rows, V]
+    log_ratio     log p - log q, finite, any number where both are 0
+    weight_of_q   a number in [0, 1]
     """
     difference, log_m_over_p = mixture_over_p(log_ratio, weight_of_q)
+    # Where p is 0, m = weight_of_q q is the whole term.
     terms = torch.where(
         difference.abs() <= PSI_LIMIT,
         p * phi(difference),
@@ -238,10 +269,15 @@ def kl_terms_from_mixture(p: Tensor, q: Tensor, log_ratio: Tensor, weight_of_q: 
 
 
 def mixture_over_p(log_ratio: Tensor, weight_of_q: float) -> tuple[Tensor, Tensor]:
-    """Return (m / p - 1, log(m / p)) with m = p + weight_of_q (q - p), from log_ratio = log(p / q).
+    """Return (m / p - 1, log(m / p)) with m = p + weight_of_q (q - p), without loss of digits.
+
+        m / p - 1 = weight_of_q (q / p - 1)
+        m / p     = (1 - weight_of_q) + weight_of_q q / p
 
     log(m / p) is log1p(m / p - 1). If m / p is small, m / p - 1 is close to -1 and has lost the
     digits of m / p. Then log(m / p) is computed from m / p itself.
+
+    log_ratio   log(p / q), finite
     """
     difference = weight_of_q * torch.expm1(-log_ratio)
     ratio = (1.0 - weight_of_q) + weight_of_q * torch.exp(-log_ratio)
@@ -252,24 +288,29 @@ def mixture_over_p(log_ratio: Tensor, weight_of_q: float) -> tuple[Tensor, Tenso
 def divergence_gradient(
     direction: str, p: Tensor, q: Tensor, log_ratio: Tensor, center: Tensor, mixture: float
 ) -> Tensor:
-    """Return d divergence / d z of each column, [num_rows, V].
+    """Return d divergence / d z of each column, [num_rows, V], z being the policy's logits.
 
         "reverse"   p (log(p / q) - center)                center = KL(p||q)
         "forward"   p - q
         "jsd"       (1 - mixture) p (log(p / m) - center)  center = KL(p||m)
         "tv"        p (sign(p - q) / 2 - center)           center = sum_j p_j sign(p_j - q_j) / 2
 
+    with m = (1 - mixture) p + mixture q. All but "forward" are 0 where p is 0.
+
     p, q        probabilities of policy and reference, [num_rows, V]
-    log_ratio   log p - log q, any number where both are 0
-    center      [num_rows, 1], see `SoftmaxSums.gradient_center`
+    log_ratio   log p - log q, any number where both are 0; for "jsd" clamped to +-MAX_LOG_RATIO
+    center      [num_rows, 1], the mean over the row that is subtracted from each column
+    mixture     weight of q in m, for "jsd"
     """
     if direction == "forward":
+        # p - q = p (1 - q / p), without cancellation for p near q.
         difference = torch.where(log_ratio.abs() <= PSI_LIMIT, -p * torch.expm1(-log_ratio), p - q)
         return torch.where(p == 0, -q, difference)
     factor = log_ratio
     if direction == "jsd":
         log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        factor = -mixture_over_p(log_ratio, mixture)[1]  # log p - log m
+        _, log_m_over_p = mixture_over_p(log_ratio, mixture)
+        factor = -log_m_over_p
         p = (1.0 - mixture) * p
     if direction == "tv":
         factor = half_sign(log_ratio)

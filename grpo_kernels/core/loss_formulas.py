@@ -49,7 +49,10 @@ class TokenFormula:
     def __init__(
         self, kernels: Backend, loss_formula: TokenLossFormula, order: RowOrder, has_reference: bool
     ) -> None:
-        """Put the inputs of the formula, one value a row, into the order of the pass."""
+        """Bring the inputs of the formula, one number a row, into the order of the pass.
+
+        The class describes the arguments.
+        """
         self.kernels = kernels
         self.order = order
         self.loss_formula = (
@@ -73,9 +76,10 @@ class TokenFormula:
         """Return None: `process_chunk` wrote the whole gradient."""
 
     def result(self) -> FormulaResult:
-        """Return the loss, and log-probs and entropies of all rows in the order of the batch.
+        """Return the loss, and the statistics of all rows in the order of the batch.
 
-        Rows that were not processed have 0 for each.
+        The statistics are log-probs, entropies and, with a reference, divergences. Rows that were
+        not processed have 0 for each.
         """
         device = self.order.row_ids.device
         not_processed = torch.zeros(self.num_values, self.order.num_rows, device=device)
@@ -107,7 +111,10 @@ class SequenceFormula:
         compute_losses: Callable[[Tensor, Tensor], TokenLosses],
         order: RowOrder,
     ) -> None:
-        """Begin with log-probs and entropies of 0, the values of rows that are not processed."""
+        """Begin with log-probs and entropies of 0, the values of rows that are not processed.
+
+        The class describes the arguments.
+        """
         self.kernels = kernels
         self.compute_losses = compute_losses
         self.order = order
@@ -118,7 +125,7 @@ class SequenceFormula:
     def process_chunk(self, chunk: slice, rows: LogitRows, grad_logits: Tensor | None) -> None:
         """Record log-probs and entropies of a chunk, and write d log-prob / d logits of each row.
 
-        `row_scale` has the other factor of the gradient.
+        The gradient of the loss is this times c[row], which `row_scale` returns later.
 
         chunk         slice of the rows in the order of the pass
         rows          their logits and targets
@@ -134,10 +141,10 @@ class SequenceFormula:
             write_unit_gradient(self.kernels, rows, sums, logps, grad_logits)
 
     def losses_so_far(self) -> TokenLosses:
-        """Return losses and gradients of all rows, fp32 [num_rows] each.
+        """Return the loss of each row and its derivatives, fp32 [num_rows] each.
 
-        They are right for sequences whose rows have all been processed. Log-probs of other rows are
-        still 0.
+        They are right for sequences whose rows have all been processed. The log-probs of rows that
+        have not been are still 0. The result is kept until the next chunk changes log-probs.
         """
         if self._losses is None:
             self._losses = self.compute_losses(self.logps, self.entropy)
@@ -146,8 +153,10 @@ class SequenceFormula:
     def row_scale(self, block: slice) -> Tensor:
         """Return c = d loss / d log-prob of each row of a block, fp32 [num_block_rows].
 
-        All rows of their sequences have been processed. A row whose log-prob is NaN gets NaN,
-        unless the loss does not depend on it.
+        The pass calls it when all rows of the sequences in the block have been processed. A row
+        whose log-prob is NaN gets NaN, unless the loss does not depend on it (c = 0).
+
+        block   slice of the rows in the order of the pass
         """
         # The log-probs of sequences in later blocks are still 0. They do not affect c of these
         # rows, because no sequence is in two blocks.
@@ -156,9 +165,10 @@ class SequenceFormula:
         return grad_logps.masked_fill(is_nan, torch.nan)[self.order.row_ids_at(block)]
 
     def result(self) -> FormulaResult:
-        """Return the loss, and log-probs and entropies of all rows in the order of the batch.
+        """Return the loss, and log-probs, entropies and log-ratios of all rows.
 
-        Rows that were not processed have 0 for each.
+        They are in the order of the batch. Log-probs and entropies of rows that were not processed
+        are 0.
         """
         token_losses = self.losses_so_far()
         return FormulaResult(
@@ -173,6 +183,7 @@ class SequenceFormula:
 def sum_losses(losses: Tensor) -> Tensor:
     """Return the sum of losses [num_rows] as a 0-d fp32 tensor.
 
-    The sum is fp64, so that it does not depend on how torch splits it among threads.
+    The sum is computed in fp64 and rounded once. So it is the same however torch splits it among
+    threads.
     """
     return losses.sum(dtype=torch.float64).float()

@@ -20,29 +20,31 @@ from .vocab_parallel import VocabShard
 
 
 def local_ids(token_ids: Tensor, shard: VocabShard | None, num_columns: int) -> Tensor:
-    """Return the column of each token id on this rank, int64.
+    """Return the column of each token id among the logits of this rank, int64.
 
-    The column is -1 for an id that another rank has, or that is outside of the vocabulary.
+    It is -1 for an id that another rank has, or that is outside of the vocabulary.
 
     token_ids     int64, ids of the whole vocabulary
-    shard         this rank's part of the vocabulary; None: all of it
+    shard         this rank's part of the vocabulary, the ids from shard.start on; None: all ids
     num_columns   number of columns of the logits on this rank
     """
     start = 0
     stop = num_columns
     if shard is not None:
         start = shard.start
+        # Columns beyond shard.vocab are padding of the head.
         stop = min(shard.start + num_columns, shard.vocab)
     is_local = (token_ids >= start) & (token_ids < stop)
     return torch.where(is_local, token_ids - start, -1)
 
 
 def sum_over_ranks(logits: Tensor, shard: VocabShard | None) -> Tensor:
-    """Return the logits of pairs, summed over the ranks of a sharded vocabulary, in place.
+    """Return the logits of pairs on all ranks of a sharded vocabulary, summed in place.
 
-    One rank has the column of a pair and its logit. The other ranks hold 0.
+    One rank has the id of a pair, and its logit. The other ranks pass 0, so the sum is the logit.
 
-    shard   this rank's part of the vocabulary; None: there is one rank
+    logits   fp32 [num_pairs]
+    shard    this rank's part of the vocabulary; None: there is one rank, and nothing to do
     """
     if shard is None:
         return logits
@@ -62,7 +64,10 @@ class GivenPairLogits(torch.autograd.Function):
     def forward(
         logits: Tensor, row_ids: Tensor, columns: Tensor, shard: VocabShard | None
     ) -> Tensor:
-        """Return the logit of each pair, summed over the ranks of a shard."""
+        """Return the logit of each pair, fp32 [num_pairs], 0 for a pair of the column -1.
+
+        With a shard, the result is the sum over its ranks. The class describes the arguments.
+        """
         if logits.shape[2] == 0:  # a rank without a part of the vocabulary
             selected = torch.zeros(row_ids.shape, device=logits.device)
         else:
@@ -71,7 +76,7 @@ class GivenPairLogits(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Save the pairs, and shape and dtype of the logits."""
+        """Save the pairs, and shape and dtype of the logits, which the gradient has as well."""
         logits, row_ids, columns, _ = inputs
         ctx.shape = logits.shape
         ctx.dtype = logits.dtype
@@ -79,7 +84,13 @@ class GivenPairLogits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return d loss / d logits from grad = d loss / d logit of each pair, [num_pairs]."""
+        """Return d loss / d logits [A, T, V], and None for the other inputs of `forward`.
+
+        The gradient of an element is the sum of `grad` over the pairs that selected it, and 0 if
+        there is none.
+
+        grad   d loss / d logit of each pair, [num_pairs]
+        """
         row_ids, columns = ctx.saved_tensors
 
         def compute_gradient(upstream: Sequence[Tensor]) -> Tensor:
@@ -94,10 +105,10 @@ class GivenPairLogits(torch.autograd.Function):
 
 
 def write_pair_sums(out: Tensor, row_ids: Tensor, columns: Tensor, values: Tensor) -> None:
-    """Write the sum of the values of equal pairs to out[row_ids[i], columns[i]], for all pairs i.
+    """Write out[row, column] = sum of values[i] over the pairs i = (row, column), for each pair.
 
-    The sums run in fp64 and in a fixed order, and are rounded once. The host does not wait for a
-    GPU.
+    Equal pairs are summed in fp64 and in a fixed order, and the sum is rounded once. The host does
+    not wait for a GPU.
 
     out                [A, T, V] contiguous, A groups of T rows, 0 before. Not empty.
     row_ids, columns   int64 [num_pairs]: rows are numbered from 0 to A * T - 1. The column -1 marks
@@ -158,7 +169,10 @@ class ProjectedPairLogits(torch.autograd.Function):
         shard: VocabShard | None,
         weight_memory: WeightGradMemory | None,
     ) -> Tensor:
-        """Return the logit of each pair, summed over the ranks of a shard."""
+        """Return the logit of each pair, fp32 [num_pairs], 0 for a pair of the column -1.
+
+        With a shard, the result is the sum over its ranks. The class describes the arguments.
+        """
         if len(weight) == 0:  # a rank without a part of the vocabulary
             return sum_over_ranks(torch.zeros(pairs.ids.shape, device=hidden.device), shard)
         logits = kernels.pair_logits(hidden.detach(), weight.detach(), pairs)
@@ -168,7 +182,7 @@ class ProjectedPairLogits(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Save hidden states, head and pairs."""
+        """Save the inputs of `forward`, which the backward reads again."""
         hidden, weight, bias, pairs, kernels, shard, weight_memory = inputs
         ctx.pairs = pairs
         ctx.kernels = kernels
@@ -178,7 +192,9 @@ class ProjectedPairLogits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden, weight and bias.
+        """Return the gradients of hidden, weight and bias, and None for the other inputs.
+
+        A gradient that is not needed is None.
 
         grad   d loss / d logit of each pair, [num_pairs]
         """
@@ -191,7 +207,7 @@ class ProjectedPairLogits(torch.autograd.Function):
 
             upstream          [grad]
             saved             [hidden, weight, bias]
-            fields_of_pairs   the fields of `Pairs`
+            fields_of_pairs   the tensors of `Pairs`, in the order of its fields
             """
             (grad,) = upstream
             hidden, weight, bias = saved

@@ -39,11 +39,11 @@ def statistics_of_rest(
 ) -> dict[str, Tensor]:
     """Return statistics of the softmax over the rest of each row, fp32 [num_rows] by name.
 
-    The rest is all ids of a row but those that are left out. "logps" is the log-odds
+    The rest is all ids of a row but those that are left out of it. The softmax sums are computed by
+    kernels that set the logits of the left-out ids to -inf. "logps" is the log-odds of the target
+    against the rest, whether or not the target is left out:
 
         z[target] - logsumexp(z over the rest)
-
-    and the other statistics are those of the softmax of z over the rest.
 
     source               `GivenLogits` or `ProjectedLogits`
     targets              int64 [num_rows]. A target may be left out of its row.
@@ -68,7 +68,7 @@ def statistics_of_rest(
 
 
 class LeftOutColumns(NamedTuple):
-    """The columns that are left out of the rows of a kernel call.
+    """The columns that are left out of the rows of a kernel call. A column is an id of this rank.
 
     positions   int64 [num_pairs]: the row of each pair, as its position in the call
     columns     int64 [num_pairs]: the column that this row leaves out. -1 marks a pair to ignore,
@@ -91,7 +91,7 @@ class RestKernels(BackendWrapper):
     """
 
     def __init__(self, kernels: Backend, left_out: Pairs) -> None:
-        """Wrap `kernels`, and leave the pairs `left_out` out of their rows."""
+        """Wrap `kernels`. The class describes the arguments."""
         super().__init__(kernels)
         self.left_out = left_out
 
@@ -101,13 +101,14 @@ class RestKernels(BackendWrapper):
         The logits of the ids that are left out become -inf in a copy, a block of rows at a time.
         "target_logit" is the logit of the target even if the target is left out.
 
-        names   the sums to compute
+        rows    the rows of the call: logits, targets, mask and transform
+        names   of the sums to compute, some of `softmax.SUMS`
         """
         rows = merge_groups(rows)
         batch_rows = rows_of_batch(rows)
         num_columns = rows.logits.shape[-1]
         block_size = rows_per_block(rows) * num_columns
-        # The logits of a block, and after them one element that ignored pairs write to.
+        # The logits of a block, and after them one element, into which the pairs to ignore write.
         copy = torch.empty(block_size + 1, dtype=torch.float32, device=rows.logits.device)
         sums = SoftmaxSums.empty(names, rows.num_rows, rows.logits.device)
         for block, logits in blocks_of(rows, rows.logits):
@@ -132,10 +133,12 @@ class RestKernels(BackendWrapper):
     def run_gradient_kernel(
         self, rows: LogitRows, sums: SoftmaxSums, coefficients: GradientCoefficients, out: Tensor
     ) -> None:
-        """Write d loss / d logits to `out`, and 0 for the ids that are left out.
+        """Write d loss / d logits to `out`, with 0 for the ids that are left out.
 
+        rows           the rows of the call
         sums           softmax sums over the ids that are not left out, from `run_sums_kernel`
-        coefficients   of the gradient of each row; their class has the formula
+        coefficients   numbers of each row, from which its gradient follows (the class has the
+                       formula)
         out            [A, T, V], the shape of rows.logits: A groups of T rows
         """
         self.kernels.softmax_gradient(rows, sums, coefficients, out)
@@ -143,11 +146,15 @@ class RestKernels(BackendWrapper):
         fill_pairs(out, rows.first_row + left_out.positions, left_out.columns, 0.0)
 
     def find_left_out(self, batch_rows: Tensor) -> LeftOutColumns:
-        """Return the columns that are left out of the rows of a kernel call.
+        """Return the (row, column) pairs that are left out of the softmax of the rows of a call.
 
-        The pairs are sorted by row. On a CPU only those between the first and the last row of the
-        call are returned. On a GPU the host would have to wait for these bounds, so all pairs of
-        the batch are. Either way, pairs of rows that are not in the call have the column -1.
+        A call may have some rows of the batch only. The result may contain pairs of other rows,
+        with the column -1 for the caller to ignore:
+
+        - On a CPU, the pairs between the first and the last row of the call. The pairs are sorted
+          by row, so these are a slice.
+        - On a GPU, all pairs of the batch, because the host would have to wait for the bounds of
+          the slice.
 
         batch_rows   int64 [num_rows], ascending: which row of the batch each row of the call is
         """
@@ -155,12 +162,14 @@ class RestKernels(BackendWrapper):
         pair_columns = self.left_out.ids
         num_rows = len(batch_rows)
         if batch_rows.device.type == "cpu" and num_rows > 0:
+            # The pairs of row r are those from offsets[r] to offsets[r + 1] - 1.
             offsets = self.left_out.offsets
             start = int(offsets[batch_rows[0]])
             stop = int(offsets[batch_rows[-1] + 1])
             pair_rows = pair_rows[start:stop]
             pair_columns = pair_columns[start:stop]
-        # For a row that is not in the call, searchsorted returns where it would be inserted.
+        # For a row that is not in the call, searchsorted returns the position where the row would
+        # be inserted, which may be behind the last.
         positions = torch.searchsorted(batch_rows, pair_rows).clamp(max=num_rows - 1)
         is_in_call = batch_rows[positions] == pair_rows
         return LeftOutColumns(
@@ -169,7 +178,10 @@ class RestKernels(BackendWrapper):
 
 
 def rows_of_batch(rows: LogitRows) -> Tensor:
-    """Return which row of the batch each row of a kernel call is, int64 [num_rows], ascending."""
+    """Return the number in the batch of each row of a kernel call, int64 [num_rows], ascending.
+
+    If rows.batch_rows is None, the logits of the call are those of the whole batch.
+    """
     if rows.batch_rows is not None:
         return rows.batch_rows
     stop = rows.first_row + rows.num_rows
@@ -177,10 +189,10 @@ def rows_of_batch(rows: LogitRows) -> Tensor:
 
 
 def merge_groups(rows: LogitRows) -> LogitRows:
-    """Return the same rows with their A groups of T rows merged into one, if strides allow it.
+    """Return the same rows with their logits [A, T, V] as a view [1, A * T, V], if strides allow it.
 
-    The logits [A, T, V] become a view [1, A * T, V]. A block of `blocks_of` has rows of one group
-    only, so there are fewer blocks afterwards.
+    Otherwise return the rows unchanged. `blocks_of` makes blocks from rows of one group only, so
+    there are fewer and larger blocks if the A groups of T rows are one group.
     """
     logits = rows.logits
     num_groups, rows_per_group, num_columns = logits.shape
@@ -191,9 +203,11 @@ def merge_groups(rows: LogitRows) -> LogitRows:
 
 
 def target_logits(rows: LogitRows) -> Tensor:
-    """Return the transformed logit of the target of each row, fp32 [num_rows].
+    """Return the logit of the target of each row after the transform, fp32 [num_rows].
 
-    It is NaN for a target that is not among the columns of the logits.
+    It is NaN for a target outside of [0, V), where V is the number of columns of the logits.
+
+    rows   the rows of a kernel call
     """
     columns = local_ids(rows.targets, shard=None, num_columns=rows.logits.shape[-1])
     row_ids = torch.arange(rows.num_rows, device=columns.device)
@@ -205,7 +219,7 @@ def target_logits(rows: LogitRows) -> Tensor:
 
 
 def fill_pairs(x: Tensor, row_ids: Tensor, columns: Tensor, value: float) -> None:
-    """Set x[row_ids[i], columns[i]] to value for each pair i, without waiting for a GPU.
+    """Set x[row_ids[i], columns[i]] to value for each pair i, in place, without waiting for a GPU.
 
     x         [A, T, V], A groups of T rows, with any strides
     row_ids   int64 [num_pairs]: row t of group a has the number a * T + t

@@ -59,7 +59,12 @@ class RowTransform(NamedTuple):
     inverse_temperature: float | Tensor
 
     def select(self, rows: slice | Tensor) -> RowTransform:
-        """Return the transform of some of the rows, a slice or int64 row numbers."""
+        """Return the transform of some of the rows.
+
+        Only a tensor of temperatures has different values for different rows.
+
+        rows   slice, or int64 [num_selected]
+        """
         inverse = self.inverse_temperature
         if isinstance(inverse, float):
             return self
@@ -77,10 +82,11 @@ class RowTransform(NamedTuple):
         return self._replace(inverse_temperature=plain(inverse.detach()))
 
     def transform_pairs(self, logits: Tensor, row_ids: Tensor) -> Tensor:
-        """Return z of single logits.
+        """Return z = transform(x) of single logits, fp32 [num_pairs].
 
-        logits    fp32 [num_pairs]
-        row_ids   int64 [num_pairs], the row of each logit
+        logits    x, the raw logits, fp32 [num_pairs]. They are returned themselves if the transform
+                  changes nothing.
+        row_ids   int64 [num_pairs], the row of each logit, which has a temperature
         """
         inverse = self.select(row_ids).inverse_temperature
         if self.softcap:
@@ -90,12 +96,12 @@ class RowTransform(NamedTuple):
         return logits if is_identity else logits * factor
 
     def transform_rows(self, logits: Tensor, out: Tensor) -> Tensor:
-        """Return z of whole rows, fp32 [num_rows, V].
+        """Return z = transform(x) of whole rows, fp32 [num_rows, V].
 
-        The result is `logits` itself, and `out` is not written, if the logits are fp32 and the
-        transform changes nothing. Else the result is `out`.
+        The result is written to `out`, with one exception: if the logits are fp32 and the transform
+        changes nothing, they are returned themselves, and `out` is not written.
 
-        logits   raw logits [num_rows, V], as many rows as there are inverse temperatures
+        logits   x, the raw logits [num_rows, V], as many rows as there are inverse temperatures
         out      fp32 [num_rows, V], which may be the logits
         """
         inverse = self.inverse_temperature
@@ -140,8 +146,10 @@ class ReferenceRows(NamedTuple):
     def select(self, rows: slice | Tensor) -> ReferenceRows:
         """Return the reference for some of the rows of a call.
 
-        Only the transform is selected. The logits stay whole, because the kernels find a row in
-        them by `LogitRows.row_range`.
+        The temperatures are selected. The logits stay whole, because the kernels know by
+        `LogitRows.row_range` which of their rows belong to a call.
+
+        rows   slice, or int64 [num_selected]
         """
         return self._replace(transform=self.transform.select(rows))
 
@@ -171,16 +179,19 @@ class LogitRows(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of the call."""
+        """Number of rows of the call: those of `targets`, not all of `logits`."""
         return self.targets.numel()
 
     @property
     def first_row(self) -> int:
-        """Which of the A * T rows of logits the first row of the call is."""
+        """The number of the first row of the call among the A * T rows of logits."""
         return 0 if self.row_range is None else self.row_range[0]
 
     def slice_rows(self, start: int, stop: int) -> LogitRows:
-        """Return rows start to stop of the call: the same logits, slices of the vectors."""
+        """Return the rows start to stop - 1 of the call, as a call of their own.
+
+        The logits stay whole, with another row_range. Vectors such as targets are sliced.
+        """
         if stop - start == self.num_rows:
             return self  # slicing the vectors would take longer than a small batch
         rows = slice(start, stop)
@@ -260,7 +271,9 @@ DIFFERENTIABLE = ("entropy", "sum_squares", "logsumexp", "divergence")
 
 @functools.lru_cache(maxsize=256)
 def sums_for(statistics: tuple[str, ...], direction: str = "") -> tuple[str, ...]:
-    """Return the names of the sums that statistics need, in the order of SUMS.
+    """Return the names of the softmax sums that statistics need, in the order of SUMS.
+
+    They always include BASIC_SUMS, for the log-prob.
 
     statistics   names of STATISTICS
     direction    of the divergence, if "divergence" is one of the statistics; else ""
@@ -274,7 +287,7 @@ def sums_for(statistics: tuple[str, ...], direction: str = "") -> tuple[str, ...
 
 
 def concatenate(tables: Sequence[Tensor], dim: int) -> Tensor:
-    """Return torch.cat(tables, dim); the table itself if there is only one."""
+    """Return torch.cat(tables, dim), without a copy if there is only one table."""
     return tables[0] if len(tables) == 1 else torch.cat(list(tables), dim)
 
 
@@ -322,8 +335,9 @@ class SoftmaxSums:
         device: torch.device,
         reference: ReferenceRows | None = None,
     ) -> SoftmaxSums:
-        """Return sums whose values are not set yet.
+        """Return sums for num_rows rows whose values are not set yet.
 
+        names       of the sums, some of SUMS in their order
         reference   gives the kind of the divergence; None: there is no reference
         """
         values = torch.empty(len(names), num_rows, dtype=torch.float32, device=device)
@@ -337,8 +351,9 @@ class SoftmaxSums:
         device: torch.device,
         reference: ReferenceRows | None = None,
     ) -> SoftmaxSums:
-        """Return sums with the values of masked rows, MASKED_VALUES.
+        """Return sums with the values of masked rows, of which all statistics are 0 (or -1).
 
+        names       of the sums, some of SUMS in their order
         reference   gives the kind of the divergence; None: there is no reference
         """
         sums = cls.empty(names, num_rows, device, reference)
@@ -349,50 +364,59 @@ class SoftmaxSums:
         return sums
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return a named sum, fp32 [num_rows], a view of `values`; "argmax" is int32."""
+        """Return a named sum, fp32 [num_rows], as a view of `values`.
+
+        "argmax" is int32: the table stores the bits of int32 numbers in an fp32 row.
+        """
         row = self.values[self.names.index(name)]
         return row.view(torch.int32) if name == "argmax" else row
 
     def set_sums(self, names: tuple[str, ...], values: Tensor) -> None:
-        """Set sums to values [len(names), num_rows]. The names are consecutive in `self.names`."""
+        """Set the named sums to values [len(names), num_rows].
+
+        The names must follow one another in `self.names`.
+        """
         first = self.names.index(names[0])
         self.values[first : first + len(names)] = values
 
     def select(self, rows: slice | Tensor) -> SoftmaxSums:
-        """Return the sums of some of the rows."""
+        """Return the sums of some of the rows.
+
+        rows   slice, or int64 [num_selected]
+        """
         return SoftmaxSums(self.values[:, rows], self.names, self.kind)
 
     @property
     def direction(self) -> str:
-        """The direction of the divergence, "" without a reference."""
+        """The direction of the divergence ("reverse", ...), "" without a reference."""
         return self.kind.direction
 
     # ---- statistics, each fp32 [num_rows]
 
     @property
     def max_logit(self) -> Tensor:
-        """max_j z_j."""
+        """max_j z_j, the largest logit of the row."""
         return self.values[0]
 
     @property
     def sum_exp(self) -> Tensor:
-        """sum_j exp(z_j - max)."""
+        """sum_j exp(z_j - max_logit)."""
         return self.values[1]
 
     @property
     def logsumexp(self) -> Tensor:
-        """log sum_j exp(z_j)."""
+        """log sum_j exp(z_j) = max_logit + log(sum_exp)."""
         return self.max_logit + torch.log(self.sum_exp)
 
     @property
     def logps(self) -> Tensor:
-        """Log-prob of the target."""
+        """Log-prob of the target: target_logit - max_logit - log(sum_exp)."""
         max_logit, sum_exp, target_logit = self._accurate_values()[:3]
         return ((target_logit - max_logit) - torch.log(sum_exp)).float()
 
     @property
     def entropy(self) -> Tensor:
-        """Entropy in nats, never negative."""
+        """Entropy of the row in nats, never negative."""
         return self.logps_and_entropy()[1]
 
     def logps_and_entropy(self) -> tuple[Tensor, Tensor]:
@@ -412,12 +436,12 @@ class SoftmaxSums:
 
     @property
     def sum_squares(self) -> Tensor:
-        """Sum of p^2: the probability that two draws from the row are equal."""
+        """sum_j p_j^2: the probability that two draws from the row are equal."""
         return self["sum_exp_squared"] / (self.sum_exp * self.sum_exp)
 
     @property
     def top_prob(self) -> Tensor:
-        """The largest probability, NaN if all logits are -inf."""
+        """The largest probability, 1 / sum_exp; NaN if all logits are -inf, whose sum_exp is 0."""
         return torch.where(self.sum_exp == 0, torch.nan, self.sum_exp.reciprocal())
 
     @property
@@ -429,32 +453,44 @@ class SoftmaxSums:
     def divergence(self) -> Tensor:
         """Divergence of the policy p from the reference q, [num_rows], never negative.
 
-        "reverse" is KL(p || q), "forward" KL(q || p), "jsd" and "tv" are in `divergence.py`. It is
-        infinite where q is 0 and p is not ("forward": where p is 0 and q is not).
+        The direction says which:
+
+            "reverse"   KL(p || q), infinite where q is 0 and p is not
+            "forward"   KL(q || p), infinite where p is 0 and q is not
+            "jsd"       b KL(q || m) + (1 - b) KL(p || m), with m = (1 - b) p + b q and b = mixture
+            "tv"        sum_j |p_j - q_j| / 2
         """
         if self.direction in TWO_PASS_DIRECTIONS:
             return divergence_of_mixture(
                 self.direction, self["mixture_policy"], self["mixture_reference"], self.kind.mixture
             )
         sums = self._log_ratio_sums
-        # KL is mean_log_ratio + log_sum_ratio, see `LogRatioSums`. For nearly equal rows the two
-        # cancel. mean_log_ratio is excess - sum_ratio, so KL is also excess - phi(sum_ratio), with
-        # phi(x) = x - log(1 + x), in which nothing cancels.
-        small = sums.excess - phi(sums.sum_ratio)
-        large = sums.mean_log_ratio + sums.log_sum_ratio
-        return torch.where(sums.is_small, small, large).clamp(min=0.0).float()
+        # KL = mean_log_ratio + log_sum_ratio, see `LogRatioSums`. For nearly equal rows the two
+        # cancel. mean_log_ratio = excess - sum_ratio and log_sum_ratio = log(1 + sum_ratio). So KL
+        # is also excess - phi(sum_ratio), with phi(x) = x - log(1 + x), in which nothing cancels.
+        of_near_rows = sums.excess - phi(sums.sum_ratio)
+        of_far_rows = sums.mean_log_ratio + sums.log_sum_ratio
+        # Rounding can make the KL slightly negative. clamp keeps NaN.
+        return torch.where(sums.is_small, of_near_rows, of_far_rows).clamp(min=0.0).float()
 
     @property
     def log_sum_ratio(self) -> Tensor:
-        """log(reference_sum_exp / sum_exp): log p_j - log q_j is d_j plus this."""
+        """log(reference_sum_exp / sum_exp), fp32 [num_rows].
+
+        Without their sums the log-ratio of an id is d_j = (z_j - max z) - (w_j - max w). With them
+        it is log p_j - log q_j = d_j + this.
+        """
+        # `LogRatioSums` has policy and reference swapped for "forward".
         log_sum_ratio = self._log_ratio_sums.log_sum_ratio
         return (-log_sum_ratio if self.direction == "forward" else log_sum_ratio).float()
 
     @property
     def gradient_center(self) -> Tensor:
-        """[num_rows]: the mean that the gradient of the divergence subtracts from each column.
+        """The mean that the gradient of the divergence subtracts from each column, [num_rows].
 
-        It is `center` in `divergence.divergence_gradient`; 0 for "forward", which subtracts none.
+        It is `center` in `divergence.divergence_gradient`, which has the formulas: KL(p || q) for
+        "reverse", a sum of the second pass for "jsd" and "tv", and 0 for "forward", whose gradient
+        subtracts nothing.
         """
         if self.direction in TWO_PASS_DIRECTIONS:
             return self["mixture_policy"]
@@ -484,16 +520,19 @@ class SoftmaxSums:
         return results
 
     def _accurate_values(self) -> Tensor:
-        """Return the values, in fp64 on a CPU.
+        """Return the table of sums, [num_names, num_rows], converted to fp64 on a CPU.
 
-        A logarithm in fp64 that is rounded to fp32 is the same in torch and in the C++ kernels, so
-        that their log-probs are equal.
+        Logarithms of the sums are then computed in fp64 and rounded to fp32, as the C++ kernels do.
+        So log-probs are the same, whether torch or a kernel computes them.
         """
         return self.values.double() if self.values.device.type == "cpu" else self.values
 
     @functools.cached_property
     def _log_ratio_sums(self) -> LogRatioSums:
-        """The sums over log-ratios, divided by the sum of the row that weights them."""
+        """The sums over log-ratios, divided by the sum of exponentials that weights them.
+
+        For "forward" policy and reference are swapped, so that one set of formulas serves both.
+        """
         values = dict(zip(self.names, self._accurate_values(), strict=True))
         sum_p = values["sum_exp"]
         sum_q = values["reference_sum_exp"]
@@ -509,7 +548,13 @@ class SoftmaxSums:
         log_sum_ratio = torch.where(
             is_small, torch.log1p(sum_ratio), torch.log(sum_q) - torch.log(sum_p)
         )
-        return LogRatioSums(mean_log_ratio, excess, sum_ratio, log_sum_ratio, is_small)
+        return LogRatioSums(
+            mean_log_ratio=mean_log_ratio,
+            excess=excess,
+            sum_ratio=sum_ratio,
+            log_sum_ratio=log_sum_ratio,
+            is_small=is_small,
+        )
 
 
 #: The coefficients of the gradient that the C++ and Triton kernels take, in the order of
@@ -546,7 +591,15 @@ class GradientCoefficients(NamedTuple):
         *,
         entropy: Tensor | None = None,
     ) -> GradientCoefficients:
-        """Return the coefficients of d loss / d z from d loss / d statistic.
+        """Return the coefficients of d loss / d z from upstream gradients d loss / d statistic.
+
+        The comments below give d statistic / d z. Their sum over the statistics has the form
+
+            d loss / d z_j = target * (1[j = y] - p_j)
+                           + p_j * (constant + logp * log p_j + prob * p_j)
+                           + divergence * G_j
+
+        where y is the target and G_j the derivative of the divergence.
 
         sums      the sums of the rows
         grads     upstream gradients [num_rows] of "logps" and of statistics in DIFFERENTIABLE
@@ -561,11 +614,13 @@ class GradientCoefficients(NamedTuple):
 
         grads = {name: to_masked_fp32(grad) for name, grad in grads.items()}
         coefficients = {}
-        if "logps" in grads:
+        if "logps" in grads:  # d logp / d z_j = 1[j = y] - p_j
             coefficients["target"] = grads["logps"]
         else:
-            coefficients["target"] = torch.zeros_like(next(iter(grads.values())))
+            any_gradient = next(iter(grads.values()))
+            coefficients["target"] = torch.zeros_like(any_gradient)
 
+        # `times` is a product that is 0 where the gradient is 0, even if the statistic is infinite.
         constants = []
         if "logsumexp" in grads:  # d logsumexp / d z_j = p_j
             constants.append(grads["logsumexp"])
@@ -579,13 +634,16 @@ class GradientCoefficients(NamedTuple):
             constants.append(times(-coefficients["prob"], sums.sum_squares))
         if constants:
             coefficients["constant"] = sum(constants[1:], constants[0])
-        if "divergence" in grads:
+        if "divergence" in grads:  # d divergence / d z_j = G_j
             coefficients["divergence"] = grads["divergence"]
         return cls.stack(coefficients)
 
     @classmethod
     def stack(cls, coefficients: dict[str, Tensor]) -> GradientCoefficients:
-        """Return coefficients, fp32 [num_rows] by name, as one table. "target" must be there."""
+        """Return coefficients, fp32 [num_rows] each, as one table [num_names, num_rows].
+
+        coefficients   by name; "target" must be one of them. Names that are missing stand for 0.
+        """
         names = tuple(name for name in COEFFICIENTS if name in coefficients)
         rows = [coefficients[name] for name in names]
         if len(rows) == 1:
@@ -593,23 +651,26 @@ class GradientCoefficients(NamedTuple):
         return cls(torch.stack(rows), names)
 
     def get(self, name: str) -> Tensor | None:
-        """Return a coefficient [num_rows], a view of `values`; None if it is 0 in all rows."""
+        """Return a coefficient [num_rows], a view of `values`; None if it is not in the table."""
         return self.values[self.names.index(name)] if name in self.names else None
 
     @property
     def target(self) -> Tensor:
-        """The coefficient "target" [num_rows], d loss / d log-prob of the target."""
+        """The coefficient "target", [num_rows]: d loss / d log-prob of the target."""
         return self.values[0]
 
     def select(self, rows: slice | Tensor) -> GradientCoefficients:
-        """Return the coefficients of some of the rows."""
+        """Return the coefficients of some of the rows.
+
+        rows   slice, or int64 [num_selected]
+        """
         return self._replace(values=self.values[:, rows])
 
     @property
     def nonzero(self) -> Tensor:
-        """bool [num_rows]: whether any coefficient of a row is not 0.
+        """Whether any coefficient of a row is not 0, bool [num_rows].
 
-        The gradient of other rows is exactly 0.
+        The gradient of the other rows is exactly 0.
         """
         if len(self.names) == 1:
             return self.target != 0
@@ -636,7 +697,10 @@ class ShardWeights(NamedTuple):
 
     @classmethod
     def from_max_logits(cls, max_logits: Tensor) -> ShardWeights:
-        """Return the factors of shards from their maxima, fp32 [num_shards, num_rows]."""
+        """Return the factors of the shards of each row.
+
+        max_logits   fp32 [num_shards, num_rows], the largest logit of each shard
+        """
         max_logit = max_logits.amax(0)
         is_empty = max_logits == -torch.inf
         shift = torch.where(is_empty, 0.0, max_logits - max_logit)

@@ -76,11 +76,15 @@ class Reference:
 
 
 class RowSource(Protocol):
-    """Rows of logits that all compositions take: `GivenLogits` or `ProjectedLogits`."""
+    """Rows of logits, given (`GivenLogits`) or computed from hidden states (`ProjectedLogits`).
+
+    Losses and log-probs are compositions of the methods of this class. A row is one position, whose
+    logits predict one token or several. V is the number of ids of this rank.
+    """
 
     @property
     def transform(self) -> RowTransform:
-        """What is applied to each logit."""
+        """What is applied to the raw logits of each row: scale, softcap and 1 / temperature."""
 
     @property
     def num_rows(self) -> int:
@@ -167,9 +171,11 @@ class RowSource(Protocol):
 
 
 def softmax_sum_names(names: tuple[str, ...], reference: Reference | None) -> tuple[str, ...]:
-    """Return the names of the softmax sums that these statistics follow from.
+    """Return the names of the softmax sums from which statistics of a row follow.
 
-    reference   the model that "divergence" is computed from, or None
+    names       of the statistics, for example "entropy"
+    reference   the model that the statistic "divergence" is computed from, or None. The sums depend
+                on the direction of the divergence.
     """
     kind = NO_DIVERGENCE if reference is None else reference.kind
     return sums_for(names, kind.direction)
@@ -178,7 +184,14 @@ def softmax_sum_names(names: tuple[str, ...], reference: Reference | None) -> tu
 def transform_pairs(
     source: RowSource, logits: Tensor, row_ids: Tensor, token_ids: Tensor
 ) -> Tensor:
-    """Return z of raw logits of (row, id) pairs, fp32 [num_pairs]; -inf for ids outside [0, V)."""
+    """Return z = transform(raw logit) of each (row, id) pair, fp32 [num_pairs].
+
+    An id outside of the vocabulary has no logit. Its z is -inf, so that its probability is 0.
+
+    source               the rows, which have a transform each
+    logits               fp32 [num_pairs]: the raw logits
+    row_ids, token_ids   int64 [num_pairs]
+    """
     transformed = source.transform.transform_pairs(logits, row_ids)
     is_id = (token_ids >= 0) & (token_ids < source.vocab_size)
     return torch.where(is_id, transformed, -torch.inf)
@@ -211,7 +224,7 @@ class GivenLogits:
 
     @property
     def num_columns(self) -> int:
-        """Number of columns of this rank."""
+        """Number of ids of this rank: all ids without a shard."""
         return self.logits.shape[2]
 
     @property
@@ -226,15 +239,15 @@ class GivenLogits:
 
     @property
     def tensors(self) -> tuple[Tensor]:
-        """The tensors that may need a gradient."""
+        """The tensors that may need a gradient: (logits,)."""
         return (self.logits,)
 
     def with_known_order(self, mask: Tensor | None, order: RowOrder) -> GivenLogits:
-        """Return the same rows: row kernels read the mask on the device and need no order."""
+        """Return the same rows. Kernels over given logits read a mask on the device, no order."""
         return self
 
     def without_gradient(self) -> GivenLogits:
-        """Return the same rows as constants, also for torch.func."""
+        """Return the same rows without a gradient and without the wrappers of torch.func."""
         return replace(
             self, logits=plain(self.logits.detach()), transform=self.transform.without_wrappers()
         )
@@ -274,15 +287,20 @@ class GivenLogits:
         *,
         detached: tuple[str, ...] = (),
     ) -> dict[str, Tensor]:
-        """Return statistics of the softmax over all ids of each row but those of the pairs.
+        """Return statistics of the softmax over the rest of each row, [num_rows] by name.
 
-        "logps" is the log-odds of the target against these ids. `RowSource` describes arguments and
-        results. The forward copies the logits, a block of rows at a time.
+        The rest is all ids of a row but those of the (row, id) pairs. "logps" is the log-odds of
+        the target against the rest, z[target] - logsumexp(z[rest]). The forward copies the logits,
+        a block of rows at a time, and sets those of the pairs to -inf. `RowSource` describes the
+        arguments.
         """
         return statistics_of_rest(self, targets, row_ids, token_ids, mask, names, detached)
 
     def logits_at(self, row_ids: Tensor, token_ids: Tensor) -> Tensor:
-        """Return the transformed logit z of each (row, id) pair, fp32 [num_pairs], differentiable.
+        """Return the logit z of each (row, id) pair after the transform, fp32 [num_pairs].
+
+        It is differentiable in the logits. With a vocabulary shard, each logit is on one rank, and
+        all ranks get it.
 
         row_ids, token_ids   int64 [num_pairs]. An id outside of the vocabulary gives -inf.
         """
@@ -293,10 +311,10 @@ class GivenLogits:
     def fused_loss(
         self, loss_formula: TokenLossFormula, mask: Tensor | None, reference: Reference | None
     ) -> FormulaResult:
-        """Return a token-level loss, whose gradient is computed in the forward.
+        """Return a token-level loss of which the forward computes the gradient as well.
 
-        The kernels write the gradient of the logits for an upstream gradient of 1, while they
-        compute the loss. The backward multiplies it by the upstream gradient.
+        The kernels compute the loss, and write the gradient of the logits for an upstream gradient
+        of 1. The backward multiplies it by the upstream gradient.
 
         loss_formula   computes the loss of a row from its log-prob and entropy
         mask           bool [num_rows]: rows to process; None processes all
@@ -321,15 +339,16 @@ class GivenLogits:
         )
         loss = apply_function(LossWithGradients, loss, gradients, self.logits)
         if self.inplace and grad_logits is not None:
-            # The kernels wrote to the logits, of which autograd must know. It is told after
-            # `apply`: it would make a new, slow graph for a view that was written to before.
+            # The kernels wrote to the logits. Autograd learns this from the version counter. The
+            # counter is changed after `apply`, because `apply` makes a new, slow graph for a view
+            # that was written to before.
             torch.autograd.graph.increment_version(self.logits)
             gradients.record_versions()
         return FormulaResult(loss, values.logps, values.entropy, values.divergence)
 
 
 def reference_rows(reference: Reference | None) -> ReferenceRows | None:
-    """Return a reference whose logits are given as the kernels take it."""
+    """Return a reference with given logits as the row kernels take it; None for None."""
     if reference is None:
         return None
     source = reference.source
@@ -347,7 +366,7 @@ class SoftmaxPass(StatisticsPass):
     reference: ReferenceRows | ReferenceProjection | None
 
     def as_sums(self, values: Tensor) -> SoftmaxSums:
-        """Return the values of the softmax sums with their names."""
+        """Return softmax sums, fp32 [num_sums, num_rows], with their names."""
         kind = NO_DIVERGENCE if self.reference is None else self.reference.kind
         return SoftmaxSums(values, self.names, kind)
 
@@ -370,7 +389,10 @@ class LogitsPass(SoftmaxPass):
     inplace: bool
 
     def compute(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        """Return (softmax sums [num_sums, num_rows],) of logits [A, T, V]."""
+        """Return a tuple of one tensor: the softmax sums, fp32 [num_sums, num_rows].
+
+        tensors   (logits,), [A, T, V]: A groups of T rows
+        """
         (logits,) = tensors
         assert logits is not None
         return (self.kernels.softmax_sums(self.make_rows(logits), self.names).values,)
@@ -382,9 +404,11 @@ class LogitsPass(SoftmaxPass):
         grads: dict[str, Tensor],
         wanted: Sequence[bool],
     ) -> tuple[Tensor | None, ...]:
-        """Return (d loss / d logits [A, T, V],) from d loss / d statistic, fp32 [num_rows] by name.
+        """Return a tuple of one tensor: d loss / d logits, [A, T, V].
 
-        computed   the softmax sums, as `compute` returned them
+        tensors    (logits,)
+        computed   (softmax sums,), as `compute` returned them
+        grads      d loss / d statistic by name, fp32 [num_rows] each
         wanted     not used: the backward is called only if the logits need a gradient
         """
         coefficients = GradientCoefficients.from_gradients(
@@ -399,11 +423,15 @@ class LogitsPass(SoftmaxPass):
         coefficients: GradientCoefficients,
         wanted: Sequence[bool],
     ) -> tuple[Tensor | None, ...]:
-        """Return (d loss / d logits [A, T, V],).
+        """Return a tuple of one tensor: d loss / d logits, [A, T, V].
 
+        With `inplace` the gradient is written over the logits.
+
+        tensors        (logits,)
         values         the softmax sums, fp32 [num_sums, num_rows]
-        coefficients   of the gradient of each row; their class has the formula
-        wanted         not used, see `gradients`
+        coefficients   numbers of each row, from which its gradient follows (the class has the
+                       formula)
+        wanted         not used: the backward is called only if the logits need a gradient
         """
         (logits,) = tensors
         assert logits is not None
@@ -416,14 +444,18 @@ class LogitsPass(SoftmaxPass):
         return (grad_logits,)
 
     def tensors_read_again(self) -> list[Tensor | None]:
-        """Return targets, mask, temperatures and the reference's logits."""
+        """Return the tensors that the backward reads besides the logits; None for an absent one.
+
+        They are targets, mask, temperatures and the reference's logits and temperatures. The
+        backward checks that none was written to since the forward.
+        """
         tensors = [self.targets, self.mask, temperatures_of(self.transform)]
         if self.reference is not None:
             tensors += [self.reference.logits, temperatures_of(self.reference.transform)]
         return tensors
 
     def make_rows(self, logits: Tensor) -> LogitRows:
-        """Return the rows of a kernel call over all logits [A, T, V]."""
+        """Return the rows of a kernel call over all logits [A, T, V], with targets and mask."""
         return LogitRows(
             logits=logits.detach(),
             targets=self.targets,
@@ -434,7 +466,7 @@ class LogitsPass(SoftmaxPass):
 
 
 def temperatures_of(transform: RowTransform) -> Tensor | None:
-    """Return the inverse temperatures [num_rows], or None if all rows have one, a number."""
+    """Return 1 / temperature of each row, fp32 [num_rows]; None if one number is for all rows."""
     inverse = transform.inverse_temperature
     return inverse if isinstance(inverse, Tensor) else None
 
@@ -444,16 +476,20 @@ def temperatures_of(transform: RowTransform) -> Tensor | None:
 
 @dataclass(frozen=True, eq=False)
 class KnownOrder:
-    """The order of the rows of a mask, bool [num_rows] or None, that the caller has computed."""
+    """The order of the processed rows, which the caller has computed from a mask.
+
+    mask    bool [num_rows]: rows to process; None: all
+    order   the numbers of these rows
+    """
 
     mask: Tensor | None
     order: RowOrder
 
     def is_for(self, mask: Tensor | None) -> bool:
-        """Return whether this is the order of the rows of `mask`.
+        """Return whether `mask` is the very tensor that this order was computed from.
 
-        It is if the mask is the same tensor. An equal one is not recognized, because the host would
-        have to wait for the device to compare them.
+        A mask with equal values is not recognized: to compare values, the host would have to wait
+        for the device.
         """
         return self.mask is mask
 
@@ -482,7 +518,7 @@ class ProjectedLogits:
 
     @property
     def num_columns(self) -> int:
-        """Number of columns of this rank."""
+        """Number of ids of this rank: all ids without a shard."""
         return len(self.projection.weight)
 
     @property
@@ -497,12 +533,12 @@ class ProjectedLogits:
 
     @property
     def transform(self) -> RowTransform:
-        """The transform of each row."""
+        """What is applied to the raw logits of each row: scale, softcap and 1 / temperature."""
         return self.projection.transform
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The tensors that may need a gradient."""
+        """The tensors that may need a gradient: (hidden, weight, bias)."""
         return self.projection.hidden, self.projection.weight, self.projection.bias
 
     @property
@@ -512,14 +548,17 @@ class ProjectedLogits:
         return weight.requires_grad or (bias is not None and bias.requires_grad)
 
     def with_known_order(self, mask: Tensor | None, order: RowOrder) -> ProjectedLogits:
-        """Return the same rows, and remember the order of the rows of a mask.
+        """Return the same rows, with the order of the rows of a mask.
 
-        The host then need not wait for the device to process the rows of this mask.
+        `statistics` of this mask then need not wait for the device to count its rows.
+
+        mask    bool [num_rows]: rows to process; None: all
+        order   the numbers of these rows
         """
         return replace(self, known_order=KnownOrder(mask, order))
 
     def without_gradient(self) -> ProjectedLogits:
-        """Return the same rows as constants, also for torch.func."""
+        """Return the same rows without a gradient and without the wrappers of torch.func."""
         hidden, weight, bias = self.tensors
         projection = replace(
             self.projection,
@@ -561,7 +600,8 @@ class ProjectedLogits:
             order = self.known_order.order
         else:
             order = RowOrder.of_mask(mask, self.num_rows, self.device)
-        # The gradient of a row is then a scalar times a vector that the forward can compute.
+        # If the head is frozen and only log-probs have a gradient, the gradient of a row is a
+        # scalar times a vector that the forward can compute (`FrozenHeadPass`).
         has_other_gradient = any(requested.has_gradient(name) for name in names)
         needs_hidden_only = (
             torch.is_grad_enabled()
@@ -597,21 +637,26 @@ class ProjectedLogits:
         *,
         detached: tuple[str, ...] = (),
     ) -> dict[str, Tensor]:
-        """Return statistics of the softmax over all ids of each row but those of the pairs.
+        """Return statistics of the softmax over the rest of each row, [num_rows] by name.
 
-        "logps" is the log-odds of the target against these ids. `RowSource` describes arguments and
-        results. It takes as many matmuls as `statistics`.
+        The rest is all ids of a row but those of the (row, id) pairs. "logps" is the log-odds of
+        the target against the rest, z[target] - logsumexp(z[rest]). It takes as many matmuls as
+        `statistics`. `RowSource` describes the arguments.
         """
         return statistics_of_rest(self, targets, row_ids, token_ids, mask, names, detached)
 
     def logits_at(self, row_ids: Tensor, token_ids: Tensor) -> Tensor:
-        """Return the transformed logit z of each (row, id) pair, fp32 [num_pairs], differentiable.
+        """Return the logit z of each (row, id) pair after the transform, fp32 [num_pairs].
 
-        It is transform(hidden[row] . weight[id] + bias[id]): one dot product for each pair.
+            z = transform(hidden[row] . weight[id] + bias[id])
+
+        That is one dot product for each pair. It is differentiable in hidden, weight and bias.
 
         row_ids, token_ids   int64 [num_pairs]. An id outside of the vocabulary gives -inf.
         """
         columns = local_ids(plain(token_ids), self.shard, self.num_columns)
+        # The kernels take pairs that are sorted by row. The logits are put back into the caller's
+        # order below.
         pairs, order = sort_by_row(plain(row_ids), columns, self.num_rows)
         logits = apply_function(
             ProjectedPairLogits, *self.tensors, pairs, self.kernels, self.shard, self.weight_memory
@@ -625,12 +670,14 @@ class ProjectedLogits:
         order: RowOrder,
         reference: Reference | None,
     ) -> FormulaResult:
-        """Return a token-level loss whose gradient is computed in the forward.
+        """Return a token-level loss of which the forward computes the gradient as well.
 
-        Three matmuls with the head, two if it is frozen, one if nothing requires a gradient.
+        The forward takes three matmuls: logits, gradient of hidden states, gradient of the weight.
+        It takes two if the head is frozen, and one if nothing requires a gradient. The backward
+        multiplies the gradients by the upstream gradient.
 
         loss_formula   computes the loss of a row from its log-prob and entropy
-        order          the rows to process
+        order          the rows to process: first those that may have a gradient
         reference      the divergence from it is added to the loss; or None
         """
         formula = TokenFormula(
@@ -697,7 +744,7 @@ class ProjectedLogits:
         return self._loss_of_formula(inputs, formula, order, blocks)
 
     def make_inputs(self, targets: Tensor, reference: ReferenceProjection | None) -> PassInputs:
-        """Return what a pass over these rows reads.
+        """Return the inputs of a pass over these rows: hidden states, heads, targets and kernels.
 
         targets     int64 [num_rows]
         reference   a frozen model that the policy is compared with, or None
@@ -717,10 +764,13 @@ class ProjectedLogits:
         order: RowOrder,
         blocks: Sequence[slice] | None,
     ) -> FormulaResult:
-        """Compute the loss of a formula and its gradients, and return it differentiable.
+        """Run a formula over the rows, and return its loss, with gradients that exist already.
 
-        order    the rows to process
-        blocks   slices of `order` that are processed at a time; None: as few as memory allows
+        inputs    what the pass reads
+        formula   computes the loss and d loss / d logits from the logits of a chunk of rows
+        order     the rows to process: first those that may have a gradient
+        blocks    slices of `order`, whose gradients of logits exist at one time; None: as few as
+                  memory allows
         """
         grad_enabled = torch.is_grad_enabled()
         hidden, weight, bias = self.tensors
@@ -741,10 +791,11 @@ class ProjectedLogits:
             )
             result = formula.result()
         grad_weight = gradients.weight
+        # Without a row that has a gradient, the pass makes no gradient of the weight.
         if wanted.weight and grad_weight is None and memory is None:
             grad_weight = zeros(weight.shape, weight.dtype, weight.device)
-        # The gradient for memory of the caller stays fp32. It gets there in the backward, because
-        # the upstream gradient is not known before.
+        # A gradient that is added to memory of the caller stays fp32. The backward adds it there,
+        # when the upstream gradient is known.
         weight_dtype = weight.dtype if memory is None else torch.float32
         bias_dtype = torch.float32 if bias is None else bias.dtype
         precomputed = PrecomputedGradients(
@@ -760,7 +811,7 @@ class ProjectedLogits:
 
 
 def reference_projection(reference: Reference | None) -> ReferenceProjection | None:
-    """Return a reference whose logits are computed from hidden states as a pass takes it."""
+    """Return a reference from hidden states as a pass over the rows takes it; None for None."""
     if reference is None:
         return None
     return ReferenceProjection(reference.source.projection, reference.kind)
@@ -786,7 +837,10 @@ class LinearPass(SoftmaxPass):
     reference: ReferenceProjection | None
 
     def compute(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        """Return (softmax sums [num_sums, num_rows],), computed with one matmul."""
+        """Return a tuple of one tensor: the softmax sums, fp32 [num_sums, num_rows] (one matmul).
+
+        tensors   (hidden, weight, bias)
+        """
         return (linear_softmax_sums(self.make_inputs(tensors), self.order, self.names).values,)
 
     def gradients(
@@ -796,13 +850,14 @@ class LinearPass(SoftmaxPass):
         grads: dict[str, Tensor],
         wanted: Sequence[bool],
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden states, weight and bias, with three matmuls.
+        """Return the gradients of hidden states, weight and bias, None for one that is not wanted.
 
-        With a frozen head there are two.
+        This takes three matmuls, two with a frozen head.
 
-        computed   the softmax sums, as `compute` returned them
-        grads      d loss / d statistic, fp32 [num_rows] by name
-        wanted     which of the three gradients are needed
+        tensors    (hidden, weight, bias)
+        computed   (softmax sums,), as `compute` returned them
+        grads      d loss / d statistic by name, fp32 [num_rows] each
+        wanted     whether each of the three gradients is needed
         """
         coefficients = GradientCoefficients.from_gradients(
             self.as_sums(computed[0]), grads, self.rows_with_gradient()
@@ -818,9 +873,14 @@ class LinearPass(SoftmaxPass):
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of hidden states, weight and bias, each in the tensor's dtype.
 
+        A gradient that is not wanted is None. With memory of the caller for the gradient of the
+        weight, this gradient is added there, and what autograd needs in its place is returned
+        (`WeightGradMemory.add`).
+
+        tensors        (hidden, weight, bias)
         values         the softmax sums, fp32 [num_sums, num_rows]
-        coefficients   of d loss / d logits of each row
-        wanted         which of the three gradients are needed; the others are None
+        coefficients   numbers of each row, from which d loss / d logits follows
+        wanted         whether each of the three gradients is needed
         """
         weight = tensors[1]
         assert weight is not None
@@ -866,13 +926,20 @@ class LinearPass(SoftmaxPass):
         return mask.index_fill_(0, row_ids, True)
 
     def order_of_nonzero(self, coefficients: GradientCoefficients) -> RowOrder:
-        """Return the order of the rows that have a coefficient other than 0."""
+        """Return the order of the processed rows whose gradient is not exactly 0.
+
+        It is 0 if all coefficients of the row are 0. The host waits for their values.
+        """
         row_ids = self.order.row_ids
         row_ids = row_ids[coefficients.nonzero[row_ids]]
         return RowOrder(row_ids, len(row_ids), self.order.num_rows)
 
     def tensors_read_again(self) -> list[Tensor | None]:
-        """Return targets, mask, temperatures and the reference's tensors."""
+        """Return the tensors that the backward reads besides hidden and head; None if absent.
+
+        They are targets, mask, temperatures, and the reference's tensors and temperatures. The
+        backward checks that none was written to since the forward.
+        """
         tensors = [self.targets, self.mask, temperatures_of(self.source.transform)]
         if self.reference is not None:
             projection = self.reference.projection
@@ -897,8 +964,9 @@ class LinearPass(SoftmaxPass):
 class FrozenHeadPass(LinearPass):
     """Compute log-probs from hidden states and a frozen head, and the gradient of hidden states.
 
-    The gradient of a row is d loss / d log-prob, a scalar, times the unit gradient d log-prob / d
-    hidden. The forward computes the unit gradients, with two matmuls. The backward multiplies.
+    The gradient of a row is the scalar d loss / d log-prob, times the unit gradient, d log-prob / d
+    hidden [H]. The forward computes the unit gradients of all rows, with two matmuls. The backward
+    multiplies them by the scalars.
     """
 
     def compute(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
@@ -906,6 +974,8 @@ class FrozenHeadPass(LinearPass):
 
         softmax sums     fp32 [num_sums, num_rows]
         unit gradients   fp32 [num_rows, H]: d log-prob / d hidden of each row
+
+        tensors   (hidden, weight, bias)
         """
         inputs = self.make_inputs(tensors)
         recorder = SumsRecorder(inputs, self.order, self.names)
@@ -926,10 +996,15 @@ class FrozenHeadPass(LinearPass):
         grads: dict[str, Tensor],
         wanted: Sequence[bool],
     ) -> tuple[Tensor | None, ...]:
-        """Return (d loss / d hidden, None, None): unit gradients times d loss / d log-prob.
+        """Return (d loss / d hidden [num_rows, H], None, None): there is no gradient of the head.
 
-        A row whose log-prob is NaN gets NaN, although its unit gradient is 0, unless its upstream
-        gradient is 0.
+            d loss / d hidden[row] = d loss / d log-prob[row] * unit gradient[row]
+
+        The result is 0 where the first factor is 0. A row whose log-prob is NaN has the unit
+        gradient 0, but gets NaN if the loss depends on it.
+
+        computed   (softmax sums, unit gradients), as `compute` returned them
+        grads      contains "logps": d loss / d log-prob, fp32 [num_rows]
         """
         values, unit_gradient = computed
         hidden = tensors[0]
@@ -943,6 +1018,9 @@ class FrozenHeadPass(LinearPass):
 
 
 def masked_grad(grad: Tensor, mask: Tensor | None) -> Tensor:
-    """Return an upstream gradient [num_rows] in fp32, 0 in masked rows, also if it is NaN there."""
+    """Return an upstream gradient [num_rows] in fp32, with 0 in masked rows, even for NaN.
+
+    mask   bool [num_rows]: rows to keep; None keeps all
+    """
     grad = grad.float()
     return grad if mask is None else torch.where(mask, grad, 0.0)
