@@ -185,7 +185,7 @@ def draft_head_loss(
 
 
 def detached(x: Any) -> Any:
-    """Return x.detach() if x is a tensor, and any other x itself, for a later check to refuse."""
+    """Return x.detach() if x is a tensor, else x as it is: a later check refuses it."""
     return x.detach() if isinstance(x, Tensor) else x
 
 
@@ -193,9 +193,11 @@ def detached(x: Any) -> Any:
 
 
 def check_drafts(draft_hidden: Any) -> list[Tensor]:
-    """Return what was passed as `draft_hidden` as a list, one tensor for each depth.
+    """Return the hidden states of the drafts as a list, one tensor for each depth.
 
-    Raises ValueError unless all are tensors [B, T, H] or [N, H] of one shape.
+    draft_hidden   what the caller passed: a tensor [B, T, H] or [N, H], or a list of such tensors
+
+    Raises ValueError unless all are tensors of one shape.
     """
     remedy = "a tensor [B, T, H] or [N, H], or a list of them, one for each depth"
     drafts = list(draft_hidden) if isinstance(draft_hidden, (list, tuple)) else [draft_hidden]
@@ -209,9 +211,12 @@ def check_drafts(draft_hidden: Any) -> list[Tensor]:
 
 
 def check_sources_of_kind(kind: str, policy_hidden: Any, ids: Any, draft: Tensor) -> None:
-    """Raise ValueError unless a "soft" loss has only policy_hidden, and a "hard" loss only ids.
+    """Raise ValueError unless a "soft" loss has policy_hidden and a "hard" loss has ids, not both.
 
-    draft   hidden states of a draft, [..., H], whose shape the argument must fit
+    kind            "soft" (learns the policy's distribution) or "hard" (learns the tokens)
+    policy_hidden   what the caller passed: for "soft" the shape of draft, for "hard" None
+    ids             what the caller passed: for "hard" integers [...], for "soft" None
+    draft           hidden states of a draft, [..., H]
     """
     if kind == "soft":
         require(ids is None, "ids", "given", 'kind="soft" learns from policy_hidden: leave it out.')
@@ -242,9 +247,13 @@ class Positions:
 
     @classmethod
     def check(cls, hidden: Tensor, mask: Any, cu_seqlens: Any) -> Positions:
-        """Return the positions of hidden states [..., H].
+        """Check mask and cu_seqlens, and return the positions of hidden states.
 
-        Raises ValueError naming the argument if mask or cu_seqlens do not fit them.
+        hidden       [B, T, H]: B sequences of T positions, or [N, H]: packed sequences
+        mask         bool [B, T] or [N]: real tokens; None: all
+        cu_seqlens   boundaries of packed sequences. None with [N, H]: there is one sequence.
+
+        Raises ValueError naming the argument if mask or cu_seqlens do not fit.
         """
         shape = hidden.shape[:-1]
         device = hidden.device
@@ -260,9 +269,10 @@ class Positions:
         return cls(shape, is_real.flatten(), sequences, cu_seqlens)
 
     def counted(self, distance: int) -> Tensor:
-        """Return whether position t and position t + distance are real and in one sequence.
+        """Return whether a draft at position t can learn from position t + distance, for each t.
 
-        The result is bool [num_positions], for each t.
+        It can if both positions are real tokens in one sequence. The result is bool
+        [num_positions], and False for the last `distance` positions.
         """
         counts = torch.zeros_like(self.is_real)
         both_real = self.is_real[:-distance] & self.is_real[distance:]
@@ -292,12 +302,14 @@ class TokenValues:
 
 
 def make_output(values: TokenValues, normalizer: float | Tensor | None) -> DraftLoss:
-    """Return the loss, the losses of positions and the metrics.
+    """Return the output of a call from the losses and metrics of its positions.
 
-    The loss of a depth is the sum over the positions that count / normalizer. The loss is the mean
-    over the depths.
+        loss of a depth   sum over the positions that count / normalizer
+        loss              mean over the depths
 
-    normalizer   a number or 0-d tensor; None: the number of positions that count, at least 1
+    values       losses and metrics of each depth and position, and which positions count
+    normalizer   a number or 0-d tensor; None: the number of positions of a depth that count, at
+                 least 1
     """
     mask = values.mask
     losses = torch.where(mask, values.losses, 0.0)
@@ -305,6 +317,7 @@ def make_output(values: TokenValues, normalizer: float | Tensor | None) -> Draft
     at_least_one = count.clamp(min=1.0)
 
     def mean_of_counted(x: Tensor) -> Tensor:
+        """Return the mean of x [D, *positions] over the positions that count, [D]."""
         return torch.where(mask, x, 0.0).flatten(1).sum(1) / at_least_one
 
     metrics = {"loss": mean_of_counted(losses.detach()), "positions": count}
@@ -336,9 +349,10 @@ class DraftCall:
     has_metrics: bool
 
     def hard_values(self, ids: Tensor) -> TokenValues:
-        """Return -log p(token at t + depth + 2) for each draft and each position t.
+        """Return -log p(token at t + depth + 2) for the draft of each depth at each position t.
 
-        Each depth is a call of `linear_logprobs`.
+        Each depth takes one call of `linear_logprobs`. Agreement is whether the draft's likeliest
+        id is that token.
 
         ids   int64 [*positions], the token at each position
         """
@@ -349,6 +363,7 @@ class DraftCall:
         for i, hidden in enumerate(self.drafts):
             distance = self.first_depth + i + 2
             mask = self.positions.counted(distance).view(shape)
+            # roll moves ids of the beginning to the end. The mask is False there.
             labels = ids.flatten().roll(-distance).view(shape)
             result = linear_logprobs(
                 hidden,
@@ -370,9 +385,10 @@ class DraftCall:
         )
 
     def soft_values(self, policy_hidden: Tensor) -> TokenValues:
-        """Return H(q, p) for each draft and each position t, all depths in one `SoftPass`.
+        """Return the cross-entropy H(q, p) for the draft of each depth at each position t.
 
-        p is the draft's distribution at t, q the policy's at t + depth + 1.
+        p is the draft's distribution at t, q the policy's at t + depth + 1. One `SoftPass` over the
+        policy's positions computes all depths.
 
         policy_hidden   hidden states of the policy, [*positions, H]
         """
@@ -387,6 +403,7 @@ class DraftCall:
         )
 
         def make_source(hidden: Tensor) -> ProjectedLogits:
+            """Return the rows of logits of hidden states under the head of the call."""
             inputs = LinearInput(hidden, self.head.weight, self.head.bias)
             return inputs.make_source(layout, self.transform, self.options)
 
@@ -471,10 +488,13 @@ class SoftPass:
 
     @functools.cached_property
     def policy_masks(self) -> Tensor:
-        """Whether each depth learns from a position of the policy, bool [D, num_positions]."""
+        """Whether the draft of each depth learns from position s, bool [D, num_positions].
+
+        It is `draft_masks` moved from the draft's positions t to the policy's s = t + distance.
+        """
         masks = torch.zeros_like(self.draft_masks)
-        for i, distance in enumerate(self.distances):
-            masks[i, distance:] = self.draft_masks[i, :-distance]
+        for depth, distance in enumerate(self.distances):
+            masks[depth, distance:] = self.draft_masks[depth, :-distance]
         return masks
 
     @functools.cached_property
@@ -486,16 +506,20 @@ class SoftPass:
         return self.policy_masks.any(0).nonzero()[:, 0]
 
     def draft_row_ids(self, depth: int, row_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (positions, mask): the draft's positions that learn from the policy's `row_ids`.
+        """Return (positions, mask): which position of a draft learns from each of the policy's.
 
-        Both are [len(row_ids)]. Where mask is False, the draft of this depth does not learn from
-        that position of the policy. The position is then 0, which the caller must mask.
+        Position s of the policy teaches the draft at s - distance. Where mask is False, the draft
+        of this depth does not learn from s. The position is 0 there, which the caller must mask.
+        The results are int64 and bool, [num_rows].
+
+        depth     index into `drafts`
+        row_ids   int64 [num_rows]: positions s of the policy
         """
         mask = self.policy_masks[depth, row_ids]
         return torch.where(mask, row_ids - self.distances[depth], 0), mask
 
     def chunks(self) -> list[slice]:
-        """Return slices of `row_ids`. For each, logits of policy and one draft fit in memory."""
+        """Return slices of `row_ids` for which the logits of policy and one draft fit in memory."""
         projection = self.policy.projection
         device_type = self.row_ids.device.type
         memory = LinearMemory.of_head(
@@ -551,9 +575,10 @@ class SoftPass:
         return values, unit_gradients
 
     def policy_chunk(self, matmuls: HeadMatmuls, row_ids: Tensor) -> PolicyChunk:
-        """Compute the policy's logits, entropy and likeliest ids at the positions `row_ids`.
+        """Compute the policy's logits, entropy and likeliest ids at some positions.
 
         matmuls   of the policy. Their next call may overwrite the logits that are returned.
+        row_ids   int64 [num_chunk_rows]: the positions
         """
         projection = self.policy.projection
         logits = matmuls.logits(rows_of(projection.hidden, row_ids, matmuls.dtype))
@@ -577,6 +602,10 @@ class SoftPass:
             acceptance        1 - TV(p, q)                               only with metrics
             top-1 agreement   1 if p and q have the same likeliest id    only with metrics
             unit gradient     (p - q) @ weight                           only if it is needed
+
+        matmuls   of the drafts, which compute logits and gradient
+        depth     index into `drafts`
+        policy    logits and statistics of the policy at the chunk's positions
         """
         projection = self.drafts[depth].projection
         kernels = self.policy.kernels
@@ -596,6 +625,7 @@ class SoftPass:
         values = torch.zeros(3, len(row_ids), device=row_ids.device)
         values[0] = sums.divergence + policy.entropy
         if self.has_metrics:
+            # The same logits with another divergence, which is a second pass over them.
             tv_rows = rows._replace(reference=reference._replace(kind=TOTAL_VARIATION))
             tv_names = sums_for(("divergence",), TOTAL_VARIATION.direction)
             values[1] = 1.0 - kernels.softmax_sums(tv_rows, tv_names).divergence
@@ -608,8 +638,13 @@ class SoftPass:
     def unit_gradient(self, matmuls: HeadMatmuls, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
         """Return d cross-entropy / d hidden = (p - q) @ weight of each row, fp32 [num_rows, H].
 
-        `rows` are the draft's logits with the policy as reference. The gradient of the logits may
-        overwrite them.
+        p is the draft's distribution and q the policy's. p - q is also the gradient of the forward
+        KL(q || p), which the kernels compute.
+
+        matmuls   of the drafts
+        rows      the draft's logits, with the policy as reference. The gradient of the logits may
+                  overwrite them.
+        sums      softmax sums of these rows
         """
         kernels = self.policy.kernels
         buffer = matmuls.make_grad_buffer(rows.num_rows, sums_bias=False)
@@ -621,20 +656,26 @@ class SoftPass:
         return matmuls.grad_hidden(buffer.all_rows())
 
     def to_positions(self, depth: int, values: Tensor) -> Tensor:
-        """Move values at the policy's positions `self.row_ids` to the positions of the draft.
+        """Return values at the policy's positions s as values at the draft's t = s - distance.
 
-        values   [num_rows, ...]; the result is [num_positions, ...], 0 at other positions
+        The result is [num_positions, ...], and 0 at positions of the draft that do not count.
+
+        depth    index into `drafts`
+        values   [num_rows, ...], at the policy's positions `self.row_ids`
         """
         row_ids, mask = self.draft_row_ids(depth, self.row_ids)
-        values = values.masked_fill(~mask.view(-1, *(1,) * (values.dim() - 1)), 0.0)
+        trailing_dims = (1,) * (values.dim() - 1)
+        values = values.masked_fill(~mask.view(-1, *trailing_dims), 0.0)
         positions = values.new_zeros(self.draft_masks.shape[1], *values.shape[1:])
         return positions.index_add_(0, row_ids, values)  # rows that do not count add 0 to row 0
 
     def grad_hidden(self, depth: int, unit_gradient: Tensor, grad_losses: Tensor) -> Tensor:
         """Return d loss / d hidden of a depth, [num_positions, H] in the dtype of hidden.
 
-        unit_gradient   fp32 [num_rows, H]: for an upstream gradient of 1, at `self.row_ids`
-        grad_losses     fp32 [num_positions]: the upstream gradients
+        depth           index into `drafts`
+        unit_gradient   fp32 [num_rows, H]: the gradient for an upstream gradient of 1, at the
+                        policy's positions `self.row_ids`
+        grad_losses     fp32 [num_positions]: the upstream gradients, at the draft's positions
         """
         row_ids, mask = self.draft_row_ids(depth, self.row_ids)
         upstream = torch.where(mask, grad_losses[row_ids], 0.0)[:, None]
@@ -644,7 +685,11 @@ class SoftPass:
 
 
 def rows_of(hidden: Tensor, row_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return some rows of hidden states [num_positions, H], detached, in the matmuls' dtype."""
+    """Return some rows of hidden states, [num_rows, H], detached and in the dtype of the matmuls.
+
+    hidden    [num_positions, H]
+    row_ids   int64 [num_rows]
+    """
     return hidden.detach()[row_ids].to(dtype)
 
 
@@ -657,7 +702,12 @@ class SoftCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, soft_pass: SoftPass, *hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the pass, and keep its unit gradients. `hidden` are the rows of its drafts."""
+        """Return cross-entropy, acceptance and agreement, fp32 [D, num_positions] each.
+
+        soft_pass   compares the drafts with the policy, and computes the unit gradients, which are
+                    kept for the backward
+        hidden      hidden states of the drafts, [num_positions, H] each. Only autograd uses them.
+        """
         values, unit_gradients = soft_pass.compute()
         ctx.soft_pass = soft_pass
         ctx.depths_with_gradient = list(unit_gradients)
@@ -672,7 +722,10 @@ class SoftCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_losses: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden states from grad_losses, fp32 [D, num_positions]."""
+        """Return None for the pass, and the gradient of the hidden states of each depth or None.
+
+        grad_losses   fp32 [D, num_positions]: upstream gradients of the cross-entropy
+        """
         soft_pass = ctx.soft_pass
         gradients: list[Tensor | None] = [None] * len(soft_pass.drafts)
         saved = zip(ctx.depths_with_gradient, ctx.saved_tensors, strict=True)

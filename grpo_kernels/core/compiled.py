@@ -153,7 +153,10 @@ def compute_sums(
 def fake_sums(
     tensors: Any, dtype: Any, targets: Tensor, mask: Any, names: list[str], *settings: Any
 ) -> list[Tensor]:
-    """Return an uninitialized result of the shape and dtype of `compute_sums`, for tracing."""
+    """Return what torch.compile traces in place of `compute_sums`: its result without values.
+
+    The result is a list of one tensor, fp32 [num_sums, num_rows]. The other arguments are not used.
+    """
     shape = (len(names), *targets.shape)
     return [torch.empty(shape, dtype=torch.float32, device=targets.device)]
 
@@ -172,7 +175,7 @@ def compute_gradients(
 ) -> list[Tensor]:
     """Return d loss / d tensor: the operators softmax_gradient and linear_gradients.
 
-    tensors, dtype, targets, mask, names, settings have the values that `compute_sums` got.
+    tensors, dtype, targets, mask, names and settings are those that `compute_sums` got.
 
     wanted              for each of `tensors`, whether it needs a gradient
     sums                fp32 [num_sums, num_rows]: the softmax sums, from `compute_sums`
@@ -197,9 +200,11 @@ def fake_gradients(
     wanted: list[bool],
     *others: Any,
 ) -> list[Tensor]:
-    """Return uninitialized results of the shapes and dtypes of `compute_gradients`, for tracing.
+    """Return what torch.compile traces in place of `compute_gradients`: its results without values.
 
-    wanted   for each of `tensors`, whether it needs a gradient, which has its shape and dtype
+    A gradient has the shape and dtype of its tensor. The other arguments are not used.
+
+    wanted   for each of `tensors`, whether it needs a gradient
     """
     return [x.new_empty(x.shape) for x, needed in zip(tensors, wanted, strict=True) if needed]
 
@@ -280,7 +285,7 @@ class CompiledPass(StatisticsPass):
         return (values,)
 
     def as_sums(self, values: Tensor) -> SoftmaxSums:
-        """Return the result of `compute`, fp32 [num_sums, num_rows], as `SoftmaxSums`."""
+        """Return the result of `compute`, fp32 [num_sums, num_rows], with the names of its sums."""
         return SoftmaxSums(values, self.names)
 
     def gradients(
@@ -319,12 +324,19 @@ class CompiledPass(StatisticsPass):
         return []
 
     def row_arguments(self, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-        """Return the arguments of ROWS_SCHEMA, in their order."""
+        """Return the first arguments of an operator, in the order of ROWS_SCHEMA.
+
+        tensors   (logits,) or (hidden, weight, bias)
+        """
         return list(tensors), self.dtype, self.targets, self.mask, list(self.names)
 
     @property
     def settings(self) -> OperatorSettings:
-        """The arguments of SETTINGS_SCHEMA."""
+        """The last arguments of an operator: transform, backend and strict (SETTINGS_SCHEMA).
+
+        An operator takes numbers and tensors, but no union of both. So the temperature is passed as
+        a number and a tensor that replaces it, which is None if all rows have one temperature.
+        """
         transform = self.transform
         inverse = transform.inverse_temperature
         inv_temperature = 1.0

@@ -119,8 +119,8 @@ def log_ratio_terms(direction: str, p: Tensor, q: Tensor, d: Tensor) -> tuple[Te
         log-ratio   p d                            -q d
         excess      p psi(-d) = q - p + p d        q psi(d) = p - q - q d
 
-    with psi(x) = exp(x) - 1 - x. Where p is 0, the log-ratio term is 0 and the excess is q, whatever
-    d is. Where only q is 0, both terms are infinite. "forward" swaps p and q here, too.
+    with psi(x) = exp(x) - 1 - x. Where p is 0, the log-ratio term is 0 and the excess q, whatever d
+    is. Where only q is 0, both terms are infinite. "forward" swaps p and q here, too.
 
     direction   "forward" or "reverse"
     p           [num_rows, V]: exp(z - max_logit) of the policy, not divided by the sum

@@ -52,7 +52,7 @@ _lock = threading.Lock()
 
 
 def release() -> None:
-    """Return the kept memory to the system.
+    """Return the memory that is kept for reuse to the operating system.
 
     Unused blocks are returned at once, the others when their tensors are freed.
     """
@@ -63,7 +63,8 @@ def release() -> None:
 def empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a tensor whose values are not set, as torch.empty does.
 
-    A large tensor on a CPU is in memory that was used before, if enough of it is free.
+    A large tensor on a CPU reuses memory of an earlier tensor, if a block of the right size is
+    free. Its pages are mapped already, so writing to it is several times as fast.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if not _is_large(num_bytes, device):
@@ -76,7 +77,12 @@ def empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch
 
 
 def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a contiguous tensor of the shape of x, in memory that may be reused."""
+    """Return a contiguous tensor of the shape of x, whose values are not set.
+
+    A large tensor on a CPU is in reused memory, see `empty`.
+
+    dtype   of the result; None: that of x
+    """
     dtype = x.dtype if dtype is None else dtype
     if _is_large(x.numel() * dtype.itemsize, x.device):
         return empty(x.shape, dtype, x.device)
@@ -92,8 +98,11 @@ def zeros(
 ) -> Tensor:
     """Return a tensor of zeros, as torch.zeros does.
 
-    The zeros of a large tensor on a CPU are new pages, which the system fills when they are first
-    read or written. If the caller will write many rows, reused memory that is set to 0 is faster.
+    A large tensor on a CPU is in one of two kinds of memory:
+
+    - New pages, which cost nothing until the caller writes to them: the operating system provides a
+      page of zeros at the first access.
+    - Reused memory, which is set to 0 here. This is faster if the caller will write many rows.
 
     touched   the number of rows that the caller will write
     """
@@ -107,27 +116,34 @@ def zeros(
 
 
 def converted(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x in `dtype`, in memory that may be reused; x itself if it has that dtype."""
+    """Return x converted to `dtype`; x itself if it has that dtype.
+
+    A large result on a CPU is in reused memory, see `empty`.
+    """
     return x if x.dtype == dtype else empty_like(x, dtype).copy_(x)
 
 
 def _is_large(num_bytes: int, device: torch.device) -> bool:
-    """Return whether a tensor gets memory from this module: it is large and on a CPU."""
+    """Return whether this module provides the memory of a tensor.
+
+    It does for a large tensor on a CPU, but not in a compiled graph, which plans memory itself.
+    """
     is_large = device.type == "cpu" and num_bytes >= LARGE_BYTES
     return is_large and not torch.compiler.is_compiling()
 
 
 def _map_memory(num_bytes: int) -> mmap.mmap:
-    """Return new private memory."""
+    """Return new memory from the operating system, zeros in pages that are not mapped yet."""
     if hasattr(mmap, "MAP_PRIVATE"):
         return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return mmap.mmap(-1, num_bytes)
 
 
 def _lease(num_bytes: int) -> Any:
-    """Return a buffer of at least num_bytes in a block of memory, a free one or a new one.
+    """Return a buffer over a block of memory of at least num_bytes, a free block or a new one.
 
-    The block is not reused as long as the buffer is alive.
+    The block is not reused as long as the buffer is alive: `Block.lease` is a weak reference to it.
+    A tensor that is made from the buffer keeps it alive.
     """
     with _lock:
         memory = _take_free_memory(num_bytes)
@@ -140,7 +156,11 @@ def _lease(num_bytes: int) -> Any:
 
 
 def _take_free_memory(num_bytes: int) -> mmap.mmap | None:
-    """Remove the smallest free block that is large enough, and return its memory, or None."""
+    """Remove the smallest free block that is large enough, and return its memory.
+
+    Returns None if there is none. A block of more than MAX_WASTE * num_bytes is left for a larger
+    tensor. The caller must hold `_lock`.
+    """
     free = []
     for block in _blocks:
         if block.lease() is None and num_bytes <= len(block.memory) <= MAX_WASTE * num_bytes:
@@ -153,7 +173,10 @@ def _take_free_memory(num_bytes: int) -> mmap.mmap | None:
 
 
 def _request_large_pages(memory: mmap.mmap) -> None:
-    """Ask the system for pages of 2 MiB, if it has them."""
+    """Ask Linux to back the memory with pages of 2 MiB, which take fewer page faults.
+
+    Does nothing on a system that does not have them.
+    """
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return
     try:

@@ -189,7 +189,7 @@ def rows_of_batch(rows: LogitRows) -> Tensor:
 
 
 def merge_groups(rows: LogitRows) -> LogitRows:
-    """Return the same rows with their logits [A, T, V] as a view [1, A * T, V], if strides allow it.
+    """Return the same rows with logits [A, T, V] as a view [1, A * T, V], if strides allow it.
 
     Otherwise return the rows unchanged. `blocks_of` makes blocks from rows of one group only, so
     there are fewer and larger blocks if the A groups of T rows are one group.

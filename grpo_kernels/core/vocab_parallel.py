@@ -67,7 +67,7 @@ class VocabShard:
     reduce_hidden: bool = True
 
     def __post_init__(self) -> None:
-        """Check the fields."""
+        """Check the fields. Raise ValueError naming the one that is wrong."""
         for name, minimum in (("start", 0), ("vocab", 1)):
             value = getattr(self, name)
             remedy = f"it is a whole number of ids, at least {minimum}."
@@ -88,14 +88,17 @@ class VocabShard:
         dim: int = 0,
         reduce_hidden: bool = True,
     ) -> VocabShard:
-        """Return the shard of a head whose rows are split over the ranks, in the order of ranks.
+        """Return this rank's shard of a head whose rows are split over ranks, in their order.
 
-        weight   this rank's rows of the head, any number of them, as a plain tensor [num_columns,
-                 H]. The ranks exchange their numbers once, for which the host waits. Or a DTensor
-                 with Shard(dim) of a one-dimensional tensor-parallel mesh, for example from
-                 parallelize_module. It knows the numbers, so there is no exchange, and `group` is
-                 the mesh's group. A parameter sharded by FSDP looks the same, but FSDP's ranks have
-                 different rows: make the shard in the forward of a module that FSDP gathers.
+        All ranks of the group must call this.
+
+        weight   a plain tensor [num_columns, H]: this rank's rows of the head, any number of them.
+                 The ranks tell each other their numbers of rows, for which the host waits.
+                 Or a DTensor with Shard(dim) of a one-dimensional tensor-parallel mesh, for example
+                 from parallelize_module. It knows the numbers, so there is no exchange, and the
+                 group is that of the mesh.
+                 A parameter sharded by FSDP looks the same, but FSDP's ranks have different
+                 batches: make the shard in the forward of a module that FSDP gathers.
         group    the process group; None: the default group, or the group of the mesh
         vocab    number of real ids, if the head is padded; None: all are
         dim      of `weight` that the vocabulary is sharded along; -1 for logits
@@ -128,17 +131,22 @@ class VocabShard:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that share the vocabulary."""
+        """Number of ranks that share the vocabulary, 1 without torch.distributed."""
         return num_ranks(self.group)
 
     def num_ids(self, num_columns: int) -> int:
-        """Return how many of this rank's columns are token ids. The last columns may be padding."""
+        """Return how many of this rank's columns stand for token ids. The others are padding.
+
+        num_columns   number of rows of the head, or columns of the logits, on this rank
+        """
         return min(num_columns, max(0, self.vocab - self.start))
 
     def local(self, name: str, x: Tensor, dim: int) -> Tensor:
-        """Return the local tensor of a DTensor that is sharded along `dim`; x if it is plain.
+        """Return this rank's part of a DTensor that is sharded along `dim`; x if it is no DTensor.
 
         name   the argument that an error names
+        x      weight or bias of a head, or logits
+        dim    the dimension of the vocabulary
 
         Raises ValueError for a DTensor that is sharded in another way.
         """
@@ -154,7 +162,7 @@ class VocabShard:
         return x.to_local()  # type: ignore[attr-defined]
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
-        """Sum x over the ranks in place, and return it."""
+        """Replace x by its sum over the ranks of the group, in place, and return it."""
         if num_ranks(self.group) > 1:
             dist.all_reduce(x, group=self.group)
         return x
@@ -177,15 +185,19 @@ class VocabParallel(BackendWrapper):
     """
 
     def __init__(self, kernels: Backend, shard: VocabShard) -> None:
+        """Wrap `kernels`. The class describes the arguments."""
         super().__init__(kernels)
         self.shard = shard
 
     def run_sums_kernel(self, rows: LogitRows, names: tuple[str, ...]) -> SoftmaxSums:
-        """Return softmax sums over the columns of all ranks, the same on each (one all-gather).
+        """Return softmax sums over the columns of all ranks, the same on each rank.
 
-        Each rank computes the sums of its columns and sends them to the others, and `merge_shards`
-        merges them. MIXTURE_SUMS, which need the merged sums, have memory in the result but no
-        values yet. `run_mixture_kernel` computes them.
+        Each rank computes the sums of its columns and sends them to the others (one all-gather).
+        `merge_shards` merges them. MIXTURE_SUMS need the merged sums of a first pass. They have
+        memory in the result but no values yet, and `run_mixture_kernel` computes them later.
+
+        rows    the rows of the call, with this rank's columns and targets of the whole vocabulary
+        names   of the sums to compute, some of `softmax.SUMS`
         """
         sums = self.kernels.first_pass_sums(self.local_rows(rows), names)
         first_pass = tuple(name for name in names if name not in MIXTURE_SUMS)
@@ -206,8 +218,12 @@ class VocabParallel(BackendWrapper):
         return sums
 
     def run_mixture_kernel(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
-        """Return MIXTURE_SUMS, fp32 [2, num_rows], over the columns of all ranks (one all-reduce).
+        """Return MIXTURE_SUMS, fp32 [2, num_rows], over the columns of all ranks.
 
+        Each rank sums over its columns, and one all-reduce adds these sums up. They need no common
+        maximum, because their terms are made of probabilities.
+
+        rows   the rows of the call, with this rank's columns
         sums   softmax sums of the first pass, over the columns of all ranks
         """
         local_sums = self.kernels.run_mixture_kernel(self.local_rows(rows), sums)
@@ -218,7 +234,12 @@ class VocabParallel(BackendWrapper):
     ) -> None:
         """Write d loss / d logits of this rank's columns into `out`, and 0 into padding columns.
 
-        out   [A, T, num_columns], A groups of T rows
+        There is no exchange between ranks: `sums` has what they know of the other columns.
+
+        rows           the rows of the call, with this rank's columns
+        sums           softmax sums over the columns of all ranks
+        coefficients   numbers of each row, from which its gradient follows
+        out            [A, T, num_columns], A groups of T rows
         """
         num_ids = self.shard.num_ids(rows.logits.shape[-1])
         if num_ids:
@@ -227,8 +248,8 @@ class VocabParallel(BackendWrapper):
         padding = out[..., num_ids:]
         if padding.numel():
             rows_per_group = out.shape[1]
-            first, stop = rows.first_row, rows.first_row + rows.num_rows
-            row_ids = torch.arange(first, stop, device=out.device)
+            first = rows.first_row
+            row_ids = torch.arange(first, first + rows.num_rows, device=out.device)
             padding[row_ids // rows_per_group, row_ids % rows_per_group] = 0
 
     def local_rows(self, rows: LogitRows) -> LogitRows:
@@ -251,7 +272,10 @@ class VocabParallel(BackendWrapper):
         )
 
     def padding_rows(self, rows: LogitRows) -> LogitRows:
-        """Return rows for a rank that has no token id: one column of -inf, which adds nothing."""
+        """Return the rows of a rank that has no token id: one column of -inf, which adds nothing.
+
+        The rank still computes sums, because the other ranks wait for it in the all-gather.
+        """
         logits = rows.logits.new_full((*rows.logits.shape[:-1], 1), -torch.inf)
         reference = rows.reference
         if reference is not None:
@@ -265,9 +289,10 @@ class VocabParallel(BackendWrapper):
 
 
 def on_shard(kernels: Backend, shard: VocabShard | None) -> Backend:
-    """Return kernels over sharded rows. Without a shard (None) they are `kernels` itself.
+    """Return kernels over rows whose columns are split over ranks; `kernels` itself for None.
 
     kernels   run on this rank's columns
+    shard     which columns these are; None: all of them are on this rank
     """
     return kernels if shard is None else VocabParallel(kernels, shard)
 
@@ -279,7 +304,8 @@ def is_managed(x: Any) -> bool:
     """Return whether x is a parameter that FSDP2 or replicate() manages, sharded or gathered.
 
     The placements of a DTensor do not show this: a shard of FSDP looks like one of tensor
-    parallelism. But FSDP's ranks have different batches, and only its hooks reduce the gradient.
+    parallelism. But FSDP's ranks have different batches, and only its hooks reduce the gradient. So
+    this looks for x among the parameters of all modules that FSDP2 manages.
     """
     # These names are private to torch. If they have changed, assume that x is not managed.
     try:
@@ -293,12 +319,12 @@ def is_managed(x: Any) -> bool:
 
 
 def is_parameter_of_state(x: Any, state: Any) -> bool:
-    """Return whether x is a parameter that FSDP2 manages.
+    """Return whether x is one of the parameters of a module that FSDP2 manages.
 
-    state   FSDP2's private state of a module
+    state   FSDP2's private state of the module
     """
     groups = getattr(state, "_fsdp_param_groups", None)
-    if not groups:
+    if not groups:  # older versions of torch have one group
         groups = [getattr(state, "_fsdp_param_group", None)]
     parameters = [parameter for group in groups if group for parameter in group.fsdp_params]
     return any(is_parameter(x, parameter) for parameter in parameters)
@@ -313,7 +339,8 @@ def is_parameter(x: Any, parameter: Any) -> bool:
         return x is getattr(parameter, "_unsharded_param", None)
     if x is parameter.sharded_param:
         return True
-    # x may also be another DTensor over the memory of the sharded parameter.
+    # x may also be another DTensor over the memory of the sharded parameter. Tensors without
+    # elements share no memory.
     storage = x._local_tensor.untyped_storage()
     parameter_storage = parameter.sharded_param._local_tensor.untyped_storage()
     return x._local_tensor.numel() > 0 and storage._cdata == parameter_storage._cdata
@@ -333,7 +360,11 @@ def refuse_managed(name: str, x: Any) -> None:
 
 
 def is_sharded_along(x: Any, dim: int) -> bool:
-    """Return whether a DTensor is split into consecutive parts along `dim` and in no other way."""
+    """Return whether a DTensor is split into consecutive parts along `dim`, and in no other way.
+
+    x     a DTensor
+    dim   may be negative, as may the dimension of its placement
+    """
     if len(x.placements) != 1 or not x.placements[0].is_shard():
         return False
     return x.placements[0].dim % x.dim() == dim % x.dim()
@@ -343,7 +374,7 @@ def is_sharded_along(x: Any, dim: int) -> bool:
 
 
 def gather_from_ranks(x: Tensor, group: Any) -> Tensor:
-    """Return x of each rank, [num_ranks, *x.shape]."""
+    """Return x of each rank of a group, [num_ranks, *x.shape]. All ranks must call this."""
     if num_ranks(group) == 1:
         return x[None]
     received = x.new_empty(num_ranks(group), *x.shape)
