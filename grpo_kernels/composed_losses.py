@@ -77,13 +77,17 @@ def composed_loss_statistics(
 ) -> dict[str, Tensor]:
     """Return the statistics that the loss of a batch needs, fp32 [num_tokens], by name.
 
-        "logps"            log-prob of each target, over its candidate set if it has one
+        "logps"            log-prob of each target
         "entropy"          of the same softmax, in nats
         "divergence"       with kl=Exact(...): the divergence from `reference` or `teacher`
         "auxiliary_loss"   with further ids: the loss of their terms
 
+    The softmax of a token runs over its candidate set if it has one (the ids left by top-k or
+    top-p), else over the vocabulary. Further ids are ids besides the target whose log-probs the
+    loss uses. Shared rows are rows of logits that predict several tokens.
+
     source           the policy's rows of logits
-    batch            gives candidate sets, further ids and shared rows
+    batch            has candidate sets, further ids or shared rows
     objective        says which statistics need a gradient, and which divergence is wanted
     tokens           targets, mask and advantages of the tokens
     reference        for kl=Exact(...): a reference whose whole distribution is known; or None

@@ -64,9 +64,9 @@ def masked_mean(x: Tensor, mask: Tensor, count: Tensor) -> Tensor:
 
 
 def masked_min(x: Tensor, mask: Tensor, has_tokens: Tensor) -> Tensor:
-    """Return the smallest x of the tokens in the mask, 1 if the mask is empty, 0-d fp32.
+    """Return the smallest x of the tokens in the mask, 0-d fp32. It is 1 if the mask is empty.
 
-    x            fp32 [num_tokens]
+    x            fp32 [num_tokens]: ratios, which are 1 if the policy has not changed
     mask         bool [num_tokens]
     has_tokens   0-d bool, whether the mask has a token
     """
@@ -77,9 +77,9 @@ def masked_min(x: Tensor, mask: Tensor, has_tokens: Tensor) -> Tensor:
 
 
 def masked_max(x: Tensor, mask: Tensor, has_tokens: Tensor) -> Tensor:
-    """Return the largest x of the tokens in the mask, 1 if the mask is empty, 0-d fp32.
+    """Return the largest x of the tokens in the mask, 0-d fp32. It is 1 if the mask is empty.
 
-    x            fp32 [num_tokens]
+    x            fp32 [num_tokens]: ratios, which are 1 if the policy has not changed
     mask         bool [num_tokens]
     has_tokens   0-d bool, whether the mask has a token
     """
@@ -152,10 +152,11 @@ class LossOutput:
 
     @cached_property
     def metrics(self) -> dict[str, Tensor]:
-        """0-d fp32 tensors on the device of the data, computed on first use from the batch.
+        """Metrics of this batch by name: 0-d fp32 tensors on its device, computed on first use.
 
-        Computing them does not wait for the device; reading one does. Means are over the trained
-        tokens of this batch, with skip_inactive=True over those that were processed.
+        Computing them does not wait for the device. Reading one does. Means and shares are over the
+        trained tokens, with skip_inactive=True over those that were processed. A is the advantage
+        of a token.
 
         tokens           number of trained tokens
         ratio_mean, ratio_min, ratio_max
@@ -181,7 +182,7 @@ class LossOutput:
         has_tokens = count > 0
         count = count.clamp(min=1.0)
         log_ratio = self._log_ratio
-        if log_ratio is None:
+        if log_ratio is None:  # a token-level loss has not kept it
             log_ratio = self._objective.log_ratio(logps, rows, self._batch)
         ratio = bounded_exp(log_ratio)
         clip_low, clip_high = self._objective.surrogate.clipped(ratio, rows.advantages)

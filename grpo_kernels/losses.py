@@ -228,7 +228,7 @@ def objective_loss(
         objective_loss(logps, batch, objective, entropy=entropy).loss.backward()
 
     logps            log-prob of each target, float, the shape of batch.targets, whose ids are not
-                     read
+                     read here
     entropy          entropy of each token in nats, the same shape. Needed for an entropy bonus and
                      for filters of entropy. None: out.entropy is NaN.
     divergence       divergence of each token from a reference, the same shape, for example of
@@ -256,7 +256,7 @@ def objective_loss(
         "auxiliary_loss": auxiliary_loss,
     }
     check_statistics(statistics, batch, objective)
-    if auxiliary_loss is not None:  # it stands for the terms of further ids
+    if auxiliary_loss is not None:  # it replaces the terms of ids besides the target
         batch = replace(batch, logp_terms=None, prob_terms=None)
         objective = replace(objective, listed=None)
     tokens = objective.token_inputs(batch, normalizer)
@@ -543,6 +543,7 @@ class BatchLoss:
             batch=self.batch,
             evaluate=self.evaluate_formula,
         )
+        # How many rows with a gradient each sequence has.
         rows_per_sequence = self.batch.counts_by_sequence(
             self.objective.gradient_mask, self.tokens_with_gradient
         )
@@ -596,8 +597,13 @@ class BatchLoss:
     def from_statistics(self, statistics: dict[str, Tensor]) -> LossOutput:
         """Compute the loss from differentiable statistics of tokens, fp32 [num_tokens] each.
 
-        statistics   "logps", and if the loss needs them "entropy", "divergence" and
-                     "auxiliary_loss". "entropy" needs a gradient only for an entropy bonus.
+        The formula returns the loss of each token together with its derivatives with respect to
+        logps, entropy and auxiliary_loss. `LossOfStatistics` passes these to autograd. The weighted
+        divergence is added by ordinary operations of PyTorch.
+
+        statistics   "logps" (log-prob of each target), and if the loss needs them "entropy",
+                     "divergence" (from a reference) and "auxiliary_loss" (added to the policy
+                     term). "entropy" needs a gradient only for an entropy bonus.
         """
         objective = self.objective
         tokens = self.tokens
@@ -606,7 +612,7 @@ class BatchLoss:
         divergence = statistics.get("divergence")
         auxiliary_loss = statistics.get("auxiliary_loss")
 
-        # The formula returns gradients with the losses, so autograd does not see it.
+        # Autograd need not record the formula.
         constant_logps = logps.detach()
         if entropy is None:
             constant_entropy = torch.full_like(constant_logps, math.nan)
@@ -635,7 +641,11 @@ class BatchLoss:
             loss = loss + sum_losses(times(tokens.divergence_weight, divergence))
             divergence = divergence.detach()
         result = FormulaResult(
-            loss, constant_logps, constant_entropy, divergence, token_losses.log_ratios
+            loss=loss,
+            logps=constant_logps,
+            entropy=constant_entropy,
+            divergence=divergence,
+            log_ratios=token_losses.log_ratios,
         )
         return self.output(result)
 

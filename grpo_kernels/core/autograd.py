@@ -173,8 +173,8 @@ class StatisticsPass(Protocol):
     ) -> tuple[Tensor | None, ...]:
         """Return the gradient of each tensor, None if it is not wanted.
 
-        tensors    those that `compute` got
-        computed   what `compute` returned
+        tensors    (logits,) or (hidden, weight, bias), as `compute` got them
+        computed   what `compute` returned: softmax sums, and perhaps more
         grads      upstream gradients d loss / d statistic by name, fp32 [num_rows] each
         wanted     whether each tensor needs a gradient
         """

@@ -75,7 +75,7 @@ def make_pass(
     names: Sequence[str],
     settings: tuple[Any, ...],
 ) -> LogitsPass | LinearPass:
-    """Return the object that computes an operator's results, from the arguments of the operator.
+    """Return the pass over rows that computes the results of an operator, from its arguments.
 
     tensors    (logits,) if dtype is None, else (hidden, weight, bias)
     dtype      dtype of the matmuls that compute logits, or None
@@ -220,7 +220,7 @@ def register(
     """Register an operator of torch.library that returns a list of tensors, and return it.
 
     name           name of the operator in NAMESPACE
-    schema         its arguments
+    schema         its arguments in the language of torch.library: "Tensor targets, Tensor? mask"
     function       computes the results, which must be contiguous
     fake           returns uninitialized results of the same shapes and dtypes, for tracing
     synchronizes   whether the host waits for the GPU (to learn the number of unmasked rows), which
@@ -275,7 +275,9 @@ class CompiledPass(StatisticsPass):
     strict: bool
 
     def compute(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        """Return a tuple of one tensor, the softmax sums fp32 [num_sums, num_rows].
+        """Return a tuple of one tensor, the softmax sums, fp32 [num_sums, num_rows].
+
+        An operator of torch.library computes them, which torch.compile does not look into.
 
         tensors   (logits,) or (hidden, weight, bias)
         """

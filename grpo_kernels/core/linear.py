@@ -147,8 +147,9 @@ class RowOrder:
 
     @classmethod
     def of_all_rows(cls, num_rows: int, device: torch.device) -> RowOrder:
-        """Return the order in which every row is processed and may have a gradient."""
-        return cls(torch.arange(num_rows, device=device), num_rows, num_rows)
+        """Return the order 0 to num_rows - 1: every row is processed and may have a gradient."""
+        row_ids = torch.arange(num_rows, device=device)
+        return cls(row_ids, num_with_gradient=num_rows, num_rows=num_rows)
 
     @classmethod
     def of_mask(cls, mask: Tensor | None, num_rows: int, device: torch.device) -> RowOrder:
@@ -162,7 +163,7 @@ class RowOrder:
         if mask is None:
             return cls.of_all_rows(num_rows, device)
         row_ids = mask.nonzero()[:, 0]
-        return cls(row_ids, len(row_ids), num_rows)
+        return cls(row_ids, num_with_gradient=len(row_ids), num_rows=num_rows)
 
     @classmethod
     def from_masks(cls, has_gradient: Tensor, processed: Tensor | None) -> RowOrder:
@@ -426,7 +427,7 @@ class GradientAccumulator:
     ) -> None:
         """Allocate the gradients of hidden states and bias as zeros, if they are wanted.
 
-        The class describes the arguments. That of the weight is allocated by the first block.
+        The class describes the arguments. The first block allocates the gradient of the weight.
         """
         policy = logits.inputs.policy
         self.logits = logits
@@ -484,7 +485,7 @@ class GradientAccumulator:
             self.grad_bias += grad_logits.sum(0, dtype=torch.float32)
 
     def result(self) -> LinearGradients:
-        """Return the gradients over all blocks that were added."""
+        """Return the gradients of hidden states, weight and bias from all added blocks."""
         return LinearGradients(
             hidden=self.grad_hidden, weight=self.grad_weight, bias=self.grad_bias
         )
@@ -656,6 +657,8 @@ class SumsRecorder:
     def process_chunk(self, chunk: slice, rows: LogitRows, grad_logits: Tensor | None) -> None:
         """Record the softmax sums of a chunk, and write d log-prob / d logits of each row.
 
+        That is the gradient for an upstream gradient of 1, by which a row is multiplied later.
+
         chunk         slice of the rows in the order of the pass
         rows          their logits and targets
         grad_logits   [1, num_chunk_rows, V]: where to write the gradient; None: none is needed
@@ -760,7 +763,9 @@ class KnownGradients:
             self.coefficients = coefficients.select(order.row_ids)
 
     def process_chunk(self, chunk: slice, rows: LogitRows, grad_logits: Tensor | None) -> None:
-        """Write d loss / d logits of a chunk.
+        """Write d loss / d logits of a chunk, from the softmax sums and coefficients of its rows.
+
+        The forward has computed the sums. The coefficients follow from the upstream gradients.
 
         chunk         slice of the rows in the order of the pass
         rows          their logits and targets

@@ -420,10 +420,13 @@ class SoftmaxSums:
         return self.logps_and_entropy()[1]
 
     def logps_and_entropy(self) -> tuple[Tensor, Tensor]:
-        """Return log-prob of the target and entropy, fp32 [num_rows] each, from one logarithm.
+        """Return (log-prob of the target, entropy), fp32 [num_rows] each, from one logarithm.
 
-        log-prob = target_logit - max_logit - log(sum_exp)
-        entropy  = log(sum_exp) - sum_exp_shifted / sum_exp
+            log-prob = target_logit - max_logit - log(sum_exp)
+            entropy  = log(sum_exp) - sum_exp_shifted / sum_exp
+
+        sum_exp is sum_j exp(z_j - max_logit), and sum_exp_shifted weights each of its terms by
+        z_j - max_logit.
         """
         values = self._accurate_values()
         max_logit, sum_exp, target_logit = values[:3]
@@ -609,6 +612,7 @@ class GradientCoefficients(NamedTuple):
         """
 
         def to_masked_fp32(grad: Tensor) -> Tensor:
+            """Return an upstream gradient in fp32, with 0 in masked rows."""
             grad = grad.float()
             return grad if mask is None else torch.where(mask, grad, 0.0)
 
@@ -712,8 +716,8 @@ def merge_shards(
 ) -> SoftmaxSums:
     """Return the sums of whole rows from the sums of their shards, as online softmax merges tiles.
 
-    The sums of a shard are relative to its own maximum. With shift = maximum of the shard - maximum
-    of the row and factor = exp(shift), see `ShardWeights`, the sums over the row are
+    A shard is a part of the vocabulary. Its sums are relative to its own maximum. With shift =
+    maximum of the shard - maximum of the row, and factor = exp(shift), the sums over the row are
 
         sum_exp           sum of factor * sum_exp
         sum_exp_shifted   sum of factor * (sum_exp_shifted + shift * sum_exp)

@@ -106,10 +106,13 @@ class RowSource(Protocol):
         """Return the same rows as constants, also for torch.func."""
 
     def with_known_order(self, mask: Tensor | None, order: RowOrder) -> RowSource:
-        """Return the same rows, and remember the order of the rows of a mask.
+        """Return the same rows, with the order of the rows of a mask.
 
         `statistics` uses this order if it gets the same tensor as mask. The host then need not wait
         for a device to count the rows of the mask.
+
+        mask    bool [num_rows]: rows to process; None: all
+        order   the numbers of these rows
         """
 
     def statistics(
@@ -263,8 +266,14 @@ class GivenLogits:
     ) -> dict[str, Tensor]:
         """Return "logps" and the named statistics of each row, [num_rows] by name.
 
-        They are differentiable in the logits, which the backward reads a second time. `RowSource`
-        describes arguments and results.
+        They are differentiable in the logits, which the backward reads a second time, and 0 in
+        masked rows.
+
+        targets     int64 [num_rows]; any id where mask is False
+        mask        bool [num_rows]: rows to process; None processes all
+        names       of the statistics in addition to "logps", for example "entropy"
+        detached    names of statistics that need no gradient
+        reference   the model that the statistic "divergence" is computed from, or None
         """
         row_pass = LogitsPass(
             kernels=self.kernels,

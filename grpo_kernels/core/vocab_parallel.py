@@ -253,11 +253,14 @@ class VocabParallel(BackendWrapper):
             padding[row_ids // rows_per_group, row_ids % rows_per_group] = 0
 
     def local_rows(self, rows: LogitRows) -> LogitRows:
-        """Return the same rows without padding columns, and with targets as local columns.
+        """Return the rows as the kernels of one rank take them: no padding, targets as columns.
 
-        Logits [A, T, num_columns] may end with columns that stand for no token id. Targets become
-        column numbers of this rank: those of other ranks are then below 0 or too large, and the
-        kernels return NaN as their logit. The reference is sharded like the policy.
+        Logits [A, T, num_columns] may end with columns that stand for no token id. They are left
+        out. A target becomes a column number of this rank. The targets of other ranks are then
+        below 0 or too large, and the kernels return NaN as their logit. The reference is sharded
+        like the policy.
+
+        rows   the rows of a call, with this rank's columns and targets of the whole vocabulary
         """
         num_ids = self.shard.num_ids(rows.logits.shape[-1])
         if num_ids == 0:
