@@ -309,8 +309,7 @@ def divergence_gradient(
     factor = log_ratio
     if direction == "jsd":
         log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        _, log_m_over_p = mixture_over_p(log_ratio, mixture)
-        factor = -log_m_over_p
+        factor = -mixture_over_p(log_ratio, mixture)[1]  # -log(m / p) = log(p / m)
         p = (1.0 - mixture) * p
     if direction == "tv":
         factor = half_sign(log_ratio)
