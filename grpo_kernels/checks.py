@@ -36,8 +36,10 @@ _PACKAGE = __name__.partition(".")[0]
 def require(ok: bool, name: str, value: object, remedy: str) -> None:
     """Raise ValueError "{name}={value}: {remedy}" unless ok.
 
-    name, value   of the argument that is wrong
-    remedy        what to pass instead
+    ok       whether the argument is right
+    name     the argument
+    value    what the caller passed
+    remedy   what to pass instead
     """
     if not ok:
         raise ValueError(f"{name}={value!r}: {remedy}")

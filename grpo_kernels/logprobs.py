@@ -132,8 +132,9 @@ def token_logprobs(
                 "log_kept_mass"   log of the probability that the whole row gives to its candidate
                                   set (differentiable)
     inplace     whether the backward writes the gradient over the logits, see `grpo_loss`
-    kept        candidate set of each token (`TokenSets`): the softmax runs over the set, and only
-                the logits of its ids are read. An empty set stands for the vocabulary.
+    kept        candidate set of each token (`TokenSets`), such as the ids left by top-k or top-p.
+                The softmax runs over the set, and only the logits of its ids are read. An empty set
+                stands for the vocabulary.
     missing     what to do if a target is not in its set: "include" (it joins the set), "full" (the
                 token uses the vocabulary), "mask" (the token is masked) or "raise" (ValueError,
                 waits for a GPU). None is "include", and "raise" in strict mode.
@@ -464,7 +465,7 @@ def token_divergence(
     options: Options | None = None,
     **unknown: NoReturn,
 ) -> Tensor:
-    """Compute the exact divergence of each row of logits from that of a reference or teacher.
+    """Compute the exact divergence between the softmax of each row and that of a reference.
 
         kl = token_divergence(logits[:, :-1], teacher_logits[:, :-1], Exact("jsd"), mask=mask)
         loss = kl.sum() / mask.sum()
@@ -474,16 +475,19 @@ def token_divergence(
     ref_logits   the same shape, any of these dtypes: the reference or teacher, under the same
                  transform. (logits, LogitTransform) has its own transform. `TokenSets` whose values
                  are log-probs stand for a teacher that is known at these ids only.
-    divergence   "reverse" (KL(policy || reference)), "forward", "jsd", "tv", or an `Exact`
+    divergence   "reverse" (KL(policy || reference)), "forward" (KL(reference || policy)), "jsd",
+                 "tv" (total variation), or an `Exact`
     mask         bool [B, T] or [N]: rows to process. The others give exactly 0.
     transform    temperature, softcap and scale of the logits, see `LogitTransform`
-    kept         candidate set of each row: both sides are renormalised over it. An empty set stands
-                 for the vocabulary.
-    inplace, options   as in `token_logprobs`; a shard holds the same columns of both sides
+    inplace      whether the backward writes the gradient over the logits, see `grpo_loss`
+    kept         candidate set of each row, such as the ids left by top-k or top-p: both sides are
+                 renormalised over it. An empty set stands for the vocabulary.
+    options      backend, strict mode, vocabulary shard, see `Options`. A shard holds the same
+                 columns of both sides.
 
-    Returns fp32, the leading shape of logits, in nats. The value is at least 0, also for two nearly
-    equal rows, whose KL of 1e-10 keeps its digits. It is infinite if the other side has no
-    probability. The forward and the backward read both rows twice each, the forward of "jsd" and
+    Returns fp32, the leading shape of logits, in nats ("tv": a probability). The value is at least
+    0, also for two nearly equal rows, whose KL of 1e-10 keeps its digits. A KL is infinite if its
+    second argument gives an id the probability 0 and its first does not. The forward and the backward read both rows twice each, the forward of "jsd" and
     "tv" three times. Raises ValueError naming the argument that is wrong.
     """
     if unknown:

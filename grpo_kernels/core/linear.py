@@ -820,7 +820,8 @@ def plan_rows(
         num_rows=max(num_with_gradient, 1),
         gathers_rows=gathers_rows(inputs.policy, num_with_gradient),
     )
-    # On a CPU without a buffer, every chunk reads the whole weight for all three matmuls.
+    # On a CPU without a buffer, all three matmuls of a chunk read or write [V, H]. So a short last
+    # chunk would cost nearly as much as a long one.
     evenly = device_type == "cpu" and not memory.has_grad_buffer
     if blocks is None:
         blocks_are_chunks = sizes.block == sizes.chunk

@@ -94,7 +94,10 @@ class GivenPairLogits(torch.autograd.Function):
         row_ids, columns = ctx.saved_tensors
 
         def compute_gradient(upstream: Sequence[Tensor]) -> Tensor:
-            """Return d loss / d logits [A, T, V] from upstream = [grad]."""
+            """Return d loss / d logits [A, T, V].
+
+            upstream   [grad]: d loss / d logit of each pair, [num_pairs]
+            """
             (grad,) = upstream
             grad_logits = zeros(ctx.shape, ctx.dtype, grad.device)
             if grad_logits.numel() > 0 and row_ids.numel() > 0:

@@ -73,8 +73,7 @@ class RowTransform(NamedTuple):
     def without_wrappers(self) -> RowTransform:
         """Return the same transform without gradients and without the wrappers of torch.func.
 
-        Under torch.func a temperature tensor is a wrapper that has no memory which kernels can
-        read.
+        Under torch.func a temperature tensor is a wrapper, which kernels cannot read.
         """
         inverse = self.inverse_temperature
         if isinstance(inverse, float):
@@ -735,7 +734,7 @@ def merge_shards(
     weights = ShardWeights.from_max_logits(values["max_logit"])
     factor = weights.factor
 
-    target_logits = values["target_logit"]
+    target_logits = values["target_logit"]  # NaN in a shard that does not have the target
     has_target = ~target_logits.isnan()
     target_logit = torch.where(has_target, target_logits, 0.0).sum(0)
     whole = {
@@ -751,7 +750,7 @@ def merge_shards(
         whole["sum_exp_squared"] = (factor * factor * values["sum_exp_squared"]).sum(0)
     if "argmax" in names:
         assert first_ids is not None
-        ids = values["argmax"]
+        ids = values["argmax"]  # a column of the shard
         no_id = torch.iinfo(torch.int32).max
         has_max = (values["max_logit"] == weights.max_logit) & (ids >= 0)
         first = torch.where(has_max, ids + first_ids, no_id).amin(0)

@@ -158,8 +158,9 @@ class RowSource(Protocol):
         targets              int64 [num_rows], ids of the vocabulary; any where mask is False
         row_ids, token_ids   int64 [num_pairs], in any order: the pairs that are left out. An id
                              outside of the vocabulary leaves out nothing. Pairs may repeat.
-        mask, detached       as in `statistics`
+        mask                 bool [num_rows]: rows to process; None processes all
         names                some of "entropy", "sum_squares", "top_prob", "logsumexp", of the rest
+        detached             names of statistics that need no gradient
         """
 
     def logits_at(self, row_ids: Tensor, token_ids: Tensor) -> Tensor:
