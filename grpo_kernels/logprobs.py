@@ -487,8 +487,10 @@ def token_divergence(
 
     Returns fp32, the leading shape of logits, in nats ("tv": a probability). The value is at least
     0, also for two nearly equal rows, whose KL of 1e-10 keeps its digits. A KL is infinite if its
-    second argument gives an id the probability 0 and its first does not. The forward and the backward read both rows twice each, the forward of "jsd" and
-    "tv" three times. Raises ValueError naming the argument that is wrong.
+    second argument gives an id the probability 0 and its first does not.
+
+    The forward and the backward read both rows twice each, the forward of "jsd" and "tv" three
+    times. Raises ValueError naming the argument that is wrong.
     """
     if unknown:
         refuse_keywords(token_divergence, unknown)

@@ -350,7 +350,7 @@ class SoftmaxSums:
         device: torch.device,
         reference: ReferenceRows | None = None,
     ) -> SoftmaxSums:
-        """Return sums with the values of masked rows, of which all statistics are 0 (or -1).
+        """Return sums with the values of masked rows, whose log-prob and entropy are exactly 0.
 
         names       of the sums, some of SUMS in their order
         reference   gives the kind of the divergence; None: there is no reference
@@ -700,14 +700,19 @@ class ShardWeights(NamedTuple):
 
     @classmethod
     def from_max_logits(cls, max_logits: Tensor) -> ShardWeights:
-        """Return the factors of the shards of each row.
+        """Return the maximum of each row, and the shift and factor of each of its shards.
+
+            shift = maximum of the shard - maximum of the row,  factor = exp(shift)
+
+        Both are 0 for a shard of only -inf, because -inf - -inf would be NaN.
 
         max_logits   fp32 [num_shards, num_rows], the largest logit of each shard
         """
         max_logit = max_logits.amax(0)
         is_empty = max_logits == -torch.inf
         shift = torch.where(is_empty, 0.0, max_logits - max_logit)
-        return cls(max_logit, shift, torch.where(is_empty, 0.0, shift.exp()))
+        factor = torch.where(is_empty, 0.0, shift.exp())
+        return cls(max_logit, shift, factor)
 
 
 def merge_shards(
