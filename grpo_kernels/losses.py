@@ -181,14 +181,17 @@ def linear_grpo_loss(
                  `TokenSets` whose values are a teacher's log-probs.
     options      backend, strict mode, shard, memory for the gradient of the weight, see `Options`
 
-    Costs three matmuls for a token that may have a gradient (two with a frozen head), one for the
-    other trained tokens, none for masked tokens. With a trained head it costs four matmuls with
-    further ids, shared rows, filters and surrogates that choose among the whole batch,
-    torch.compile, `Options(grad_in_backward=)`, and for a sequence-level objective with a sequence
-    longer than a block, an entropy bonus, an exact divergence, a bias that is trained, a
-    `context_group`, or fp16 matmuls on a GPU. A token with a candidate set costs one dot product
-    for each candidate. Logits are fp32, a chunk of rows at a time. The gradient of the weight is
-    summed in fp32. If the forward computed the gradient, a second backward raises RuntimeError, as
+    A token that may have a gradient takes part in three matmuls, or two with a frozen head. The
+    other trained tokens take part in one, masked tokens in none. With a trained head there are four
+    matmuls instead of three for
+
+    - further ids, shared rows, and filters and surrogates that choose among the whole batch
+    - torch.compile and `Options(grad_in_backward=True)`
+    - a sequence-level objective with a sequence longer than a block, an entropy bonus, an exact
+      divergence, a trained bias, a `context_group`, or fp16 matmuls on a GPU
+
+    A token with a candidate set takes one dot product for each candidate. Logits are fp32, a chunk
+    of rows at a time. The gradient of the weight is summed in fp32. If the forward computed the gradient, a second backward raises RuntimeError, as
     for `grpo_loss`.
 
     Raises ValueError naming the argument that is wrong.

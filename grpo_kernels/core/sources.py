@@ -127,8 +127,8 @@ class RowSource(Protocol):
         """Return "logps" and the named statistics of each row, [num_rows] by name.
 
         They are fp32, differentiable in the given logits, or in hidden states, weight and bias, and
-        exactly 0 in masked rows.
-        The exception is "top_id", int64 and -1 in masked rows.
+        exactly 0 in masked rows. "top_id" alone is int64, without a gradient, and -1 in masked
+        rows.
 
         targets     int64 [num_rows]; any id where mask is False
         mask        bool [num_rows]: rows to process; None processes all
@@ -590,8 +590,7 @@ class ProjectedLogits:
     ) -> dict[str, Tensor]:
         """Return "logps" and the named statistics of each row, [num_rows] by name.
 
-        They are differentiable in hidden states, weight and bias. `RowSource` describes arguments
-        and results.
+        They are differentiable in hidden states, weight and bias, and 0 in masked rows.
 
         The forward takes one matmul and keeps no logits. The backward computes them again: three
         matmuls, two with a frozen head. On a CPU it processes the rows whose upstream gradient is
@@ -603,6 +602,12 @@ class ProjectedLogits:
         this is not possible.
 
         On a GPU the host waits for the rows of a mask, unless it is the mask of `known_order`.
+
+        targets     int64 [num_rows]; any id where mask is False
+        mask        bool [num_rows]: rows to process; None processes all
+        names       of the statistics in addition to "logps", for example "entropy"
+        detached    names of statistics that need no gradient
+        reference   the model that the statistic "divergence" is computed from, or None
         """
         requested = RequestedStatistics(names, detached)
         mask = None if mask is None else plain(mask)
