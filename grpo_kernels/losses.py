@@ -191,8 +191,8 @@ def linear_grpo_loss(
       divergence, a trained bias, a `context_group`, or fp16 matmuls on a GPU
 
     A token with a candidate set takes one dot product for each candidate. Logits are fp32, a chunk
-    of rows at a time. The gradient of the weight is summed in fp32. If the forward computed the gradient, a second backward raises RuntimeError, as
-    for `grpo_loss`.
+    of rows at a time. The gradient of the weight is summed in fp32. If the forward computed the
+    gradient, a second backward raises RuntimeError, as for `grpo_loss`.
 
     Raises ValueError naming the argument that is wrong.
     """

@@ -126,9 +126,9 @@ class RowSource(Protocol):
     ) -> dict[str, Tensor]:
         """Return "logps" and the named statistics of each row, [num_rows] by name.
 
-        They are fp32, differentiable in the given logits, or in hidden states, weight and bias, and
-        exactly 0 in masked rows. "top_id" alone is int64, without a gradient, and -1 in masked
-        rows.
+        They are fp32 and exactly 0 in masked rows, but "top_id" is int64 and -1 there. All but
+        "top_prob" and "top_id" are differentiable in the given logits, or in hidden states, weight
+        and bias.
 
         targets     int64 [num_rows]; any id where mask is False
         mask        bool [num_rows]: rows to process; None processes all
