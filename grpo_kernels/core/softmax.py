@@ -73,7 +73,7 @@ class RowTransform(NamedTuple):
     def without_wrappers(self) -> RowTransform:
         """Return the same transform without gradients and without the wrappers of torch.func.
 
-        Under torch.func a temperature tensor is a wrapper, which kernels cannot read.
+        Under torch.func a tensor of temperatures is a wrapper, which kernels cannot read.
         """
         inverse = self.inverse_temperature
         if isinstance(inverse, float):
