@@ -232,11 +232,11 @@ def readme_figure(folder: Path) -> str:
     their_errors = [max(row["errors"].values()) for row in others if "16-bit" not in row["name"]]
     our_error = max(named(cell, OURS)["errors"].values())
     versions = record["machine"]["versions"]
-    text = f"""**From hidden states, loss and gradients take {our_memory} instead of {eager_memory} and {ours} instead of
-{eager}** (eager PyTorch; {cell["rows"]:,} tokens, hidden size {cell["hidden"]:,}, {cell["vocab"]:,} ids, bf16, {record["machine"]["name"]}).
-Fast-LLM's kernel is faster, {fast_llm} with {fast_llm_memory}, and rounds the logits to 16 bits. CCE with `torch.compile` takes {compiled} and
-{compiled_memory}. CCE on a GPU needs the least memory, {filtered_memory}, and takes {filtered} with filtered gradients. The largest relative error of a gradient
-is {max(their_errors):.0e} for these three and eager PyTorch, and {our_error:.0e} for ours. Memory is the peak beyond the inputs. Every implementation was checked against float64 first.
+    text = f"""**From hidden states, the DAPO loss and its gradients take {ours} and {our_memory}; eager PyTorch takes {eager} and {eager_memory}**
+({cell["rows"]:,} tokens, hidden size {cell["hidden"]:,}, vocabulary {cell["vocab"]:,}, bf16, one {record["machine"]["name"]}).
+Fast-LLM's kernel is faster ({fast_llm}), but it needs {fast_llm_memory} and rounds the logits to 16 bits. CCE (cut-cross-entropy) with `torch.compile` takes {compiled} and
+{compiled_memory}. CCE's own kernel with filtered gradients needs the least memory, {filtered_memory}, but takes {filtered}. The worst relative gradient error is {max(their_errors):.0e}
+for eager PyTorch and these three, and {our_error:.0e} for this package. Memory is the peak on top of the inputs. Every implementation passed a check against float64 first.
 Measured on {record["date"]} with torch {record["machine"]["torch"]} and Triton {versions["triton"]}."""
     path = folder / README_MACHINE / "plots" / "readme.svg"
     link = Path(os.path.relpath(path, README.parent)).as_posix()

@@ -77,9 +77,9 @@ def test_the_readme_is_short_and_answers_the_first_questions():
     """What it is, what it saves, how to install it, what to change in TRL: in this order."""
     text = README.read_text()
     answers = (
-        "Fused loss kernels for RL post-training",
+        "Fused kernels for RL post-training losses",
         "![Bar charts of time and memory",
-        "pip install git+",
+        "pip install .",
         "from grpo_kernels.integrations.trl import FusedGRPOTrainer as GRPOTrainer",
         "linear_grpo_loss(",
         "## Support",
