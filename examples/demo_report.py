@@ -1,4 +1,4 @@
-"""What the demo shows: its table, two sentences, the picture, and the block of docs/training.md."""
+"""What the demo shows: its table, two lines of text, the picture, and the block of docs/training.md."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def table(record: Record) -> Table:
 
 
 def sentences(record: Record) -> list[str]:
-    """Return two sentences: whether both losses train alike, and their time and memory."""
+    """Return two lines of text: whether both losses train alike, and their time and memory."""
     pairs = [
         pair
         for run in record["runs"]
@@ -76,11 +76,11 @@ def sentences(record: Record) -> list[str]:
         for run in record["runs"]
         for before, after in [run["sides"][FUSED]["accuracy"]]
     ]
-    curves = f"One curve: the rewards of all {len(pairs)} steps are the same by both losses"
+    curves = f"The curves coincide: both losses give the same reward at all {len(pairs)} steps."
     if same < len(pairs):
         curves = (
-            f"Both losses have the same reward in {same} of {len(pairs)} steps, and rewards at most"
-            f" {apart:.3f} apart in the others"
+            f"Both losses give the same reward at {same} of {len(pairs)} steps, and rewards at most"
+            f" {apart:.3f} apart at the others."
         )
     size, low, high = record["size"], *_kept(record)
     seconds, peak = (
@@ -90,15 +90,16 @@ def sentences(record: Record) -> list[str]:
     kept = f"{low}" if low == high else f"{low} to {high}"
     return [
         (
-            f"{curves}; greedy accuracy gained {', '.join(f'{x:+.1f}' for x in gains)} points by"
-            f" the fused one, training over the {kept} of {size['vocab']:,} ids that each token was"
-            " drawn from."
+            f"{curves} With the fused loss, greedy accuracy changes by"
+            f" {', '.join(f'{x:+.1f}' for x in gains)} points. Each token is trained over the"
+            f" {kept} of {size['vocab']:,} ids that it was drawn from."
         ),
         (
-            f"Loss and gradient take {loss[FUSED]:.0f} ms instead of {loss[PLAIN]:.0f}, a whole"
-            f" step {seconds[FUSED]:.2f} s instead of {seconds[PLAIN]:.2f} and {peak[FUSED]:,.0f}"
-            f" MiB instead of {peak[PLAIN]:,.0f}; sampling, which both do alike, is"
-            f" {middle(record, FUSED, 'sampling_seconds') / seconds[FUSED]:.0%} of the fused step."
+            f"In the median over all steps, loss and gradient take {loss[FUSED]:.0f} ms instead of"
+            f" {loss[PLAIN]:.0f}, and a step {seconds[FUSED]:.2f} s and {peak[FUSED]:,.0f} MiB"
+            f" instead of {seconds[PLAIN]:.2f} s and {peak[PLAIN]:,.0f} MiB. Sampling, identical in"
+            f" both, is {middle(record, FUSED, 'sampling_seconds') / seconds[FUSED]:.0%} of the"
+            " fused step."
         ),
     ]
 
@@ -125,7 +126,7 @@ def times(record: Record) -> str:
         ", ".join(f"{run['seconds'][what]:.0f}" for run in record["runs"])
         for what in ("warm_up", "all")
     )
-    return f"Warm-up {warm} s, in all {whole} s."
+    return f"The warm-up took {warm} s, the whole demo {whole} s."
 
 
 def text(record: Record) -> str:

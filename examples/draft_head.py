@@ -123,8 +123,8 @@ def run(seed: int, size: Size, progress: bool = True) -> Record:
 
 def table(record: Record) -> list[list[str]]:
     """Return a table with a line for each seed: means over the first or last `FEW` steps."""
-    head = ["seed", "reward", "acceptance untrained", "after", "stopped half-way", "top-1 after"]
-    lines = [head]
+    head = ["seed", "reward", "acceptance: untrained", "trained throughout"]
+    lines = [[*head, "stopped half-way", "top-1 agreement"]]
     for one in record["runs"]:
         reward, acceptance, stopped, agreement = (
             one[name]

@@ -216,7 +216,7 @@ def call(function: RewardFunction, asked: Asked) -> list[float | list[float]]:
             rewards.append(_checked(value, len(asked.tokens[i])))
         except ValueError as error:
             raise ValueError(
-                f"reward {name} returned for completion {i}"
+                f"reward function {name}, completion {i}: got"
                 f" {error}{pair(asked.prompts[i], asked.completions[i])}"
             ) from None
     return rewards
