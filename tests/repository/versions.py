@@ -368,7 +368,7 @@ def of_trl(**variables: str) -> str:
         ] or ["no output"]
         return f"failed: {said[-1][:160]}"
     if found[0] == "none":
-        return "none: it has no place for any of ours, and they say so"
+        return "none: this TRL has no hook for our adapters, and they raise an error that says so"
     return "{}; {}; {} apart".format(*found[0].split())
 
 
@@ -460,10 +460,10 @@ def environments(lines: Iterable[tuple[str, Fields]]) -> str:
             **c
         )
         rows.append([name, *shown.split("|")])
-    parts = [f"`{name.partition('.py')[0]}`" + " in part" * ("::" in name) for name in QUICK]
+    files = ", ".join(f"`{name.partition('.py')[0]}`" for name in QUICK)
     quick = (
-        f"quick: of {', '.join(parts)} so many cases that every value of each parameter occurs."
-        " all: every test of the package."
+        f"quick: a subset of the cases of {files}, so large that every value of each parameter"
+        " occurs. all: the whole test suite."
     )
     return f"{render(rows, markdown=True)}\n\n{quick}"
 
