@@ -205,7 +205,7 @@ def outside_gate(cell: Cell, found: dict[str, float]) -> str | None:
             # where two rows nearly agree, their difference is mostly the rounding of the logits
             most *= 2
         if not value <= most:  # NaN as well
-            return f"{name} is off by {value:.1e}, more than {most:.0e}"
+            return f"{name} is off by {value:.1e}, limit {most:.0e}"
     return None
 
 

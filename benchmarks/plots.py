@@ -143,7 +143,7 @@ def of_suite(record: Record) -> Picture:
     notes = [
         f"{why}: {names}"
         for why, names in untimed(cells, what).items()
-        if swept or not why.startswith("wrong")
+        if swept or not why.startswith("failed the check")
     ]
     return {"title": f"{record['title']} · {processor(record)}", "panels": panels, "notes": notes}
 

@@ -275,7 +275,7 @@ def front(folder: Path) -> str:
     alone = len(of_machines) == 1
     lines, sources = (
         [],
-        [f"Cells of {ASKED_ROWS:,} rows, or of the nearest number that was measured."],
+        [f"Cells have {ASKED_ROWS:,} rows, or the closest number that was measured."],
     )
     for words in next(iter(of_machines.values())):
         for x in (x for found in of_machines.values() for x in found[words]):
@@ -447,7 +447,8 @@ All implementations of a table ran interleaved in one process. Each was checked 
 
 - `ms` is the median of `runs`; `p20` and `p80` are quantiles. `host ms` is the time of the host, on a GPU.
 - The limit is the least work that the result needs, timed in the same run. From logits it is one read and one write of the logits (a
-  copy, or in place). From hidden states it is the bare matmuls, each computed by the fastest way known (torch.mm, oneDNN, ours, ours in chunks).
+  copy, or in place). From hidden states it is the sum of the bare matmuls, each timed alone and computed by the fastest way known (torch.mm,
+  oneDNN, ours, ours in chunks).
 - GB/s count the logits as read once (1U), or as read and written once (2U), whatever an implementation really reads and writes.
 - TFLOP/s count the matmuls that are needed: N rows, hidden size H, V ids, and a share a of the rows with a gradient.
 - `extra MB` is the peak beyond the inputs, results included.

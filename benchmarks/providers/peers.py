@@ -105,7 +105,7 @@ def logprobs(case: Case) -> Logps:
 
 
 # ---- QuACK QuACK: its cross-entropy of given logits. Its linear cross-entropy returns one scalar
-# over all tokens: no gradient per token, as a policy's loss has, can go in.
+# for all tokens, so it cannot take the per-token gradients of a policy loss.
 
 
 @logps_provider("QuACK cross-entropy", "logits", devices=("cuda",))
@@ -117,8 +117,8 @@ def cross_entropy(case: Case) -> Logps:
 @logps_provider("QuACK linear cross-entropy", "hidden", "hidden-frozen", suffix="")
 def linear_cross_entropy(case: Case) -> Logps:
     raise Unavailable(
-        "returns one scalar over all tokens: no gradient per token, as a policy's loss has, can"
-        " go in"
+        "returns one scalar for all tokens, so it cannot take the per-token gradients of a policy"
+        " loss"
     )
 
 
