@@ -124,7 +124,8 @@ class Standing(NamedTuple):
 
     @property
     def title(self) -> str:
-        return f"{self.record['title']}, {DTYPES[self.cell['dtype']]}, {size(self.cell)}"
+        suite = SUITES[self.record["suite"]].title
+        return f"{suite}, {DTYPES[self.cell['dtype']]}, {size(self.cell)}"
 
 
 def right(cell: Cell) -> list[Row]:

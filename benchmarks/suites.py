@@ -202,7 +202,7 @@ SUITES = {
             gpu("hidden", LARGE, accumulation=4),
         ),
         Suite(
-            "kept", "Loss and gradients over kept sets, from hidden states", "kept",
+            "kept", "Loss and gradients over candidate sets, from hidden states", "kept",
             plan("kept", (256, 1024, QWEN)) + plan("kept", (8192, 1024, QWEN), only=KEPT),
             gpu("kept", (256, 1024, QWEN), (8192, 1024, QWEN)),
         ),
@@ -212,16 +212,16 @@ SUITES = {
             each("shared", SHARED, "trees", LARGE, dtypes=(BF16,), only=TREES),
         ),
         Suite(
-            "forms", "Loss and gradients with terms at listed ids, from hidden states", "forms",
+            "forms", "Loss and gradients with terms at extra ids, from hidden states", "forms",
             plan("forms", (256, 1024, QWEN)), gpu("forms", LARGE),
         ),
         Suite(
-            "logits-forms", "Loss and gradient with terms at listed ids, from logits", "logits-forms",
+            "logits-forms", "Loss and gradient with terms at extra ids, from logits", "logits-forms",
             plan("logits-forms", (256, None, QWEN)), gpu("logits-forms", (8192, None, QWEN)),
         ),
         _head("divergence", "Exact KL to a teacher, from hidden states", plan("divergence", MANY, only=DIVERGENCES)),
-        _head("divergence-forward", "The same, forward"),
-        _head("divergence-jsd", "The same, Jensen-Shannon"),
+        _head("divergence-forward", "Exact forward KL to a teacher, from hidden states"),
+        _head("divergence-jsd", "Exact JSD to a teacher, from hidden states"),
         _logits("logits-divergence", "Exact KL to a teacher, from logits"),
         Suite(
             "draft", "Soft cross-entropy of a draft head, from hidden states", "draft",
@@ -229,7 +229,7 @@ SUITES = {
         ),
         _head("hidden-frozen", "Loss from hidden states, frozen head"),
         Suite(
-            "hidden-sequence", "Losses of sequence levels from hidden states: GSPO, with a frozen head, and VESPO", "gspo",
+            "hidden-sequence", "Sequence-level losses from hidden states: GSPO (also with a frozen head) and VESPO", "gspo",
             # Liger's takes nine to twenty times the products on a CPU.
             plan("gspo", (256, 1024, QWEN), only=(*SEQUENCES, "Liger fused linear GRPO"))
             + [one for name in OF_SEQUENCES[1:] for one in plan(name, (256, 1024, QWEN), only=SEQUENCES)]
