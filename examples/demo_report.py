@@ -1,4 +1,4 @@
-"""What the demo shows: its table, two lines of text, the picture, and the block of docs/training.md."""
+"""What the demo shows: its table, two lines of text, the picture, and part of docs/training.md."""
 
 from __future__ import annotations
 
