@@ -106,13 +106,13 @@ class RowSource(Protocol):
         """Return the same rows as constants, also for torch.func."""
 
     def with_known_order(self, mask: Tensor | None, order: RowOrder) -> RowSource:
-        """Return the same rows, with the order of the rows of a mask.
+        """Return the same rows, and remember which rows a mask selects.
 
-        `statistics` uses this order if it gets the same tensor as mask. The host then need not wait
-        for a device to count the rows of the mask.
+        If `statistics` is then called with this very tensor as its `mask`, it takes the selected
+        rows from `order`. So the host need not wait for a device to count them.
 
         mask    bool [num_rows]: rows to process; None: all
-        order   the numbers of these rows
+        order   the numbers of the selected rows
         """
 
     def statistics(
@@ -779,13 +779,16 @@ class ProjectedLogits:
         order: RowOrder,
         blocks: Sequence[slice] | None,
     ) -> FormulaResult:
-        """Run a formula over the rows, and return its loss, with gradients that exist already.
+        """Compute a loss and its gradients, and return the loss as a differentiable tensor.
+
+        The backward of the loss hands over the gradients of hidden states, weight and bias that
+        are computed here.
 
         inputs    what the pass reads
         formula   computes the loss and d loss / d logits from the logits of a chunk of rows
         order     the rows to process: first those that may have a gradient
-        blocks    slices of `order`, whose gradients of logits exist at one time; None: as few as
-                  memory allows
+        blocks    slices of `order`; the gradients of logits of one slice exist at one time. None:
+                  as few slices as memory allows. Not used if no gradient is wanted.
         """
         grad_enabled = torch.is_grad_enabled()
         hidden, weight, bias = self.tensors

@@ -188,10 +188,13 @@ SCALE_PROGRAMS = 512
 
 
 def fused_kind(logits: torch.dtype, softcap: float) -> str:
-    """Return the kind of the fused loss kernel, a key of LAUNCH or SHARED_CHOICES.
+    """Return the kind of the fused loss kernel: "fused", "fused32" or "capped32".
+
+    A kind is a name that LAUNCH or SHARED_CHOICES has launch settings for. fp32 logits have other
+    settings than 16-bit ones, and with a softcap, whose tanh needs registers, a third kind.
 
     logits    dtype of the logits
-    softcap   of the logits, 0 for none
+    softcap   softcap of the logits, 0 for none
     """
     if logits.itemsize < 4:
         return "fused"
@@ -786,10 +789,11 @@ class RowCall:
 
 
 def transform_argument(transform: RowTransform) -> Transform:
-    """Return the transform of rows as the argument `transform` of a kernel.
+    """Return the scale and softcap of rows as the argument `transform` of a Triton kernel.
 
-    `softmax_rows.Transform` describes the fields. One that the kernel does not need is None, and
-    Triton compiles no code for it.
+    Triton compiles no code for a field that is None: `softcap` without a softcap, and `mirrored`
+    unless the scale is negative. A kernel with a softcap handles a negative scale anyway, because
+    tanh keeps the sign.
     """
     is_mirrored = transform.scale < 0 and not transform.softcap
     return Transform(
