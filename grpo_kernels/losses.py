@@ -474,7 +474,8 @@ class BatchLoss:
           backward receives.
         - Hidden states: the gradient of a token must depend on this token alone, or be a scalar of
           its sequence times a known vector, see `gradient_is_scalar_of_sequence`. In the second
-          case there must be a trained head, because with a frozen head both ways take two matmuls.
+          case there must be no reference, whose divergence adds another vector, and a trained head,
+          because with a frozen head both ways take two matmuls.
           `with_gradient` may still return None, for a sequence that is longer than a block or for
           fp16 matmuls on a GPU.
         """

@@ -447,13 +447,14 @@ class PrecomputedGradients:
         if self.gradients is None:
             raise RuntimeError(SECOND_BACKWARD)
         gradients = self.gradients
+        for gradient, version in zip(gradients, self.versions, strict=True):
+            if gradient.value is not None and gradient.value._version != version:
+                raise RuntimeError(LOGITS_OVERWRITTEN)
         self.gradients = None
         results: list[Tensor | None] = []
-        for gradient, version in zip(gradients, self.versions, strict=True):
+        for gradient in gradients:
             result = gradient.value
             if result is not None:
-                if result._version != version:
-                    raise RuntimeError(LOGITS_OVERWRITTEN)
                 self.kernels.scale_(result, grad_loss)
                 result = converted(result, gradient.dtype)
             if gradient.memory is not None:

@@ -394,7 +394,8 @@ class LinearGradients:
     """The gradients of the policy's tensors. None if a gradient was not wanted.
 
     hidden   [num_rows, H], 0 for rows that are in no block
-    weight   [V, H], fp32 or the dtype of the weight; None also if no row had a gradient
+    weight   [V, H], fp32 or the dtype of the weight, or memory of the caller that it was added to;
+             None also if no row had a gradient and there is no such memory
     bias     fp32 [V]
     """
 
