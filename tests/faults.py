@@ -1598,7 +1598,7 @@ FAULTS: list[Fault] = [
         ),
         (
             "a gradient that was written to is handed over",
-            "if result._version != version:",
+            "if gradient.value is not None and gradient.value._version != version:",
             "if False:",
         ),
         ("the factor of the loss is dropped", "self.kernels.scale_(result, grad_loss)", "pass"),
