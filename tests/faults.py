@@ -1593,8 +1593,8 @@ FAULTS: list[Fault] = [
         ),
         (
             "a gradient is handed over twice",
-            "gradients = self.gradients\n        self.gradients = None",
-            "gradients = self.gradients",
+            "self.gradients = None\n        results: list[Tensor | None] = []",
+            "results: list[Tensor | None] = []",
         ),
         (
             "a gradient that was written to is handed over",
