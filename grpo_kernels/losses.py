@@ -540,7 +540,8 @@ class BatchLoss:
             result = source.fused_loss(formula, self.row_order(), reference)
             return self.output_of_scaled(result)
 
-        # A sequence-level loss (GSPO): c[row] follows from the log-probs of the whole sequence.
+        # A sequence-level loss (GSPO): the gradient of a row is the gradient of its log-prob, times
+        # a scalar that follows from the log-probs of the whole sequence.
         compute_losses = functools.partial(
             self.objective.token_losses,
             inputs=tokens,
