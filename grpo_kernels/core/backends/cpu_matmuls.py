@@ -408,7 +408,8 @@ def _comparisons(n: int, h: int, v: int) -> Iterator[Comparison]:
 
         def compute(out: Tensor, name: str) -> None:
             out.copy_(start)
-            grad_weight(grad, hidden, start=out, out=out, engine_name=name, threads=1)
+            total = out  # the sum so far, which is overwritten by the new sum
+            grad_weight(grad, hidden, total, out, engine_name=name, threads=1)
 
         return Comparison(
             operands,
