@@ -900,9 +900,9 @@ def reference_gradient_kernel(
         target = tl.load(targets + i)
         target_w = reference_row.u_to_z * load_unscaled_logit(reference_row, target)
         # The target's logit must be loaded before the first store of any thread, because the
-        # gradient may overwrite the reference's row.
+        # gradient may overwrite the reference's row. `end` is the first column of the last tile,
+        # which may reach beyond the end of the row.
         tl.debug_barrier()
-        # The first column of the last tile, which may reach beyond the end of the row.
         end = (V - 1) // TILE.BLOCK * TILE.BLOCK
         for start in range(0, end, TILE.BLOCK):
             write_gradient_of_both(
