@@ -104,18 +104,10 @@ class Kernels(Backend):
     def run_mixture_kernel(self, rows: LogitRows, sums: SoftmaxSums) -> Tensor:
         """Return MIXTURE_SUMS of each row, fp32 [2, num_rows], in a second pass over the rows.
 
-        They are sums over the vocabulary, from which the divergences "jsd" and "tv" follow. With p
-        the policy's softmax and q the reference's:
+        They are the sums over the vocabulary from which the divergences "jsd" and "tv" follow.
+        `Backend.run_mixture_kernel` has their formulas.
 
-            direction   row 0                            row 1
-            "jsd"       KL(p || m)                       KL(q || m)
-            "tv"        sum_j p_j sign(p_j - q_j) / 2    sum_j |p_j - q_j| / 2
-
-        m = (1 - b) p + b q is a mixture with the weight b. `rows.reference` has the direction and
-        b, its `mixture`. For "tv" row 1 is the divergence. In both directions the gradient needs
-        row 0, see `SoftmaxSums.gradient_center`.
-
-        sums   softmax sums of the first pass over the rows, which normalize p and q
+        sums   softmax sums of the first pass over the rows, which normalize policy and reference
         """
         reference = rows.reference
         assert reference is not None
