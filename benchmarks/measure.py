@@ -10,14 +10,14 @@ from __future__ import annotations
 import gc
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from benchmarks.cases import DIRECTIONS, Case, Cell, errors, make_case, reference
-from benchmarks.harness import interleaved, memory_free, memory_in_use, peak_memory
+from benchmarks.harness import interleaved, memory_free, memory_in_use, peak_memory, timed
 from benchmarks.machine import gpu_state
 from benchmarks.providers import Provider, Run, Unavailable, first_line, providers
 from benchmarks.tables import Record, Row
@@ -27,6 +27,12 @@ from benchmarks.tables import Record, Row
 #: precision, and a fraction of the error of one wrong row or one missing term.
 FULL = {"loss": 1e-4, "gradient": 1e-4, "worst row": 1e-3, "parameter": 1e-4, "value": 1e-4}
 HALF = {"loss": 1e-2, "gradient": 3e-2, "worst row": 0.3, "parameter": 0.1, "value": 0.15}
+
+#: The longest that one run may take on a CPU, in seconds. A provider that needs longer is not
+#: timed, because a cell runs each provider six times or more.
+RUN_LIMIT_SECONDS = 30.0
+#: Fields of a cell in which it may differ from the cell that its times are estimated from.
+SCALED_FIELDS = ("rows", "sequences", "dtype")
 
 
 class DeviceLost(RuntimeError):
@@ -44,14 +50,16 @@ class _Failed(Exception):
 def measure(
     cell: Cell, device: str, *, only: tuple[str, ...] | None = None, seconds: float = 1.0, least: int = 3, most: int = 50,
     memory: bool = True, known: dict[str, str] | None = None, candidates: list[Provider] | None = None,
-    save: Callable[[Record], None] | None = None,
+    save: Callable[[Record], None] | None = None, earlier: Sequence[Record] = (),
 ) -> Record:  # fmt: skip
     """The measured cell, in the form of the result files. only: the providers that take part
     besides the limits (None: all). known: {provider: reason} of failures in an earlier process,
     which are not tried again. save: called after each provider with the results so far, marked
-    "unfinished", and with times of a few runs of each.
+    "unfinished", and with times of a few runs of each. earlier: cells of the same suite that were
+    measured before. On a CPU, providers that were too slow for this cell there are skipped.
     """
     begin, known = time.perf_counter(), known or {}
+    too_slow = too_slow_by_earlier_cells(cell, earlier) if device == "cpu" else {}
     every = providers(cell.contract) if candidates is None else candidates
     chosen = {p.name: p for p in every if only is None or p.limit or p.name in only}
     if cell.accumulation == 1:
@@ -65,7 +73,7 @@ def measure(
     }
     rows, runs, early = {name: _row(p) for name, p in chosen.items()}, {}, {}
 
-    def timed(names: list[str], **how: Any) -> dict[str, Row]:
+    def time_runs(names: list[str], **how: Any) -> dict[str, Row]:
         """One that fails is left out from then on."""
 
         def attempt(name: str, run: Callable[[], float]) -> float | None:
@@ -82,16 +90,18 @@ def measure(
     for name, provider in sorted(
         chosen.items(), key=lambda x: x[1].late
     ):  # providers that compile for long come last
-        rows[name] |= _checked(provider, case, device, expected, memory, known.get(name), runs)
+        rows[name] |= _checked(
+            provider, case, device, expected, memory, known.get(name), too_slow.get(name), runs
+        )
         if save is not None:  # times of a few runs, in case the cell is not finished
-            early[name] = rows[name] | timed([name], seconds=0.1, least=3, most=5).get(name, {})
+            early[name] = rows[name] | time_runs([name], seconds=0.1, least=3, most=5).get(name, {})
             save(
                 describe(cell) | {"limit": None, "providers": [*early.values()], "unfinished": True}
             )
     del expected
     _free(device)
     retries = _alloc_retries(device)
-    times = timed([*runs], seconds=seconds, least=least, most=most)
+    times = time_runs([*runs], seconds=seconds, least=least, most=most)
     state = (
         {"gpu": gpu_state(device), "alloc_retries": _alloc_retries(device) - retries}
         if device == "cuda"
@@ -118,7 +128,8 @@ def _row(provider: Provider) -> Row:
 
 
 def _checked(
-    provider: Provider, case: Case, device: str, expected: Record, memory: bool, known: str | None, runs: dict[str, Run]
+    provider: Provider, case: Case, device: str, expected: Record, memory: bool, known: str | None,
+    too_slow: str | None, runs: dict[str, Run],
 ) -> Row:  # fmt: skip
     """The status, the errors, and for a provider that passes the check the memory of a separate
     run; its run is put into `runs`.
@@ -130,15 +141,26 @@ def _checked(
             raise Unavailable(reason)
         if known is not None:
             raise _Failed(known)
+        if too_slow is not None:
+            raise Unavailable(too_slow)
         run = _attempt(provider, device, lambda: provider.make(case))
+        result = None
+        if device == "cpu":
+            result, seconds = _attempt(provider, device, lambda: _first_run(provider, run))
+            if seconds > RUN_LIMIT_SECONDS:
+                row["run_seconds"] = round(seconds, 1)
+                raise Unavailable(
+                    f"one run takes {seconds:.0f} s, more than the limit of {RUN_LIMIT_SECONDS:.0f} s"
+                )
         if not provider.limit and not provider.beside:
             # In use before its first run, so that memory which it keeps between runs is counted.
             # (On a CPU its code would be counted too, so the state just before the run is used.)
             baseline = memory_in_use(device) if device == "cuda" else None
             scale = float(case.batch.advantages.abs().mean())
-            row["errors"] = _attempt(
-                provider, device, lambda: errors(_fresh(run)(), expected, scale)
-            )
+            if device != "cpu":
+                result = _attempt(provider, device, lambda: _fresh(run)())
+            row["errors"] = _attempt(provider, device, lambda: errors(result, expected, scale))
+            del result  # its memory would count as in use
             off = outside_gate(case.cell, row["errors"])
             if off is not None:
                 return row | {"status": "wrong", "reason": off}
@@ -153,6 +175,59 @@ def _checked(
         return row | {"status": "failed", "reason": str(failure)}
     runs[provider.name] = run
     return row | {"status": "ok"}
+
+
+def _first_run(provider: Provider, run: Run) -> tuple[Any, float]:
+    """Return the result of a run on a CPU and its seconds.
+
+    The first run of a provider that compiles may take longer than the limit although later runs do
+    not, so that its second run counts.
+    """
+    result, ms, _ = timed(_fresh(run), "cpu")
+    if provider.late and ms > 1e3 * RUN_LIMIT_SECONDS:
+        del result  # so that two results are never in memory at once
+        result, ms, _ = timed(_fresh(run), "cpu")
+    return result, ms / 1e3
+
+
+def too_slow_by_earlier_cells(cell: Cell, earlier: Sequence[Record]) -> dict[str, str]:
+    """Return {provider: reason} for the providers that would exceed RUN_LIMIT_SECONDS in `cell`.
+
+    The estimate is the provider's time at an earlier cell times the ratio of rows. The earlier cell
+    has the same contract and shape apart from its rows, and of several such cells the one with the
+    most rows counts. Without a time in the dtype of `cell`, the time in float32 stands in: on CPUs
+    without 16-bit instructions 16 bits are slower still.
+    """
+    reasons: dict[str, str] = {}
+    wanted = describe(cell)
+    same_but_rows = [
+        other
+        for other in earlier
+        if all(other[name] == wanted[name] for name in wanted if name not in SCALED_FIELDS)
+    ]
+    for dtype in ("float32", wanted["dtype"]):
+        cells = [other for other in same_but_rows if other["dtype"] == dtype]
+        for other in sorted(cells, key=lambda one: one["rows"]):
+            for row in other["providers"]:
+                seconds = _seconds_of_a_run(row)
+                if seconds is None:
+                    continue
+                # More rows, and then the dtype of `cell`, replace what was found before.
+                reasons.pop(row["name"], None)
+                estimate = seconds * cell.rows / other["rows"]
+                if estimate > RUN_LIMIT_SECONDS:
+                    reasons[row["name"]] = (
+                        f"a run would take about {estimate:.0f} s"
+                        f" ({seconds:.1f} s at {other['rows']:,} rows)"
+                    )
+    return reasons
+
+
+def _seconds_of_a_run(row: Row) -> float | None:
+    """Return how long a run of this provider took, or None if it was not run."""
+    if "run_seconds" in row:  # it exceeded the limit
+        return row["run_seconds"]
+    return row["ms"] / 1e3 if "ms" in row else None
 
 
 def with_sum_of_parts(rows: list[Row], times: dict[str, Row]) -> list[Row]:

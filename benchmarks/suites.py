@@ -339,9 +339,11 @@ def _run(suite: Suite, path: Path, origin: Record, how: How) -> Iterator[str]:
             known = lost.setdefault(f"{cell.contract}, {cell.dtype}", {})
             try:
                 parts = save if how.device == "cuda" else None
+                earlier = [done[other] for other in marks if other in done]
                 done[mark] = measure(
-                    cell, how.device, only=only, known=known, save=parts, **how.effort
-                )
+                    cell, how.device, only=only, known=known, save=parts, earlier=earlier,
+                    **how.effort,
+                )  # fmt: skip
             except DeviceLost as failure:
                 known[failure.provider] = failure.reason
                 results.save(broke, lost)

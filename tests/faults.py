@@ -1109,6 +1109,8 @@ FAULTS: list[Fault] = [
         ("NaN passes the check", "if not value <= most:", "if value > most:"),
         ("a limit ten times too wide", "most *= 2\n", "most *= 20\n"),
         ("torch.compile remembers shapes", "    torch._dynamo.reset()", "    pass"),
+        ("a provider is timed however long a run takes", "if seconds > RUN_LIMIT_SECONDS:", "if False:"),
+        ("estimates do not grow with the rows", 'seconds * cell.rows / other["rows"]', "seconds"),
         ("the slowest way of a part is the limit", 'min(names, key=lambda name: times[name]["ms"])', 'max(names, key=lambda name: times[name]["ms"])'),
     ),
     *of("benchmarks/harness.py", BENCHMARKS,

@@ -244,6 +244,93 @@ def test_broken_cuda_is_told_from_a_failure(monkeypatch):
         measuring._attempt(contender("reckless"), "cuda", lost)
 
 
+# ---- the limit for one run
+
+
+@pytest.fixture
+def slow(clock):
+    """Makes a contender whose runs take the given seconds, one after the other, by the fake clock.
+
+    `slow.runs` counts the runs of each.
+    """
+
+    def make(name, *seconds, **fields):
+        left = [*seconds]
+
+        def change(found):
+            make.runs[name] = make.runs.get(name, 0) + 1
+            clock[0] += left.pop(0) if len(left) > 1 else left[0]
+            return found
+
+        return contender(name, change, **fields)
+
+    make.runs = {}
+    return make
+
+
+def test_a_provider_whose_first_run_exceeds_the_limit_is_not_run_again(slow):
+    """Contenders and limits alike. A first run of torch.compile also compiles, so that the second
+    one counts.
+    """
+    expected = {"eager": 72.0, "a limit": 31.0, "torch.compile, slow": 45.0}
+    candidates = [
+        slow("fast", 29.0),
+        slow("eager", 72.0),
+        slow("a limit", 31.0, limit=True),
+        slow("torch.compile, slow", 90.0, 45.0),
+        slow("torch.compile, fast", 90.0, 1.0),
+    ]
+    rows = quickly(tiny(), candidates)
+    text = details(rows.pop(""), markdown=False)
+    for name, row in rows.items():
+        if name not in expected:
+            assert row["status"] == "ok" and "ms" in row and "run_seconds" not in row, row
+            continue
+        reason = f"one run takes {expected[name]:.0f} s, more than the limit of 30 s"
+        assert (row["status"], row["reason"]) == ("skipped", reason) and reason in text
+        assert row["run_seconds"] == expected[name] and "ms" not in row
+        assert slow.runs[name] == (2 if "compile" in name else 1)
+
+
+def test_a_provider_that_was_too_slow_at_fewer_rows_is_not_run_at_more(slow):
+    """The time at the most rows counts, and a time in float32 only without one in 16 bits."""
+
+    def cell(rows, dtype, seconds, **changes):
+        provider, ms = {"name": "eager", "status": "ok"}, 1e3 * seconds
+        measured = provider | ({"ms": ms} if seconds <= 30 else {"run_seconds": seconds})
+        return measuring.describe(tiny(rows=rows, dtype=dtype, **changes)) | {
+            "providers": [measured, {"name": "fast", "status": "skipped", "reason": "by itself"}]
+        }
+
+    small, large = cell(32, BF16, 17.5), cell(64, BF16, 16.0)
+    for earlier, reason in (
+        ([], None),
+        ([small], "a run would take about 280 s (17.5 s at 32 rows)"),
+        ([cell(32, BF16, 72.0)], "a run would take about 1152 s (72.0 s at 32 rows)"),
+        ([large, small], "a run would take about 128 s (16.0 s at 64 rows)"),
+        ([cell(32, BF16, 1.8)], None),
+        ([cell(32, FP32, 17.5)], "a run would take about 280 s (17.5 s at 32 rows)"),
+        ([cell(32, FP32, 17.5), cell(32, BF16, 1.0)], None),
+        ([cell(32, FP16, 17.5)], None),
+        ([cell(32, BF16, 17.5, vocab=1024)], None),
+        ([cell(32, BF16, 17.5, contract="logits-forward")], None),
+    ):
+        candidates = [slow("fast", 1.0), slow("eager", 1.0)]
+        slow.runs.clear()
+        rows = quickly(tiny(rows=512, dtype=BF16), candidates, earlier=earlier)
+        assert rows["fast"]["status"] == "ok" and rows["eager"].get("reason") == reason
+        assert ("eager" in slow.runs) is (reason is None)
+        assert (rows["eager"]["status"] == "skipped") is (reason is not None)
+
+
+def test_times_in_16_bits_say_nothing_of_float32(slow):
+    earlier = measuring.describe(tiny(dtype=BF16)) | {
+        "providers": [{"name": "eager", "status": "ok", "ms": 17500.0}]
+    }
+    rows = quickly(tiny(rows=512), [slow("eager", 1.0)], earlier=[earlier])
+    assert rows["eager"]["status"] == "ok"
+
+
 # ---- limits
 
 
@@ -431,6 +518,7 @@ class Planned:
     def __init__(self, monkeypatch, out):
         self.out, self.cells = out, [Cell("logits", 32, 512, dtype) for dtype in (FP32, BF16)]
         self.log = []
+        self.earlier = []  # of each measurement, the numbers of the cells that it was given
         self.failure = None  # raised at the second cell
         monkeypatch.setattr(
             suites.Suite, "plan", lambda *_: [suites.Planned(cell) for cell in self.cells]
@@ -441,6 +529,7 @@ class Planned:
         if self.failure is not None and cell.dtype == BF16:
             raise self.failure
         self.log.append((cell, known, only))
+        self.earlier.append([one["number"] for one in how["earlier"]])
         return measuring.describe(cell) | {"limit": None, "providers": [], "number": len(self.log)}
 
     def __call__(self, **how):
@@ -457,6 +546,7 @@ def planned(monkeypatch, tmp_path):
 
 def test_a_cell_is_measured_again_when_what_it_depends_on_has_changed(planned, monkeypatch):
     assert planned() == planned() == [1, 2] and planned(fresh=True) == [3, 4]
+    assert planned.earlier == [[], [1], [], [3]]
     planned.cells[1] = Cell("logits", 48, 512, BF16)
     assert planned() == [3, 5]
     monkeypatch.setattr(results, "_code", lambda: "other code")
