@@ -1,8 +1,7 @@
-"""One cell of a table: every provider is checked against float64, then timed in one interleaved
-run.
+"""Measure one cell of a table: check every provider against float64, then time them in turns.
 
-Implementations that fail the float64 check are not timed; their row shows the errors. A provider
-that cannot take part, or that fails, has a row with the reason.
+A provider that fails the check is not timed; its row shows the errors. A provider that cannot take
+part, fails, or needs too long for a run has a row with the reason.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import gc
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -44,137 +43,215 @@ class DeviceLost(RuntimeError):
 
 
 class _Failed(Exception):
-    """The error of a provider, in one line."""
+    """A provider raised an error. The message is one line."""
+
+
+@dataclass
+class _Contender:
+    """A provider in a cell: its row of the result file, and its run once it may be timed."""
+
+    provider: Provider
+    row: Row
+    run: Run | None = None  # None: not checked yet, or it failed
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether its results are those of the contract, so that they can be checked."""
+        return not self.provider.limit and not self.provider.beside
 
 
 def measure(
-    cell: Cell, device: str, *, only: tuple[str, ...] | None = None, seconds: float = 1.0, least: int = 3, most: int = 50,
-    memory: bool = True, known: dict[str, str] | None = None, candidates: list[Provider] | None = None,
-    save: Callable[[Record], None] | None = None, earlier: Sequence[Record] = (),
-) -> Record:  # fmt: skip
-    """The measured cell, in the form of the result files. only: the providers that take part
-    besides the limits (None: all). known: {provider: reason} of failures in an earlier process,
-    which are not tried again. save: called after each provider with the results so far, marked
-    "unfinished", and with times of a few runs of each. earlier: cells of the same suite that were
-    measured before. On a CPU, providers that were too slow for this cell there are skipped.
+    cell: Cell,
+    device: str,
+    *,
+    only: tuple[str, ...] | None = None,
+    seconds: float = 1.0,
+    least: int = 3,
+    most: int = 50,
+    memory: bool = True,
+    known: dict[str, str] | None = None,
+    candidates: list[Provider] | None = None,
+    save: Callable[[Record], None] | None = None,
+    earlier: Sequence[Record] = (),
+) -> Record:
+    """Check and time the providers of a cell, and return the record for the result file.
+
+    only        names of the providers that take part in addition to the limits. None: all
+    seconds, least, most
+                seconds of timing and number of runs of each provider, see harness.interleaved
+    memory      whether to measure the peak memory of each provider
+    known       {provider: reason} of failures in an earlier process. They are not tried again
+    candidates  providers to choose from. None: all that are registered for the contract
+    save        called after each provider with the results so far, marked "unfinished". Their times
+                are from a few runs only
+    earlier     records of cells that were measured before. On a CPU, a provider that was too slow
+                there is skipped, see too_slow_by_earlier_cells
     """
-    begin, known = time.perf_counter(), known or {}
-    too_slow = too_slow_by_earlier_cells(cell, earlier) if device == "cpu" else {}
-    every = providers(cell.contract) if candidates is None else candidates
-    chosen = {p.name: p for p in every if only is None or p.limit or p.name in only}
-    if cell.accumulation == 1:
-        chosen = {name: p for name, p in chosen.items() if not p.needs_accumulation}
-    # otherwise torch.compile would generalise from the shapes that it has seen
+    begin = time.perf_counter()
+    # Otherwise torch.compile would generalise from the shapes of earlier cells.
     torch._dynamo.reset()
     case = make_case(cell, device)
-    expected = {
-        name: x / cell.accumulation if name.startswith("d_") else x
-        for name, x in reference(case).items()
-    }
-    rows, runs, early = {name: _row(p) for name, p in chosen.items()}, {}, {}
+    expected = _expected_results(case)
+    failures = known or {}
+    slow = too_slow_by_earlier_cells(cell, earlier) if device == "cpu" else {}
+    contenders = [_Contender(p, _new_row(p)) for p in _choose(cell, candidates, only)]
 
-    def time_runs(names: list[str], **how: Any) -> dict[str, Row]:
-        """One that fails is left out from then on."""
-
-        def attempt(name: str, run: Callable[[], float]) -> float | None:
-            try:
-                return _attempt(chosen[name], device, run)
-            except _Failed as failure:
-                rows[name] |= {"status": "failed", "reason": f"while it was timed, {failure}"}
-                del runs[name]
-                return None
-
-        calls = {name: runs[name].call for name in names if name in runs}
-        return interleaved(calls, device, lambda name: _restore(runs[name]), attempt=attempt, **how)
-
-    for name, provider in sorted(
-        chosen.items(), key=lambda x: x[1].late
-    ):  # providers that compile for long come last
-        rows[name] |= _checked(
-            provider, case, device, expected, memory, known.get(name), too_slow.get(name), runs
+    unfinished: list[Row] = []
+    # Providers that compile for long come last, so that a cell that is cut off has the others.
+    for contender in sorted(contenders, key=lambda one: one.provider.late):
+        name = contender.provider.name
+        _check(
+            contender,
+            case,
+            expected,
+            device,
+            with_memory=memory,
+            failure=failures.get(name),
+            slowness=slow.get(name),
         )
-        if save is not None:  # times of a few runs, in case the cell is not finished
-            early[name] = rows[name] | time_runs([name], seconds=0.1, least=3, most=5).get(name, {})
-            save(
-                describe(cell) | {"limit": None, "providers": [*early.values()], "unfinished": True}
-            )
+        if save is not None:
+            first_times = _time([contender], device, seconds=0.1, least=3, most=5)
+            unfinished.append(contender.row | first_times.get(name, {}))
+            save(describe(cell) | {"limit": None, "providers": unfinished, "unfinished": True})
     del expected
     _free(device)
-    retries = _alloc_retries(device)
-    times = time_runs([*runs], seconds=seconds, least=least, most=most)
-    state = (
-        {"gpu": gpu_state(device), "alloc_retries": _alloc_retries(device) - retries}
-        if device == "cuda"
-        else {}
-    )
-    found = with_sum_of_parts([*rows.values()], times)
-    for row in found:
+
+    retries_before = _alloc_retries(device)
+    times = _time(contenders, device, seconds=seconds, least=least, most=most)
+    state: Record = {}
+    if device == "cuda":
+        retries = _alloc_retries(device) - retries_before
+        state = {"gpu": gpu_state(device), "alloc_retries": retries}
+
+    rows = with_sum_of_parts([contender.row for contender in contenders], times)
+    for row in rows:
         if row["status"] == "ok":
-            row |= times[row["name"]] | derived(cell, times[row["name"]]["ms"])
-    limits = [
-        {"name": row["name"], "ms": row["ms"]} for row in found if row.get("limit") and "ms" in row
-    ]
-    limit = min(limits, key=lambda x: x["ms"], default=None)
-    for row in (row for row in found if "ms" in row):
-        row |= {"x_copy": row["ms"] / times["copy"]["ms"]} if "copy" in times else {}
-    whole = {"limit": limit, "providers": found, "seconds": round(time.perf_counter() - begin, 1)}
-    return describe(cell) | whole | state
+            row.update(times[row["name"]])
+            row.update(derived(cell, row["ms"]))
+            if "copy" in times:
+                row["x_copy"] = row["ms"] / times["copy"]["ms"]
+    limits = [row for row in rows if row.get("limit") and "ms" in row]
+    limit = None
+    if limits:
+        fastest = min(limits, key=lambda row: row["ms"])
+        limit = {"name": fastest["name"], "ms": fastest["ms"]}
+    elapsed = round(time.perf_counter() - begin, 1)
+    return describe(cell) | {"limit": limit, "providers": rows, "seconds": elapsed} | state
 
 
-def _row(provider: Provider) -> Row:
-    return {"name": provider.name} | {
-        x: getattr(provider, x) for x in ("limit", "part") if getattr(provider, x)
-    }
+def _choose(
+    cell: Cell, candidates: list[Provider] | None, only: tuple[str, ...] | None
+) -> list[Provider]:
+    """Return the providers that take part in a cell. Limits always do."""
+    every = providers(cell.contract) if candidates is None else candidates
+    chosen = [p for p in every if only is None or p.limit or p.name in only]
+    if cell.accumulation == 1:
+        chosen = [p for p in chosen if not p.needs_accumulation]
+    return chosen
 
 
-def _checked(
-    provider: Provider, case: Case, device: str, expected: Record, memory: bool, known: str | None,
-    too_slow: str | None, runs: dict[str, Run],
-) -> Row:  # fmt: skip
-    """The status, the errors, and for a provider that passes the check the memory of a separate
-    run; its run is put into `runs`.
+def _expected_results(case: Case) -> Record:
+    """Return the float64 results. Gradients are those of the loss / accumulation."""
+    expected = reference(case)
+    for name in expected:
+        if name.startswith("d_"):
+            expected[name] = expected[name] / case.cell.accumulation
+    return expected
+
+
+def _new_row(provider: Provider) -> Row:
+    """Return a row without results. `limit` and `part` are left out where they do not apply."""
+    row: Row = {"name": provider.name}
+    if provider.limit:
+        row["limit"] = True
+    if provider.part:
+        row["part"] = provider.part
+    return row
+
+
+# ---- before the timing
+
+
+def _check(
+    contender: _Contender,
+    case: Case,
+    expected: Record,
+    device: str,
+    *,
+    with_memory: bool,
+    failure: str | None,
+    slowness: str | None,
+) -> None:
+    """Run a provider, compare its results with float64, and measure its memory.
+
+    Sets `contender.run` if the provider may be timed. The row gets "status", which is "ok",
+    "skipped", "failed" or "wrong", and a "reason" unless it is "ok".
+
+    failure     the provider's error in an earlier process, which must not be repeated
+    slowness    why a run would exceed RUN_LIMIT_SECONDS
     """
-    row: Row = {}
+    provider, row = contender.provider, contender.row
     try:
-        reason = provider.reason_against(case.cell, device, 0.9 * memory_free(device))
-        if reason is not None:
-            raise Unavailable(reason)
-        if known is not None:
-            raise _Failed(known)
-        if too_slow is not None:
-            raise Unavailable(too_slow)
+        _raise_if_ruled_out(provider, case.cell, device, failure, slowness)
         run = _attempt(provider, device, lambda: provider.make(case))
-        result = None
-        if device == "cpu":
-            result, seconds = _attempt(provider, device, lambda: _first_run(provider, run))
-            if seconds > RUN_LIMIT_SECONDS:
-                row["run_seconds"] = round(seconds, 1)
-                raise Unavailable(
-                    f"one run takes {seconds:.0f} s, more than the limit of {RUN_LIMIT_SECONDS:.0f} s"
-                )
-        if not provider.limit and not provider.beside:
-            # In use before its first run, so that memory which it keeps between runs is counted.
-            # (On a CPU its code would be counted too, so the state just before the run is used.)
-            baseline = memory_in_use(device) if device == "cuda" else None
-            scale = float(case.batch.advantages.abs().mean())
-            if device != "cpu":
-                result = _attempt(provider, device, lambda: _fresh(run)())
-            row["errors"] = _attempt(provider, device, lambda: errors(result, expected, scale))
-            del result  # its memory would count as in use
-            off = outside_gate(case.cell, row["errors"])
-            if off is not None:
-                return row | {"status": "wrong", "reason": off}
-            if memory:
-                row["extra_mb"] = (
-                    _attempt(provider, device, lambda: peak_memory(_fresh(run), device, baseline))
-                    / 1e6
-                )
+        baseline = None
+        if device == "cuda":
+            # Memory that the provider keeps between runs counts, so this precedes the first run.
+            # On a CPU the provider's code would count too.
+            baseline = memory_in_use(device)
+        reason = _compare(contender, run, case, expected, device)
+        if reason is not None:
+            row |= {"status": "wrong", "reason": reason}
+            return
+        if contender.is_compared and with_memory:
+            peak = _attempt(provider, device, lambda: _peak_memory(run, device, baseline))
+            row["extra_mb"] = peak / 1e6
     except Unavailable as missing:
-        return row | {"status": "skipped", "reason": str(missing)}
-    except _Failed as failure:
-        return row | {"status": "failed", "reason": str(failure)}
-    runs[provider.name] = run
-    return row | {"status": "ok"}
+        row |= {"status": "skipped", "reason": str(missing)}
+    except _Failed as error:
+        row |= {"status": "failed", "reason": str(error)}
+    else:
+        row["status"] = "ok"
+        contender.run = run
+
+
+def _raise_if_ruled_out(
+    provider: Provider, cell: Cell, device: str, failure: str | None, slowness: str | None
+) -> None:
+    """Raise Unavailable or _Failed if it is known without a run that there is nothing to time."""
+    reason = provider.reason_against(cell, device, 0.9 * memory_free(device))
+    if reason is not None:
+        raise Unavailable(reason)
+    if failure is not None:
+        raise _Failed(failure)
+    if slowness is not None:
+        raise Unavailable(slowness)
+
+
+def _compare(
+    contender: _Contender, run: Run, case: Case, expected: Record, device: str
+) -> str | None:
+    """Run a provider once and compare its results with float64.
+
+    Returns what is wrong, or None. Limits are not compared, but on a CPU they run as well. There,
+    Unavailable is raised if the run takes longer than RUN_LIMIT_SECONDS.
+    """
+    provider, row = contender.provider, contender.row
+    result = None
+    if device == "cpu":
+        result, seconds = _attempt(provider, device, lambda: _first_run(provider, run))
+        if seconds > RUN_LIMIT_SECONDS:
+            row["run_seconds"] = round(seconds, 1)
+            raise Unavailable(
+                f"one run takes {seconds:.0f} s, more than the limit of {RUN_LIMIT_SECONDS:.0f} s"
+            )
+    elif contender.is_compared:
+        result = _attempt(provider, device, lambda: _run_once(run))
+    if not contender.is_compared:
+        return None
+    scale = float(case.batch.advantages.abs().mean())
+    row["errors"] = _attempt(provider, device, lambda: errors(result, expected, scale))
+    return outside_gate(case.cell, row["errors"])
 
 
 def _first_run(provider: Provider, run: Run) -> tuple[Any, float]:
@@ -183,11 +260,31 @@ def _first_run(provider: Provider, run: Run) -> tuple[Any, float]:
     The first run of a provider that compiles may take longer than the limit although later runs do
     not, so that its second run counts.
     """
-    result, ms, _ = timed(_fresh(run), "cpu")
+    _restore(run)
+    result, ms, _ = timed(run.call, "cpu")
     if provider.late and ms > 1e3 * RUN_LIMIT_SECONDS:
         del result  # so that two results are never in memory at once
-        result, ms, _ = timed(_fresh(run), "cpu")
+        _restore(run)
+        result, ms, _ = timed(run.call, "cpu")
     return result, ms / 1e3
+
+
+def _run_once(run: Run) -> Any:
+    """Return the result of a run on restored inputs."""
+    _restore(run)
+    return run.call()
+
+
+def _peak_memory(run: Run, device: str, baseline: int | None) -> int:
+    """Return the peak memory of a run in bytes, without the memory to restore its inputs."""
+    _restore(run)
+    return peak_memory(run.call, device, baseline)
+
+
+def _restore(run: Run) -> None:
+    """Restore the inputs that the last run has overwritten."""
+    if run.restore is not None:
+        run.restore()
 
 
 def too_slow_by_earlier_cells(cell: Cell, earlier: Sequence[Record]) -> dict[str, str]:
@@ -200,13 +297,12 @@ def too_slow_by_earlier_cells(cell: Cell, earlier: Sequence[Record]) -> dict[str
     """
     reasons: dict[str, str] = {}
     wanted = describe(cell)
-    same_but_rows = [
-        other
-        for other in earlier
-        if all(other[name] == wanted[name] for name in wanted if name not in SCALED_FIELDS)
+    must_agree = [name for name in wanted if name not in SCALED_FIELDS]
+    similar = [
+        other for other in earlier if all(other[name] == wanted[name] for name in must_agree)
     ]
     for dtype in ("float32", wanted["dtype"]):
-        cells = [other for other in same_but_rows if other["dtype"] == dtype]
+        cells = [other for other in similar if other["dtype"] == dtype]
         for other in sorted(cells, key=lambda one: one["rows"]):
             for row in other["providers"]:
                 seconds = _seconds_of_a_run(row)
@@ -230,95 +326,145 @@ def _seconds_of_a_run(row: Row) -> float | None:
     return row["ms"] / 1e3 if "ms" in row else None
 
 
+def outside_gate(cell: Cell, found: dict[str, float]) -> str | None:
+    """Return the first error that is larger than rounding explains, in words. None: all are small.
+
+    found   {name: error} from cases.errors
+    """
+    tolerances = FULL if cell.dtype == torch.float32 else HALF
+    for name, value in found.items():
+        kind = _kind_of_error(name)
+        most = tolerances[kind]
+        if cell.contract in (*DIRECTIONS, "draft") and kind == "worst row":
+            # The gradient is a difference of two distributions. In rows where they nearly agree,
+            # it is mostly the rounding of the logits.
+            most *= 2
+        if not value <= most:  # also true for NaN
+            return f"{name} is off by {value:.1e}, limit {most:.0e}"
+    return None
+
+
+def _kind_of_error(name: str) -> str:
+    """Return the key of FULL and HALF for the name of an error in cases.errors."""
+    if name.endswith("worst row"):
+        return "worst row"
+    if name.startswith("d_"):
+        return "gradient"
+    return {"gradients": "parameter", "logps": "value", "entropy": "value"}.get(name, name)
+
+
+# ---- the timing
+
+
+def _time(contenders: list[_Contender], device: str, **effort: Any) -> dict[str, Row]:
+    """Time the contenders that passed their check, in turns.
+
+    Returns {provider: its times}, see harness.interleaved. A contender that raises is marked as
+    "failed" and loses its run.
+    """
+    ready = {one.provider.name: one for one in contenders if one.run is not None}
+    runs = {name: one.run for name, one in ready.items() if one.run is not None}
+
+    def attempt(name: str, run: Callable[[], float]) -> float | None:
+        contender = ready[name]
+        try:
+            return _attempt(contender.provider, device, run)
+        except _Failed as failure:
+            contender.row |= {"status": "failed", "reason": f"while it was timed, {failure}"}
+            contender.run = None
+            return None
+
+    return interleaved(
+        {name: run.call for name, run in runs.items()},
+        device,
+        lambda name: _restore(runs[name]),
+        attempt=attempt,
+        **effort,
+    )
+
+
 def with_sum_of_parts(rows: list[Row], times: dict[str, Row]) -> list[Row]:
-    """The rows, with one row for each limit that has parts: the sum of the fastest way to compute
-    each part. The row's "ways" are the milliseconds of all ways, or the reasons why they have none;
-    "of" names the fastest. Its times are added to `times`.
+    """Replace the rows of limits that are parts by one row "products", their sum.
+
+    Several providers compute the same part in different ways, and the fastest of each part counts.
+    In the new row, "ways" has the milliseconds of every way, or the reason why it has none, and
+    "of" names the ways that count. The times of "products" are added to `times`.
     """
     ways = {row["name"]: row for row in rows if row.get("part")}
     if not ways:
         return rows
     others = [row for row in rows if row["name"] not in ways]
-    shown = {
-        name: times[name]["ms"] if name in times else row["reason"] for name, row in ways.items()
-    }
-    whole: Row = {"name": "products", "limit": True, "ways": shown, "status": "ok"}
-    parts: dict[str, list[str]] = {}
+    products: Row = {"name": "products", "limit": True, "ways": {}, "status": "ok"}
+    timed_ways: dict[str, list[str]] = {}  # part: the names of the ways that have times
     for name, row in ways.items():
-        parts.setdefault(row["part"], []).extend([name] if name in times else [])
-    if not all(parts.values()):
-        return [
-            *others,
-            whole | {"status": "failed", "reason": "one of the products was made in no way"},
-        ]
-    fastest = [min(names, key=lambda name: times[name]["ms"]) for names in parts.values()]
-    times["products"] = {
-        key: sum(times[name][key] for name in fastest) for key in ("ms", "p20", "p80")
-    }
-    times["products"]["runs"] = min(times[name]["runs"] for name in fastest)
-    return [*others, whole | {"of": fastest}]
+        names = timed_ways.setdefault(row["part"], [])
+        if name in times:
+            names.append(name)
+            products["ways"][name] = times[name]["ms"]
+        else:
+            products["ways"][name] = row["reason"]
+    if not all(timed_ways.values()):
+        reason = "one of the products was made in no way"
+        return [*others, products | {"status": "failed", "reason": reason}]
+    fastest = [min(names, key=lambda name: times[name]["ms"]) for names in timed_ways.values()]
+    total: Row = {key: sum(times[name][key] for name in fastest) for key in ("ms", "p20", "p80")}
+    total["runs"] = min(times[name]["runs"] for name in fastest)
+    times["products"] = total
+    return [*others, products | {"of": fastest}]
+
+
+# ---- the record of a cell
 
 
 def describe(cell: Cell) -> Record:
-    """The cell's shape as the result files have it."""
+    """Return the fields of a cell as they are in the result files."""
     return asdict(cell) | {"dtype": str(cell.dtype).removeprefix("torch.")}
 
 
-def outside_gate(cell: Cell, found: dict[str, float]) -> str | None:
-    """The first error that rounding cannot explain, in words; None if there is none."""
-    for name, value in found.items():
-        kind = (
-            "worst row"
-            if name.endswith("worst row")
-            else "gradient"
-            if name.startswith("d_")
-            else name
-        )
-        kind = {"gradients": "parameter", "logps": "value", "entropy": "value"}.get(kind, kind)
-        most = (FULL if cell.dtype == torch.float32 else HALF)[kind]
-        if cell.contract in (*DIRECTIONS, "draft") and kind == "worst row":
-            # where two rows nearly agree, their difference is mostly the rounding of the logits
-            most *= 2
-        if not value <= most:  # NaN as well
-            return f"{name} is off by {value:.1e}, limit {most:.0e}"
-    return None
+#: Contracts without a rate: their work depends on the data, or mixes memory traffic and matmuls.
+WITHOUT_RATE = ("step", "kept", "trees", "draft", *DIRECTIONS)
+#: Multiples of N x H x V operations in the backward: 2 for each gradient. Others need both.
+BACKWARD_FLOPS = {"hidden-frozen": 2, "gspo-frozen": 2, "hidden-forward": 0}
 
 
 def derived(cell: Cell, ms: float) -> Row:
-    """Rates from a time. GB/s: as if the logits were read once (1U), or read and written once (2U).
-    TFLOP/s: of the products that are needed, where rows of zero advantage (a share 1 - a) take part
-    in the first product only.
+    """Return the rates of a run that took `ms` milliseconds.
+
+    From logits, GB/s as if the logits were read once (gbps_1u) or read and written once (gbps_2u).
+    From hidden states, TFLOP/s of the matmuls that are needed. A row of zero advantage needs only
+    its logits: with a share `a` of active rows, the backward counts `a` times.
     """
-    if cell.contract in (
-        "step",
-        "kept",
-        "trees",
-        "draft",
-        *DIRECTIONS,
-    ):  # whose work is not known before, or has no one rate
+    if cell.contract in WITHOUT_RATE:
         return {}
     if cell.hidden is None:
-        rate = cell.rows * cell.vocab * cell.dtype.itemsize / 1e6 / ms
-        return {"gbps_1u": rate} if cell.contract == "logits-forward" else {"gbps_2u": 2 * rate}
-    backward = {"hidden-frozen": 2, "gspo-frozen": 2, "hidden-forward": 0}.get(cell.contract, 4)
-    a = cell.active_rows / cell.rows
-    convention = f"{2 + backward}NHV" if a == 1 or not backward else f"(2+{backward}a)NHV, a={a:g}"
-    return {
-        "tflops": (2 + backward * a) * cell.rows * cell.hidden * cell.vocab / ms / 1e9,
-        "flop_convention": convention,
-    }
+        gbps = cell.rows * cell.vocab * cell.dtype.itemsize / 1e6 / ms
+        return {"gbps_1u": gbps} if cell.contract == "logits-forward" else {"gbps_2u": 2 * gbps}
+    backward = BACKWARD_FLOPS.get(cell.contract, 4)
+    active = cell.active_rows / cell.rows
+    if active == 1 or backward == 0:
+        convention = f"{2 + backward}NHV"
+    else:
+        convention = f"(2+{backward}a)NHV, a={active:g}"
+    flops = (2 + backward * active) * cell.rows * cell.hidden * cell.vocab
+    return {"tflops": flops / ms / 1e9, "flop_convention": convention}
+
+
+# ---- errors and memory
 
 
 def _attempt(provider: Provider, device: str, step: Callable[[], Any]) -> Any:
+    """Return step(), a part of the measurement of a provider, with warnings switched off.
+
+    Raises Unavailable if the provider does, _Failed for any other error, and DeviceLost if CUDA no
+    longer works after it.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return step()
     except Unavailable:
         raise
-    except (
-        Exception
-    ) as failure:  # a peer's code may raise anything; the other providers are still measured
+    except Exception as failure:  # other projects' code may raise anything
         reason = first_line(failure)
     if device == "cuda":
         try:
@@ -329,21 +475,10 @@ def _attempt(provider: Provider, device: str, step: Callable[[], Any]) -> Any:
     raise _Failed(reason)
 
 
-def _restore(run: Run) -> None:
-    if run.restore is not None:
-        run.restore()
-
-
-def _fresh(run: Run) -> Callable[[], Any]:
-    """Its call, on restored inputs."""
-    _restore(run)
-    return run.call
-
-
 def _alloc_retries(device: str) -> int:
-    """How often CUDA's allocator had to free memory and try again.
+    """Return how often CUDA's allocator freed its cache to satisfy a request, 0 on a CPU.
 
-    Times with such runs among them are not reliable.
+    Times of runs in which this happened are not reliable.
     """
     return torch.cuda.memory_stats().get("num_alloc_retries", 0) if device == "cuda" else 0
 
