@@ -170,21 +170,30 @@ WAYS: dict[str, tuple[type[_Torch], tuple[str, ...]]] = {
 
 
 def _product(case: Case, part: str, way: type[_Torch]) -> Run:
-    """Of a gradient: that tensor of the size of the logits is made before each run, and a run
-    returns it with the product, so that it is freed after the run: neither is timed (to free it
-    takes a seventh of a small product), and other contenders can use the memory.
+    """Return the run of one matmul of a limit.
+
+    The matmul of a gradient takes a random operand of the size of the logits. It is made before
+    each run and returned with the result. So neither its allocation nor its release is timed (the
+    release takes a seventh of a small matmul), and other contenders can use its memory. It is not
+    computed from the hidden states, because a 16-bit matmul takes seconds on some CPUs.
     """
     if part == "teacher logits":
         return Run(way(case.ref_weight, case.ref_hidden).logits)
     if part == "logits":
         return Run(way(case.weight, case.hidden).logits)
-    made, held = way(case.weight, case.hidden.detach()[case.active]), list[Tensor]()
+    made = way(case.weight, case.hidden.detach()[case.active])
+    shape = (len(made.chunks[0]), len(made.weight))
+    next_operand: list[Tensor] = []
+
+    def make_operand() -> None:
+        operand = torch.randn(shape, dtype=made.weight.dtype, device=made.weight.device)
+        next_operand.append(operand)
 
     def call() -> tuple[Tensor, Tensor]:
-        operand = held.pop()
+        operand = next_operand.pop()
         return getattr(made, part)(operand), operand
 
-    return Run(call, lambda: held.append(made.chunks[0] @ made.weight.t()))
+    return Run(call, make_operand)
 
 
 def _register(part: str, name: str) -> None:
