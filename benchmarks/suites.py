@@ -1,13 +1,9 @@
-"""The suites:
-
-which cells are measured on a CPU and on a GPU, with which providers, and the loop over them.
-"""
+"""The benchmark suites: their cells on a CPU and on a GPU, and the loop that measures them."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,16 +23,19 @@ FP32, BF16 = torch.float32, torch.bfloat16
 OURS = "grpo_kernels"
 LOST_DEVICE = 75  # exit status: run the same command again (EX_TEMPFAIL)
 
-#: Providers of sweeps: without those that compile for seconds at each new shape on a CPU, or take
-#: many times longer than the others.
+# Selections of providers. Suites with many cells leave out the providers that compile for seconds
+# at each new shape on a CPU, and those that take many times longer than the others.
+
+#: For suites that vary one size, on a CPU.
 SWEEP = (OURS, "grpo_kernels, layer 1 + loss", EAGER, "TRL fused head + loss")
-#: With the fastest of the other projects' on a CPU, and on a GPU.
+#: SWEEP plus the fastest implementations of other projects on a CPU.
 MANY_ROWS = (
     *SWEEP,
     "torch.compile",
     "CCE (torch.compile) + loss",
     "torch linear_cross_entropy + loss",
 )
+#: SWEEP plus the fastest implementations of other projects on a GPU.
 PEERS = (
     *SWEEP,
     "Liger fused linear GRPO",
@@ -44,8 +43,8 @@ PEERS = (
     "CCE, unfiltered + loss",
     "verl kernel + loss",
 )
-#: Of a large vocabulary: without the options of torch's function with which a run takes hundreds of
-#: times the products.
+#: Cross-entropies at a large vocabulary. Left out are the options of torch's function with which a
+#: run takes hundreds of times as long as the matmuls.
 CROSS_ENTROPIES = (
     OURS, "grpo_kernels, layer 1", "grpo_kernels, the whole DAPO loss", "torch linear_cross_entropy",
     "torch linear_cross_entropy, chunks of 256 rows", EAGER, "torch.compile", "CCE (torch.compile)",
@@ -56,14 +55,16 @@ SCALED_LOGITS = ("grpo_kernels, in place, grad_scale", "grpo_kernels, new gradie
 
 
 class Planned(NamedTuple):
+    """A cell of a suite, and the names of its providers in addition to the limits (None: all)."""
+
     cell: Cell
-    only: tuple[str, ...] | None = None  # providers in addition to the limits; None: all
+    only: tuple[str, ...] | None = None
 
 
 Plan = list[Planned]
-Shape = tuple[int, int | None, int]  # rows, hidden size, vocabulary
+Shape = tuple[int, int | None, int]  # rows, hidden size (None: from logits), vocabulary
 LARGE = (8192, 4096, QWEN)
-#: The most that a cell has with --quick.
+#: The largest sizes of a cell with --quick.
 QUICK = {
     "cpu": {"rows": 64, "hidden": 256, "vocab": 32768, "layers": 2},
     "cuda": {"rows": 2048, "layers": 4},
@@ -72,6 +73,8 @@ QUICK = {
 
 @dataclass(frozen=True)
 class Suite:
+    """Cells that answer one question. `contract` describes the suite on pages."""
+
     name: str
     title: str
     contract: str
@@ -79,90 +82,109 @@ class Suite:
     cuda: Plan
 
     def plan(self, device: str, quick: bool) -> Plan:
-        """quick: a cell of each dtype, made small."""
-        cells, most = (self.cpu, QUICK["cpu"]) if device == "cpu" else (self.cuda, QUICK["cuda"])
+        """Return the cells for a device. quick: one cell of each dtype, made small."""
+        cells = self.cpu if device == "cpu" else self.cuda
         if not quick:
             return cells
-        first = {
-            one.cell.dtype: one
-            for one in reversed([one for one in cells if one.cell.rows >= most["rows"]] or cells)
-        }
+        largest = QUICK[device]
+        enough = [planned for planned in cells if planned.cell.rows >= largest["rows"]]
+        first_of_dtype: dict[torch.dtype, Planned] = {}
+        for planned in enough or cells:
+            first_of_dtype.setdefault(planned.cell.dtype, planned)
         return [
-            Planned(replace(cell, **_least(cell, most)), only)
-            for cell, only in reversed(first.values())
+            Planned(_shrink(planned.cell, largest), planned.only)
+            for planned in first_of_dtype.values()
         ]
 
 
-def _least(cell: Cell, most: dict[str, int]) -> dict[str, int]:
-    return {
-        name: min(x, size) for name, x in most.items() if (size := getattr(cell, name)) is not None
-    }
+def _shrink(cell: Cell, largest: dict[str, int]) -> Cell:
+    """Return the cell with each size limited to the one in `largest`."""
+    sizes = {}
+    for name, most in largest.items():
+        size = getattr(cell, name)
+        if size is not None:
+            sizes[name] = min(size, most)
+    return replace(cell, **sizes)
 
 
 def plan(
-    contract: str, *shapes: Shape, dtypes: tuple[torch.dtype, ...] = (FP32, BF16), only: tuple[str, ...] | None = None,
-    **more: Any,
-) -> Plan:  # fmt: skip
-    """A cell for each shape and dtype.
-
-    Its sequences are as many as divide the rows, and one from 65,536 rows on.
-    """
+    contract: str,
+    *shapes: Shape,
+    dtypes: tuple[torch.dtype, ...] = (FP32, BF16),
+    only: tuple[str, ...] | None = None,
+    **fields: Any,
+) -> Plan:
+    """Return a cell for each shape and dtype. `fields` are further fields of all cells."""
     cells = []
-    for (n, h, v), dtype in ((shape, dtype) for shape in shapes for dtype in dtypes):
-        sequences = (
-            1 if n >= 65536 and h else next(count for count in (16, 14, 8) if n % count == 0)
-        )
-        cells.append(
-            Planned(Cell(contract, n, v, dtype, h, **{"sequences": sequences, **more}), only)
-        )
+    for rows, hidden, vocab in shapes:
+        for dtype in dtypes:
+            own = {"sequences": _num_sequences(rows, hidden)} | fields
+            cells.append(Planned(Cell(contract, rows, vocab, dtype, hidden, **own), only))
     return cells
 
 
-def gpu(contract: str, *shapes: Shape, **more: Any) -> Plan:
-    return plan(contract, *shapes, dtypes=(BF16,), **more)
+def _num_sequences(rows: int, hidden: int | None) -> int:
+    """Return 16, 14 or 8, whichever divides the rows first. Long batches are one sequence."""
+    if hidden is not None and rows >= 65536:
+        return 1
+    return next(count for count in (16, 14, 8) if rows % count == 0)
 
 
-def _logits(name: str, title: str, *many: Shape) -> Suite:
-    """Contracts on logits have the names of their suites."""
-    cpu = plan(name, (256, None, QWEN)) + plan(name, (1000, None, QWEN), *many, only=FROM_LOGITS)
-    cuda = gpu(name, (8192, None, QWEN), (8192, None, LLAMA)) + plan(
-        name, (2048, None, QWEN), dtypes=(FP32,)
-    )
-    return Suite(name, title, name, cpu, cuda)
+def gpu(contract: str, *shapes: Shape, **fields: Any) -> Plan:
+    """Return a bf16 cell for each shape."""
+    return plan(contract, *shapes, dtypes=(BF16,), **fields)
 
 
-def _head(name: str, title: str, *many: Plan) -> Suite:
-    """From hidden states: 256 rows and more."""
+def each(field: str, values: tuple[float, ...], contract: str, *shapes: Shape, **more: Any) -> Plan:
+    """Return the plan of `shapes` for each value of a field of the cells."""
+    cells: Plan = []
+    for value in values:
+        cells += plan(contract, *shapes, **{field: value}, **more)
+    return cells
+
+
+def _logits(name: str, title: str, *more_shapes: Shape) -> Suite:
+    """Return a suite of losses from logits. The suite has the name of its contract.
+
+    more_shapes     shapes on a CPU in addition to 256 and 1000 rows
+    """
+    all_providers = plan(name, (256, None, QWEN))
+    few_providers = plan(name, (1000, None, QWEN), *more_shapes, only=FROM_LOGITS)
+    large = gpu(name, (8192, None, QWEN), (8192, None, LLAMA))
+    fp32 = plan(name, (2048, None, QWEN), dtypes=(FP32,))
+    return Suite(name, title, name, cpu=all_providers + few_providers, cuda=large + fp32)
+
+
+def _head(name: str, title: str, more: Plan | None = None) -> Suite:
+    """Return a suite of losses from hidden states. The suite has the name of its contract.
+
+    more    cells on a CPU in addition to 256 rows
+    """
     return Suite(
-        name,
-        title,
-        name,
-        [*plan(name, (256, 1024, QWEN)), *(one for cells in many for one in cells)],
-        gpu(name, LARGE),
+        name, title, name, cpu=plan(name, (256, 1024, QWEN)) + (more or []), cuda=gpu(name, LARGE)
     )
 
 
 def _swept(
-    name: str, title: str, cpu: list[Shape], cuda: list[Shape], shares: tuple[float, ...] = (1.0,),
+    name: str,
+    title: str,
+    cpu: list[Shape],
+    cuda: list[Shape],
+    shares: tuple[float, ...] = (1.0,),
     only: tuple[str, ...] | None = None,
-) -> Suite:  # fmt: skip
-    """From hidden states with few providers, in fp32 on a CPU and in bf16 on a GPU.
+) -> Suite:
+    """Return a suite that varies one size: from hidden states, in fp32 on a CPU, bf16 on a GPU.
 
-    shares: of sequences with an advantage.
+    shares  shares of sequences with an advantage; each shape is measured with each of them
+    only    the providers. None: SWEEP on a CPU and PEERS on a GPU
     """
-    on_cpu = each("active", shares, "hidden", *cpu, dtypes=(FP32,), only=only or SWEEP)
     return Suite(
         name,
         title,
         "hidden",
-        on_cpu,
-        each("active", shares, "hidden", *cuda, dtypes=(BF16,), only=only or PEERS),
+        cpu=each("active", shares, "hidden", *cpu, dtypes=(FP32,), only=only or SWEEP),
+        cuda=each("active", shares, "hidden", *cuda, dtypes=(BF16,), only=only or PEERS),
     )
-
-
-def each(field: str, values: tuple[float, ...], contract: str, *shapes: Shape, **more: Any) -> Plan:
-    """A plan for each value of a field of the cells."""
-    return [one for x in values for one in plan(contract, *shapes, **{field: x}, **more)]
 
 
 SEQUENCES = (
@@ -176,7 +198,8 @@ KEPT = ("grpo_kernels, into weight_grad", OURS, "pairs in PyTorch, autograd")
 DIVERGENCES = (OURS, "TRL chunked divergence + mean")
 VOCABULARIES = (32768, 65536, LLAMA, QWEN, GEMMA)
 SHARED, TREES = (0.0, 0.5, 0.875), (OURS, "grpo_kernels, rollouts one by one")
-SHARES = (1.0, 0.5, 0.25, 0.75, 0.125)  # with an advantage; those of the targets first
+#: Shares of sequences with an advantage. Those with a performance target come first.
+SHARES = (1.0, 0.5, 0.25, 0.75, 0.125)
 MANY = (1000, 1024, QWEN)
 SUITES = {
     s.name: s
@@ -230,7 +253,7 @@ SUITES = {
         _head("hidden-frozen", "Loss from hidden states, frozen head"),
         Suite(
             "hidden-sequence", "Sequence-level losses from hidden states: GSPO (also with a frozen head) and VESPO", "gspo",
-            # Liger's takes nine to twenty times the products on a CPU.
+            # Only the first cell has Liger: it takes 9 to 20 times as long as the matmuls on a CPU.
             plan("gspo", (256, 1024, QWEN), only=(*SEQUENCES, "Liger fused linear GRPO"))
             + [one for name in OF_SEQUENCES[1:] for one in plan(name, (256, 1024, QWEN), only=SEQUENCES)]
             + plan("gspo", MANY, only=SEQUENCES[:2]),
@@ -266,9 +289,13 @@ SUITES = {
 
 @dataclass(frozen=True)
 class How:
-    """How suites are run. With `fresh` all cells are measured again, with `first` only the first of
-    each suite is, without providers that compile for long. `choices` are the settings of our
-    launches, where they are not the package's (see tune.apply).
+    """How suites are run.
+
+    out     the folder of the result files
+    quick   small cells and few runs
+    first   only the first cell of each suite, without providers that compile for long
+    fresh   measure again the cells that the result files already hold
+    choices settings of our kernel launches that replace the package's, see tune.apply
     """
 
     device: str
@@ -280,93 +307,98 @@ class How:
 
     @property
     def effort(self) -> Record:
+        """Seconds of timing and least number of runs of each provider, see harness.interleaved."""
         if self.quick:
             return {"seconds": 0.2, "least": 5}
-        return (
-            {"seconds": 0.5, "least": 20} if self.device == "cuda" else {"seconds": 1.0, "least": 5}
-        )
+        if self.device == "cuda":
+            return {"seconds": 0.5, "least": 20}
+        return {"seconds": 1.0, "least": 5}
 
 
 def run(names: list[str], how: How) -> tuple[list[Path], list[str]]:
-    """Measures the cells that the result files do not hold yet, prints each, and returns the paths,
-    and the cells that could not be measured, each with the reason. If a provider breaks CUDA for
-    this process, that is recorded and the process exits with LOST_DEVICE. The same command then
-    continues without that provider, until the code or the machine changes. On a GPU a file is
-    written after each provider.
+    """Measure the cells of suites that the result files do not hold yet, and print all cells.
+
+    Returns the paths of the result files, and a line for each cell that could not be measured. On a
+    GPU a file is also written after each provider. If a provider breaks CUDA for this process, that
+    is recorded and the process exits with LOST_DEVICE. The same command then continues without that
+    provider, until the code or the machine changes.
     """
-    here = machine(how.device) | ({"choices": how.choices} if how.choices else {})
-    # That of the kit names a temporary folder.
-    command = os.environ.get(
-        "BENCHMARKS_COMMAND", " ".join(["python -m benchmarks", *sys.argv[1:]])
-    )
-    origin = results.origin(here, command)
+    here = machine(how.device)
+    if how.choices:
+        here = here | {"choices": how.choices}
+    # benchmarks.gpu_kit passes its command, because sys.argv names a temporary folder there.
+    own_command = " ".join(["python -m benchmarks", *sys.argv[1:]])
+    origin = results.origin(here, os.environ.get("BENCHMARKS_COMMAND", own_command))
     print(f"{source(origin, packages=True)} Backend: {here['backend']}.\n\n{LEGEND}", flush=True)
-    paths = {name: how.out / here["kind"] / f"{name}.json" for name in names}
-    return [*paths.values()], [
-        line for name, path in paths.items() for line in _run(SUITES[name], path, origin, how)
-    ]
+    paths = []
+    unmeasured: list[str] = []
+    for name in names:
+        path = how.out / here["kind"] / f"{name}.json"
+        paths.append(path)
+        unmeasured += _run_suite(SUITES[name], path, origin, how)
+    return paths, unmeasured
 
 
-def _run(suite: Suite, path: Path, origin: Record, how: How) -> Iterator[str]:
-    """Measures one suite and yields the cells that could not be measured."""
-    here, planned = origin["machine"], suite.plan(how.device, how.quick)
-    planned = [_promptly(suite, planned[0])] if how.first else planned
-    marks = [results.fingerprint(*one, how.quick, here) for one in planned]
-    done = (
-        {}
-        if how.fresh
-        else {cell.get("fingerprint"): cell for cell in results.load(path).get("cells", [])}
-    )
-    broke = (
-        path.parent / "lost" / f"{results.setting(here)}.json"
-    )  # of this code: {contract, dtype: {provider: why}}
-    about = {
-        "suite": suite.name,
-        "title": suite.title,
-        "contract": CONTRACTS[suite.contract],
-    } | origin
+def _run_suite(suite: Suite, path: Path, origin: Record, how: How) -> list[str]:
+    """Measure one suite. Returns a line for each cell that could not be measured."""
+    here = origin["machine"]
+    planned = suite.plan(how.device, how.quick)
+    if how.first:
+        planned = [_promptly(suite, planned[0])]
+    # A cell that was measured has the fingerprint of its settings and of the code.
+    fingerprints = [results.fingerprint(*one, how.quick, here) for one in planned]
+    done: dict[str, Record] = {}
+    if not how.fresh:
+        done = {cell.get("fingerprint"): cell for cell in results.load(path).get("cells", [])}
+    header = {"suite": suite.name, "title": suite.title, "contract": CONTRACTS[suite.contract]}
+
+    def cells_so_far() -> list[Record]:
+        return [done[mark] for mark in fingerprints if mark in done]
 
     def save(*unfinished: Record) -> None:
-        results.save(
-            path, about | {"cells": [*(done[mark] for mark in marks if mark in done), *unfinished]}
-        )
+        results.save(path, header | origin | {"cells": [*cells_so_far(), *unfinished]})
 
+    unmeasured = []
     print(f"\n# {suite.title}: {CONTRACTS[suite.contract]}", flush=True)
-    for (cell, only), mark in zip(planned, marks, strict=True):
-        before = "\n(measured before)" * (mark in done)
-        if not before:
-            lost = results.load(broke)
-            known = lost.setdefault(f"{cell.contract}, {cell.dtype}", {})
-            try:
-                parts = save if how.device == "cuda" else None
-                earlier = [done[other] for other in marks if other in done]
-                done[mark] = measure(
-                    cell, how.device, only=only, known=known, save=parts, earlier=earlier,
-                    **how.effort,
-                )  # fmt: skip
-            except DeviceLost as failure:
-                known[failure.provider] = failure.reason
-                results.save(broke, lost)
-                print(
-                    f"\n{failure}: CUDA is unusable in this process. Run the same command again.",
-                    file=sys.stderr,
-                )
-                raise SystemExit(LOST_DEVICE) from failure
-            except Exception as failure:  # the other cells are still measured
-                line = f"{suite.name}, {cell}: {first_line(failure)}"
-                print(f"\n{line}", file=sys.stderr, flush=True)
-                yield line
-                continue
-            done[mark] |= {"fingerprint": mark} | origin
-            save()
-        print(f"\n{details(done[mark], markdown=False)}{before}", flush=True)
+    for (cell, only), mark in zip(planned, fingerprints, strict=True):
+        if mark in done:
+            print(f"\n{details(done[mark], markdown=False)}\n(measured before)", flush=True)
+            continue
+        # Providers that broke CUDA with this code.
+        lost_path = path.parent / "lost" / f"{results.setting(here)}.json"
+        lost = results.load(lost_path)  # {"contract, dtype": {provider: reason}}
+        known = lost.setdefault(f"{cell.contract}, {cell.dtype}", {})
+        try:
+            measured = measure(
+                cell,
+                how.device,
+                only=only,
+                known=known,
+                save=save if how.device == "cuda" else None,
+                earlier=cells_so_far(),
+                **how.effort,
+            )
+        except DeviceLost as failure:
+            known[failure.provider] = failure.reason
+            results.save(lost_path, lost)
+            print(
+                f"\n{failure}: CUDA is unusable in this process. Run the same command again.",
+                file=sys.stderr,
+            )
+            raise SystemExit(LOST_DEVICE) from failure
+        except Exception as failure:  # the other cells are still measured
+            unmeasured.append(f"{suite.name}, {cell}: {first_line(failure)}")
+            print(f"\n{unmeasured[-1]}", file=sys.stderr, flush=True)
+            continue
+        done[mark] = measured | {"fingerprint": mark} | origin
+        save()
+        print(f"\n{details(done[mark], markdown=False)}", flush=True)
+    return unmeasured
 
 
 def _promptly(suite: Suite, planned: Planned) -> Planned:
-    """The same without providers that compile for long."""
-    names = (
-        p.name
-        for p in providers(suite.contract)
-        if not p.late and p.name in (planned.only or [p.name])
-    )
+    """Return the cell without the providers that compile for long."""
+    names = [provider.name for provider in providers(suite.contract) if not provider.late]
+    if planned.only is not None:
+        names = [name for name in names if name in planned.only]
     return Planned(planned.cell, tuple(names))
