@@ -1,7 +1,7 @@
-"""Clocks, memory and counters, for the CPU and CUDA.
+"""Measure times, peak memory and compilations on a CPU and on CUDA.
 
 Times are medians. The runs of all contenders are interleaved in one process, so that a change of
-the machine's speed affects all of them. This file does not know what is measured.
+the machine's speed affects all of them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import torch
 from grpo_kernels.core.memory import release
 from grpo_kernels.diagnosis.machine import memory_available
 
-FLUSH_BYTES = 256 << 20  # beyond every L2
-AHEAD_MS = 0.6  # the least host time that Python code may need before its kernels reach the GPU
-MOST_AHEAD_MS = 20.0  # a host that takes longer waits for the GPU itself
+FLUSH_BYTES = 256 << 20  # larger than the L2 cache of any GPU
+#: How long the GPU sleeps before a run, so that the host can enqueue the run's kernels meanwhile.
+MIN_SLEEP_MS = 0.6
+MAX_SLEEP_MS = 20.0  # a host that takes longer waits for the GPU during the run anyway
 
 # ---- time
 
@@ -38,57 +39,69 @@ def interleaved(
     most: int = 50,
     attempt: Callable[[str, Callable[[], float]], float | None] = lambda name, run: run(),
 ) -> dict[str, dict]:
-    """{name: {ms, p20, p80, runs, on CUDA host_ms}}. Each round runs every contender once; the
-    order rotates from round to round. host_ms: the median time of the host in the call, which the
-    GPU need not wait for.
+    """Time the contenders in turns. Each round runs every contender once, and the order rotates.
 
-    `before(name)` runs untimed before each run, for example to restore inputs that were
-    overwritten. A contender stops taking part once it has `least` runs and `seconds` of time, or
-    three runs and three times `seconds`: slow contenders then do not limit the sample of the
-    others. The first round is a warm-up: measuring the memory before it has returned all free
-    memory to the system, and its pages are to be there again. `attempt(name, run)` executes a run.
-    It may catch an exception and return None: that contender is dropped.
+    runs        {name: function to time}
+    before      before(name) is called before each run and not timed, for example to restore inputs
+    seconds, least, most
+                A contender stops after `most` runs, after `least` runs that took `seconds` in
+                total, or after three runs that took three times `seconds`. So a slow contender does
+                not reduce the number of runs of the others
+    attempt     attempt(name, run) returns run(), the milliseconds. It may catch an exception and
+                return None: the contender is then dropped
+
+    Returns {name: {"ms", "p20", "p80", "runs"}}: the median, two quantiles and the number of runs.
+    On CUDA there is also "host_ms", the median time that the host spends in the call.
     """
     names = list(runs)
     times: dict[str, list[float]] = {name: [] for name in names}
-    hosts: dict[str, list[float]] = {name: [] for name in names}
+    host_times: dict[str, list[float]] = {name: [] for name in names}
+
+    def time_one(name: str, is_warm_up: bool) -> float:
+        if before is not None:
+            before(name)
+        expected_host_ms = max(host_times[name][-3:], default=0.0)
+        _, ms, host_ms = timed(runs[name], device, sleep_ms=1.5 * expected_host_ms)
+        if not is_warm_up:  # the first run may compile
+            host_times[name].append(host_ms)
+        return ms
+
+    # Round 0 is a warm-up. The measurement of memory has returned all free memory to the system,
+    # and the warm-up faults these pages in again.
     for i in range(most + 1):
         first = i % max(1, len(names))
         for name in names[first:] + names[:first]:
-            if name not in times or _enough(times[name], 1e3 * seconds, least):
+            if name not in times or _has_enough(times[name], 1e3 * seconds, least):
                 continue
-
-            def run(name: str = name, warm: bool = i > 0) -> float:
-                if before is not None:
-                    before(name)
-                _, ms, host = timed(
-                    runs[name], device, ahead=1.5 * max(hosts[name][-3:], default=0.0)
-                )
-                hosts[name] += [host] if warm else []  # the first may compile
-                return ms
-
-            ms = attempt(name, run)
+            ms = attempt(name, functools.partial(time_one, name, is_warm_up=i == 0))
             if ms is None:
                 del times[name]
             elif i > 0:
                 times[name].append(ms)
-    host = {
-        name: {"host_ms": statistics.median(hosts[name])} if device != "cpu" and hosts[name] else {}
-        for name in times
-    }
-    return {name: _summary(t) | host[name] for name, t in times.items()}
+
+    summaries = {name: _summary(values) for name, values in times.items()}
+    if device != "cpu":
+        for name, summary in summaries.items():
+            if host_times[name]:
+                summary["host_ms"] = statistics.median(host_times[name])
+    return summaries
 
 
-def _enough(times: list[float], spent: float, least: int) -> bool:
-    return (len(times) >= least and sum(times) >= spent) or (
-        len(times) >= 3 and sum(times) >= 3 * spent
-    )
+def _has_enough(times: list[float], wanted_ms: float, least: int) -> bool:
+    """Whether a contender has enough runs: see `seconds` and `least` of `interleaved`."""
+    total_ms = sum(times)
+    if len(times) >= least and total_ms >= wanted_ms:
+        return True
+    return len(times) >= 3 and total_ms >= 3 * wanted_ms
 
 
-def timed(run: Callable[[], Any], device: str, ahead: float = 0.0) -> tuple[Any, float, float]:
-    """(result, milliseconds, milliseconds of the host in the call). On CUDA the time between two
-    events, after the L2 cache was flushed; the GPU then sleeps for `ahead` milliseconds, so that it
-    does not wait for the host to send its kernels.
+def timed(run: Callable[[], Any], device: str, sleep_ms: float = 0.0) -> tuple[Any, float, float]:
+    """Return (run(), milliseconds of the run, milliseconds that the host spent in the call).
+
+    On CUDA the L2 cache is flushed first, and the time is that between two events. The GPU sleeps
+    before the first event, so that it does not wait for the host to enqueue kernels.
+
+    sleep_ms    length of the sleep, within MIN_SLEEP_MS and MAX_SLEEP_MS
     """
     if device == "cpu":
         begin = time.perf_counter()
@@ -96,32 +109,36 @@ def timed(run: Callable[[], Any], device: str, ahead: float = 0.0) -> tuple[Any,
         ms = 1e3 * (time.perf_counter() - begin)
         return result, ms, ms
     _flush_buffer().zero_()
-    torch.cuda._sleep(round(min(max(AHEAD_MS, ahead), MOST_AHEAD_MS) * _clocks_per_ms()))
+    sleep_ms = min(max(MIN_SLEEP_MS, sleep_ms), MAX_SLEEP_MS)
+    torch.cuda._sleep(round(sleep_ms * _clocks_per_ms()))
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     begin = time.perf_counter()
     result = run()
-    host = 1e3 * (time.perf_counter() - begin)
+    host_ms = 1e3 * (time.perf_counter() - begin)
     stop.record()
     stop.synchronize()
-    return result, start.elapsed_time(stop), host
+    return result, start.elapsed_time(stop), host_ms
 
 
 @functools.cache
 def _clocks_per_ms() -> float:
-    """Of the clock that torch.cuda._sleep counts: the most of several, since an idle GPU clocks
-    low, and sleeps that are counted by what it did then are too short.
+    """Return the rate of the clock that torch.cuda._sleep counts.
+
+    This is the highest rate of several measurements: an idle GPU clocks low at first, and sleeps
+    converted with that rate would be too short later.
     """
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(1000)  # loads the kernel
-    most = 0.0
+    clocks = 1_000_000
+    highest_rate = 0.0
     for _ in range(20):
         start.record()
-        torch.cuda._sleep(1_000_000)
+        torch.cuda._sleep(clocks)
         stop.record()
         stop.synchronize()
-        most = max(most, 1_000_000 / start.elapsed_time(stop))
-    return most
+        highest_rate = max(highest_rate, clocks / start.elapsed_time(stop))
+    return highest_rate
 
 
 @functools.cache
@@ -130,28 +147,33 @@ def _flush_buffer() -> torch.Tensor:
 
 
 def _summary(times: list[float]) -> dict:
-    cuts = statistics.quantiles(times, n=5, method="inclusive") if len(times) > 1 else times * 4
-    return {"ms": statistics.median(times), "p20": cuts[0], "p80": cuts[3], "runs": len(times)}
+    if len(times) > 1:
+        p20, _, _, p80 = statistics.quantiles(times, n=5, method="inclusive")
+    else:
+        (p20,) = (p80,) = times
+    return {"ms": statistics.median(times), "p20": p20, "p80": p80, "runs": len(times)}
 
 
 # ---- memory
 
 
 def memory_in_use(device: str) -> int:
-    """Bytes of tensors on CUDA; resident bytes on a CPU (Linux), after the allocator has returned
-    its free memory.
+    """Return the memory in use, in bytes.
+
+    On CUDA this is the memory of tensors. On a CPU (Linux) it is the resident memory of the
+    process, after the allocators have returned their free memory to the system.
     """
     gc.collect()
     if device == "cuda":
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()
-    release()  # frees the memory of our own earlier results
+    release()  # buffers that this package keeps for later calls
     _trim()
-    return _status("VmRSS")
+    return _process_status("VmRSS")
 
 
 def memory_free(device: str) -> int:
-    """Bytes that a contender may still ask for."""
+    """Return the bytes that a contender can still allocate."""
     if device == "cuda":
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return torch.cuda.mem_get_info()[0] + cached
@@ -159,11 +181,12 @@ def memory_free(device: str) -> int:
 
 
 def peak_memory(run: Callable[[], Any], device: str, baseline: int | None = None) -> int:
-    """The peak of memory in use during `run`, in bytes above `baseline` (None: above what is in use
-    just before).
+    """Call `run` and return the peak of the memory in use, in bytes above `baseline`.
 
-    On a CPU `run` should have run before, since its code counts too. Free heap pages are returned
-    to the system first, so that a run does not reuse what another contender has allocated.
+    On a CPU call `run` once before, because the code that it loads counts too. Free memory is
+    returned to the system first, so that the run does not reuse what another contender allocated.
+
+    baseline    bytes. None: the memory in use just before the call
     """
     before = memory_in_use(device)
     if device == "cuda":
@@ -172,57 +195,62 @@ def peak_memory(run: Callable[[], Any], device: str, baseline: int | None = None
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated()
     else:
-        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak
         run()
-        peak = _status("VmHWM")
+        peak = _process_status("VmHWM")
     return max(0, peak - (before if baseline is None else baseline))
 
 
 def _trim() -> None:
+    """Return free heap memory to the system, where the C library can (glibc)."""
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):  # glibc
+    if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
 
 
-def _status(key: str) -> int:
-    line = next(
-        x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(key + ":")
-    )
-    return 1024 * int(line.split()[1])
+def _process_status(key: str) -> int:
+    """Return a field of /proc/self/status, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            kilobytes = int(line.split()[1])
+            return 1024 * kilobytes
+    raise KeyError(key)
 
 
-# ---- counters
+# ---- compilations
 
 
 @contextmanager
 def compilations() -> Iterator[Callable[[], int]]:
-    """`with compilations() as count: ...; count()`: the number of new graphs of torch.compile and
-    of Triton specialisations that are new to this process, whether compiled or loaded from a cache
-    on disk.
+    """Count compilations: `with compilations() as count: ...; count()`.
+
+    A compilation is a new graph of torch.compile or a Triton kernel that this process has not used
+    before, even if it is loaded from a cache on disk. Each kernel is also printed.
     """
     from torch._dynamo.utils import counters
 
-    kernels = 0
+    kernels: list[str] = []
 
     def listener(src: Any = None, **_: Any) -> None:
-        nonlocal kernels
-        kernels += 1
+        name = str(getattr(src, "name", src))
+        kernels.append(name)
         print(
-            "compiled:",
-            getattr(src, "name", src),
-            getattr(src, "signature", ""),
-            getattr(src, "attrs", ""),
-            flush=True,
+            "compiled:", name, getattr(src, "signature", ""), getattr(src, "attrs", ""), flush=True
         )
 
-    graphs = counters["stats"]["unique_graphs"]
+    graphs_before = counters["stats"]["unique_graphs"]
+
+    def count() -> int:
+        return counters["stats"]["unique_graphs"] - graphs_before + len(kernels)
+
     try:
         from triton import knobs
-    except ImportError:  # no Triton, no kernels
-        yield lambda: counters["stats"]["unique_graphs"] - graphs
+    except ImportError:  # without Triton there are no kernels to count
+        yield count
         return
-    former, knobs.compilation.listener = knobs.compilation.listener, listener
+    former_listener = knobs.compilation.listener
+    knobs.compilation.listener = listener
     try:
-        yield lambda: counters["stats"]["unique_graphs"] - graphs + kernels
+        yield count
     finally:
-        knobs.compilation.listener = former
+        knobs.compilation.listener = former_listener
