@@ -1,10 +1,9 @@
-"""A cell of a table: its inputs, its loss in plain PyTorch, the reference results in float64, and
-errors against these.
+"""The cells of the benchmarks: inputs, losses in plain PyTorch, float64 results, and errors.
 
-Rows form sequences of equal length, 16 by default, with one advantage per sequence: every trainer
-supports that. No ratio of new to old policy is near a clip bound. So rounding of the logits changes
-a gradient by no more than a rounding error, and the accuracy check can tell that from a wrong
-formula.
+The rows of a cell form sequences of equal length, 16 by default, with one advantage per sequence,
+because every trainer supports that. No ratio of new to old policy is near a clip bound. Rounding of
+the logits then changes a gradient only by a rounding error, and the check can tell that from a
+wrong formula.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from torch import Tensor
 from grpo_kernels import TokenBatch, TokenSets
 from grpo_kernels.diagnosis.step import ModelOutput
 
-Result = dict[
-    str, Any
-]  # {"loss": 0-d tensor, "d_logits": ..., ...}; "gradients" is a list of tensors
+#: {"loss": scalar, "d_logits": ..., "d_hidden": ..., ...}. After a training step "gradients" is a
+#: list with the gradient of each parameter.
+Result = dict[str, Any]
 
 HALF = (torch.bfloat16, torch.float16)
 CLIP = (0.2, 0.28)
@@ -50,7 +49,7 @@ CONTRACTS = {
     ),
     "hidden-forward": "log-probs from hidden states and the head's weight, no gradient",
     "kept": (
-        "DAPO loss over kept sets from hidden states [N, H] and the head's weight [V, H]: value,"
+        "DAPO loss over candidate sets (top-k, top-p) from hidden states [N, H] and the head's weight [V, H]: value,"
         " gradients of both"
     ),
     "trees": (
@@ -58,7 +57,7 @@ CONTRACTS = {
         " value, gradients of both"
     ),
     "forms": (
-        "DAPO loss with terms at 128 listed ids a row, from hidden states [N, H] and the head's"
+        "DAPO loss with terms at 128 extra ids per row, from hidden states [N, H] and the head's"
         " weight [V, H]: value, gradients of both"
     ),
     "cross-entropy": (
@@ -70,7 +69,7 @@ CONTRACTS = {
         " policy's"
     ),
     "logits-forms": (
-        "DAPO loss with terms at 128 listed ids a row, of given logits [N, V]: value and gradient"
+        "DAPO loss with terms at 128 extra ids per row, of given logits [N, V]: value and gradient"
     ),
     "divergence-forward": (
         "mean KL(teacher, policy) from hidden states and weights of both: value, gradients of the"
@@ -97,29 +96,29 @@ DIRECTIONS = {
 }  # fmt: skip
 
 
-#: Those whose head gets no gradient.
+#: Contracts in which the head gets no gradient.
 FROZEN = ("hidden-frozen", "gspo-frozen", "draft")
 
-#: Those whose ratio is that of a sequence.
+#: Contracts with one importance ratio per sequence.
 OF_SEQUENCES = ("gspo", "gspo-frozen", "vespo")
 
 
 @dataclass(frozen=True)
 class Cell:
+    """The sizes of a problem. `contract` is a key of CONTRACTS."""
+
     contract: str
     rows: int
     vocab: int
     dtype: torch.dtype
-    hidden: int | None = None
+    hidden: int | None = None  # hidden size. None: from logits
     active: float = 1.0  # share of sequences whose advantage is not 0
-    layers: int | None = None  # layers of the model in a training step
+    layers: int | None = None  # layers of the model, in "step"
     sequences: int = 16
-    shared: float | None = (
-        None  # share of the tokens that need no row of their own, for the suite "trees"
-    )
-    accumulation: int = (
-        1  # micro-batches of a step: the loss is divided by them before its backward
-    )
+    #: Share of the tokens that use the hidden state of another token, in "trees".
+    shared: float | None = None
+    #: Micro-batches per training step. The loss is divided by this before its backward.
+    accumulation: int = 1
 
     @property
     def beta(self) -> float:
@@ -128,11 +127,9 @@ class Cell:
     @property
     def active_rows(self) -> int:
         """The number of rows with a gradient."""
-        return (
-            self.rows
-            if self.contract == "cross-entropy"
-            else round(self.active * self.sequences) * self.length
-        )
+        if self.contract == "cross-entropy":
+            return self.rows
+        return round(self.active * self.sequences) * self.length
 
     @property
     def length(self) -> int:
@@ -142,28 +139,30 @@ class Cell:
 
 @dataclass
 class Case:
-    """The inputs of a contract; what it does not have is None."""
+    """The inputs of a cell. N rows, hidden size H, vocabulary V. Unused fields are None.
+
+    Floating-point tensors have the dtype of the cell, unless noted.
+    """
 
     cell: Cell
     batch: TokenBatch
-    logits: Any = None  # [N, V], read by a contender, which may overwrite it
-    pristine: Any = None  # [N, V], to restore it
-    buffer: Any = None  # [N, V], warm memory for a copy
+    logits: Any = None  # [N, V]; contenders may overwrite them
+    pristine: Any = None  # [N, V], a copy of the logits to restore them from
+    buffer: Any = None  # [N, V], memory to copy the logits to
     hidden: Any = None  # [N, H]
     weight: Any = None  # [V, H]
-    weight_grad: Any = (
-        None  # fp32 [V, H] of kept sets: the caller's memory, to which a gradient is added
-    )
-    # of the teacher of a divergence: the policy's plus noise of the same standard deviation
-    ref_logits: Any = None
-    ref_hidden: Any = None
-    ref_weight: Any = None
-    model: Any = None  # of a training step, whose batch is [B, T]
+    weight_grad: Any = None  # [V, H], fp32: in "kept", gradients may be added to it
+    # Teachers of the divergences are the policy plus noise of the same standard deviation.
+    ref_logits: Any = None  # [N, V]
+    ref_hidden: Any = None  # [N, H]
+    ref_weight: Any = None  # [V, H]
+    # In "step", the fields of `batch` have shape [B, T].
+    model: Any = None
     optimizer: Any = None
-    ids: Any = None  # [B, T + 1]
+    ids: Any = None  # int64 [B, T + 1]
 
     def restore(self) -> None:
-        """Undoes what a run has overwritten."""
+        """Restore the inputs that a run has overwritten."""
         with torch.no_grad():
             if self.logits is not None:
                 self.logits.copy_(self.pristine)
@@ -171,33 +170,34 @@ class Case:
                 self.weight_grad[self.batch.kept.ids.long()] = 0
 
     def output(self) -> Tensor:
-        """The logits for a contender that works in place:
-
-        of the model [B, T, V], or those that are given.
-        """
+        """Return logits that a contender may overwrite, [B, T, V] from a model or [N, V]."""
         if self.model is not None:
             return self.model(input_ids=self.ids, use_cache=False).logits[:, :-1]
         return ModelOutput.apply(self.logits)
 
     @property
     def leaves(self) -> dict[str, Tensor]:
+        """{name of the gradient in a Result: the input that gets it}"""
         every = {"d_logits": self.logits, "d_hidden": self.hidden, "d_weight": self.weight}
         return {name: x for name, x in every.items() if x is not None and x.requires_grad}
 
     def gradients(self, loss: Tensor, into: bool = False) -> Result:
-        """The results of a loss; of a step of training.
+        """Run the backward of a loss, or a training step, and return the results.
 
-        into: the loss adds the weight's gradient to `weight_grad`.
+        into    the backward adds the gradient of the weight to `weight_grad`
         """
         if self.model is not None:
             return self.step(loss)
-        leaves = {name: x for name, x in self.leaves.items() if not (into and name == "d_weight")}
-        scaled = loss if self.cell.accumulation == 1 else loss / self.cell.accumulation
-        found = {
-            "loss": loss.detach(),
-            **dict(zip(leaves, torch.autograd.grad(scaled, [*leaves.values()]), strict=True)),
-        }
-        return found | ({"d_weight": self.weight_grad} if into else {})
+        leaves = self.leaves
+        if into:
+            leaves.pop("d_weight", None)
+        accumulation = self.cell.accumulation
+        scaled = loss if accumulation == 1 else loss / accumulation
+        gradients = torch.autograd.grad(scaled, [*leaves.values()])
+        found: Result = {"loss": loss.detach(), **dict(zip(leaves, gradients, strict=True))}
+        if into:
+            found["d_weight"] = self.weight_grad
+        return found
 
     @property
     def active(self) -> Tensor:
@@ -213,17 +213,17 @@ class Case:
         return TokenBatch(self.batch.targets, self.batch.advantages, old_logps=self.batch.old_logps)
 
     def inputs(self) -> tuple[Tensor, ...]:
-        """What log-probs are made of: (logits), or (hidden states, weight)."""
+        """Return the inputs of log-probs: (logits,) or (hidden states, weight of the head)."""
         if self.model is not None:
             return self.states().flatten(0, 1), self.model.lm_head.weight
         return (self.logits,) if self.hidden is None else (self.hidden, self.weight)
 
     def states(self) -> Tensor:
-        """The last hidden states of the model, [B, T, H]."""
+        """Return the last hidden states of the model, [B, T, H]."""
         return self.model.model(input_ids=self.ids, use_cache=False).last_hidden_state[:, :-1]
 
     def step(self, loss: Tensor) -> Result:
-        """The backward and an optimizer step.
+        """Run the backward and an optimizer step, and return the loss and the gradients.
 
         The learning rate is 0, so that every run sees the same parameters.
         """
@@ -237,82 +237,89 @@ class Case:
 
 
 def policy_loss(logps: Tensor, batch: TokenBatch, cell: Cell) -> Tensor:
-    """What a trainer does with log-probs: ratio, clip, KL (k3), mean over tokens."""
-    log_ratio, beta = logps - batch.old_logps, cell.beta
+    """Return the loss that a trainer computes from log-probs: ratio, clip, KL (k3), mean.
+
+    logps   [N] or [B, T], as the fields of `batch`
+    """
+    log_ratio = logps - batch.old_logps
+    if cell.contract == "vespo":
+        shape = (cell.sequences, -1)
+        sequence_log_ratio = log_ratio.view(shape).sum(1)
+        return _vespo(sequence_log_ratio, logps.view(shape), batch.advantages.view(shape))
     if cell.contract in OF_SEQUENCES:
-        of_sequence = log_ratio.view(cell.sequences, -1)
-        if cell.contract == "vespo":
-            return _vespo(
-                of_sequence.sum(1),
-                logps.view_as(of_sequence),
-                batch.advantages.view_as(of_sequence),
-            )
-        log_ratio = of_sequence.mean(1, keepdim=True).expand_as(of_sequence).reshape(logps.shape)
+        of_tokens = log_ratio.view(cell.sequences, -1)
+        log_ratio = of_tokens.mean(1, keepdim=True).expand_as(of_tokens).reshape(logps.shape)
     ratio = torch.exp(log_ratio)
     low, high = CLIP
-    loss = -torch.min(ratio * batch.advantages, ratio.clamp(1 - low, 1 + high) * batch.advantages)
-    if beta:
-        d = batch.ref_logps - logps
-        loss = loss + beta * (torch.exp(d) - d - 1)
+    clipped = ratio.clamp(1 - low, 1 + high)
+    loss = -torch.min(ratio * batch.advantages, clipped * batch.advantages)
+    if cell.beta:
+        difference = batch.ref_logps - logps
+        loss = loss + cell.beta * (torch.exp(difference) - difference - 1)
     return loss.sum() / logps.numel()
 
 
-def _vespo(log_w: Tensor, logps: Tensor, advantages: Tensor) -> Tensor:
-    """-sg(exp(lambda + k log w - lambda w)) A log p, with k and lambda by the sign of A, mean over
-    tokens.
+def _vespo(log_ratio: Tensor, logps: Tensor, advantages: Tensor) -> Tensor:
+    """Return VESPO's loss, the mean over tokens of -w A log p.
+
+    The weight w = exp(lambda + k log r - lambda r) of a sequence with ratio r gets no gradient.
+    k and lambda depend on the sign of the advantage A.
+
+    log_ratio   [sequences], log r
+    logps, advantages   [sequences, tokens]
     """
-    log_w = log_w[:, None].clamp(math.log(1e-8), 20.0)
-    k, rate = torch.where(advantages >= 0, 2.0, 3.0), torch.where(advantages >= 0, 3.0, 2.0)
-    weight = torch.exp(rate + k * log_w - rate * log_w.exp()).detach()
+    log_ratio = log_ratio[:, None].clamp(math.log(1e-8), 20.0)
+    k = torch.where(advantages >= 0, 2.0, 3.0)
+    rate = torch.where(advantages >= 0, 3.0, 2.0)  # lambda
+    weight = torch.exp(rate + k * log_ratio - rate * log_ratio.exp()).detach()
     return -(weight * advantages * logps).mean()
 
 
-def mean_divergence(direction: str, z: Tensor, w: Tensor) -> Tensor:
-    """The mean divergence from logits [n, V], by its definition."""
+def mean_divergence(direction: str, logits: Tensor, teacher_logits: Tensor) -> Tensor:
+    """Return the mean divergence of a policy and a teacher over rows.
+
+    direction   "reverse": KL(policy, teacher). "forward": KL(teacher, policy). "jsd": the
+                Jensen-Shannon divergence
+    logits, teacher_logits  [n, V]
+    """
 
     def kl(a: Tensor, b: Tensor) -> Tensor:
         return (a.exp() * (a - b)).sum(-1).mean()
 
-    log_p, log_q = z.log_softmax(-1), w.log_softmax(-1)
-    if direction != "jsd":
-        return kl(log_p, log_q) if direction == "reverse" else kl(log_q, log_p)
-    log_m = torch.logaddexp(log_p, log_q) - math.log(2.0)
-    return 0.5 * (kl(log_q, log_m) + kl(log_p, log_m))
+    policy = logits.log_softmax(-1)
+    teacher = teacher_logits.log_softmax(-1)
+    if direction == "reverse":
+        return kl(policy, teacher)
+    if direction == "forward":
+        return kl(teacher, policy)
+    mixture = torch.logaddexp(policy, teacher) - math.log(2.0)
+    return 0.5 * (kl(teacher, mixture) + kl(policy, mixture))
 
 
 # ---- inputs
 
 
 def make_case(cell: Cell, device: str, seed: int = 0) -> Case:
+    """Draw the inputs of a cell. The same seed gives the same inputs."""
     g = torch.Generator(device).manual_seed(seed)
     if cell.contract == "step":
         return _step(cell, device, g)
     if cell.hidden is None:
         return _logits(cell, device, g)
     hidden, weight, targets = _near(cell, device, g)
-    kept, rows = sets_of(targets, cell.vocab, g) if cell.contract == "kept" else None, None
-    if (
-        cell.shared is not None
-    ):  # several sequences have the same rows, the last of which predicts another token of each
-        sequence, place = (
-            torch.arange(cell.rows, device=device) // cell.length,
-            torch.arange(cell.rows, device=device) % cell.length,
-        )
-        rows = sequence // round(1 / (1 - cell.shared)) * cell.length + place
-        targets = torch.where(place < cell.length - 1, targets[rows], targets)
+    kept = sets_of(targets, cell.vocab, g) if cell.contract == "kept" else None
+    rows = None
+    if cell.shared is not None:
+        rows, targets = _share_rows(cell, targets)
         hidden = hidden[: int(rows.max()) + 1].clone()
     batch = TokenBatch(targets, torch.ones(cell.rows, device=device), kept=kept, rows=rows)
     case = Case(cell, batch, hidden=hidden, weight=weight)
     if cell.contract in DIRECTIONS:
-        case.ref_hidden, case.ref_weight = (
-            (x + x.float().std() * torch.randn(x.shape, generator=g, device=device)).to(cell.dtype)
-            for x in (hidden, weight)
-        )
+        case.ref_hidden = _with_noise(hidden, g).to(cell.dtype)
+        case.ref_weight = _with_noise(weight, g).to(cell.dtype)
     elif cell.contract == "draft":
         # The policy's states one position later are the draft's plus noise.
-        noise = torch.randn(hidden.shape, generator=g, device=device)
-        next_hidden = hidden + hidden.float().std() * noise
-        case.ref_hidden = next_hidden.to(cell.dtype).roll(1, 0)
+        case.ref_hidden = _with_noise(hidden, g).to(cell.dtype).roll(1, 0)
         case.ref_weight = weight
     else:
         case.batch = tokens(case, g)
@@ -325,47 +332,76 @@ def make_case(cell: Cell, device: str, seed: int = 0) -> Case:
     return case
 
 
+def _with_noise(x: Tensor, g: torch.Generator) -> Tensor:
+    """Return x plus Gaussian noise of the same standard deviation, in fp32."""
+    noise = torch.randn(x.shape, generator=g, device=x.device)
+    return x + x.float().std() * noise
+
+
+def _share_rows(cell: Cell, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Let groups of sequences use the same hidden states, as rollouts with a common prefix do.
+
+    Returns (rows, targets): the row of the hidden states of each token, int64 [N], and the targets.
+    Sequences of a group have the same targets except for the last one of each sequence.
+    """
+    token = torch.arange(cell.rows, device=targets.device)
+    sequence = token // cell.length
+    position = token % cell.length
+    sequences_per_group = round(1 / (1 - cell.shared))
+    rows = sequence // sequences_per_group * cell.length + position
+    return rows, torch.where(position < cell.length - 1, targets[rows], targets)
+
+
 def _logits(cell: Cell, device: str, g: torch.Generator) -> Case:
-    """Logits like those of a policy: a few likely tokens and a flat tail. Targets are sampled from
-    them. Those of a teacher are the policy's plus noise.
+    """Draw logits like those of a policy: a few likely tokens and a flat tail.
+
+    Targets are sampled from the softmax of the logits. A teacher's logits are the policy's plus
+    noise.
     """
     pristine = torch.empty(cell.rows, cell.vocab, dtype=cell.dtype, device=device)
     targets = torch.empty(cell.rows, dtype=torch.int64, device=device)
-    two = cell.contract in DIRECTIONS
-    ref_logits = torch.empty_like(pristine) if two else None
+    has_teacher = cell.contract in DIRECTIONS
+    ref_logits = torch.empty_like(pristine) if has_teacher else None
     likely = torch.randperm(cell.vocab, generator=g, device=device)[: min(50, cell.vocab // 4)]
-    for part in row_blocks(cell, 4, device):
-        x = torch.randn(pristine[part].shape, generator=g, device=device)
+    for rows in row_blocks(cell, 4, device):
+        x = torch.randn(pristine[rows].shape, generator=g, device=device)
         x[:, likely] += 8
-        pristine[part] = x
-        targets[part] = torch.multinomial(x.softmax(-1), 1, generator=g)[:, 0]
-        if two:
-            ref_logits[part] = x + torch.randn(x.shape, generator=g, device=device)
+        pristine[rows] = x
+        targets[rows] = torch.multinomial(x.softmax(-1), 1, generator=g)[:, 0]
+        if ref_logits is not None:
+            ref_logits[rows] = x + torch.randn(x.shape, generator=g, device=device)
     logits = pristine.clone().requires_grad_(cell.contract != "logits-forward")
     batch = TokenBatch(targets, torch.ones(cell.rows, device=device))
-    case = Case(cell, batch, logits, pristine, pristine.clone(), ref_logits=ref_logits)
-    case.batch = batch if two else tokens(case, g)
+    case = Case(cell, batch, logits, pristine, buffer=pristine.clone(), ref_logits=ref_logits)
+    if not has_teacher:
+        case.batch = tokens(case, g)
     if cell.contract == "logits-forms":
         case.batch = with_terms(case, g)
     return case
 
 
 def with_terms(case: Case, g: torch.Generator) -> TokenBatch:
-    """The batch with both terms at ids that follow one another."""
-    device, cell = case.batch.targets.device, case.cell
+    """Return the batch with random terms at EXTRA_IDS ids of each row.
+
+    The ids of a row are consecutive, from a random one. There is a term in their log-probs and one
+    in their probabilities.
+    """
+    device = case.batch.targets.device
+    cell = case.cell
     first = torch.randint(0, cell.vocab, (cell.rows, 1), generator=g, device=device)
-    ids = (first + torch.arange(LISTED, device=device)) % cell.vocab
-    terms = (
-        TokenSets.from_padded(ids, values=torch.randn(ids.shape, generator=g, device=device))
-        for _ in range(2)
-    )
-    return replace(case.batch, logp_terms=next(terms), prob_terms=next(terms))
+    ids = (first + torch.arange(EXTRA_IDS, device=device)) % cell.vocab
+
+    def random_terms() -> TokenSets:
+        coefficients = torch.randn(ids.shape, generator=g, device=device)
+        return TokenSets.from_padded(ids, values=coefficients)
+
+    return replace(case.batch, logp_terms=random_terms(), prob_terms=random_terms())
 
 
 def _near(cell: Cell, device: str, g: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """(hidden, weight, targets):
+    """Draw (hidden states [N, H], weight [V, H], targets [N]).
 
-    hidden states near the weight of their target, as a trained head has them.
+    A hidden state is near the weight of its target, as with a trained head.
     """
     weight = torch.randn(cell.vocab, cell.hidden, generator=g, device=device) / cell.hidden**0.5
     targets = torch.randint(0, cell.vocab, (cell.rows,), generator=g, device=device)
@@ -377,43 +413,38 @@ def _near(cell: Cell, device: str, g: torch.Generator) -> tuple[Tensor, Tensor, 
     return hidden.to(cell.dtype), weight.to(cell.dtype), targets
 
 
-#: The sizes of the sets follow figures that prime-rl published for top-k and top-p sampling: 46 %
-#: of the rows have a single id, the median is 2, the mean about 8, the 99th percentile about 82.
-#: For rows with more than one id, sizes are drawn from a log-normal distribution whose parameters
-#: reproduce these quantiles.
+#: The sizes of candidate sets follow figures that prime-rl published for top-k and top-p sampling:
+#: 46 % of the rows have a single id, the median is 2, the mean about 8, the 99th percentile about
+#: 82. For rows with more than one id, sizes are drawn from a log-normal distribution whose
+#: parameters reproduce these quantiles.
 SINGLE, MU, SIGMA, LARGEST = 0.46, 1.936, 1.185, 512
-#: Ids that each row lists in the suites "forms" and "logits-forms".
-LISTED = 128
+#: Extra ids of each row in the suites "forms" and "logits-forms".
+EXTRA_IDS = 128
 
 
 def sets_of(targets: Tensor, vocab: int, g: torch.Generator) -> TokenSets:
-    """Sets of such sizes with the targets among them."""
+    """Draw the candidate set of each row. It contains the target, which is its first id."""
     random = {"generator": g, "device": targets.device}
-    several = (
-        (SIGMA * torch.randn(targets.shape, **random) + MU)
-        .exp()
-        .round()
-        .clamp(2, min(LARGEST, vocab))
-        .long()
-    )
-    counts = torch.where(torch.rand(targets.shape, **random) < SINGLE, 1, several)
-    row, begin = torch.repeat_interleave(counts), counts.cumsum(0) - counts
-    inside = torch.arange(row.numel(), device=row.device) - begin[row]
+    sizes = (SIGMA * torch.randn(targets.shape, **random) + MU).exp().round()
+    sizes = sizes.clamp(2, min(LARGEST, vocab)).long()
+    counts = torch.where(torch.rand(targets.shape, **random) < SINGLE, 1, sizes)
+    row = torch.repeat_interleave(counts)  # of each id
+    row_begin = counts.cumsum(0) - counts
+    position = torch.arange(row.numel(), device=row.device) - row_begin[row]  # in its set
     # The ids of a row are consecutive numbers from a random one on, times a factor that scatters
-    # them over the vocabulary.
+    # them over the vocabulary. The factor is a prime that does not divide V, so that the ids of a
+    # set differ.
     start = torch.randint(0, vocab, targets.shape, **random)[row]
-    factor = next(
-        p for p in (7919, 104729) if vocab % p
-    )  # a prime that does not divide V: different ids stay different
-    ids = torch.where(inside == 0, targets[row], (start + inside) * factor % vocab)
-    again = (inside > 0) & (ids == targets[row])
-    return TokenSets.from_counts(
-        torch.where(again, (start + counts[row]) * factor % vocab, ids).int(), counts
-    )
+    factor = next(prime for prime in (7919, 104729) if vocab % prime)
+    ids = torch.where(position == 0, targets[row], (start + position) * factor % vocab)
+    # An id that is the target again is replaced by the next one after the set.
+    is_duplicate = (position > 0) & (ids == targets[row])
+    next_ids = (start + counts[row]) * factor % vocab
+    return TokenSets.from_counts(torch.where(is_duplicate, next_ids, ids).int(), counts)
 
 
 def _step(cell: Cell, device: str, g: torch.Generator) -> Case:
-    """A Qwen3 with random weights, in the proportions of the small ones."""
+    """Return a training step of a small Qwen3 with random weights."""
     import transformers
 
     heads = max(2, cell.hidden // 64)
@@ -434,96 +465,91 @@ def _step(cell: Cell, device: str, g: torch.Generator) -> Case:
     ids = torch.randint(
         0, cell.vocab, (cell.sequences, cell.length + 1), generator=g, device=device
     )
-    shape, targets = (cell.sequences, cell.length), ids[:, 1:].reshape(-1)
-    case = Case(
-        cell,
-        TokenBatch(targets, torch.ones(cell.rows, device=device)),
-        model=model,
-        optimizer=optimizer,
-        ids=ids,
-    )
+    targets = ids[:, 1:].reshape(-1)
+    batch = TokenBatch(targets, torch.ones(cell.rows, device=device))
+    case = Case(cell, batch, model=model, optimizer=optimizer, ids=ids)
     with torch.no_grad():
-        head = Case(
-            cell,
-            case.batch,
-            hidden=case.states().reshape(cell.rows, cell.hidden),
-            weight=model.lm_head.weight,
-        )
-        flat = tokens(head, g)
+        hidden = case.states().reshape(cell.rows, cell.hidden)
+        flat = tokens(Case(cell, batch, hidden=hidden, weight=model.lm_head.weight), g)
+    shape = (cell.sequences, cell.length)
     case.batch = TokenBatch(
-        *(x.view(shape) for x in (targets, flat.advantages)), old_logps=flat.old_logps.view(shape)
+        targets.view(shape), flat.advantages.view(shape), old_logps=flat.old_logps.view(shape)
     )
     return case
 
 
 def tokens(case: Case, g: torch.Generator) -> TokenBatch:
-    """The batch of a case with advantages, and with log-probs of other policies near those of its
-    own.
+    """Return the batch with random advantages and with log-probs of other policies.
+
+    The old policy is near the current one, see log_ratios. With a KL term there is a reference.
     """
-    cell, targets, kept = case.cell, case.batch.targets, case.batch.kept
-    now = torch.cat([_chosen(z.float(), targets[part]) for part, z in _rows_of_logits(case, 4)])
-    random = {"generator": g, "device": targets.device}
+    cell, batch = case.cell, case.batch
+    logps = torch.cat(
+        [_target_logps(z.float(), batch.targets[rows]) for rows, z in _logits_in_blocks(case, 4)]
+    )
+    random = {"generator": g, "device": batch.targets.device}
     size = torch.randn(cell.sequences, **random)
     size = torch.where(size < 0, size - 0.5, size + 0.5)  # none near 0
     active = torch.randperm(cell.sequences, **random) < round(cell.active * cell.sequences)
     advantages = torch.where(active, size, 0.0).repeat_interleave(cell.length)
-    ref_logps = now + 1.5 * torch.randn(cell.rows, **random) if cell.beta else None
-    ends = None
+    ref_logps = logps + 1.5 * torch.randn(cell.rows, **random) if cell.beta else None
+    cu_seqlens = None
     if cell.contract in OF_SEQUENCES:
-        ends = torch.arange(0, cell.rows + 1, cell.length, dtype=torch.int32, device=targets.device)
-    old_logps = now - log_ratios(cell.rows, g)
-    rows = case.batch.rows
-    return TokenBatch(
-        targets,
-        advantages,
-        old_logps=old_logps,
+        ends = torch.arange(0, cell.rows + 1, cell.length, device=batch.targets.device)
+        cu_seqlens = ends.int()
+    return replace(
+        batch,
+        advantages=advantages,
+        old_logps=logps - log_ratios(cell.rows, g),
         ref_logps=ref_logps,
-        kept=kept,
-        cu_seqlens=ends,
-        rows=rows,
+        cu_seqlens=cu_seqlens,
     )
 
 
 def log_ratios(rows: int, g: torch.Generator) -> Tensor:
-    """Log-ratios of which three fifths lie within 0.1 of 0 and the others 0.4 to 0.6 from it, on
-    either side: log 0.8 is -0.22 and log 1.28 is 0.25.
+    """Draw log-ratios of new to old policy that keep away from the clip bounds, [rows].
+
+    The bounds are log 0.8 = -0.22 and log 1.28 = 0.25. Three fifths of the ratios lie within 0.1 of
+    0, the others are 0.4 to 0.6 away from it on either side.
     """
     kind, near, far = torch.rand(3, rows, generator=g, device=g.device)
+    near = 0.2 * near - 0.1
     far = 0.4 + 0.2 * far
-    return torch.where(kind < 0.6, 0.2 * near - 0.1, torch.where(kind < 0.8, far, -far))
+    return torch.where(kind < 0.6, near, torch.where(kind < 0.8, far, -far))
 
 
-def _chosen(logits: Tensor, targets: Tensor) -> Tensor:
+def _target_logps(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the log-prob of each target [n] from logits [n, V]."""
     return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)
 
 
-def row_blocks(cell: Cell, size: int, device: str) -> Iterator[slice]:
-    """Rows whose logits take some hundred MB at `size` bytes each (2 GB on CUDA)."""
-    step = max(1, (2 << 30 if device == "cuda" else 256 << 20) // (size * cell.vocab))
-    for lo in range(0, cell.rows, step):
-        yield slice(lo, min(lo + step, cell.rows))
+def row_blocks(cell: Cell, bytes_per_logit: int, device: str) -> Iterator[slice]:
+    """Yield blocks of rows whose logits take at most 256 MB, or 2 GB on CUDA."""
+    block_bytes = 2 << 30 if device == "cuda" else 256 << 20
+    step = max(1, block_bytes // (bytes_per_logit * cell.vocab))
+    for begin in range(0, cell.rows, step):
+        yield slice(begin, min(begin + step, cell.rows))
 
 
-def _states(batch: TokenBatch, part: slice) -> slice | Tensor:
-    """Which hidden states these tokens have."""
-    return part if batch.rows is None else batch.rows[part]
+def _rows_of_hidden(batch: TokenBatch, tokens: slice) -> slice | Tensor:
+    """Return the rows of the hidden states for some tokens. In "trees" tokens share rows."""
+    return tokens if batch.rows is None else batch.rows[tokens]
 
 
-def _rows_of_logits(case: Case, size: int) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, their logits [n, V] in the dtype of the operands, -inf outside their sets) some at a
-    time.
+def _logits_in_blocks(case: Case, bytes_per_logit: int) -> Iterator[tuple[slice, Tensor]]:
+    """Yield (rows, their logits [n, V]) in blocks.
+
+    Logits have the dtype of the inputs of `case`, and are -inf outside the candidate sets.
     """
     kept = case.batch.kept
-    for part in row_blocks(case.cell, size, case.batch.targets.device.type):
-        z = (
-            case.pristine[part]
-            if case.hidden is None
-            else case.hidden[_states(case.batch, part)] @ case.weight.t()
-        )
-        yield (
-            part,
-            z if kept is None else z.masked_fill(~kept[part].mask(case.cell.vocab), -torch.inf),
-        )
+    for part in row_blocks(case.cell, bytes_per_logit, case.batch.targets.device.type):
+        if case.hidden is None:
+            z = case.pristine[part]
+        else:
+            z = case.hidden[_rows_of_hidden(case.batch, part)] @ case.weight.t()
+        if kept is not None:
+            z = z.masked_fill(~kept[part].mask(case.cell.vocab), -torch.inf)
+        yield part, z
 
 
 # ---- the reference results, and errors
@@ -531,142 +557,186 @@ def _rows_of_logits(case: Case, size: int) -> Iterator[tuple[slice, Tensor]]:
 
 @torch.no_grad()
 def reference(case: Case) -> Result:
-    """The results of the contract, computed in float64 by autograd, some rows at a time, and
-    returned in fp32.
-    """
+    """Return the results of the contract, computed in float64 by autograd, in fp32."""
     if case.model is not None:
         return _step_reference(case)
     if case.cell.contract == "draft":
         return _draft_reference(case)
-    cell, batch, wide = (
+    if not case.leaves:  # contracts without a gradient
+        return _forward_reference(case)
+    return _gradient_reference(case)
+
+
+def _in_float64(case: Case) -> Case:
+    """Return the case with hidden states and weight in float64. Logits are converted in blocks."""
+    if case.hidden is None:
+        return Case(case.cell, case.batch, pristine=case.pristine)
+    hidden = case.hidden.detach().double()
+    return Case(case.cell, case.batch, hidden=hidden, weight=case.weight.detach().double())
+
+
+def _teacher_in_float64(case: Case) -> Case:
+    """Return a case whose logits are those of the teacher."""
+    teacher = Case(
         case.cell,
         case.batch,
-        {"dtype": torch.float64, "device": case.batch.targets.device},
+        pristine=case.ref_logits,
+        hidden=case.ref_hidden,
+        weight=case.ref_weight,
     )
-    # The gradient of logits, which is as large as they are, is kept in fp32.
+    return _in_float64(teacher)
+
+
+def _forward_reference(case: Case) -> Result:
+    """Return the log-probs of the targets [N], and from logits also the entropy [N]."""
+    logps = []
+    entropy = []
+    for rows, logits in _logits_in_blocks(_in_float64(case), 8):
+        logits = logits.double()
+        logps.append(_target_logps(logits, case.batch.targets[rows]))
+        entropy.append(torch.special.entr(logits.softmax(-1)).sum(-1))
+    results = {"logps": torch.cat(logps).float()}
+    if case.hidden is None:
+        results["entropy"] = torch.cat(entropy).float()
+    return results
+
+
+def _gradient_reference(case: Case) -> Result:
+    """Return the loss and the gradients of the inputs, computed in blocks of rows."""
+    cell, batch = case.cell, case.batch
+    policy = _in_float64(case)
+    is_divergence = cell.contract in DIRECTIONS
+    teacher_blocks = _logits_in_blocks(_teacher_in_float64(case), 8) if is_divergence else iter(())
+    sequence_loss = _sequence_loss(policy) if cell.contract in OF_SEQUENCES else None
+    # The gradient of the logits is kept in fp32, because it is as large as they are.
     found = {
         name: torch.zeros(
             x.shape, dtype=torch.float32 if name == "d_logits" else torch.float64, device=x.device
         )
         for name, x in case.leaves.items()
     }
-    own, teacher = (
-        Case(
-            cell,
-            batch,
-            pristine=z,
-            **{name: x.detach().double() for name, x in parts.items() if x is not None},
-        )
-        for z, parts in (
-            (case.pristine, {"hidden": case.hidden, "weight": case.weight}),
-            (case.ref_logits, {"hidden": case.ref_hidden, "weight": case.ref_weight}),
-        )
-    )
-    teachers = _rows_of_logits(teacher, 8)
-    loss, logps, entropy = (
-        torch.zeros((), **wide),
-        torch.empty(cell.rows, **wide),
-        torch.empty(cell.rows, **wide),
-    )
-    slopes = None if cell.contract not in OF_SEQUENCES else _slopes(own, batch)
-    for part, z in _rows_of_logits(own, 8):
-        z = z.double().requires_grad_(bool(found))
+    loss = torch.zeros((), dtype=torch.float64, device=batch.targets.device)
+    for part, z in _logits_in_blocks(policy, 8):
+        z = z.double().requires_grad_()
         with torch.enable_grad():
-            if cell.contract in DIRECTIONS:
-                value = mean_divergence(DIRECTIONS[cell.contract], z, next(teachers)[1].double())
+            if is_divergence:
+                _, teacher_logits = next(teacher_blocks)
+                value = mean_divergence(DIRECTIONS[cell.contract], z, teacher_logits.double())
+            elif sequence_loss is not None:
+                value = sequence_loss.mean_over(part, _target_logps(z, batch.targets[part]))
             else:
-                logps[part] = chosen = _chosen(z, batch.targets[part])
-                if slopes is not None:
-                    value = (
-                        (slopes[1][part] * chosen).mean()
-                        + slopes[0]
-                        - (slopes[1][part] * chosen.detach()).mean()
-                    )
-                elif cell.contract == "cross-entropy":
-                    value = -chosen.mean()
-                else:
-                    value = policy_loss(chosen, _part(batch, part), cell)
-                    if batch.logp_terms is not None:
-                        value = value + _listed(z, batch, part)
-        if not found:
-            entropy[part] = torch.special.entr(z.softmax(-1)).sum(-1)
-            continue
+                value = _token_loss(z, batch, part, cell)
         share = len(z) / cell.rows
         loss += share * value.detach()
         d_logits = share * torch.autograd.grad(value, z)[0]
         if "d_logits" in found:
             found["d_logits"][part] = d_logits
+        hidden_rows = _rows_of_hidden(batch, part)
         if "d_hidden" in found:
-            states = torch.arange(len(own.hidden), device=own.hidden.device)[_states(batch, part)]
-            found["d_hidden"].index_add_(0, states, d_logits @ own.weight)
+            every_row = torch.arange(len(policy.hidden), device=policy.hidden.device)
+            found["d_hidden"].index_add_(0, every_row[hidden_rows], d_logits @ policy.weight)
         if "d_weight" in found:
-            found["d_weight"].addmm_(d_logits.t(), own.hidden[_states(batch, part)])
-    results = (
-        {"loss": loss} | found
-        if found
-        else {"logps": logps} | ({"entropy": entropy} if case.hidden is None else {})
-    )
-    return {name: x.float() for name, x in results.items()}
+            found["d_weight"].addmm_(d_logits.t(), policy.hidden[hidden_rows])
+    return {"loss": loss.float()} | {name: x.float() for name, x in found.items()}
 
 
-def _listed(z: Tensor, batch: TokenBatch, part: slice) -> Tensor:
-    """The mean over rows of sum c log p + sum r p, over their listed ids."""
-    ids, c, r = (
-        x.view(-1, LISTED)[part]
-        for x in (batch.logp_terms.ids, batch.logp_terms.values, batch.prob_terms.values)
-    )
-    logps = z.log_softmax(-1).gather(1, ids.long())
+def _token_loss(z: Tensor, batch: TokenBatch, part: slice, cell: Cell) -> Tensor:
+    """Return the mean loss of some rows, from their logits z [n, V]."""
+    logps = _target_logps(z, batch.targets[part])
+    if cell.contract == "cross-entropy":
+        return -logps.mean()
+    loss = policy_loss(logps, _part(batch, part), cell)
+    if batch.logp_terms is not None:
+        loss = loss + _extra_terms(z, batch, part)
+    return loss
+
+
+def _extra_terms(z: Tensor, batch: TokenBatch, part: slice) -> Tensor:
+    """Return the mean over rows of sum c log p + sum r p over their extra ids."""
+    ids = batch.logp_terms.ids.view(-1, EXTRA_IDS)[part].long()
+    c = batch.logp_terms.values.view(-1, EXTRA_IDS)[part]
+    r = batch.prob_terms.values.view(-1, EXTRA_IDS)[part]
+    logps = z.log_softmax(-1).gather(1, ids)
     return (c * logps + r * logps.exp()).sum(1).mean()
 
 
-def _slopes(case: Case, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    """The loss, and its slopes [N] in log-probs times N, which wait for whole sequences."""
-    now = torch.cat(
-        [_chosen(z.double(), batch.targets[part]) for part, z in _rows_of_logits(case, 8)]
+@dataclass
+class _SequenceLoss:
+    """A loss of whole sequences, prepared so that its gradient can be computed in blocks of rows.
+
+    value   the loss, a scalar
+    grad_logps  its gradient with respect to the log-probs, times the number of rows, [N]
+    """
+
+    value: Tensor
+    grad_logps: Tensor
+
+    def mean_over(self, part: slice, logps: Tensor) -> Tensor:
+        """Return a scalar with the value of the loss and its gradient for the log-probs of `part`.
+
+        As with other losses, the gradient is that of a mean over the rows of the block.
+        """
+        grad_logps = self.grad_logps[part]
+        return (grad_logps * logps).mean() + self.value - (grad_logps * logps.detach()).mean()
+
+
+def _sequence_loss(case: Case) -> _SequenceLoss:
+    """Compute a loss of whole sequences and its gradient with respect to the log-probs."""
+    targets = case.batch.targets
+    logps = torch.cat(
+        [_target_logps(z.double(), targets[rows]) for rows, z in _logits_in_blocks(case, 8)]
     )
     with torch.enable_grad():
-        leaf = now.requires_grad_()
-        loss = policy_loss(leaf, batch, case.cell)
-        return loss.detach(), len(now) * torch.autograd.grad(loss, leaf)[0]
+        logps.requires_grad_()
+        loss = policy_loss(logps, case.batch, case.cell)
+        grad_logps = torch.autograd.grad(loss, logps)[0]
+    return _SequenceLoss(loss.detach(), len(logps) * grad_logps)
 
 
 def _part(batch: TokenBatch, part: slice) -> TokenBatch:
-    """Some rows, without sets."""
-    optional = {
-        name: x[part]
-        for name in ("old_logps", "ref_logps")
-        for x in [getattr(batch, name)]
-        if x is not None
-    }
-    return TokenBatch(batch.targets[part], batch.advantages[part], **optional)
+    """Return some rows of a batch: targets, advantages, and log-probs of other policies."""
+    return TokenBatch(
+        batch.targets[part],
+        batch.advantages[part],
+        old_logps=None if batch.old_logps is None else batch.old_logps[part],
+        ref_logps=None if batch.ref_logps is None else batch.ref_logps[part],
+    )
 
 
 def _step_reference(case: Case) -> Result:
-    """The head and the loss are computed in float64.
+    """Return the loss and the gradients of all parameters.
 
-    The model's body is not: all contenders share it.
+    Head and loss are computed in float64. The body of the model is not, because all contenders
+    share it.
     """
     weight, batch = case.model.lm_head.weight, case.batch
     with torch.enable_grad():
         hidden = case.states()
         flat = TokenBatch(
-            *(x.reshape(-1) for x in (batch.targets, batch.advantages)),
+            batch.targets.reshape(-1),
+            batch.advantages.reshape(-1),
             old_logps=batch.old_logps.reshape(-1),
         )
         leaf = hidden.detach().reshape(case.cell.rows, -1).requires_grad_()
         head = reference(Case(case.cell, flat, hidden=leaf, weight=weight))
         case.optimizer.zero_grad(set_to_none=True)
         hidden.backward(head["d_hidden"].view(hidden.shape).to(hidden.dtype))
-    # The head is tied to the embedding, which has a gradient of its own by now.
-    gradients = [
-        p.grad.float() + (head["d_weight"] if p is weight else 0) for p in case.model.parameters()
-    ]
+    gradients = []
+    for parameter in case.model.parameters():
+        gradient = parameter.grad.float()
+        if parameter is weight:
+            # The head is tied to the embedding. The backward above gave the embedding's part.
+            gradient = gradient + head["d_weight"]
+        gradients.append(gradient)
     case.optimizer.zero_grad(set_to_none=True)
     return {"loss": head["loss"], "gradients": gradients}
 
 
 def _draft_reference(case: Case) -> Result:
-    """The last position of each sequence has no next one, and does not count."""
+    """Return the loss and the gradient of the draft's hidden states.
+
+    The last position of each sequence does not count, because it has no next position.
+    """
     cell, weight = case.cell, case.weight.double()
     position = torch.arange(cell.rows, device=weight.device)
     counted = position[position % cell.length != cell.length - 1]
@@ -683,9 +753,15 @@ def _draft_reference(case: Case) -> Result:
 
 @torch.no_grad()
 def errors(found: Result, expected: Result, scale: float = 1.0) -> dict[str, float]:
-    """The error of the loss is divided by `scale`. Of log-probs and entropies it is the largest
-    absolute error. Of a gradient it is the relative error in the Euclidean norm, of all rows and of
-    the worst row; of a model's gradients, that of the worst parameter.
+    """Return {name: error} of results. A result that is NaN has the error NaN.
+
+    - The error of the loss is divided by `scale`.
+    - The error of log-probs and entropies is the largest absolute error.
+    - The error of a gradient is relative, in the Euclidean norm. There are two: of all rows, and
+      of the worst row.
+    - The error of a model's gradients is that of the worst parameter.
+
+    Raises ValueError if results are missing or not expected.
     """
     if found.keys() != expected.keys():
         raise ValueError(
@@ -696,8 +772,8 @@ def errors(found: Result, expected: Result, scale: float = 1.0) -> dict[str, flo
         if name == "loss":
             off[name] = float((found[name].float() - x).abs()) / scale
         elif name == "gradients":
-            every = [_relative(y, z)[0] for y, z in zip(found[name], x, strict=True)]
-            off[name] = float(torch.tensor(every).max())  # NaN if one of them is
+            of_parameters = [_relative(y, z)[0] for y, z in zip(found[name], x, strict=True)]
+            off[name] = float(torch.tensor(of_parameters).max())  # unlike max(), NaN if one is
         elif name.startswith("d_"):
             off[name], off[f"{name}, worst row"] = _relative(found[name], x)
         else:
@@ -706,14 +782,19 @@ def errors(found: Result, expected: Result, scale: float = 1.0) -> dict[str, flo
 
 
 def _relative(found: Tensor, expected: Tensor) -> tuple[float, float]:
-    """Relative errors of all rows together, and of the worst row. A row's norm counts as at least a
-    fifth of the root mean square of all rows: if the gradient of a row nearly vanishes, its
-    relative error is only rounding.
+    """Return the relative error of all rows together, and that of the worst row.
+
+    A row's norm counts as at least a fifth of the root mean square of all rows that are not 0. If
+    the gradient of a row nearly vanishes, its own relative error is only rounding.
     """
-    pairs = zip(
-        found.reshape(expected.shape).split(512), expected.split(512), strict=True
-    )  # 512: no copies of everything
-    norms = [((x.float() - y).norm(dim=-1).flatten(), y.norm(dim=-1).flatten()) for x, y in pairs]
-    off, size = (torch.cat(parts) for parts in zip(*norms, strict=True))
+    row_errors = []
+    row_norms = []
+    # 512 rows at a time, so that no copy of the whole gradient is made.
+    blocks = zip(found.reshape(expected.shape).split(512), expected.split(512), strict=True)
+    for x, y in blocks:
+        row_errors.append((x.float() - y).norm(dim=-1).flatten())
+        row_norms.append(y.norm(dim=-1).flatten())
+    off = torch.cat(row_errors)
+    size = torch.cat(row_norms)
     usual = size.norm() / size.count_nonzero().clamp(min=1) ** 0.5
     return float(off.norm() / size.norm()), float((off / size.clamp(min=0.2 * usual)).max())
