@@ -1,13 +1,18 @@
-"""Triton's launches, with CPU tensors, run what Triton compiles for a GPU: `with
-executing("sm_90"): kernel[grid](...)`.
+"""Run Triton kernels as compiled for a GPU, on CPU tensors.
 
-As a plugin of pytest, every test of a run does so; support.processes.executed starts such a run:
+    with executing("sm_90") as launches:
+        kernel[grid](...)
+
+Triton compiles each kernel to PTX, and support.ptx.program runs the PTX.
+
+As a pytest plugin, this module does so in every test. `support.ptx.runs.executed` starts such a
+run:
 
     GRPO_KERNELS_TEST_TARGET=sm_90 GRPO_KERNELS_TEST_ORDER=0 python -m pytest -p
     support.ptx.launches FILE ...
 
-GRPO_KERNELS_TEST_FIRST=1: only the first case of each test; GRPO_KERNELS_TEST_REPORT=FILE: what was
-run is written there, as JSON. Triton compiles to PTX only, with a cache of its own.
+GRPO_KERNELS_TEST_FIRST=1     runs only the first case of each test
+GRPO_KERNELS_TEST_REPORT=FILE writes what was run to this JSON file
 """
 
 from __future__ import annotations
@@ -35,41 +40,53 @@ from grpo_kernels.core.backends import triton as backend
 from support.bits import LARGEST
 from support.ptx.program import Counts, Program
 
-#: Compilation ends with PTX here, so what is kept must not be taken for a whole kernel.
+#: A cache of its own, because compilation ends with PTX and these kernels have no machine code.
 CACHE = Path(tempfile.gettempdir()) / f"grpo_kernels_ptx_{os.getuid()}_{triton.__version__}"
 
 
 class Executed(NamedTuple):
+    """A launch: the name of the kernel, its program, and what the launch did."""
+
     kernel: str
     program: Program
     counts: Counts
 
 
 class _Executor(_Driver):
+    """A Triton driver whose device is named after the target, so that kernels are not shared."""
+
     def get_current_device(self) -> str:
         return f"executed {self.target}"
 
 
 @contextlib.contextmanager
 def executing(target: str, order: int = 0) -> Iterator[list[Executed]]:
-    """Inside, a launch is compiled for `target` and run, with warps in that `order`; each is
-    appended to the list.
+    """Compile launches for `target` and run them on the CPU.
+
+    order   of warps and programs, see Program.run
+    Yields a list to which each launch is appended.
     """
     launches: list[Executed] = []
-    run = JITFunction.run
+    compile_or_launch = JITFunction.run
 
     def execute(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        kernel = compile_or_launch(self, *args, grid=grid, warmup=True, **kwargs)
         if warmup:
             return kernel
-        program = _program(kernel)
-        given = dict(zip(self.arg_names, args, strict=False)) | kwargs
-        types = {name: kind for name, kind in kernel.src.signature.items() if name in given}
-        values = [pair for name, kind in types.items() for pair in _flat(kind, given[name])]
-        tensors = [x for _, x in values if isinstance(x, Tensor)]
-        programs = (grid(given) if callable(grid) else grid)[0]
-        words = [_word(kind, x) for kind, x in values]
-        counts = program.run(words, tensors, programs, kernel.metadata.shared, order)
+        program = _program_of(kernel)
+        arguments = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        typed_values = []
+        for name, kind in kernel.src.signature.items():
+            if name in arguments:
+                typed_values += _flatten(kind, arguments[name])
+        (num_programs, *_) = grid(arguments) if callable(grid) else grid
+        counts = program.run(
+            arguments=[_to_word(kind, value) for kind, value in typed_values],
+            tensors=[value for _, value in typed_values if isinstance(value, Tensor)],
+            programs=num_programs,
+            shared=kernel.metadata.shared,
+            order=order,
+        )
         launches.append(Executed(self.__name__, program, counts))
         return kernel
 
@@ -85,21 +102,28 @@ def executing(target: str, order: int = 0) -> Iterator[list[Executed]]:
         yield launches
 
 
-def _program(kernel: Any) -> Program:
-    """Read once for each compiled kernel."""
+def _program_of(kernel: Any) -> Program:
+    """Return the program of a compiled kernel. It is parsed once per kernel."""
     if not hasattr(kernel, "executed"):
         kernel.executed = Program(kernel.asm["ptx"])
     return kernel.executed
 
 
-def _flat(kind: Any, value: Any) -> list[tuple[str, Any]]:
-    """Runtime arguments with their types, those of tuples one by one."""
+def _flatten(kind: Any, value: Any) -> list[tuple[str, Any]]:
+    """Return (type, value) of each runtime argument in an argument, which may be a tuple.
+
+    Compile-time constants are left out.
+    """
     if isinstance(kind, (tuple, list)):
-        return [pair for k, v in zip(kind, value, strict=True) for pair in _flat(k, v)]
+        pairs = []
+        for element_kind, element in zip(kind, value, strict=True):
+            pairs += _flatten(element_kind, element)
+        return pairs
     return [] if kind == "constexpr" else [(kind, value)]
 
 
-def _word(kind: str, value: Any) -> int:
+def _to_word(kind: str, value: Any) -> int:
+    """Return an argument as an integer: an address, the bits of an fp32 number, or itself."""
     if isinstance(value, Tensor):
         return value.data_ptr()
     if kind == "fp32":
@@ -110,6 +134,7 @@ def _word(kind: str, value: Any) -> int:
 
 # ---- the plugin
 
+#: Outcomes of tests; launches by kernel; the sums of Counts; the largest noted errors.
 REPORT: dict[str, Any] = {
     "outcomes": Counter(),
     "launches": Counter(),
@@ -121,10 +146,9 @@ KERNELS: set[Program] = set()
 
 @pytest.fixture(autouse=True)
 def executed() -> Iterator[None]:
-    target, order = (
-        os.environ.get("GRPO_KERNELS_TEST_TARGET", "sm_90"),
-        int(os.environ.get("GRPO_KERNELS_TEST_ORDER", "0")),
-    )
+    """Run the launches of a test as compiled, and add them to the report."""
+    target = os.environ.get("GRPO_KERNELS_TEST_TARGET", "sm_90")
+    order = int(os.environ.get("GRPO_KERNELS_TEST_ORDER", "0"))
     with executing(target, order) as launches:
         yield
     for launch in launches:
@@ -134,19 +158,25 @@ def executed() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if os.environ.get("GRPO_KERNELS_TEST_FIRST") == "1":
-        usual = [item for item in items if item.get_closest_marker("slow") is None]
-        items[:] = {item.nodeid.split("[")[0]: item for item in reversed(usual)}.values()
-        items.reverse()
+    """Keep only the first case of each test, if GRPO_KERNELS_TEST_FIRST is 1."""
+    if os.environ.get("GRPO_KERNELS_TEST_FIRST") != "1":
+        return
+    first_cases: dict[str, pytest.Item] = {}
+    for item in items:
+        if item.get_closest_marker("slow") is None:
+            first_cases.setdefault(item.nodeid.split("[")[0], item)
+    items[:] = first_cases.values()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Count the outcome of a test, or of a setup or teardown that did not pass."""
     if report.when == "call" or report.outcome != "passed":
         REPORT["outcomes"][report.outcome] += 1
 
 
 def pytest_sessionfinish() -> None:
-    if path := os.environ.get("GRPO_KERNELS_TEST_REPORT"):
-        Path(path).write_text(
-            json.dumps(REPORT | {"triton": triton.__version__, "kernels": len(KERNELS)})
-        )
+    """Write the report, if GRPO_KERNELS_TEST_REPORT names a file."""
+    path = os.environ.get("GRPO_KERNELS_TEST_REPORT")
+    if path:
+        report = REPORT | {"triton": triton.__version__, "kernels": len(KERNELS)}
+        Path(path).write_text(json.dumps(report))

@@ -1,15 +1,15 @@
-"""A compiled kernel as the machine runs it: reads the PTX that Triton emits for our kernels on
-sm_90 and sm_100, and nothing else.
+"""Run PTX kernels on CPU tensors. Only the PTX that Triton emits for the kernels of this package on
+sm_90 and sm_100 is understood.
 
-    Program(ptx).run(arguments, programs, shared, order)
+    Program(ptx).run(arguments, tensors, programs, shared, order)
 
-Warps run one after the other, each from barrier to barrier, in an order that is chosen;
-asynchronous copies arrive when they are waited for. A faulty access (see FAULTS) raises Fault once
-the kernel has ended; an instruction that machine.c does not know raises UnknownInstruction when the
-kernel is read.
+Warps run one after the other. Each runs until its next barrier, in an order that the caller
+chooses. An asynchronous copy arrives when the kernel waits for it. A faulty access (see FAULTS)
+raises Fault after the kernel has ended. An instruction that machine.c does not implement raises
+UnknownInstruction when the kernel is parsed.
 
-What this does not show: ptxas, which makes machine code of the PTX, the order of memory that the
-hardware keeps within a warp, by how much it misses what it approximates, and any time.
+Not covered: ptxas, which translates PTX to machine code; the memory order of the hardware within a
+warp; the error of the hardware's approximate instructions; timing.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("machine.c")
-#: Every operation rounds by itself, as in PTX; whole numbers wrap.
+#: Every operation rounds separately, as in PTX. Integers wrap.
 FLAGS = (
     "-O3", "-march=native", "-ffp-contract=off", "-fno-trapping-math", "-fno-strict-aliasing", "-fwrapv", "-shared", "-fPIC",
 )  # fmt: skip
 
-#: In the order of machine.c.
+#: In the order of the enum of machine.c.
 FAULTS = (
     "out of bounds",
     "misaligned",
@@ -46,107 +46,184 @@ FAULTS = (
     "shared memory that nothing was written to is read",
     "memory of an asynchronous copy that is under way is used",
 )
-LANES, OPERANDS = 32, 12
-RUNS, BRANCH, END, BARRIER = range(4)
+#: Threads of a warp.
+LANES = 32
+#: The most operands that an instruction has in machine.c.
+MAX_OPERANDS = 12
+#: Values of _Instruction.control: computes, jumps, ends the thread, waits at a barrier.
+COMPUTE, BRANCH, END, BARRIER = range(4)
+#: Bits of a register of each PTX type. 8-bit values are kept in 16-bit registers.
 BITS = {
     "pred": 8, "b8": 16, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16, "b32": 32, "u32": 32, "s32": 32, "f32": 32, "f16x2": 32,
     "bf16x2": 32, "b64": 64, "u64": 64, "s64": 64, "f32x2": 64,
     "f64": 64,
 }  # fmt: skip
-#: Changes no result: all jumps of a warp alike or not, how a copy is cached, and that a policy has
-#: a share of the lines.
+#: Modifiers that change no result: uniform jumps, cache operators, the fraction of a cache policy.
 NO_EFFECT = {"uni", "ca", "cg", "fractional"}
+#: Indices and counts of threads and programs, in 32 bits each.
+SPECIAL_REGISTERS = ("%tid.x", "%ctaid.x", "%nctaid.x", "%ntid.x")
 
 
 class UnknownInstruction(Exception):
-    """The machine does not have this instruction, or not in this form."""
+    """machine.c does not implement this instruction, or not this form of it."""
 
 
 class Fault(AssertionError):
-    """A kernel did what it must not do. `faults`: how often it did which of FAULTS."""
+    """A kernel made faulty accesses.
 
-    def __init__(self, kernel: str, faults: dict[str, int], said: Sequence[str]) -> None:
-        super().__init__(
-            "\n".join(
-                [
-                    f"{kernel}: {', '.join(f'{count} x {name}' for name, count in faults.items())}",
-                    *said,
-                ]
-            )
-        )
+    faults   the number of faults of each kind that occurred, by the names of FAULTS
+    """
+
+    def __init__(self, kernel: str, faults: dict[str, int], messages: Sequence[str]) -> None:
+        counts = ", ".join(f"{count} x {name}" for name, count in faults.items())
+        super().__init__("\n".join([f"{kernel}: {counts}", *messages]))
         self.faults = faults
 
 
+# The following structures have the fields of those in machine.c, in the same order.
+
+
 class _Instruction(ctypes.Structure):
+    """One instruction.
+
+    function         its function in machine.c
+    address_offset   the constant in an address such as [%rd1+16]
+    control          COMPUTE, BRANCH, END or BARRIER
+    guard            offset of its predicate register, or -1
+    guard_negated    1 for @!%p: it runs if the predicate is false
+    target           index of the next instruction after a jump; bytes of a copy
+    elements         length of a vector that is loaded or stored
+    operands         byte offsets of the operands in the register file
+    """
+
     _fields_ = (
-        ("run", ctypes.c_void_p), ("offset", ctypes.c_int64), ("control", ctypes.c_int32), ("guard", ctypes.c_int32),
-        ("unless", ctypes.c_int32), ("target", ctypes.c_int32), ("elements", ctypes.c_int32), ("at", ctypes.c_int32 * OPERANDS),
-    )  # fmt: skip
+        ("function", ctypes.c_void_p),
+        ("address_offset", ctypes.c_int64),
+        ("control", ctypes.c_int32),
+        ("guard", ctypes.c_int32),
+        ("guard_negated", ctypes.c_int32),
+        ("target", ctypes.c_int32),
+        ("elements", ctypes.c_int32),
+        ("operands", ctypes.c_int32 * MAX_OPERANDS),
+    )
 
 
 class _Region(ctypes.Structure):
+    """Device memory from `begin` to `end`.
+
+    `allowed` has one byte for each `unit_bytes` bytes of it: 1 if a kernel may access them. `cells`
+    is used by machine.c.
+    """
+
     _fields_ = (
-        ("begin", ctypes.c_uint64), ("end", ctypes.c_uint64), ("grain", ctypes.c_uint64), ("allowed", ctypes.c_void_p),
+        ("begin", ctypes.c_uint64),
+        ("end", ctypes.c_uint64),
+        ("unit_bytes", ctypes.c_uint64),
+        ("allowed", ctypes.c_void_p),
         ("cells", ctypes.c_void_p),
-    )  # fmt: skip
+    )
 
 
 class _Report(ctypes.Structure):
+    """One fault: its kind (an index of FAULTS) and where it occurred."""
+
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("kind", "instruction", "program", "warp", "lane", "bytes")), ("address", ctypes.c_uint64),
-    )  # fmt: skip
+        ("kind", ctypes.c_int32),
+        ("instruction", ctypes.c_int32),
+        ("program", ctypes.c_int32),
+        ("warp", ctypes.c_int32),
+        ("lane", ctypes.c_int32),
+        ("bytes", ctypes.c_int32),
+        ("address", ctypes.c_uint64),
+    )
 
 
 class _Machine(ctypes.Structure):
+    """The state of a launch, with its counters and the faults that were found."""
+
     _fields_ = (
-        ("code", ctypes.c_void_p), ("regions", ctypes.c_void_p), ("n_regions", ctypes.c_int32), ("shared", ctypes.c_void_p),
-        ("shared_cells", ctypes.c_void_p), ("shared_bytes", ctypes.c_uint64), ("program", ctypes.c_int32), ("epoch", ctypes.c_int32),
-        *((name, ctypes.c_int64) for name in ("instructions", "barriers", "loaded", "stored", "copied")),
-        ("found", ctypes.c_int64 * len(FAULTS)), ("reports", ctypes.c_int32), ("report", _Report * 64),
-    )  # fmt: skip
+        ("code", ctypes.c_void_p),
+        ("regions", ctypes.c_void_p),
+        ("num_regions", ctypes.c_int32),
+        ("shared", ctypes.c_void_p),
+        ("shared_cells", ctypes.c_void_p),
+        ("shared_bytes", ctypes.c_uint64),
+        ("program", ctypes.c_int32),
+        ("epoch", ctypes.c_int32),
+        ("instructions", ctypes.c_int64),
+        ("barriers", ctypes.c_int64),
+        ("loaded", ctypes.c_int64),
+        ("stored", ctypes.c_int64),
+        ("copied", ctypes.c_int64),
+        ("fault_counts", ctypes.c_int64 * len(FAULTS)),
+        ("num_reports", ctypes.c_int32),
+        ("reports", _Report * 64),
+    )
 
 
 class _Layout(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_int32) for name in ("file_bytes", "constants", "thread", "program")
+    """The size of a register file, and byte offsets in it: of the constants, of the index of each
+    thread, and of the index of the program.
+    """
+
+    _fields_ = (
+        ("file_bytes", ctypes.c_int32),
+        ("constants", ctypes.c_int32),
+        ("thread", ctypes.c_int32),
+        ("program", ctypes.c_int32),
     )
 
 
 @functools.cache
 def machine() -> ctypes.CDLL:
-    """machine.c, built for this processor once for all processes."""
-    key = hashlib.sha256(SOURCE.read_bytes() + repr(FLAGS).encode() + _processor()).hexdigest()[:16]
-    built = Path(tempfile.gettempdir()) / f"grpo_kernels_ptx_{os.getuid()}_{key}.so"
-    if not built.exists():
-        part = built.with_suffix(f".{os.getpid()}")
-        subprocess.run(
-            [os.environ.get("CC", "cc"), *FLAGS, "-o", str(part), str(SOURCE), "-lm"], check=True
-        )
-        part.replace(built)
-    return ctypes.CDLL(str(built))
+    """Return the library that is built from machine.c.
+
+    It is built once per source, flags and processor, and then shared by all processes.
+    """
+    key = SOURCE.read_bytes() + repr(FLAGS).encode() + _processor_flags()
+    digest = hashlib.sha256(key).hexdigest()[:16]
+    library = Path(tempfile.gettempdir()) / f"grpo_kernels_ptx_{os.getuid()}_{digest}.so"
+    if not library.exists():
+        # Other processes never see a half-written library.
+        unfinished = library.with_suffix(f".{os.getpid()}")
+        compiler = os.environ.get("CC", "cc")
+        subprocess.run([compiler, *FLAGS, "-o", str(unfinished), str(SOURCE), "-lm"], check=True)
+        unfinished.replace(library)
+    return ctypes.CDLL(str(library))
 
 
-def _processor() -> bytes:
+def _processor_flags() -> bytes:
+    """Return the line of /proc/cpuinfo with the processor's features, or b"" if there is none."""
     info = Path("/proc/cpuinfo")
-    return (
-        b""
-        if not info.exists()
-        else next((x for x in info.read_bytes().splitlines() if x.startswith(b"flags")), b"")
-    )
+    if not info.exists():
+        return b""
+    for line in info.read_bytes().splitlines():
+        if line.startswith(b"flags"):
+            return line
+    return b""
 
 
 @dataclass(frozen=True)
 class Statement:
+    """An instruction of a kernel.
+
+    text     its PTX
+    source   file and line of the Triton kernel that it was compiled from
+    """
+
     text: str
-    place: str  # file and line of the kernel's source
+    source: str
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What a launch did:
+    """What a launch did.
 
-    instructions of warps, barriers of programs, bytes of device memory, those of asynchronous
-    copies.
+    instructions   instructions that warps executed
+    barriers       barriers that programs passed
+    loaded         bytes loaded from device memory, except by asynchronous copies
+    stored         bytes stored to device memory
+    copied         bytes that asynchronous copies loaded from device memory
     """
 
     instructions: int
@@ -157,75 +234,77 @@ class Counts:
 
 
 class Program:
+    """A kernel, parsed from PTX and encoded for machine.c.
+
+    Each warp has a register file. It holds 32 values of each register, one per lane, and behind
+    the registers 32 copies of each constant. While instructions are encoded, a constant has a
+    negative offset (see `_constant`), because the size of the registers is not known yet.
+    """
+
     def __init__(self, ptx: str) -> None:
-        """Reads the one kernel of a module."""
-        found = re.search(r"\.visible \.entry (\w+)\((.*?)\)\s*(.*?)\n\{\n(.*?)\n\}", ptx, re.S)
-        assert found is not None, "no kernel"
-        self.name, parameters, directives, body = found.groups()
+        """Parse the only kernel of a PTX module."""
+        entry = re.search(r"\.visible \.entry (\w+)\((.*?)\)\s*(.*?)\n\{\n(.*?)\n\}", ptx, re.S)
+        assert entry is not None, "no kernel"
+        self.name, parameters, directives, body = entry.groups()
+        if "cluster" in directives:
+            raise UnknownInstruction(f"{self.name}: clusters")
         self.parameters = re.findall(r"(\w+),?\s*$", parameters, re.M)
         (threads,) = re.findall(r"\.reqntid (\d+)", directives)
         self.threads = int(threads)
-        if "cluster" in directives:
-            raise UnknownInstruction(f"{self.name}: clusters")
         self.files = dict(re.findall(r'^\s*\.file\s+(\d+) (?:"[^"]*" )?"([^"]*)"', ptx, re.M))
-        self._registers: dict[str, tuple[int, int]] = {}  # name: its place in the file and its bits
-        self._bytes = 0
-        self._constants: dict[
-            tuple[str, int], int
-        ] = {}  # (name or number, bits): its place among the constants
-        self._constant_bytes = 0
         self._shared_names = set(re.findall(r"\.extern \.shared .* (\w+)\[\]", ptx))
-        statements, self._labels = self._split(body)
-        self.statements = statements
+        self.statements, self._labels = self._split(body)
+
+        # Each register's byte offset and number of bits.
+        self._registers: dict[str, tuple[int, int]] = {}
+        self._register_bytes = 0
+        # Byte offsets from the first constant, by (name or number, bits).
+        self._constants: dict[tuple[str, int], int] = {}
+        self._constant_bytes = 0
         for kind, prefix, count in re.findall(r"\.reg \.(\w+)\s+%(\w+)<(\d+)>", body):
             for i in range(int(count)):
                 self._declare(f"%{prefix}{i}", BITS[kind])
-        self._declare("_", 64)  # takes what is not wanted
-        self._thread, self._program = (self._constant(name, 32) for name in ("%tid.x", "%ctaid.x"))
-        self._code = (_Instruction * (len(statements) + 1))()
-        for i, statement in enumerate(statements):
-            try:
-                self._read(self._code[i], statement.text)
-            except UnknownInstruction as error:
-                raise UnknownInstruction(
-                    f"{self.name}: `{statement.text}` of {statement.place}: {error}"
-                ) from None
-        self._code[len(statements)].control, self._code[len(statements)].guard = END, -1
-        for instruction in self._code:  # constants lie behind the registers
-            for i, place in enumerate(instruction.at):
-                if place < 0:
-                    instruction.at[i] = self._bytes - place - 1
+        self._declare("_", 64)  # takes results that are not used
+        self._thread = self._constant("%tid.x", 32)
+        self._program = self._constant("%ctaid.x", 32)
+        self._code = self._encode_statements()
 
-    # ---- reading
+    # ---- parsing
 
     def _split(self, body: str) -> tuple[list[Statement], dict[str, int]]:
-        """Instructions, and how many of them are before each label."""
+        """Return the instructions of a kernel, and the index of the instruction after each
+        label.
+        """
         statements: list[Statement] = []
         labels: dict[str, int] = {}
-        place = ""
+        source = ""
         for line in body.splitlines():
-            line = line.split("//")[0].strip().strip("{}" if line.strip() in ("{", "}") else "")
+            line = line.split("//")[0].strip()
+            if line in ("{", "}"):
+                continue
             if line.startswith(".loc"):
-                number, row = line.split()[1:3]
-                place = f"{self.files.get(number, '?')}:{row}"
+                file_number, line_number = line.split()[1:3]
+                source = f"{self.files.get(file_number, '?')}:{line_number}"
             if not line or line.startswith("."):
                 continue
             if line.endswith(":"):
                 labels[line[:-1]] = len(statements)
                 continue
-            statements += [
-                Statement(" ".join(x.split()), place) for x in line.split(";") if x.strip()
-            ]
+            for text in line.split(";"):
+                if text.strip():
+                    statements.append(Statement(" ".join(text.split()), source))
         return statements, labels
 
     def _declare(self, name: str, bits: int) -> None:
-        self._registers[name] = (self._bytes, bits)
-        self._bytes += LANES * bits // 8
+        """Allocate a register of so many bits in each lane."""
+        self._registers[name] = (self._register_bytes, bits)
+        self._register_bytes += LANES * bits // 8
 
     def _constant(self, name: str, bits: int) -> int:
-        """The place of a number, or of what a launch knows by that name:
+        """Return the offset of a constant, allocated at its first use.
 
-        -1 for the first, and down from there.
+        name   a number, or a name whose value is known at the launch
+        Returns -1 minus the byte offset from the first constant.
         """
         if (name, bits) not in self._constants:
             self._constants[name, bits] = self._constant_bytes
@@ -233,12 +312,13 @@ class Program:
         return -1 - self._constants[name, bits]
 
     def _operand(self, text: str, bits: int) -> int:
+        """Return the offset of a register, a special register, shared memory or a number."""
         if text in self._registers:
-            place, declared = self._registers[text]
+            offset, declared = self._registers[text]
             if declared != bits and text != "_":
                 raise UnknownInstruction(f"{text} has {declared} bits, not {bits}")
-            return place
-        if text in self._shared_names or text in ("%tid.x", "%ctaid.x", "%nctaid.x", "%ntid.x"):
+            return offset
+        if text in self._shared_names or text in SPECIAL_REGISTERS:
             return self._constant(text, 32)
         if re.fullmatch(r"0f[0-9A-F]{8}|0d[0-9A-F]{16}", text):
             return self._constant(str(int(text[2:], 16)), bits)
@@ -247,147 +327,179 @@ class Program:
         raise UnknownInstruction(f"operand {text}")
 
     def _address(self, text: str, bits: int) -> tuple[int, int]:
-        found = re.fullmatch(r"\[\s*([%\w]+)\s*(?:\+\s*(-?\w+)\s*)?\]", text)
-        if found is None:
+        """Parse [register + number]. Return the offset of the register, and the number."""
+        match = re.fullmatch(r"\[\s*([%\w]+)\s*(?:\+\s*(-?\w+)\s*)?\]", text)
+        if match is None:
             raise UnknownInstruction(f"address {text}")
-        return self._operand(found[1], bits), int(found[2] or "0", 0)
+        return self._operand(match[1], bits), int(match[2] or "0", 0)
 
-    def _read(self, into: _Instruction, text: str) -> None:
-        into.guard = -1
+    # ---- encoding
+
+    def _encode_statements(self) -> Any:
+        """Return a ctypes array with all instructions and a last one that ends the thread."""
+        code = (_Instruction * (len(self.statements) + 1))()
+        for instruction, statement in zip(code, self.statements, strict=False):
+            try:
+                self._encode(instruction, statement.text)
+            except UnknownInstruction as error:
+                place = f"`{statement.text}` of {statement.source}"
+                raise UnknownInstruction(f"{self.name}: {place}: {error}") from None
+        code[-1].control = END
+        code[-1].guard = -1
+        # The constants begin behind the registers, all of which are known now.
+        for instruction in code:
+            for i, offset in enumerate(instruction.operands):
+                if offset < 0:
+                    instruction.operands[i] = self._register_bytes - offset - 1
+        return code
+
+    def _encode(self, instruction: _Instruction, text: str) -> None:
+        """Fill an instruction from its PTX."""
+        instruction.guard = -1
         guarded = re.match(r"@(!?)(%\w+) (.*)", text)
         if guarded:
-            into.unless, into.guard, text = (
-                bool(guarded[1]),
-                self._operand(guarded[2], 8),
-                guarded[3],
-            )
+            instruction.guard_negated = bool(guarded[1])
+            instruction.guard = self._operand(guarded[2], 8)
+            text = guarded[3]
         name, _, rest = text.partition(" ")
         operands = re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,|\s]+", rest)
-        words = [x.replace("shared::cta", "shared") for x in name.split(".")]
-        words = [x for x in words if "::" not in x or x == "shared::cluster"]
-        words = [x for x in words if x not in NO_EFFECT and not re.fullmatch(r"[vx]\d", x)]
+        words = _significant_words(name)
         match words:
             case ["bra"]:
-                into.control, into.target = BRANCH, self._labels[operands[0]]
+                instruction.control = BRANCH
+                instruction.target = self._labels[operands[0]]
             case ["ret"]:
-                into.control = END
-            case ["bar", "sync"] if operands == ["0"] and into.guard < 0:
-                into.control = BARRIER
+                instruction.control = END
+            case ["bar", "sync"] if operands == ["0"] and instruction.guard < 0:
+                instruction.control = BARRIER
             case ["bar", "warp", "sync"]:
-                self._set(into, words, [self._operand(operands[0], 32)])
-            case ["ld" | "st", "global" | "shared", kind]:
-                pointer, values = operands[:2] if words[0] == "st" else operands[1::-1]
-                elements = [x.strip() for x in values.strip("{} ").split(",")]
-                place, into.offset = self._address(pointer, 64 if words[1] == "global" else 32)
-                into.elements = len(elements)
-                bits = re.sub("[a-z]", "", kind)  # of whole numbers, floats and bits alike
-                register = self._registers.get(elements[0], (0, BITS[kind]))[1]
-                if kind[0] == "s" and register != int(bits):
-                    raise UnknownInstruction("it fills a wider register with the sign")
-                wider = [] if register == int(bits) else ["in", f"b{register}"]
-                self._set(
-                    into,
-                    [*words[:2], f"b{bits}", *wider],
-                    [*(self._operand(x, register) for x in elements), place],
-                )
+                self._set(instruction, words, [self._operand(operands[0], 32)])
+            case ["ld" | "st", "global" | "shared", _]:
+                self._encode_load_or_store(instruction, words, operands)
             case ["ldmatrix" | "stmatrix", *_]:
-                pointer, values = operands[:2] if words[0] == "stmatrix" else operands[1::-1]
-                elements = [x.strip() for x in values.strip("{} ").split(",")]
-                place, into.offset = self._address(pointer, 32)
-                into.elements = len(elements)
-                self._set(into, words, [*(self._operand(x, 32) for x in elements), place])
+                self._encode_matrix(instruction, words, operands)
             case ["ld", "param", kind]:
-                parameter = operands[1].strip("[] ")
-                if parameter not in self.parameters:
-                    raise UnknownInstruction(f"parameter {parameter}")
-                bits = self._registers[operands[0]][1]
-                value = self._constant(f"{parameter}.{kind}", bits)
-                self._set(into, ["mov", f"b{bits}"], [self._operand(operands[0], bits), value])
+                self._encode_parameter(instruction, kind, operands)
             case ["cp", "async", "shared", "global"]:
-                places = [
-                    self._address(x, bits) for x, bits in zip(operands, (32, 64), strict=False)
-                ]
-                into.target = int(operands[2], 0)
-                given = (
-                    operands[3]
-                    if len(operands) > 3 and not operands[3].startswith("%rd")
-                    else operands[2]
-                )
-                into.elements, into.offset = (offset for _, offset in places)
-                self._set(into, words, [*(place for place, _ in places), self._operand(given, 32)])
+                self._encode_copy(instruction, words, operands)
             case ["cp", "async", "commit_group"]:
-                self._set(into, words, [])
+                self._set(instruction, words, [])
             case ["cp", "async", "wait_group" | "wait_all"]:
-                into.target = int(operands[0], 0) if operands else -1
-                self._set(into, ["cp", "async", "wait_group"], [])
+                # The number of groups that may still be under way; -1: not even ungrouped copies.
+                instruction.target = int(operands[0], 0) if operands else -1
+                self._set(instruction, ["cp", "async", "wait_group"], [])
             case ["createpolicy", kind]:
-                self._set(
-                    into, ["mov", kind], [self._operand(operands[0], 64), self._operand("0", 64)]
-                )
+                # A cache policy changes no result: it is a move of 0.
+                offsets = [self._operand(operands[0], 64), self._operand("0", 64)]
+                self._set(instruction, ["mov", kind], offsets)
             case ["mov", kind] if "{" in rest:
-                vector = operands[0] if operands[0].startswith("{") else operands[1]
-                parts = [x.strip() for x in vector.strip("{} ").split(",")]
-                half = BITS[kind] // len(parts)
-                places = [self._operand(x, half) for x in parts]
-                if vector is operands[0]:
-                    self._set(
-                        into,
-                        ["mov", f"b{BITS[kind]}", f"to{len(parts)}"],
-                        [*places, self._operand(operands[1], BITS[kind])],
-                    )
-                else:
-                    self._set(
-                        into,
-                        ["mov", f"b{BITS[kind]}", f"of{len(parts)}"],
-                        [self._operand(operands[0], BITS[kind]), *places],
-                    )
+                self._encode_pack_or_unpack(instruction, kind, operands)
             case _:
-                bits = self._bits(words, operands)
-                if words in (["max", "f32"], ["min", "f32"]) and len(operands) == 4:
-                    words[0] += "3"  # of three
-                self._set(
-                    into, words, [self._operand(x, b) for x, b in zip(operands, bits, strict=True)]
-                )
-                takes = ctypes.c_int32.in_dll(machine(), f"operands_{'_'.join(words)}").value
-                if takes != len(operands):
-                    raise UnknownInstruction(f"{len(operands)} operands, not {takes}")
+                self._encode_arithmetic(instruction, words, operands)
+
+    def _encode_load_or_store(
+        self, instruction: _Instruction, words: list[str], operands: list[str]
+    ) -> None:
+        """Encode ld or st of device or shared memory, of a value or a vector."""
+        operation, space, kind = words
+        if operation == "st":
+            pointer, values = operands[:2]
+        else:
+            values, pointer = operands[:2]
+        elements = _vector_elements(values)
+        pointer_bits = 64 if space == "global" else 32
+        address, instruction.address_offset = self._address(pointer, pointer_bits)
+        instruction.elements = len(elements)
+        # machine.c moves bits, for integers and floats alike.
+        memory_bits = re.sub("[a-z]", "", kind)
+        register_bits = self._registers.get(elements[0], (0, BITS[kind]))[1]
+        name = [operation, space, f"b{memory_bits}"]
+        if register_bits != int(memory_bits):
+            if kind[0] == "s":
+                raise UnknownInstruction("it fills a wider register with the sign")
+            name += ["in", f"b{register_bits}"]
+        offsets = [self._operand(element, register_bits) for element in elements]
+        self._set(instruction, name, [*offsets, address])
+
+    def _encode_matrix(
+        self, instruction: _Instruction, words: list[str], operands: list[str]
+    ) -> None:
+        """Encode ldmatrix or stmatrix, which move 8x8 matrices from or to shared memory."""
+        if words[0] == "stmatrix":
+            pointer, values = operands[:2]
+        else:
+            values, pointer = operands[:2]
+        elements = _vector_elements(values)
+        address, instruction.address_offset = self._address(pointer, 32)
+        instruction.elements = len(elements)
+        offsets = [self._operand(element, 32) for element in elements]
+        self._set(instruction, words, [*offsets, address])
+
+    def _encode_parameter(self, instruction: _Instruction, kind: str, operands: list[str]) -> None:
+        """Encode ld.param as a move of a constant, named "parameter.type"."""
+        parameter = operands[1].strip("[] ")
+        if parameter not in self.parameters:
+            raise UnknownInstruction(f"parameter {parameter}")
+        bits = self._registers[operands[0]][1]
+        value = self._constant(f"{parameter}.{kind}", bits)
+        self._set(instruction, ["mov", f"b{bits}"], [self._operand(operands[0], bits), value])
+
+    def _encode_copy(
+        self, instruction: _Instruction, words: list[str], operands: list[str]
+    ) -> None:
+        """Encode an asynchronous copy from device memory to shared memory.
+
+        Its operands: destination, source, bytes to write, optionally bytes to read (the rest is
+        filled with zeros), optionally a cache policy in a 64-bit register.
+        """
+        destination, instruction.elements = self._address(operands[0], 32)
+        source, instruction.address_offset = self._address(operands[1], 64)
+        instruction.target = int(operands[2], 0)
+        bytes_to_read = operands[2]
+        if len(operands) > 3 and not operands[3].startswith("%rd"):
+            bytes_to_read = operands[3]
+        offsets = [destination, source, self._operand(bytes_to_read, 32)]
+        self._set(instruction, words, offsets)
+
+    def _encode_pack_or_unpack(
+        self, instruction: _Instruction, kind: str, operands: list[str]
+    ) -> None:
+        """Encode a mov that splits a register into a vector of registers, or joins them."""
+        unpacks = operands[0].startswith("{")
+        parts = _vector_elements(operands[0] if unpacks else operands[1])
+        bits = BITS[kind]
+        offsets = [self._operand(part, bits // len(parts)) for part in parts]
+        if unpacks:
+            name = ["mov", f"b{bits}", f"to{len(parts)}"]
+            offsets = [*offsets, self._operand(operands[1], bits)]
+        else:
+            name = ["mov", f"b{bits}", f"of{len(parts)}"]
+            offsets = [self._operand(operands[0], bits), *offsets]
+        self._set(instruction, name, offsets)
+
+    def _encode_arithmetic(
+        self, instruction: _Instruction, words: list[str], operands: list[str]
+    ) -> None:
+        """Encode an instruction that computes registers from registers and numbers."""
+        bits = _operand_bits(words, len(operands))
+        if words in (["max", "f32"], ["min", "f32"]) and len(operands) == 4:
+            words[0] += "3"  # the largest or smallest of three values
+        offsets = [self._operand(text, n) for text, n in zip(operands, bits, strict=True)]
+        self._set(instruction, words, offsets)
+        expected = ctypes.c_int32.in_dll(machine(), f"operands_{'_'.join(words)}").value
+        if expected != len(operands):
+            raise UnknownInstruction(f"{len(operands)} operands, not {expected}")
 
     @staticmethod
-    def _bits(words: list[str], operands: list[str]) -> list[int]:
-        """The bits of each operand of an instruction that computes."""
-        if words[-1] not in BITS or (words[0] == "cvt" and words[-2] not in BITS):
-            raise UnknownInstruction("no such type")
-        bits = BITS[words[-1]]
-        every = [bits] * len(operands)
-        match words[0]:
-            case "setp":
-                every[: len(operands) - 2] = [8] * (len(operands) - 2)
-            case "cvt":
-                every[0] = BITS[words[-2]]
-            case "shl" | "shr":
-                every[2] = 32
-            case "selp":
-                every[3] = 8
-            case "bfe":
-                every[2:] = [32, 32]
-            case "mul" | "mad" if "wide" in words:
-                every = [2 * bits, bits, bits, 2 * bits][: len(operands)]
-            case "redux":
-                every[-1] = 32
-            case "add" | "fma" if words[-2] == "f32":  # of 16 bits and fp32
-                every[0] = every[-1] = 32
-        return every
-
-    @staticmethod
-    def _set(into: _Instruction, words: list[str], places: list[int]) -> None:
-        name = "_".join(words)
+    def _set(instruction: _Instruction, words: list[str], offsets: list[int]) -> None:
+        """Set the function of machine.c that has this name, and the offsets of its operands."""
         try:
-            function = getattr(machine(), f"ptx_{name}")
+            function = getattr(machine(), f"ptx_{'_'.join(words)}")
         except AttributeError:
             raise UnknownInstruction("it is not among those of machine.c") from None
-        into.run = ctypes.cast(function, ctypes.c_void_p).value
-        for i, place in enumerate(places):
-            into.at[i] = place
+        instruction.function = ctypes.cast(function, ctypes.c_void_p).value
+        for i, offset in enumerate(offsets):
+            instruction.operands[i] = offset
 
     # ---- running
 
@@ -399,108 +511,172 @@ class Program:
         shared: int,
         order: int = 0,
     ) -> Counts:
-        """Runs it on CPU tensors. `arguments`: the words of the parameters. `shared`: bytes of
-        shared memory. `order` of warps and programs: 0 as they are, 1 reversed, others shuffled by
-        that seed.
+        """Run the kernel on CPU tensors and return what it did.
+
+        arguments   one integer per parameter: its bits, or a tensor's address
+        tensors     the tensors whose elements the kernel may access
+        programs    number of programs of the launch
+        shared      bytes of shared memory of a program
+        order       of warps and programs. 0: by index. 1: reversed. Others: shuffled by that seed.
+
+        Raises Fault if an access was faulty.
         """
-        # Parameters beyond the kernel's own are Triton's, for memory that no kernel of ours asks
-        # for.
-        known = dict.fromkeys(self.parameters, 0) | dict(
-            zip(self.parameters, arguments, strict=False)
-        )
-        known |= {
-            "%tid.x": 0,
-            "%ctaid.x": 0,
-            "%nctaid.x": programs,
-            "%ntid.x": self.threads,
-        } | dict.fromkeys(self._shared_names, 0)
-        constants = bytearray(self._constant_bytes)
-        for (name, bits), place in self._constants.items():
-            parameter, _, kind = name.rpartition(".")
-            value = (
-                _read_as(kind, known[parameter])
-                if parameter in self.parameters
-                else known[name]
-                if name in known
-                else int(name)
-            )
-            constants[place : place + LANES * bits // 8] = (value % 2**bits).to_bytes(
-                bits // 8, "little"
-            ) * LANES
-        regions, alive = _regions(tensors)
-        m = _Machine(
+        constants = self._constant_values(arguments, programs)
+        regions, allowed = _regions(tensors)
+        launch = _Machine(
             code=ctypes.addressof(self._code),
             regions=ctypes.addressof(regions),
-            n_regions=len(regions),
+            num_regions=len(regions),
             shared_bytes=shared,
         )
         layout = _Layout(
-            self._bytes + len(constants),
-            self._bytes,
-            self._bytes - self._thread - 1,
-            self._bytes - self._program - 1,
+            file_bytes=self._register_bytes + len(constants),
+            constants=self._register_bytes,
+            thread=self._register_bytes - self._thread - 1,
+            program=self._register_bytes - self._program - 1,
         )
         machine().ptx_launch(
-            ctypes.byref(m),
+            ctypes.byref(launch),
             ctypes.byref(layout),
             (ctypes.c_char * len(constants)).from_buffer(constants),
             programs,
             self.threads,
             order,
         )
-        del alive
-        faults = {name: count for name, count in zip(FAULTS, m.found, strict=True) if count}
+        del allowed  # machine.c has read them until here
+        counts = zip(FAULTS, launch.fault_counts, strict=True)
+        faults = {name: count for name, count in counts if count}
         if faults:
-            raise Fault(self.name, faults, [self._said(m.report[i]) for i in range(m.reports)])
-        return Counts(m.instructions, m.barriers, m.loaded, m.stored, m.copied)
+            reports = launch.reports[: launch.num_reports]
+            raise Fault(self.name, faults, [self._describe(report) for report in reports])
+        return Counts(
+            instructions=launch.instructions,
+            barriers=launch.barriers,
+            loaded=launch.loaded,
+            stored=launch.stored,
+            copied=launch.copied,
+        )
 
-    def _said(self, report: _Report) -> str:
+    def _constant_values(self, arguments: Sequence[int], programs: int) -> bytearray:
+        """Return the constants of a launch as they lie in a register file, 32 copies of each."""
+        # Triton adds parameters for scratch memory, which these kernels do not use: they are 0.
+        values = dict.fromkeys(self.parameters, 0)
+        values |= zip(self.parameters, arguments, strict=False)
+        # machine.c sets the indices of threads and programs. Shared memory begins at address 0.
+        values |= {"%tid.x": 0, "%ctaid.x": 0, "%nctaid.x": programs, "%ntid.x": self.threads}
+        values |= dict.fromkeys(self._shared_names, 0)
+        constants = bytearray(self._constant_bytes)
+        for (name, bits), offset in self._constants.items():
+            parameter, _, kind = name.rpartition(".")
+            if parameter in self.parameters:
+                value = _to_type(kind, values[parameter])
+            elif name in values:
+                value = values[name]
+            else:
+                value = int(name)
+            one_lane = (value % 2**bits).to_bytes(bits // 8, "little")
+            constants[offset : offset + LANES * bits // 8] = one_lane * LANES
+        return constants
+
+    def _describe(self, report: _Report) -> str:
+        """Return a line about a fault, with its instruction and thread."""
         statement = self.statements[report.instruction]
         return (
-            f"  {FAULTS[report.kind]}: {statement.place} `{statement.text}`, {report.bytes} bytes"
+            f"  {FAULTS[report.kind]}: {statement.source} `{statement.text}`, {report.bytes} bytes"
             f" at {report.address:#x}, program {report.program}, warp {report.warp}, lane"
             f" {report.lane}"
         )
 
 
-def _read_as(kind: str, word: int) -> int:
-    """A parameter's low bits as this type has them."""
+def _significant_words(name: str) -> list[str]:
+    """Return the parts of an instruction's name, without modifiers that change no result."""
+    words = [word.replace("shared::cta", "shared") for word in name.split(".")]
+    words = [word for word in words if "::" not in word or word == "shared::cluster"]
+    return [word for word in words if word not in NO_EFFECT and not re.fullmatch(r"[vx]\d", word)]
+
+
+def _vector_elements(text: str) -> list[str]:
+    """Return the registers of a vector such as {%r1, %r2}, or the only one."""
+    return [element.strip() for element in text.strip("{} ").split(",")]
+
+
+def _operand_bits(words: list[str], num_operands: int) -> list[int]:
+    """Return the bits of each operand of an arithmetic instruction."""
+    if words[-1] not in BITS or (words[0] == "cvt" and words[-2] not in BITS):
+        raise UnknownInstruction("no such type")
+    type_bits = BITS[words[-1]]
+    bits = [type_bits] * num_operands
+    match words[0]:
+        case "setp":  # one or two predicates from two values
+            bits[: num_operands - 2] = [8] * (num_operands - 2)
+        case "cvt":
+            bits[0] = BITS[words[-2]]
+        case "shl" | "shr":
+            bits[2] = 32
+        case "selp":
+            bits[3] = 8
+        case "bfe":
+            bits[2:] = [32, 32]
+        case "mul" | "mad" if "wide" in words:
+            bits = [2 * type_bits, type_bits, type_bits, 2 * type_bits][:num_operands]
+        case "redux":
+            bits[-1] = 32
+        case "add" | "fma" if words[-2] == "f32":  # 16-bit operands, fp32 sum
+            bits[0] = 32
+            bits[-1] = 32
+    return bits
+
+
+def _to_type(kind: str, word: int) -> int:
+    """Return the low bits of a parameter as an integer of this PTX type."""
     bits = int(re.sub("[a-z]", "", kind))
     low = word % 2**bits
-    return low - 2**bits if kind[0] == "s" and low >> (bits - 1) else low
+    is_negative = kind[0] == "s" and low >> (bits - 1)
+    return low - 2**bits if is_negative else low
 
 
 def _regions(tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
-    """The memory of these tensors, and what keeps the map of their elements alive:
+    """Return the device memory of these tensors.
 
-    gaps between the rows of one are not its own.
+    Returns a ctypes array with one _Region per storage, and the uint8 tensors that the regions
+    point to, which the caller keeps alive.
     """
-    storages: dict[int, list[Tensor]] = {}
+    by_storage: dict[int, list[Tensor]] = {}
     for x in tensors:
         assert x.device.type == "cpu", x.device
         if x.numel():
-            storages.setdefault(x.untyped_storage().data_ptr(), []).append(x)
-    regions, alive = (_Region * len(storages))(), []
-    for region, some in zip(regions, storages.values(), strict=True):
-        spans = [
-            (x.data_ptr(), 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)))
-            for x in some
-        ]
-        grain = min(x.element_size() for x in some)
-        begin = min(at for at, _ in spans)
-        end = max(at + n * x.element_size() for (at, n), x in zip(spans, some, strict=True))
-        allowed = torch.zeros((end - begin) // grain, dtype=torch.uint8)
-        for (at, n), x in zip(spans, some, strict=True):
-            each = x.element_size() // grain
-            elements = torch.zeros(n, dtype=torch.uint8)
-            elements.as_strided(x.shape, x.stride()).fill_(1)
-            first = (at - begin) // grain
-            allowed[first : first + n * each].view(n, each).bitwise_or_(elements[:, None])
-        region.begin, region.end, region.grain, region.allowed = (
-            begin,
-            end,
-            grain,
-            allowed.data_ptr(),
-        )
-        alive.append(allowed)
-    return regions, alive
+            by_storage.setdefault(x.untyped_storage().data_ptr(), []).append(x)
+    regions = (_Region * len(by_storage))()
+    keep_alive = []
+    for region, sharing in zip(regions, by_storage.values(), strict=True):
+        unit_bytes = min(x.element_size() for x in sharing)
+        begin = min(x.data_ptr() for x in sharing)
+        end = max(x.data_ptr() + _span(x) * x.element_size() for x in sharing)
+        allowed = torch.zeros((end - begin) // unit_bytes, dtype=torch.uint8)
+        for x in sharing:
+            _allow(allowed, x, begin, unit_bytes)
+        region.begin = begin
+        region.end = end
+        region.unit_bytes = unit_bytes
+        region.allowed = allowed.data_ptr()
+        keep_alive.append(allowed)
+    return regions, keep_alive
+
+
+def _span(x: Tensor) -> int:
+    """Return the number of elements from the first to the last of x, with gaps between rows."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def _allow(allowed: Tensor, x: Tensor, begin: int, unit_bytes: int) -> None:
+    """Mark the elements of x in `allowed`, but not the gaps between its rows.
+
+    allowed   uint8 [units], one for each `unit_bytes` bytes from the address `begin` on
+    """
+    span = _span(x)
+    elements = torch.zeros(span, dtype=torch.uint8)
+    elements.as_strided(x.shape, x.stride()).fill_(1)
+    units_per_element = x.element_size() // unit_bytes
+    first = (x.data_ptr() - begin) // unit_bytes
+    units = allowed[first : first + span * units_per_element]
+    units.view(span, units_per_element).bitwise_or_(elements[:, None])

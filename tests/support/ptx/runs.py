@@ -1,6 +1,4 @@
-"""Runs of the cases of the Triton kernels, in processes that execute what Triton compiles for a
-GPU.
-"""
+"""Run the tests of the Triton kernels in processes that execute compiled kernels (support.ptx)."""
 
 from __future__ import annotations
 
@@ -27,16 +25,17 @@ CASES = [
         "test_evaluate",
     )
 ]
-#: What takes longer, or runs the same kernels by calls of the package: in one order only.
+#: Files that run in order 0 only. They take longer, and call the same kernels by the package.
 ONCE = [FOLDER / "triton_call_cases.py"]
-#: Orders of warps: as they are, reversed, shuffled by a seed.
-TARGETS, ORDERS = ("sm_90", "sm_100"), (0, 1, 7)
+TARGETS = ("sm_90", "sm_100")
+#: Orders of warps: by index, reversed, shuffled with seed 7.
+ORDERS = (0, 1, 7)
 
 
 def known(triton: str) -> bool:
-    """Whether the executor has read what this version of Triton emits:
+    """Return whether the executor was tested with the PTX of this version of Triton.
 
-    3.6, and the newest from 3.9 on.
+    These are 3.6, and versions from 3.9 on.
     """
     version = tuple(map(int, triton.split(".")[:2]))
     return version == (3, 6) or version >= (3, 9)
@@ -45,38 +44,43 @@ def known(triton: str) -> bool:
 def executed(
     cases: Sequence[Path], target: str, order: int, *, first: bool = False, triton: str = ""
 ) -> dict[str, Any]:
-    """Asserts that all cases of these files, or the `first` of each test, pass and none is skipped,
-    where launches run what Triton compiles for `target` with warps in that `order` (see
-    support.ptx). What was run. `triton`: a folder with another version.
+    """Run test files with compiled kernels, and assert that every test passes and none is skipped.
+
+    cases    the test files
+    target   the GPU architecture that Triton compiles for
+    order    of warps, see ORDERS
+    first    whether to run only the first case of each test
+    triton   a folder with another version of Triton; "": the installed one
+
+    Returns the report of support.ptx.launches.
     """
-    paths = os.pathsep.join([*filter(None, [triton]), *sys.path])
+    search_path = [triton, *sys.path] if triton else sys.path
+    command = [sys.executable, "-m", "pytest", "-q"]
+    command += ["-p", "no:cacheprovider", "-p", "support.ptx.launches"]
+    command += map(str, cases)
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.json"
+        report_file = Path(folder) / "report.json"
         environment = for_its_own_pytest() | {
-            "PYTHONPATH": paths, "GRPO_KERNELS_TEST_TARGET": target, "GRPO_KERNELS_TEST_ORDER": str(order),
-            "GRPO_KERNELS_TEST_FIRST": str(int(first)), "GRPO_KERNELS_TEST_REPORT": str(report),
+            "PYTHONPATH": os.pathsep.join(search_path),
+            "GRPO_KERNELS_TEST_TARGET": target,
+            "GRPO_KERNELS_TEST_ORDER": str(order),
+            "GRPO_KERNELS_TEST_FIRST": str(int(first)),
+            "GRPO_KERNELS_TEST_REPORT": str(report_file),
             "GRPO_KERNELS_TEST_BACKENDS": "triton",
-        }  # fmt: skip
+        }
         environment.pop("TRITON_INTERPRET", None)
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "support.ptx.launches",
-            *map(str, cases),
-        ]
         said(command, env=environment, cwd=ROOT)
-        found = json.loads(report.read_text())
-    assert set(found["outcomes"]) == {"passed"} and found["launches"], found
-    return found
+        report = json.loads(report_file.read_text())
+    assert set(report["outcomes"]) == {"passed"} and report["launches"], report
+    return report
 
 
 def all_cases(target: str, order: int, triton: str = "") -> dict[str, Any]:
-    """The same of every file, and how long it took."""
+    """Run all test files that belong to an order, see `executed`.
+
+    Returns the report, with the time in "seconds".
+    """
+    files = [*CASES, *ONCE] if order == 0 else CASES
     started = time.monotonic()
-    found = executed([*CASES, *ONCE] if order == 0 else CASES, target, order, triton=triton)
-    return found | {"seconds": round(time.monotonic() - started)}
+    report = executed(files, target, order, triton=triton)
+    return report | {"seconds": round(time.monotonic() - started)}
