@@ -20,14 +20,20 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import check_missing, check_row_numbers, require
 from .core.sources import RowSource
 from .extra_ids import ExtraLogprobs, logprobs_with_extra_ids
 from .formulas.divergence import Exact
-from .segments import Segments, find_largest, replace_values, subtract_largest
+from .segments import (
+    LOWEST_LOGP,
+    LargestValues,
+    Segments,
+    find_largest,
+    log_softmax,
+    replace_values,
+)
 from .teachers import divergence_of_logprobs, first_ids
 from .token_sets import TokenSets, check_sets, narrow_mask, rows_without_set
 
@@ -131,7 +137,7 @@ def candidate_logprobs_with_extra_ids(
     plan = plan_candidates(source, targets, candidates, mask=mask, rows=rows, missing=missing)
     softmax = softmax_over_candidates(source, plan)
     over_candidates = ExtraLogprobs(
-        statistics=statistics_over_candidates(softmax, plan, names),
+        statistics=statistics_over_candidates(softmax, plan, names, detached),
         extra_logps=extra_logps_over_candidates(softmax, plan, extra),
     )
     if "log_kept_mass" in names:
@@ -212,32 +218,37 @@ def candidate_divergence(
 class CandidatePlan:
     """The candidates of all tokens in one list of entries, and which tokens use them.
 
-    `CandidateEntries` describes the list: the ids of each token's set, then the token's target. The
-    entry of the target is used only if the set lacks the target.
+    `CandidateEntries` describes the list: the ids of each token's set, then the token's target. An
+    id of the set that equals the target is not used, so that the target counts once. Thus a target
+    that its set lacks joins the set.
 
     has_candidates       bool [num_tokens]: tokens to process with their candidates
     uses_vocabulary      bool [num_tokens]: tokens to process with the whole vocabulary
     may_use_vocabulary   False if the host knows that no token uses the vocabulary
-    segments             the entries of each token, sorted by token
+    is_outside           bool [num_tokens]: tokens whose target is outside of the vocabulary
+    entries              the entries of each token
     row_ids              int64 [num_entries]: the row that predicts the token
-    token_ids            int64 [num_entries], vocab_size for a target outside of the vocabulary
-    is_outside           bool [num_entries]: targets outside of the vocabulary
-    is_used              bool [num_entries]: entries that are candidates of a processed token
-    is_target            bool [num_entries]: used entries with the target of their token
-    needs_logit          bool [num_entries]: used entries of tokens with several candidates. The
+    is_repeat            bool [num_entries]: ids of a set that equal the target of their token
+    is_single            bool [num_entries]: targets whose logit is not needed, because their token
+                         has no other candidate or does not use candidates
+    needs_logit          bool [num_entries]: the candidates of tokens that have several. The
                          log-prob of a single candidate is 0 for any logit.
     """
 
     has_candidates: Tensor
     uses_vocabulary: Tensor
     may_use_vocabulary: bool
-    segments: Segments
-    row_ids: Tensor
-    token_ids: Tensor
     is_outside: Tensor
-    is_used: Tensor
-    is_target: Tensor
+    entries: CandidateEntries
+    row_ids: Tensor
+    is_repeat: Tensor
+    is_single: Tensor
     needs_logit: Tensor
+
+    @property
+    def segments(self) -> Segments:
+        """The entries of each token."""
+        return self.entries.segments
 
 
 def plan_candidates(
@@ -264,12 +275,6 @@ def plan_candidates(
     check_sets("candidates", candidates, targets, source.vocab_size)
     mask = narrow_mask(candidates, targets, mask, missing)
     is_processed = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask
-    if rows is None:
-        row_of_token = torch.arange(len(targets), device=targets.device)
-    else:
-        check_row_numbers(rows, mask, source.num_rows)
-        row_of_token = torch.where(is_processed, rows, 0)
-
     lacks_candidates = rows_without_set(candidates, targets, missing)
     has_candidates = is_processed & ~lacks_candidates
     uses_vocabulary = is_processed & lacks_candidates
@@ -279,32 +284,29 @@ def plan_candidates(
     if may_use_vocabulary and targets.device.type == "cpu":
         may_use_vocabulary = bool(uses_vocabulary.any())
 
-    is_outside = (targets < 0) | (targets >= source.vocab_size)
-    target_ids = torch.where(is_outside, source.vocab_size, targets)
-    entries = list_entries(candidates, target_ids)
-    segments = entries.segments
-    token_of_entry = segments.segment_ids
+    is_outside = targets.clamp(0, source.vocab_size - 1) != targets
+    entries = list_entries(candidates, targets.masked_fill(is_outside, NO_ID))
+    token_of_entry = entries.segments.segment_ids
+    if rows is None:
+        row_ids = token_of_entry
+    else:
+        check_row_numbers(rows, mask, source.num_rows)
+        row_ids = torch.where(is_processed, rows, 0)[token_of_entry]
 
-    # Each token has an entry for each id of its set, and a last entry for its target. The last
-    # entry is used if the target joins its set, because the set lacks it. (With missing="full" or
-    # "mask" a token whose set lacks the target has no candidates, see `has_candidates`.)
-    is_target = entries.token_ids == target_ids[token_of_entry]
-    set_has_target = segments.max((is_target & ~entries.is_last).float()) > 0
-    target_joins = has_candidates & ~set_has_target
-    num_candidates = candidates.counts + target_joins
-    is_candidate = ~entries.is_last | target_joins[token_of_entry]
-    is_used = has_candidates[token_of_entry] & is_candidate
+    is_other = entries.token_ids != entries.target_ids
+    has_several = has_candidates & (entries.segments.max(is_other.float()) > 0)
+    needs_logits = has_several[token_of_entry]  # of the entry's token
+    is_repeat = entries.is_of_set & ~is_other
     return CandidatePlan(
         has_candidates=has_candidates,
         uses_vocabulary=uses_vocabulary,
         may_use_vocabulary=may_use_vocabulary,
-        segments=segments,
-        row_ids=row_of_token[token_of_entry],
-        token_ids=entries.token_ids,
-        is_outside=is_outside[token_of_entry] & entries.is_last,
-        is_used=is_used,
-        is_target=is_used & is_target,
-        needs_logit=is_used & (num_candidates > 1)[token_of_entry],
+        is_outside=is_outside,
+        entries=entries,
+        row_ids=row_ids,
+        is_repeat=is_repeat,
+        is_single=~(needs_logits | entries.is_of_set),
+        needs_logit=needs_logits & ~is_repeat,
     )
 
 
@@ -314,73 +316,68 @@ class CandidateEntries(NamedTuple):
     The target has an entry even if the set contains it too. So the host knows the number of
     entries, num_ids + num_tokens, without waiting for a GPU to compare targets and sets.
 
-    segments    the entries of each token, sorted by token
-    token_ids   int64 [num_entries]
-    is_last     bool [num_entries]: the last entry of each token, which is its target
+    segments     the entries of each token
+    token_ids    int64 [num_entries], NO_ID for a target outside of the vocabulary
+    target_ids   int64 [num_entries]: the target of the entry's token, or NO_ID
+    is_of_set    bool [num_entries]: True for the ids of sets, False for targets
+    last         int64 [num_tokens]: the last entry of each token, which is its target
     """
 
     segments: Segments
     token_ids: Tensor
-    is_last: Tensor
+    target_ids: Tensor
+    is_of_set: Tensor
+    last: Tensor
 
 
-def list_entries(sets: TokenSets, target_ids: Tensor) -> CandidateEntries:
+def list_entries(sets: TokenSets, targets: Tensor) -> CandidateEntries:
     """Return a list of all ids: the set of token 0, its target, the set of token 1, its target, ...
 
     For the sets [5, 9] and [3] with the targets 9 and 4 the ids are 5, 9, 9, 3, 4.
 
-    sets         the candidates of each token
-
-    target_ids   int64 [num_tokens]
+    sets      the candidates of each token
+    targets   int64 [num_tokens]
     """
-    num_tokens = len(target_ids)
+    num_tokens = len(targets)
     num_entries = len(sets.ids) + num_tokens
+    positions = torch.arange(num_entries + 1, device=targets.device)
     # Each token before token i adds one entry to the ids before its set.
-    offsets = sets.offsets + torch.arange(num_tokens + 1, device=target_ids.device)
-    segments = Segments.from_offsets(offsets, num_entries)
-    token_of_entry = segments.segment_ids
-    positions = torch.arange(num_entries, device=target_ids.device)
-    is_last = positions == offsets[1:][token_of_entry] - 1
-    # The last entry of a token reads an id that is replaced by the target. For the last token this
-    # is an id beyond the end, so append one.
-    padded_ids = F.pad(sets.ids.long(), (0, 1))
-    set_ids = padded_ids[positions - token_of_entry]
-    token_ids = torch.where(is_last, target_ids[token_of_entry], set_ids)
-    return CandidateEntries(segments=segments, token_ids=token_ids, is_last=is_last)
+    offsets = sets.offsets + positions[: num_tokens + 1]
+    token_of_entry = torch.searchsorted(offsets[1:], positions[:-1], right=True)
+    last = offsets[1:] - 1
+    is_of_set = torch.ones(num_entries, dtype=torch.bool, device=targets.device)
+    is_of_set.index_fill_(0, last, False)
+    target_ids = targets[token_of_entry]
+    return CandidateEntries(
+        segments=Segments(segment_ids=token_of_entry, offsets=offsets),
+        token_ids=target_ids.masked_scatter(is_of_set, sets.ids.long()),
+        target_ids=target_ids,
+        is_of_set=is_of_set,
+        last=last,
+    )
 
 
 # ---- the softmax over candidates
 
 
-@dataclass(frozen=True, eq=False)
-class CandidateSoftmax:
-    """The softmax of each token over its candidates, float64.
+class CandidateSoftmax(NamedTuple):
+    """The softmax of each token over its candidates.
 
-    logps           [num_entries], in the order of the entries of a `CandidatePlan`: log-probs of
-                    the candidates, -inf for unused entries
-    largest_logps   [num_tokens]: log-prob of the likeliest candidate
-    largest_ids     int64 [num_tokens]: the id of the likeliest candidate, the lowest if several are
-                    equal, NO_ID if there is none
-    is_nan          bool [num_tokens]: tokens without a finite softmax. Their log-probs are those of
-                    equal logits, so that no NaN arises in a backward. `mask_token_values` makes
-                    their results NaN.
+    logps     float64 [num_entries], in the order of the entries of a `CandidatePlan`: log-probs of
+              the candidates, -inf for entries that are not used
+    largest   the likeliest candidate of each token
+    is_nan    bool [num_tokens]: tokens without a finite softmax. Their log-probs are finite
+              placeholders, so that no NaN arises in a backward. `mask_token_values` makes their
+              results NaN.
     """
 
     logps: Tensor
-    largest_logps: Tensor
-    largest_ids: Tensor
+    largest: LargestValues
     is_nan: Tensor
 
 
 def softmax_over_candidates(source: RowSource, plan: CandidatePlan) -> CandidateSoftmax:
-    """Return the log-softmax of each token's logits z over its candidates, in float64.
-
-    With `largest` the candidate with the largest logit, and d(id) = z(id) - z(largest):
-
-        log p(id) = d(id) - log1p(sum of exp(d) over the candidates other than `largest`)
-
-    The term of `largest` itself is exp(0) = 1. So a log-prob near 0 and its gradient, 1 - p, keep
-    their digits.
+    """Return the log-softmax of each token's logits over its candidates, in float64.
 
     A token is marked in `is_nan` if one of its logits is NaN or +inf, if all are -inf, or if its
     target joins the candidates and is outside of the vocabulary.
@@ -388,55 +385,24 @@ def softmax_over_candidates(source: RowSource, plan: CandidatePlan) -> Candidate
     source   the rows, as logits or as hidden states with a head
     plan     the candidates of each token, as one list of entries
     """
-    segments = plan.segments
-    token_of_entry = segments.segment_ids
-    is_used = plan.is_used
-    logits = logits_of_candidates(source, plan)
-
-    # If the largest logit of a token is not finite, there is no softmax: mark the token, and
-    # replace its logits by 0, so that no NaN arises in the backward.
-    maxima = segments.max(torch.where(is_used, logits.detach(), -torch.inf))
-    is_nan = plan.has_candidates & ~maxima.isfinite()
-    logits = replace_values(logits, is_nan[token_of_entry], torch.zeros_like(logits))
-
-    largest_positions = find_largest(logits, is_used, segments)
-    positions = torch.arange(segments.num_values, device=logits.device)
-    is_largest = positions == largest_positions[token_of_entry]
-    differences = subtract_largest(
-        logits, is_used, segments, largest_positions, equals_largest=is_largest
-    )
-    other_exps = torch.where(is_used & ~is_largest, differences.exp(), 0.0)
-    log_sums = torch.log1p(segments.sum(other_exps))
-
-    # If several candidates are equally likely, `largest_ids` has the lowest of their ids.
-    is_likeliest = differences == 0.0
-    no_candidate = torch.iinfo(torch.int64).max
-    lowest_ids = segments.lowest(plan.token_ids, is_likeliest, otherwise=no_candidate)
-    has_no_id = is_nan | (lowest_ids == no_candidate)
+    # `logits_at` returns -inf for NO_ID, so entries that are not used have the probability 0. The
+    # logit of a single candidate can be any finite number.
+    ids = torch.where(plan.needs_logit, plan.entries.token_ids, NO_ID)
+    logits = source.logits_at(plan.row_ids, ids).masked_fill(plan.is_single, 0.0)
+    largest = find_largest(logits, plan.segments)
+    is_finite = largest.maxima - largest.maxima == 0.0  # inf - inf is NaN
     return CandidateSoftmax(
-        logps=differences - segments.spread(log_sums),
-        largest_logps=-log_sums,
-        largest_ids=torch.where(has_no_id, NO_ID, lowest_ids),
-        is_nan=is_nan,
+        logps=log_softmax(logits, largest, plan.segments),
+        largest=largest,
+        is_nan=plan.is_outside | ~is_finite,
     )
-
-
-def logits_of_candidates(source: RowSource, plan: CandidatePlan) -> Tensor:
-    """Return the logit of each entry of the plan, fp32 [num_entries], differentiable.
-
-    It is 0 where it is not needed: for unused entries, and for a candidate that is the only one of
-    its token, whose log-prob is 0 for any logit. It is NaN for a target outside of the vocabulary.
-    """
-    is_computed = plan.needs_logit & ~plan.is_outside
-    logits = source.logits_at(plan.row_ids, torch.where(is_computed, plan.token_ids, NO_ID))
-    logits = torch.where(is_computed, logits, 0.0)
-    return torch.where(plan.needs_logit & plan.is_outside, torch.nan, logits)
 
 
 def statistics_over_candidates(
     softmax: CandidateSoftmax,
     plan: CandidatePlan,
     names: tuple[str, ...],
+    detached: tuple[str, ...],
 ) -> dict[str, Tensor]:
     """Return statistics of the softmax p of each token over its candidates, [num_tokens] by name.
 
@@ -448,27 +414,43 @@ def statistics_over_candidates(
         "top_id"        id of the largest p, int64
 
     "logps" is always computed, the others if they are among `names`. "log_kept_mass" is computed by
-    `log_kept_mass`.
+    `log_kept_mass`. Those among `detached` get no gradient.
     """
     segments = plan.segments
-    probs = softmax.logps.exp()
-    # Where p is 0, replace log p = -inf by 0: the product would be NaN.
-    finite_logps = torch.where(softmax.logps == -torch.inf, 0.0, softmax.logps)
-    target_logps = segments.sum(torch.where(plan.is_target, softmax.logps, 0.0))
-
+    target_logps = softmax.logps[plan.entries.last]
     statistics = {"logps": mask_token_values(target_logps, plan, softmax.is_nan)}
-    if "entropy" in names:
-        entropy = segments.sum(probs * -finite_logps)
-        statistics["entropy"] = mask_token_values(entropy, plan, softmax.is_nan)
-    if "sum_squares" in names:
-        sum_squares = segments.sum(probs.square())
-        statistics["sum_squares"] = mask_token_values(sum_squares, plan, softmax.is_nan)
-    if "top_prob" in names:
-        top_prob = softmax.largest_logps.detach().exp()
-        statistics["top_prob"] = mask_token_values(top_prob, plan, softmax.is_nan)
-    if "top_id" in names:
-        statistics["top_id"] = softmax.largest_ids
+    for name in names:
+        logps = softmax.logps.detach() if name in detached else softmax.logps
+        if name == "entropy":
+            # Where p is 0, replace log p = -inf by a finite number: the product would be NaN.
+            products = logps.exp() * logps.clamp(min=LOWEST_LOGP)
+            statistics[name] = mask_token_values(-segments.sum(products), plan, softmax.is_nan)
+        elif name == "sum_squares":
+            sum_squares = segments.sum(logps.exp().square())
+            statistics[name] = mask_token_values(sum_squares, plan, softmax.is_nan)
+        elif name == "top_prob":
+            top_prob = largest_logps(softmax, plan).detach().exp()
+            statistics[name] = mask_token_values(top_prob, plan, softmax.is_nan)
+        elif name == "top_id":
+            statistics[name] = likeliest_ids(softmax, plan)
     return statistics
+
+
+def largest_logps(softmax: CandidateSoftmax, plan: CandidatePlan) -> Tensor:
+    """Return the log-prob of the likeliest candidate of each token, float64 [num_tokens]."""
+    return plan.segments.sum(torch.where(softmax.largest.is_largest, softmax.logps, 0.0))
+
+
+def likeliest_ids(softmax: CandidateSoftmax, plan: CandidatePlan) -> Tensor:
+    """Return the id of the likeliest candidate of each token, int64 [num_tokens].
+
+    It is the lowest id if several are equally likely, and NO_ID for a token without a finite
+    softmax, or that does not use candidates.
+    """
+    is_likeliest = softmax.largest.differences == 0.0
+    lowest_ids = plan.segments.lowest(plan.entries.token_ids, is_likeliest)
+    has_id = plan.has_candidates & ~softmax.is_nan
+    return torch.where(has_id, lowest_ids, NO_ID).long()
 
 
 def extra_logps_over_candidates(
@@ -486,13 +468,13 @@ def extra_logps_over_candidates(
     token of the id has no finite softmax, and 0 if the token does not use candidates.
     """
     if len(extra.ids) == 0:
-        return torch.zeros(0, dtype=torch.float64, device=extra.ids.device)
+        return torch.empty(0, dtype=torch.float64, device=extra.ids.device)
 
     # Search each (token, extra id) among the (token, candidate) entries. A key joins the two
     # numbers into one, so that sorted keys can be searched.
     token_of_extra = extra.row_of
-    entry_keys = (plan.segments.segment_ids << ID_BITS) + plan.token_ids
-    entry_keys = torch.where(plan.is_used, entry_keys, -1)  # equal to no key of an extra id
+    entry_keys = (plan.segments.segment_ids << ID_BITS) + plan.entries.token_ids
+    entry_keys = torch.where(plan.is_repeat, -1, entry_keys)  # equal to no key of an extra id
     extra_keys = (token_of_extra << ID_BITS) + extra.ids
     sorted_keys, entry_of_key = entry_keys.sort()
     places = torch.searchsorted(sorted_keys, extra_keys).clamp(max=len(entry_keys) - 1)
@@ -500,7 +482,7 @@ def extra_logps_over_candidates(
 
     logps = torch.where(is_candidate, softmax.logps[entry_of_key[places]], -torch.inf)
     is_nan = softmax.is_nan[token_of_extra]
-    logps = replace_values(logps, is_nan, torch.full_like(logps, torch.nan))
+    logps = replace_values(logps, is_nan, torch.nan)
     return torch.where(plan.has_candidates[token_of_extra], logps, 0.0)
 
 
@@ -528,7 +510,7 @@ def log_kept_mass(
 
     The result is fp32 [num_tokens], 0 for tokens that do not use candidates.
     """
-    targets = softmax.largest_ids.clamp(min=0)
+    targets = likeliest_ids(softmax, plan).clamp(min=0)
     no_extra_ids = TokenSets.whole(len(targets), device=targets.device)
     over_vocabulary = logprobs_over_vocabulary(
         source,
@@ -538,7 +520,7 @@ def log_kept_mass(
         rows=rows,
         names=(),
     )
-    log_mass = over_vocabulary.statistics["logps"].double() - softmax.largest_logps
+    log_mass = over_vocabulary.statistics["logps"].double() - largest_logps(softmax, plan)
     return mask_token_values(log_mass, plan, softmax.is_nan)
 
 
@@ -550,7 +532,7 @@ def mask_token_values(values: Tensor, plan: CandidatePlan, is_nan: Tensor) -> Te
     plan     which tokens use their candidates
     is_nan   bool [num_tokens]: tokens without a finite softmax
     """
-    values = replace_values(values, is_nan, torch.full_like(values, torch.nan))
+    values = replace_values(values, is_nan, torch.nan)
     return torch.where(plan.has_candidates, values, 0.0).float()
 
 
@@ -586,7 +568,7 @@ def logprobs_over_vocabulary(
     if rows is None and len(extra.ids) == 0:
         # source.statistics returns "logps", the log-probs of the targets, and the named statistics.
         statistics = dict(source.statistics(targets, mask, names, detached=detached))
-        no_logps = torch.zeros(0, dtype=torch.float64, device=targets.device)
+        no_logps = torch.empty(0, dtype=torch.float64, device=targets.device)
         return ExtraLogprobs(statistics=statistics, extra_logps=no_logps)
     return logprobs_with_extra_ids(
         source, targets, extra, mask=mask, rows=rows, names=names, detached=detached

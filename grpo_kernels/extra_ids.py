@@ -34,11 +34,12 @@ from .core.sources import Reference, RowSource
 from .formulas.extra_id_terms import ExtraIdTerms
 from .formulas.ops import times
 from .segments import (
+    LOWEST_LOGP,
     Segments,
-    add_gradient_of,
+    SortedIndex,
     find_largest,
+    log_softmax_with_rest,
     replace_values,
-    subtract_largest,
 )
 from .token_sets import TokenSets, check_sets
 
@@ -102,7 +103,8 @@ def logprobs_at(
         token_ids = torch.where(mask[row_ids], token_ids, UNUSED_ID)
     row_mask = mark_rows(row_ids, token_ids != UNUSED_ID, source.num_rows)
     result = pair_logprobs(source, row_ids, token_ids, row_mask=row_mask, names=names)
-    return PairLogprobs(logps=result.logps.float(), statistics=result.statistics)
+    logps = torch.where(row_mask[row_ids], result.logps, 0.0)
+    return PairLogprobs(logps=logps.float(), statistics=result.statistics)
 
 
 def pair_logprobs(
@@ -123,28 +125,25 @@ def pair_logprobs(
     row_ids     int64 [num_pairs] in [0, num_rows), in any order. Pairs may repeat.
     token_ids   int64 [num_pairs]. UNUSED_ID marks an unused pair, whose log-prob is -inf. Another
                 id outside of the vocabulary gives NaN.
-    row_mask    bool [num_rows]: rows to process. Log-probs and statistics of other rows are 0. None
-                processes all rows, even rows without a pair.
+    row_mask    bool [num_rows]: rows to process. Statistics of other rows are 0, and log-probs of
+                other rows are arbitrary. None processes all rows, even rows without a pair.
     names       statistics of the rows, see `RowSource.statistics`
     detached    the statistics that need no gradient
     reference   the model that the statistic "divergence" is computed from, or None
     """
-    is_outside = (token_ids < UNUSED_ID) | (token_ids >= source.vocab_size)
-    valid_ids = torch.where(is_outside, UNUSED_ID, token_ids)
+    is_outside = token_ids.clamp(UNUSED_ID, source.vocab_size - 1) != token_ids
+    valid_ids = token_ids.masked_fill(is_outside, UNUSED_ID)
     pairs = DistinctPairs.from_pairs(row_ids, valid_ids, source)
     combined_names = tuple(name for name in names if name in COMBINED_STATISTICS)
     softmax = softmax_of_pairs(source, pairs, row_mask, combined_names, detached)
 
     # From distinct pairs to the pairs of the caller.
-    logps = pairs.spread(softmax.logps)
-    is_used = token_ids >= 0
+    logps = pairs.originals.take(softmax.logps)
+    is_used = token_ids != UNUSED_ID
     is_nan = is_outside | (softmax.is_nan[row_ids] & is_used)
     # Unlike torch.where, this also gives a pair the gradient NaN if the loss depends on it.
-    logps = replace_values(logps, is_nan, torch.full_like(logps, torch.nan))
-    if row_mask is not None:
-        logps = torch.where(row_mask[row_ids], logps, 0.0)
-
-    statistics = combine_statistics(softmax, pairs, row_mask)
+    logps = replace_values(logps, is_nan, torch.nan)
+    statistics = combine_statistics(softmax, pairs, row_mask, detached)
     other_names = tuple(name for name in names if name not in COMBINED_STATISTICS)
     if other_names:
         # The other statistics need a pass over whole rows, which takes a target for each row. Its
@@ -157,75 +156,57 @@ def pair_logprobs(
 
 @dataclass(frozen=True, eq=False)
 class DistinctPairs:
-    """The distinct pairs among num_pairs original (row, token id) pairs, sorted by row, then by id.
+    """(row, token id) pairs, sorted by row, then by id, of which only distinct ones count.
 
-    If some original pairs are equal, there are fewer distinct pairs than num_pairs. The tensors are
-    padded to the length num_pairs with unused pairs of the last row, because the host would have to
-    wait for a GPU to learn the number of distinct pairs.
+    Of equal pairs the first counts, and the others are marked as unused. They are not left out,
+    because the host would have to wait for a GPU to learn their number.
 
-    row_ids     int64 [num_pairs], the row of each distinct pair
-    token_ids   int64 [num_pairs], the id of each distinct pair; UNUSED_ID for unused pairs
-    rows        segments: which distinct pairs each row has
-    originals   segments: which original pairs are equal to each distinct pair
+    rows        segments: the pairs of each row
+    token_ids   int64 [num_pairs], the id of each pair; UNUSED_ID for unused pairs
+    originals   for each of the original pairs the position of the distinct pair that equals it
     """
 
-    row_ids: Tensor
-    token_ids: Tensor
     rows: Segments
-    originals: Segments
+    token_ids: Tensor
+    originals: SortedIndex
 
     @classmethod
     def from_pairs(cls, row_ids: Tensor, token_ids: Tensor, source: RowSource) -> DistinctPairs:
-        """Return the distinct pairs among (row_ids[i], token_ids[i]), padded to num_pairs.
+        """Return the distinct pairs among (row_ids[i], token_ids[i]).
 
         row_ids     int64 [num_pairs], the original pairs
         token_ids   int64 [num_pairs], in [0, vocab_size) or UNUSED_ID
         source      gives the number of rows and the size of the vocabulary
 
-        For example, the pairs (0, 7), (0, 5), (0, 7) have the distinct pairs (0, 5), (0, 7) and one
-        unused pair.
+        For example, the pairs (0, 7), (0, 5), (0, 7) become (0, 5), (0, 7) and an unused pair.
         """
         num_pairs = len(row_ids)
+        device = row_ids.device
         # A key joins row and id into one number, which sorts by row, then by id. UNUSED_ID + 1 = 0.
         ids_per_row = source.vocab_size + 1
         keys = row_ids * ids_per_row + (token_ids + 1)
         sorted_keys, order = keys.sort(stable=True)
 
-        # Equal keys are neighbours now. A key that differs from its predecessor is a new pair.
-        # Counting the new pairs numbers the distinct pairs 0, 1, 2, ...
-        is_new = sorted_keys.diff(prepend=sorted_keys[:1] - 1) != 0
-        distinct_of_sorted = is_new.cumsum(0) - 1
+        # Equal keys are neighbours now. The key of a pair has the positions firsts to ends - 1.
+        firsts = torch.searchsorted(sorted_keys, sorted_keys)
+        ends = torch.searchsorted(sorted_keys, sorted_keys, right=True)
+        is_repeat = firsts != torch.arange(num_pairs, device=device)
+        sorted_ids = (sorted_keys % ids_per_row - 1).masked_fill_(is_repeat, UNUSED_ID)
 
-        # Distinct pair i has the sorted keys offsets[i] : offsets[i + 1]. Padding has no key, so
-        # its offsets are num_pairs.
-        indices = torch.arange(num_pairs + 1, device=row_ids.device)
-        offsets = torch.searchsorted(distinct_of_sorted, indices)
-        starts = offsets[:-1]
-        is_padding = starts == num_pairs
-
-        # Padding reads a key that is appended at position num_pairs: the largest key, which is a
-        # pair of the last row.
-        largest_key = source.num_rows * ids_per_row - 1
-        distinct_keys = F.pad(sorted_keys, (0, 1), value=largest_key)[starts]
-        distinct_rows = distinct_keys // ids_per_row
-        distinct_ids = torch.where(is_padding, UNUSED_ID, distinct_keys % ids_per_row - 1)
-
-        distinct_of_original = torch.empty_like(order).scatter_(0, order, distinct_of_sorted)
-        return cls(
-            row_ids=distinct_rows,
-            token_ids=distinct_ids,
-            rows=Segments.from_ids(distinct_rows, source.num_rows),
-            originals=Segments(segment_ids=distinct_of_original, order=order, offsets=offsets),
+        # Row r has the keys from r * ids_per_row on.
+        keys_of_rows = torch.arange(source.num_rows + 1, device=device) * ids_per_row
+        rows = Segments(
+            segment_ids=sorted_keys // ids_per_row,
+            offsets=torch.searchsorted(sorted_keys, keys_of_rows),
         )
-
-    def spread(self, values: Tensor) -> Tensor:
-        """Return the value of each original pair, [num_pairs], from the distinct pair it equals.
-
-        values   float [num_pairs], the value of each distinct pair
-
-        The gradient of a distinct pair's value is the sum over the original pairs that equal it.
-        """
-        return self.originals.spread(values)
+        # All original pairs of a key take the first position of the key. The other positions are
+        # taken by none: their part of `order` runs from the end of the key to the same end.
+        originals = SortedIndex(
+            index=torch.empty_like(order).scatter_(0, order, firsts),
+            order=order,
+            offsets=F.pad(ends, (1, 0)),
+        )
+        return cls(rows=rows, token_ids=sorted_ids, originals=originals)
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,14 +243,9 @@ def softmax_of_pairs(
     For one row let z be the logits, y the id with the largest logit among the ids of the row's
     pairs, and the rest all other ids. A pass of the softmax kernel over the rest gives
 
-        log_odds     = z(y) - logsumexp(z over the rest)
+        log_odds = z(y) - logsumexp(z over the rest)
 
-    and with the single logits of the pairs
-
-        d(id)        = z(id) - z(y)
-        log_sum      = log(sum of exp(d) over the ids of the pairs + exp(-log_odds))
-        log p(id)    = d(id) - log_sum
-        log p(rest)  = -log_odds - log_sum
+    which complete the single logits of the pairs to a softmax (`log_softmax_with_rest`).
 
     source     the rows, as logits or as hidden states with a head
     pairs      the pairs whose log-probs are computed
@@ -278,15 +254,12 @@ def softmax_of_pairs(
     detached   the statistics that need no gradient
     """
     rows = pairs.rows
-    row_of_pair = pairs.row_ids
-    is_used = pairs.token_ids >= 0
+    row_of_pair = rows.segment_ids
     logits = source.logits_at(row_of_pair, pairs.token_ids)
-    num_pairs = len(logits)
-    # The position of y among the pairs. It is num_pairs for a row without a used pair, or with a
-    # logit of NaN: such a row reads the element that F.pad appends, the id 0 and the logit 0.
-    largest = find_largest(logits, is_used, rows)
-    largest_logits = F.pad(logits, (0, 1))[largest]
-    likeliest_ids = F.pad(pairs.token_ids, (0, 1))[largest]
+    largest = find_largest(logits, rows)
+    # A row without a pair reads the element that F.pad appends, the id 0.
+    positions = largest.positions.clamp(max=len(logits)).long()
+    likeliest_ids = F.pad(pairs.token_ids, (0, 1))[positions]
     rest_statistics = source.statistics_of_rest(
         likeliest_ids,
         row_of_pair,
@@ -295,37 +268,26 @@ def softmax_of_pairs(
         names,
         detached=detached,
     )
-    # The kernel gives the log-odds a gradient at the rest only. Add the gradient at z(y).
-    log_odds = add_gradient_of(rest_statistics["logps"].double(), largest_logits)
-    is_largest = torch.arange(num_pairs, device=logits.device) == largest[row_of_pair]
-    differences = subtract_largest(logits, is_used, rows, largest, equals_largest=is_largest)
-
-    # In rows with a NaN, replace all numbers by 0, so that the formulas below have finite
-    # gradients.
-    has_nan_pair = rows.max((is_used & differences.isnan()).double()) > 0
-    is_nan = log_odds.isnan() | has_nan_pair
-    log_odds = replace_values(log_odds, is_nan, torch.zeros_like(log_odds))
-    is_replaced = is_nan[row_of_pair] & is_used
-    differences = replace_values(differences, is_replaced, torch.zeros_like(differences))
-
-    # In a row without a used pair the rest is the whole row, and log p(rest) is 0.
-    has_pair = has_nan_pair | (largest < num_pairs)
-    log_odds = torch.where(has_pair, log_odds, 0.0)
-    # The sum over the ids of the pairs is 1, for y, plus the sum over the others: log1p of that.
-    other_exps = torch.where(is_used & ~is_largest, differences.exp(), 0.0)
-    log_sum = torch.logaddexp(torch.log1p(rows.sum(other_exps)), -log_odds)
-    log_sum = torch.where(has_pair, log_sum, 0.0)
+    log_odds = rest_statistics["logps"].double()
+    is_finite = (largest.maxima < torch.inf) & (log_odds == log_odds)  # False for NaN
+    # If a row has no pair, or only pairs of probability 0, the rest has the probability 1.
+    log_odds = log_odds.masked_fill(largest.maxima == -torch.inf, -torch.inf)
+    softmax = log_softmax_with_rest(logits, log_odds, largest, rows)
     return PairSoftmax(
-        logps=torch.where(is_used, differences - rows.spread(log_sum), -torch.inf),
-        rest_logps=-log_odds - log_sum,
+        # Unused pairs have the log-prob -inf already. This stops their gradient.
+        logps=softmax.logps.masked_fill(pairs.token_ids < 0, -torch.inf),
+        rest_logps=softmax.rest_logps,
         rest_statistics=rest_statistics,
         likeliest_ids=likeliest_ids,
-        is_nan=is_nan,
+        is_nan=~is_finite,
     )
 
 
 def combine_statistics(
-    softmax: PairSoftmax, pairs: DistinctPairs, row_mask: Tensor | None
+    softmax: PairSoftmax,
+    pairs: DistinctPairs,
+    row_mask: Tensor | None,
+    detached: tuple[str, ...],
 ) -> dict[str, Tensor]:
     """Return statistics of whole rows, fp32 [num_rows] by name, from the pairs and the rest.
 
@@ -339,27 +301,28 @@ def combine_statistics(
     finite softmax.
 
     row_mask   bool [num_rows]: rows to process. The others give 0. None processes all rows.
+    detached   the statistics that need no gradient
     """
-    # Where a probability is 0, replace its logarithm -inf by 0: 0 * -inf would be NaN.
-    has_prob = softmax.logps != -torch.inf
-    logps = torch.where(has_prob, softmax.logps, 0.0)
-    probs = torch.where(has_prob, logps.exp(), 0.0)
-    rest_probs = softmax.rest_logps.exp()
-    has_rest = rest_probs > 0
-    rest_logps = torch.where(has_rest, softmax.rest_logps, 0.0)
-
     statistics = {}
     for name in COMBINED_STATISTICS:
         if name not in softmax.rest_statistics:
             continue
-        rest_values = torch.where(has_rest, softmax.rest_statistics[name], 0.0).double()
+        logps = softmax.logps
+        rest_logps = softmax.rest_logps
+        if name in detached:
+            logps = logps.detach()
+            rest_logps = rest_logps.detach()
+        rest_probs = rest_logps.exp()
+        # A rest of probability 0 may have statistics that are not finite.
+        rest_values = torch.where(rest_probs > 0, softmax.rest_statistics[name], 0.0).double()
         if name == "entropy":
-            pair_sums = pairs.rows.sum(-probs * logps)
-            values = pair_sums + rest_probs * (rest_values - rest_logps)
+            # Where a probability is 0, its logarithm is replaced: 0 * -inf would be NaN.
+            pair_sums = pairs.rows.sum(logps.exp() * logps.clamp(min=LOWEST_LOGP))
+            values = rest_probs * (rest_values - rest_logps.clamp(min=LOWEST_LOGP)) - pair_sums
         else:
-            pair_sums = pairs.rows.sum(probs.square())
+            pair_sums = pairs.rows.sum(logps.exp().square())
             values = pair_sums + rest_probs.square() * rest_values
-        values = replace_values(values, softmax.is_nan, torch.full_like(values, torch.nan))
+        values = replace_values(values, softmax.is_nan, torch.nan)
         if row_mask is not None:
             values = torch.where(row_mask, values, 0.0)
         statistics[name] = values.float()
@@ -502,13 +465,13 @@ def give_to_tokens(
     row_ids        int64 [num_tokens]: the row that predicts each token
     is_processed   bool [num_tokens]. The other tokens get 0, and -1 for "top_id".
     """
-    segments = Segments.from_ids(row_ids, num_rows)
+    row_of_token = SortedIndex.from_index(row_ids, num_rows)
     token_statistics = {}
     for name, values in statistics.items():
         if name == "top_id":  # int64, without gradient
             token_statistics[name] = torch.where(is_processed, values[row_ids], -1)
         else:
-            token_statistics[name] = torch.where(is_processed, segments.spread(values), 0.0)
+            token_statistics[name] = torch.where(is_processed, row_of_token.take(values), 0.0)
     return token_statistics
 
 

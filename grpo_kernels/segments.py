@@ -8,75 +8,49 @@ autograd and under torch.func, unless their docstring says otherwise.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .core.autograd import apply_function
+
+#: Replaces log-probs of -inf in products with the probability 0. exp of it is 0 in float64.
+LOWEST_LOGP = -1e300
+
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Which segment each of some values belongs to. Values of one segment may be at any positions.
+    """Which segment each of some values belongs to. The values are sorted by segment.
 
-    segment_ids   int64 [num_values], the segment of each value, in [0, num_segments)
-    order         int64 [num_values], the positions of the values sorted by segment, in ascending
-                  order within a segment
-    offsets       int64 [num_segments + 1]: the values of segment i are at the positions
-                  order[offsets[i] : offsets[i + 1]]
+    segment_ids   int64 [num_values], the segment of each value, ascending, in [0, num_segments)
+    offsets       int64 [num_segments + 1]: segment i has the values offsets[i] : offsets[i + 1]
     """
 
     segment_ids: Tensor
-    order: Tensor
     offsets: Tensor
 
     @classmethod
-    def from_ids(cls, segment_ids: Tensor, num_segments: int) -> Segments:
-        """Make segments from the segment id of each value.
-
-        segment_ids    int64 [num_values], in [0, num_segments)
-        num_segments   number of segments, some of which may be empty
-        """
-        sorted_ids, order = segment_ids.sort(stable=True)
-        bounds = torch.arange(num_segments + 1, device=segment_ids.device)
-        offsets = torch.searchsorted(sorted_ids, bounds)
-        return cls(segment_ids=segment_ids, order=order, offsets=offsets)
-
-    @classmethod
     def from_offsets(cls, offsets: Tensor, num_values: int) -> Segments:
-        """Make segments of values that are sorted by segment.
+        """Make segments from the offsets of their values.
 
         offsets      int64 [num_segments + 1]: segment i has the values offsets[i] : offsets[i + 1]
         num_values   number of values, equal to the last offset
         """
         segment_ids = torch.repeat_interleave(offsets.diff(), output_size=num_values)
-        order = torch.arange(num_values, device=offsets.device)
-        return cls(segment_ids=segment_ids, order=order, offsets=offsets)
+        return cls(segment_ids=segment_ids, offsets=offsets)
 
     @property
     def num_values(self) -> int:
         """The number of values in all segments."""
         return self.segment_ids.numel()
 
-    @property
-    def num_segments(self) -> int:
-        """The number of segments, empty ones included."""
-        return self.offsets.numel() - 1
-
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum of the values of each segment, float64 [num_segments].
 
         values   float [num_values]
         """
-        return _SegmentSum.apply(values.double(), self.segment_ids, self.order, self.offsets)
-
-    def spread(self, segment_values: Tensor) -> Tensor:
-        """Return segment_values[segment_ids]: for each value, that of its segment, [num_values].
-
-        The gradient of a segment's value is the sum over its values, in a fixed order.
-
-        segment_values   float [num_segments]
-        """
-        return _Spread.apply(segment_values, self.segment_ids, self.order, self.offsets)
+        return apply_function(_SegmentSum, values.double(), self.segment_ids, self.offsets)
 
     def max(self, values: Tensor) -> Tensor:
         """Return the largest value of each segment, [num_segments]. It is not differentiable.
@@ -85,143 +59,286 @@ class Segments:
 
         values   float [num_values]
         """
-        sorted_values = values.detach()[self.order]
         return torch.segment_reduce(
-            sorted_values,
-            "max",
-            offsets=self.offsets,
-            initial=-torch.inf,
-            unsafe=True,
+            values.detach(), "max", offsets=self.offsets, initial=-torch.inf, unsafe=True
         )
 
-    def first(self, is_chosen: Tensor) -> Tensor:
-        """Return the position of the first chosen value of each segment, int64 [num_segments].
+    def lowest(self, numbers: Tensor, is_chosen: Tensor) -> Tensor:
+        """Return the smallest chosen number of each segment, float64 [num_segments].
 
-        If no value of a segment is chosen, the position is num_values.
+        The result is inf for a segment without a chosen number.
 
+        numbers     integers below 2^53 [num_values], a number of each value
         is_chosen   bool [num_values]
         """
-        indices = torch.arange(self.num_values, device=is_chosen.device)
-        return self.lowest(indices, is_chosen, otherwise=self.num_values)
+        chosen = numbers.double().masked_fill(~is_chosen, torch.inf)
+        return torch.segment_reduce(
+            chosen, "min", offsets=self.offsets, initial=torch.inf, unsafe=True
+        )
 
-    def lowest(self, numbers: Tensor, is_chosen: Tensor, otherwise: int) -> Tensor:
-        """Return the smallest chosen number of each segment, int64 [num_segments].
 
-        numbers     int64 [num_values], a number of each value
-        is_chosen   bool [num_values]
-        otherwise   the result for a segment without a chosen number. It must be larger than all
-                    numbers.
+@dataclass(frozen=True, eq=False)
+class SortedIndex:
+    """An index into some values, and the order that sorts it.
+
+    index     int64 [num_items]: the position of a value for each item
+    order     int64 [num_items]: the items sorted by their index, in ascending order if it is equal
+    offsets   int64 [num_values + 1]: value i is taken by the items order[offsets[i] :
+              offsets[i + 1]]
+    """
+
+    index: Tensor
+    order: Tensor
+    offsets: Tensor
+
+    @classmethod
+    def from_index(cls, index: Tensor, num_values: int) -> SortedIndex:
+        """Sort an index.
+
+        index        int64 [num_items], in [0, num_values)
+        num_values   number of values, some of which no item may take
         """
-        candidates = torch.where(is_chosen, numbers, otherwise)
-        lowest = torch.full_like(self.offsets[:-1], otherwise)
-        return lowest.scatter_reduce(0, self.segment_ids, candidates, "amin")
+        sorted_index, order = index.sort(stable=True)
+        bounds = torch.arange(num_values + 1, device=index.device)
+        offsets = torch.searchsorted(sorted_index, bounds)
+        return cls(index=index, order=order, offsets=offsets)
+
+    def take(self, values: Tensor) -> Tensor:
+        """Return values[index], [num_items].
+
+        The gradient of a value is the sum over its items, in a fixed order.
+
+        values   float [num_values]
+        """
+        return apply_function(_Take, values, self.index, self.order, self.offsets)
 
 
-# ---- differences from the largest value of a segment
+# ---- the softmax of a segment
 
 
-def find_largest(values: Tensor, is_used: Tensor, segments: Segments) -> Tensor:
-    """Return the position of the largest used value of each segment, int64 [num_segments].
+class LargestValues(NamedTuple):
+    """The largest value of each segment, and the difference of each value from it.
 
-    If several values are the largest, it is the position of the first. If no value of the segment
-    is used, or if a used value is NaN, it is num_values. Not differentiable.
-
-    values    float [num_values]
-    is_used   bool [num_values], the values that count
+    maxima        [num_segments] in the dtype of the values: -inf for an empty segment, NaN if a
+                  value of the segment is NaN
+    positions     float64 [num_segments]: the position of the first of the largest values of each
+                  segment, inf for a segment whose largest value is not finite
+    is_largest    bool [num_values]: whether the value is at one of these positions
+    differences   float64 [num_values]: each value minus the largest of its segment. The difference
+                  of two fp32 numbers is nearly exact in float64. -inf if all values of the segment
+                  are -inf.
     """
-    used_values = torch.where(is_used, values.detach(), -torch.inf)
-    largest_values = segments.max(used_values)[segments.segment_ids]
-    # NaN equals nothing, so no position is chosen in a segment with NaN.
-    return segments.first(is_used & (used_values == largest_values))
+
+    maxima: Tensor
+    positions: Tensor
+    is_largest: Tensor
+    differences: Tensor
 
 
-def subtract_largest(
-    values: Tensor,
-    is_used: Tensor,
-    segments: Segments,
-    largest: Tensor,
-    equals_largest: Tensor,
-) -> Tensor:
-    """Return each value minus the largest value of its segment, float64 [num_values].
+def find_largest(values: Tensor, segments: Segments) -> LargestValues:
+    """Return the largest value of each segment, and the difference of each value from it.
 
-    The result is values - values[largest[segment_ids]], and -inf for values that are not used. The
-    difference of two fp32 numbers is nearly exact in float64.
+    The result is not differentiable.
 
-    The gradient has no cancellation either: each value other than the largest gets its upstream
-    gradient g_i, and the largest value gets minus the sum of these g_i. (Plain autograd would add
-    the upstream gradient of the largest value, subtract it again, and leave a rounding error of
-    that size.)
-
-    values           fp32 [num_values]
-    is_used          bool [num_values]: values that count. The others get no gradient.
-    largest          int64 [num_segments], the position of the largest value of each segment, from
-                     `find_largest`
-    equals_largest   bool [num_values]: the largest value itself, and values that are always equal
-                     to it, such as a repetition of the same logit. Their difference is the constant
-                     0, so they get no gradient of their own.
+    values   float [num_values]
     """
-    return _SubtractLargest.apply(
-        values.double(),
-        is_used,
-        is_used & ~equals_largest,
-        largest,
+    values = values.detach()
+    maxima = segments.max(values)
+    finite_maxima = maxima.double().clamp(min=LOWEST_LOGP)  # -inf - (-inf) would be NaN
+    differences = values.double() - finite_maxima[segments.segment_ids]
+    positions = torch.arange(segments.num_values, device=values.device, dtype=torch.float64)
+    # NaN differs from 0, so no position is chosen in a segment with NaN.
+    candidates = positions.masked_fill(differences != 0.0, torch.inf)
+    first = torch.segment_reduce(
+        candidates, "min", offsets=segments.offsets, initial=torch.inf, unsafe=True
+    )
+    return LargestValues(
+        maxima=maxima,
+        positions=first,
+        is_largest=positions == first[segments.segment_ids],
+        differences=differences,
+    )
+
+
+def log_softmax(values: Tensor, largest: LargestValues, segments: Segments) -> Tensor:
+    """Return the log-softmax of the values over each segment, float64 [num_values].
+
+    With d the difference of a value from the largest of its segment:
+
+        log p = d - log1p(sum of exp(d) over the values other than the largest)
+
+    The term of the largest value itself is exp(0) = 1. So a log-prob near 0 and its gradient,
+    1 - p, keep their digits. The gradient of the largest value is minus the sum of the gradients of
+    the others, for the same reason.
+
+    values    float [num_values], -inf for values that do not count. The log-prob of these is -inf.
+    largest   `find_largest(values, segments)`
+
+    The log-probs are 0 in a segment whose largest value is NaN or inf, so that no NaN arises in a
+    backward. The caller replaces them (`replace_values`).
+    """
+    return apply_function(
+        _LogSoftmax,
+        values,
+        largest.differences,
+        largest.is_largest,
         segments.segment_ids,
-        segments.order,
         segments.offsets,
     )
 
 
-class _SubtractLargest(torch.autograd.Function):
-    """`subtract_largest` as an autograd function, see there for values, is_used and largest.
+class _LogSoftmax(torch.autograd.Function):
+    """`log_softmax` as an autograd function.
 
-    differs                       bool [num_values]: used values that are not always equal to the
-                                  largest
-    segment_ids, order, offsets   the fields of `Segments`
+    values                    float [num_values], which get the gradient
+    differences, is_largest   the fields of `LargestValues`
+    segment_ids, offsets      the fields of `Segments`
     """
 
     @staticmethod
     def forward(
         values: Tensor,
-        is_used: Tensor,
-        differs: Tensor,
-        largest: Tensor,
+        differences: Tensor,
+        is_largest: Tensor,
         segment_ids: Tensor,
-        order: Tensor,
         offsets: Tensor,
     ) -> Tensor:
-        """Return the differences, float64 [num_values], -inf for values that are not used."""
-        # The position of a segment without a largest value is num_values. It reads a 0.
-        padded_values = torch.cat([values.detach(), values.new_zeros(1)])
-        largest_values = padded_values[largest][segment_ids]
-        is_finite = is_used & (values != -torch.inf)  # -inf - (-inf) would be NaN
-        return torch.where(is_finite, values - largest_values, -torch.inf)
+        """Return the log-probs, float64 [num_values]."""
+        other_exps = differences.exp().masked_fill_(is_largest, 0.0)
+        log_sums = torch.log1p(sum_segments(other_exps, offsets))
+        logps = differences - log_sums[segment_ids]
+        return logps.nan_to_num_(nan=0.0, neginf=-torch.inf)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        """Save the tensors that the backward needs."""
-        _, _, differs, largest, segment_ids, order, offsets = inputs
-        ctx.save_for_backward(differs, largest, segment_ids, order, offsets)
+        """Save the log-probs, from which the gradient follows."""
+        values, _, is_largest, segment_ids, offsets = inputs
+        ctx.dtype = values.dtype
+        ctx.save_for_backward(output, is_largest, segment_ids, offsets)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of the values.
 
-        The gradient of the largest value of a segment is minus the sum of the upstream gradients of
-        the values that differ from it. Each of these values has its upstream gradient.
+            grad_value = grad - p * (sum of grad over the segment)
+
+        The gradients of a segment add up to 0, which gives that of its largest value.
         """
-        differs, largest, segment_ids, order, offsets = ctx.saved_tensors
-        grad_values = torch.where(differs, grad, 0.0)
-        sums = sum_segments(grad_values, order, offsets)
-        positions = torch.arange(len(grad_values), device=grad_values.device)
-        is_largest = positions == largest[segment_ids]
-        grad_values = torch.where(is_largest, -sums[segment_ids], grad_values)
-        return grad_values, None, None, None, None, None, None
+        logps, is_largest, segment_ids, offsets = ctx.saved_tensors
+        grad_sums = sum_segments(grad, offsets)
+        grad_values = grad - logps.exp() * grad_sums[segment_ids]
+        grad_of_others = grad_values.masked_fill_(is_largest, 0.0)
+        grad_of_largest = -sum_segments(grad_of_others, offsets)
+        grad_values = torch.where(is_largest, grad_of_largest[segment_ids], grad_of_others)
+        return grad_values.to(ctx.dtype), None, None, None, None
+
+
+class LogSoftmaxWithRest(NamedTuple):
+    """The log-softmax over the values of each segment and its rest, float64.
+
+    logps        [num_values], the log-prob of each value
+    rest_logps   [num_segments], the log-prob of the rest
+    """
+
+    logps: Tensor
+    rest_logps: Tensor
+
+
+def log_softmax_with_rest(
+    values: Tensor, log_odds: Tensor, largest: LargestValues, segments: Segments
+) -> LogSoftmaxWithRest:
+    """Return the log-softmax over the values of each segment and a rest, which is one outcome.
+
+    With d the difference of a value from the largest of its segment:
+
+        log_sum     = log(sum of exp(d) over the values + exp(-log_odds))
+        log p       = d - log_sum
+        log p(rest) = -log_odds - log_sum
+
+    values     float [num_values], -inf for values that do not count
+    log_odds   float64 [num_segments]: the largest value minus the logsumexp of the rest. -inf
+               gives the rest the probability 1. Its gradient is meant for the rest only: the
+               gradient at the largest value is part of the gradient of `values`.
+    largest    `find_largest(values, segments)`
+
+    Sums and gradients keep their digits as in `log_softmax`, and so do segments without a finite
+    result, whose log-probs are 0.
+    """
+    logps, rest_logps = apply_function(
+        _LogSoftmaxWithRest,
+        values,
+        log_odds,
+        largest.differences,
+        largest.is_largest,
+        segments.segment_ids,
+        segments.offsets,
+    )
+    return LogSoftmaxWithRest(logps=logps, rest_logps=rest_logps)
+
+
+class _LogSoftmaxWithRest(torch.autograd.Function):
+    """`log_softmax_with_rest` as an autograd function.
+
+    values, log_odds          float [num_values] and float64 [num_segments], which get gradients
+    differences, is_largest   the fields of `LargestValues`
+    segment_ids, offsets      the fields of `Segments`
+    """
+
+    @staticmethod
+    def forward(
+        values: Tensor,
+        log_odds: Tensor,
+        differences: Tensor,
+        is_largest: Tensor,
+        segment_ids: Tensor,
+        offsets: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the log-probs of values and rests."""
+        other_exps = differences.exp().masked_fill_(is_largest, 0.0)
+        log_of_values = torch.log1p(sum_segments(other_exps, offsets))
+        log_of_rest = -log_odds
+        log_sums = torch.logaddexp(log_of_values, log_of_rest)
+        logps = differences - log_sums[segment_ids]
+        # log_odds of -inf give inf - inf = NaN, and the rest has the log-prob 0 then.
+        rest_logps = log_of_rest - log_sums
+        return (
+            logps.nan_to_num_(nan=0.0, neginf=-torch.inf),
+            rest_logps.nan_to_num_(nan=0.0, neginf=-torch.inf),
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+        """Save the log-probs, from which the gradients follow."""
+        values, _, _, is_largest, segment_ids, offsets = inputs
+        ctx.dtype = values.dtype
+        ctx.save_for_backward(*output, is_largest, segment_ids, offsets)
+
+    @staticmethod
+    def backward(ctx: Any, grad_logps: Tensor, grad_rest: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of values and log-odds.
+
+        With `total` the sum of all upstream gradients of a segment:
+
+            grad_value    = grad_logp - p * total
+            grad_log_odds = p(rest) * total - grad_rest
+
+        The gradients of a segment and of its rest, which is -grad_log_odds, add up to 0. This gives
+        the gradient of the largest value.
+        """
+        logps, rest_logps, is_largest, segment_ids, offsets = ctx.saved_tensors
+        total = sum_segments(grad_logps, offsets) + grad_rest
+        grad_log_odds = rest_logps.exp() * total - grad_rest
+        grad_values = grad_logps - logps.exp() * total[segment_ids]
+        grad_of_others = grad_values.masked_fill_(is_largest, 0.0)
+        grad_of_largest = grad_log_odds - sum_segments(grad_of_others, offsets)
+        grad_values = torch.where(is_largest, grad_of_largest[segment_ids], grad_of_others)
+        return grad_values.to(ctx.dtype), grad_log_odds, None, None, None, None
 
 
 # ---- rows without a finite value
 
 
-def replace_values(values: Tensor, is_replaced: Tensor, replacements: Tensor) -> Tensor:
+def replace_values(values: Tensor, is_replaced: Tensor, replacements: Tensor | float) -> Tensor:
     """Return torch.where(is_replaced, replacements, values), with another gradient.
 
     Where a value is replaced, the gradient of `values` is NaN if the upstream gradient is nonzero,
@@ -231,17 +348,18 @@ def replace_values(values: Tensor, is_replaced: Tensor, replacements: Tensor) ->
     by NaN. Then a row has the gradient NaN if the loss depends on it, and otherwise 0, where a
     backward through the infinite logits would give NaN.
 
-    values, replacements   float tensors of one shape
-    is_replaced            bool of this shape
+    values         float tensor
+    is_replaced    bool of this shape
+    replacements   float tensor of this shape, or a number
     """
-    return _ReplaceValues.apply(values, is_replaced, replacements)
+    return apply_function(_ReplaceValues, values, is_replaced, replacements)
 
 
 class _ReplaceValues(torch.autograd.Function):
     """`replace_values` as an autograd function."""
 
     @staticmethod
-    def forward(values: Tensor, is_replaced: Tensor, replacements: Tensor) -> Tensor:
+    def forward(values: Tensor, is_replaced: Tensor, replacements: Tensor | float) -> Tensor:
         """Return the values, or the replacements where is_replaced."""
         return torch.where(is_replaced, replacements, values)
 
@@ -255,102 +373,66 @@ class _ReplaceValues(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of the values: NaN where a gradient arrives at a replaced value."""
         (is_replaced,) = ctx.saved_tensors
-        return torch.where(is_replaced & (grad != 0), torch.nan, grad), None, None
-
-
-# ---- gradients
-
-
-def add_gradient_of(values: Tensor, other: Tensor) -> Tensor:
-    """Return a copy of `values`, and pass the upstream gradient on to `other` too.
-
-    The gradient of both is the upstream gradient, as for values + other, but the result does not
-    contain `other`.
-
-    values, other   float tensors of one shape, possibly of two dtypes
-    """
-    return _AddGradientOf.apply(values, other)
-
-
-class _AddGradientOf(torch.autograd.Function):
-    """`add_gradient_of` as an autograd function."""
-
-    @staticmethod
-    def forward(values: Tensor, other: Tensor) -> Tensor:
-        """Return a copy of the values."""
-        return values.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        """Save the dtype in which `other` needs its gradient."""
-        _, other = inputs
-        ctx.other_dtype = other.dtype
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the upstream gradient for both inputs."""
-        return grad, grad.to(ctx.other_dtype)
+        return grad.masked_fill(is_replaced.logical_and(grad), torch.nan), None, None
 
 
 # ---- sums
 
 
-def sum_segments(values: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
+def sum_segments(values: Tensor, offsets: Tensor) -> Tensor:
     """Return the sum of the values of each segment, [num_segments] in the dtype of the values.
 
-    values           float [num_values]
-    order, offsets   see `Segments`
+    values    float [num_values], sorted by segment
+    offsets   see `Segments`
     """
-    return torch.segment_reduce(values[order], "sum", offsets=offsets, initial=0.0, unsafe=True)
+    return torch.segment_reduce(values, "sum", offsets=offsets, initial=0.0, unsafe=True)
 
 
 class _SegmentSum(torch.autograd.Function):
     """`Segments.sum` as an autograd function.
 
-    values                        float64 [num_values]
-    segment_ids, order, offsets   the fields of `Segments`
+    values                 float64 [num_values]
+    segment_ids, offsets   the fields of `Segments`
     """
 
     @staticmethod
-    def forward(values: Tensor, segment_ids: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
+    def forward(values: Tensor, segment_ids: Tensor, offsets: Tensor) -> Tensor:
         """Return the sum of the values of each segment."""
-        return sum_segments(values, order, offsets)
+        return sum_segments(values, offsets)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         """Save the segment of each value."""
-        _, segment_ids, _, _ = inputs
+        _, segment_ids, _ = inputs
         ctx.save_for_backward(segment_ids)
 
     @staticmethod
     def backward(ctx: Any, grad_sums: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of each value, which is the gradient of its segment's sum."""
         (segment_ids,) = ctx.saved_tensors
-        return grad_sums[segment_ids], None, None, None
+        return grad_sums[segment_ids], None, None
 
 
-class _Spread(torch.autograd.Function):
-    """`Segments.spread` as an autograd function, whose backward sums in a fixed order.
+class _Take(torch.autograd.Function):
+    """`SortedIndex.take` as an autograd function, whose backward sums in a fixed order.
 
-    segment_values                float [num_segments]
-    segment_ids, order, offsets   the fields of `Segments`
+    values                  float [num_values]
+    index, order, offsets   the fields of `SortedIndex`
     """
 
     @staticmethod
-    def forward(
-        segment_values: Tensor, segment_ids: Tensor, order: Tensor, offsets: Tensor
-    ) -> Tensor:
-        """Return the segment's value for each value of the segment, [num_values]."""
-        return segment_values[segment_ids]
+    def forward(values: Tensor, index: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
+        """Return the value of each item, [num_items]."""
+        return values[index]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        """Save how the values are grouped."""
+        """Save how the items are sorted."""
         _, _, order, offsets = inputs
         ctx.save_for_backward(order, offsets)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of each segment's value: a sum over the values of the segment."""
+        """Return the gradient of each value: a sum over the items that take it."""
         order, offsets = ctx.saved_tensors
-        return sum_segments(grad.double(), order, offsets).to(grad.dtype), None, None, None
+        return sum_segments(grad[order].double(), offsets).to(grad.dtype), None, None, None

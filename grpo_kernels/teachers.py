@@ -137,7 +137,7 @@ def divergence_of_logprobs(
         values = divergence_with_infinities(exact, logps, other_logps, segments)
     is_replaced = ~values.isfinite()
     is_replaced_id = is_replaced[segments.segment_ids]
-    finite_logps = replace_values(logps, is_replaced_id, torch.zeros_like(logps))
+    finite_logps = replace_values(logps, is_replaced_id, 0.0)
     finite_other_logps = torch.where(is_replaced_id, 0.0, other_logps)
     finite_values = divergence_with_infinities(exact, finite_logps, finite_other_logps, segments)
     return replace_values(finite_values, is_replaced, values)

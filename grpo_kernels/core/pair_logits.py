@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .autograd import WeightGradMemory, check_weight_is_present, without_second_derivative
@@ -28,14 +29,13 @@ def local_ids(token_ids: Tensor, shard: VocabShard | None, num_columns: int) -> 
     shard         this rank's part of the vocabulary, the ids from shard.start on; None: all ids
     num_columns   number of columns of the logits on this rank
     """
-    start = 0
-    stop = num_columns
+    columns = token_ids
     if shard is not None:
-        start = shard.start
+        columns = token_ids - shard.start
         # Columns beyond shard.vocab are padding of the head.
-        stop = min(shard.start + num_columns, shard.vocab)
-    is_local = (token_ids >= start) & (token_ids < stop)
-    return torch.where(is_local, token_ids - start, -1)
+        num_columns = min(num_columns, shard.vocab - shard.start)
+    is_local = (columns >= 0) & (columns < num_columns)
+    return torch.where(is_local, columns, -1)
 
 
 def sum_over_ranks(logits: Tensor, shard: VocabShard | None) -> Tensor:
@@ -71,8 +71,8 @@ class GivenPairLogits(torch.autograd.Function):
         if logits.shape[2] == 0:  # a rank without a part of the vocabulary
             selected = torch.zeros(row_ids.shape, device=logits.device)
         else:
-            selected = logits[pair_index(logits, row_ids, columns)].float()
-        return sum_over_ranks(torch.where(columns >= 0, selected, 0.0), shard)
+            selected = select_pairs(logits, row_ids, columns)
+        return sum_over_ranks(selected.masked_fill_(columns < 0, 0.0), shard)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -118,37 +118,35 @@ def write_pair_sums(out: Tensor, row_ids: Tensor, columns: Tensor, values: Tenso
                        an unused pair. There is at least one pair.
     values             float [num_pairs]
     """
-    num_columns = out.shape[2]
-    # The key of a pair is its element of `out`, so equal pairs are neighbours when sorted. Unused
-    # pairs come first.
-    keys = torch.where(columns >= 0, row_ids * num_columns + columns, -1)
+    # The key of a pair is its element of `out`, so equal pairs are neighbours when sorted. An
+    # unused pair adds 0 to the first element of its row.
+    values = values.masked_fill(columns < 0, 0.0)
+    keys = row_ids * out.shape[2] + columns.clamp(min=0)
     sorted_keys, order = keys.sort(stable=True)
-    # A group is all pairs of one key. Groups are numbered in the order of keys. As many groups as
-    # pairs are summed, because only the device knows how many keys differ. The last ones are empty.
-    group_of_pair = (sorted_keys.diff(prepend=sorted_keys[:1]) != 0).cumsum(0)
-    group_ids = torch.arange(keys.numel() + 1, device=keys.device)
-    group_offsets = torch.searchsorted(group_of_pair, group_ids)
+    # Equal pairs are summed at the first of them, and the sum at the others is empty: pair i has
+    # the values from the end of the key before to the end of its own key. The host need not know
+    # how many keys differ.
+    ends = torch.searchsorted(sorted_keys, sorted_keys, right=True)
     sums = torch.segment_reduce(
-        values[order].double(), "sum", offsets=group_offsets, initial=0, unsafe=True
+        values[order].double(), "sum", offsets=F.pad(ends, (1, 0)), initial=0, unsafe=True
     )
-    # Equal pairs all write the sum of their group. Only the device knows the number of unused
-    # pairs, so they must write too: what the last pair writes, or 0 to the first element if that
-    # one is unused as well.
-    is_used = sorted_keys >= 0
-    pair_sums = torch.where(is_used, sums[group_of_pair], 0.0)
-    elements = torch.where(is_used, sorted_keys, sorted_keys[-1:]).clamp(min=0)
-    element_values = torch.where(is_used, pair_sums, pair_sums[-1:])
-    out.view(-1)[elements] = element_values.to(out.dtype)
+    # An element gets one sum and zeros, so the order of the additions does not matter.
+    out.view(-1).index_add_(0, sorted_keys, sums.to(out.dtype))
 
 
-def pair_index(logits: Tensor, row_ids: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the index of each pair into logits [A, T, V]: (groups, rows of a group, columns).
+def select_pairs(logits: Tensor, row_ids: Tensor, columns: Tensor) -> Tensor:
+    """Return the logit of each pair, fp32 [num_pairs]. A pair of the column -1 gets any number.
 
-    row_ids   int64 [num_pairs]: row t of group a has the number a * T + t
-    columns   int64 [num_pairs]. A pair of the column -1 reads column 0, for the caller to mask.
+    logits    [A, T, V], with V > 0: row t of group a has the number a * T + t
+    row_ids   int64 [num_pairs]
+    columns   int64 [num_pairs]
     """
-    rows_per_group = logits.shape[1]
-    return row_ids // rows_per_group, row_ids % rows_per_group, columns.clamp(min=0)
+    num_groups, rows_per_group, _ = logits.shape
+    if num_groups == 1 or logits.stride(0) == rows_per_group * logits.stride(1):
+        selected = logits.flatten(0, 1)[row_ids, columns]  # flatten makes a view
+    else:
+        selected = logits[row_ids // rows_per_group, row_ids % rows_per_group, columns]
+    return selected.float()
 
 
 class ProjectedPairLogits(torch.autograd.Function):
@@ -181,7 +179,7 @@ class ProjectedPairLogits(torch.autograd.Function):
         logits = kernels.pair_logits(hidden.detach(), weight.detach(), pairs)
         if bias is not None:
             logits = logits + bias.detach().float()[pairs.ids.clamp(min=0)]
-        return sum_over_ranks(torch.where(pairs.ids >= 0, logits, 0.0), shard)
+        return sum_over_ranks(logits.masked_fill(pairs.ids < 0, 0.0), shard)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..checks import plain
 from .backends import Backend, BackendWrapper
 from .backends.eager import blocks_of, rows_per_block
-from .pair_logits import local_ids, pair_index
+from .pair_logits import local_ids, select_pairs
 from .pairs import Pairs, sort_by_row
 from .softmax import GradientCoefficients, LogitRows, SoftmaxSums
 from .vocab_parallel import VocabParallel, VocabShard
@@ -212,8 +212,7 @@ def target_logits(rows: LogitRows) -> Tensor:
     columns = local_ids(rows.targets, shard=None, num_columns=rows.logits.shape[-1])
     row_ids = torch.arange(rows.num_rows, device=columns.device)
     # rows.logits may have rows of other calls before those of this one.
-    index = pair_index(rows.logits, rows.first_row + row_ids, columns)
-    raw_logits = rows.logits[index].float()
+    raw_logits = select_pairs(rows.logits, rows.first_row + row_ids, columns)
     logits = rows.transform.transform_pairs(raw_logits, row_ids)
     return torch.where(columns >= 0, logits, torch.nan)
 

@@ -197,8 +197,8 @@ def transform_pairs(
     row_ids, token_ids   int64 [num_pairs]
     """
     transformed = source.transform.transform_pairs(logits, row_ids)
-    is_id = (token_ids >= 0) & (token_ids < source.vocab_size)
-    return torch.where(is_id, transformed, -torch.inf)
+    is_outside = token_ids.clamp(0, source.vocab_size - 1) != token_ids
+    return transformed.masked_fill(is_outside, -torch.inf)
 
 
 # ---- given logits
