@@ -357,7 +357,7 @@ FAULTS: list[Fault] = [
         ("a NaN among nll_weights is not looked for", ', "weights", "nll_weight"):', ', "weights"):', "tests/core/test_refusals.py"),
     ),
     *of("grpo_kernels/integrations/_tensors.py", "tests/integrations/test_bound_functions.py",
-        ("padding of a head is an id", "first = in_order >= 0", "first = in_order >= -1"),
+        ("padding of a head is an id", "is_first = sorted_ids >= 0", "is_first = sorted_ids >= -1"),
     ),
     *of("grpo_kernels/formulas/ops.py", "tests/formulas/test_surrogates.py",
         ("an overflow is a wrong slope", "        refuse_overflow(formula_name, value_and_slope, points)\n        worst", "        worst"),
@@ -547,28 +547,28 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/integrations/_tensors.py", "tests/integrations/test_trainer_distillation.py",
         (
-            "vocab-parallel heads: gradient of hidden states reduced twice", "ranks * width, group, False)",
-            "ranks * width, group)", "tests/integrations/test_adapters_vocab_parallel.py",
+            "vocab-parallel heads: gradient of hidden states reduced twice", "group=group, reduce_hidden=False",
+            "group=group", "tests/integrations/test_adapters_vocab_parallel.py",
         ),
         (
-            "repeated ids: a second one has no log-prob", 'torch.searchsorted(in_order, listed))',
-            "torch.searchsorted(in_order, listed, right=True) - 1)",
+            "repeated ids: a second one has no log-prob", 'torch.searchsorted(sorted_ids, row_ids)',
+            "torch.searchsorted(sorted_ids, row_ids, right=True) - 1",
         ),
         (
-            "rows in which an id repeats are not noticed", "first.sum(-1).view(ids.shape[:-1])",
-            "first.sum(-1).fill_(ids.shape[-1]).view(ids.shape[:-1])",
+            "rows in which an id repeats are not noticed", "num_distinct.view(ids.shape[:-1])",
+            "num_distinct.clone().fill_(ids.shape[-1]).view(ids.shape[:-1])",
         ),
         (
-            "share of kept tokens in place of dropped ones", '        1 - out.metrics["kept"]\n',
-            '        out.metrics["kept"]\n', "tests/integrations/test_policy_losses.py",
+            "share of kept tokens in place of dropped ones", 'return 1 - out.metrics["kept"]',
+            'return out.metrics["kept"]', "tests/integrations/test_policy_losses.py",
         ),
         (
-            "CISPO's cap of TRL and Liger taken for a width", 'Cispo(options.epsilon_high)\n        if kind',
-            "Cispo(1 + options.epsilon_high) if kind", "tests/integrations/test_liger.py",
+            "CISPO's cap of TRL and Liger taken for a width", 'return Cispo(options.epsilon_high)',
+            "return Cispo(1 + options.epsilon_high)", "tests/integrations/test_liger.py",
         ),
         (
-            "VESPO's constants of TRL and Liger exchanged", "Vespo(options.vespo_k_pos, rates[0], options.vespo_k_neg, rates[1])",
-            "Vespo(options.vespo_k_neg, rates[0], options.vespo_k_pos, rates[1])", "tests/integrations/test_trl_losses.py",
+            "VESPO's constants of TRL and Liger exchanged", "k_pos=options.vespo_k_pos,",
+            "k_pos=options.vespo_k_neg,", "tests/integrations/test_trl_losses.py",
         ),
         (
             "a two-sided bound of a trainer dropped", "return Clip(low, high, bound)",
@@ -701,8 +701,8 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/integrations/slime.py", "tests/integrations/test_replayed_sets.py",
         (
-            "every response has the sets of the first", 'places.append(\n            torch.cat(\n                [torch.zeros(total - tokens, dtype=torch.int64), torch.arange(tokens) + known + 1]\n            )\n        )',
-            "places.append(torch.cat([torch.zeros(total - tokens, dtype=torch.int64), torch.arange(tokens) + 1]))",
+            "every response has the sets of the first", "        num_numbered += response_length\n",
+            "        pass\n",
         ),
         (
             "KL left in pg_loss", "+ entropy_term - kl_term", "+ entropy_term", "tests/integrations/test_policy_losses.py",

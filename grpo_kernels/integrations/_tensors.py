@@ -6,6 +6,7 @@ logits, log-probs at several ids of a position, and records of the ids that a sa
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -59,14 +60,15 @@ def even_shard(width: int, group: Any) -> VocabShard | None:
     group   the tensor-parallel group; None for one rank
 
     Returns None if one rank has the whole vocabulary. Padding rows of the weight count as ids, as
-    in the trainers. The gradient of the hidden states stays a partial sum of this rank
-    (reduce_hidden=False), which the trainer's layers before the head add up.
+    in the trainers.
     """
     ranks = 1 if group is None else dist.get_world_size(group)
-    return (
-        None
-        if ranks == 1
-        else VocabShard(dist.get_rank(group) * width, ranks * width, group, False)
+    if ranks == 1:
+        return None
+    # The gradient of the hidden states stays a partial sum of this rank. The trainer's layers
+    # before the head add up the partial sums.
+    return VocabShard(
+        start=dist.get_rank(group) * width, vocab=ranks * width, group=group, reduce_hidden=False
     )
 
 
@@ -137,21 +139,23 @@ def surrogate_of(options: Any) -> Any:
     options   an object with their options as attributes: loss_type, epsilon_low, epsilon_high,
               delta, ... For CISPO epsilon_high is the largest ratio, not its distance from 1.
     """
-    kind = options.loss_type
-    require_one_of("loss_type", kind, (*CLIPPED, "cispo", "sapo", "vespo"))
-    if kind in CLIPPED:
-        return Clip(
-            min(options.epsilon_low, 1.0),  # a ratio is not below 0
-            options.epsilon_high,
-            math.inf if options.delta is None else options.delta,
+    loss_type = options.loss_type
+    require_one_of("loss_type", loss_type, (*CLIPPED, "cispo", "sapo", "vespo"))
+    if loss_type == "cispo":
+        return Cispo(options.epsilon_high)
+    if loss_type == "sapo":
+        return Sapo(options.sapo_temperature_pos, options.sapo_temperature_neg)
+    if loss_type == "vespo":
+        return Vespo(
+            k_pos=options.vespo_k_pos,
+            lambda_pos=max(options.vespo_lambda_pos, 1e-4),  # the trainers' own lower bound
+            k_neg=options.vespo_k_neg,
+            lambda_neg=max(options.vespo_lambda_neg, 1e-4),
         )
-    if kind == "vespo":
-        rates = [max(rate, 1e-4) for rate in (options.vespo_lambda_pos, options.vespo_lambda_neg)]
-        return Vespo(options.vespo_k_pos, rates[0], options.vespo_k_neg, rates[1])
-    return (
-        Cispo(options.epsilon_high)
-        if kind == "cispo"
-        else Sapo(options.sapo_temperature_pos, options.sapo_temperature_neg)
+    return Clip(
+        min(options.epsilon_low, 1.0),  # a ratio is not below 0
+        options.epsilon_high,
+        math.inf if options.delta is None else options.delta,
     )
 
 
@@ -164,9 +168,9 @@ def at_least_one(count: float | Tensor) -> float | Tensor:
 
 
 def zero_ids(like: Tensor) -> Tensor:
-    """Return int64 zeros in the shape of `like`: targets for results that do not depend on them.
+    """Return int64 zeros in the shape of `like`, for a function that requires target ids.
 
-    Such are a loss of given log-probs, and an entropy.
+    Use them only if the result does not depend on the ids, as the entropy of logits does not.
     """
     return torch.zeros(like.shape, dtype=torch.int64, device=like.device)
 
@@ -195,22 +199,31 @@ def ratio_terms(
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Return (log-ratio, is_clipped, KL term) of each token of a batch, each [N].
 
-    The log-ratio is at the objective's importance sampling level. The KL term is None without
-    reference log-probs.
+    objective   defines the ratio (of a token or of its sequence), the clip range and the KL
+    logps       fp32, N elements in any shape: the policy's log-probs
+    rows        the inputs of the loss for each token of the batch, such as `LossOutput.rows`
+    batch       the batch of N tokens
+
+    log-ratio and KL term are fp32, is_clipped is bool. The KL term is None without reference
+    log-probs.
     """
     logps = logps.flatten()
-    x = objective.log_ratio(logps, rows, batch)
-    clipped = torch.logical_or(*objective.surrogate.clipped(bounded_exp(x), rows.advantages))
-    return x, clipped, None if rows.ref_logps is None else objective.kl_terms(logps, rows, x).value
+    log_ratio = objective.log_ratio(logps, rows, batch)
+    clipped_low, clipped_high = objective.surrogate.clipped(bounded_exp(log_ratio), rows.advantages)
+    kl = None
+    if rows.ref_logps is not None:
+        kl = objective.kl_terms(logps, rows, log_ratio).value
+    return log_ratio, clipped_low | clipped_high, kl
 
 
 def excluded_share(out: LossOutput, objective: Objective) -> Tensor:
-    """Return the share of tokens that a filter drops, or without filters that the clip bounds."""
-    return (
-        1 - out.metrics["kept"]
-        if objective.filters
-        else out.metrics["clip_low"] + out.metrics["clip_high"]
-    )
+    """Return the share of tokens that lose their gradient, 0-d.
+
+    With filters, these are the tokens that a filter drops, else the tokens whose ratio is clipped.
+    """
+    if objective.filters:
+        return 1 - out.metrics["kept"]
+    return out.metrics["clip_low"] + out.metrics["clip_high"]
 
 
 def to_floats(named: Mapping[str, Tensor]) -> dict[str, float]:
@@ -233,62 +246,82 @@ def divergence_of(beta: float) -> Exact:
 
 
 def entropy_mode(wanted: bool, gradient: bool = True) -> bool | str:
-    """Return the argument entropy= of our functions: False, True or "detached"."""
-    return (True if gradient else "detached") if wanted else False
+    """Return the argument entropy= of `token_logprobs`: False, True or "detached".
+
+    wanted     whether the entropy is computed
+    gradient   whether it is differentiable
+    """
+    if not wanted:
+        return False
+    return True if gradient else "detached"
 
 
 def log_probs_of(
-    source: Tensor, targets: Tensor, *, head: Tensor | Head | None = None, temperature: float | Tensor | None = None,
-    group: Any = None, options: Options | None = None, entropy_over: str = "kept", **others: Any,
-) -> TokenLogprobs:  # fmt: skip
-    """Call `token_logprobs` on a trainer's logits, or `linear_logprobs` on its hidden states.
+    source: Tensor,
+    targets: Tensor,
+    *,
+    head: Tensor | Head | None = None,
+    temperature: float | Tensor | None = None,
+    transform: LogitTransform | None = None,
+    group: Any = None,
+    options: Options | None = None,
+    mask: Tensor | None = None,
+    kept: TokenSets | None = None,
+    missing: str | None = None,
+    at: TokenSets | None = None,
+    entropy: bool | str = False,
+    entropy_over: str = "kept",
+    **more: Any,
+) -> TokenLogprobs:
+    """Return log-probs of targets, from a trainer's logits or from its hidden states and head.
 
-    source        logits [..., V / ranks], or with head hidden states [..., H]
-    targets       int64 [...]
-    head          the weight [V / ranks, H], or a Head with one
-    temperature   a number, or a tensor as in LogitTransform; None leaves transform= to `others`
-    group         tensor-parallel group; None for one rank
-    entropy_over  "kept": the entropy of a token with a candidate set (kept=) is over the set.
-                  "vocabulary": over all ids, by a second call.
-    others        more arguments of the function called, such as kept=, mask=, entropy=
+    source        without head: logits [..., V], or the logits of this rank's ids [..., V / ranks].
+                  With head: hidden states [..., H].
+    targets       int64 [...], ids of the whole vocabulary
+    head          the weight [V, H] or [V / ranks, H], or a `Head` with a weight and a bias
+    temperature   divides the logits: a number, or a tensor as in `LogitTransform`
+    transform     temperature, softcap and scale of the logits. Pass it or temperature, not both.
+    group         the tensor-parallel group over which logits or head are sharded evenly; None if
+                  they are not sharded, or if options.shard describes the shard
+    mask, kept, missing, at, entropy
+                  as in `token_logprobs`: the mask of tokens, their candidate sets, what to do with
+                  a target outside of its set, further ids, and whether the entropy is computed
+    entropy_over  the ids that the entropy of a token with a candidate set runs over: "kept" (the
+                  set) or "vocabulary" (all ids, which takes a second pass)
+    more          also=, rows= and (for logits) inplace= of `token_logprobs`
 
     Raises NotCovered for tensors that the kernels do not support.
     """
     require_one_of("entropy_over", entropy_over, ("kept", "vocabulary"))
-    if entropy_over == "vocabulary" and others.get("kept") is not None and others.get("entropy"):
-        return _with_entropy_over_vocabulary(
-            source,
-            targets,
-            head=head,
-            temperature=temperature,
-            group=group,
-            options=options,
-            **others,
-        )
+    if temperature is not None:
+        remedy = "pass either temperature or transform."
+        require(transform is None, "transform", transform, remedy)
+        transform = LogitTransform(temperature)
     weight, bias = (head.weight, head.bias) if isinstance(head, Head) else (head, None)
     require_supported(source, weight, bias)
-    shard = even_shard(source.shape[-1] if weight is None else len(weight), group)
+    width = source.shape[-1] if weight is None else len(weight)
+    shard = even_shard(width, group)
     if shard is not None:
         options = replace(options or Options(), shard=shard)
-    if temperature is not None:
-        others["transform"] = LogitTransform(temperature)
+
     if head is None:
-        return token_logprobs(source, targets, options=options, **others)
-    return linear_logprobs(source, head, targets, options=options, **others)
+        compute = functools.partial(
+            token_logprobs, source, targets, transform=transform, options=options, **more
+        )
+    else:
+        compute = functools.partial(
+            linear_logprobs, source, head, targets, transform=transform, options=options, **more
+        )
+    if entropy_over == "kept" or kept is None or not entropy:
+        return compute(kept=kept, missing=missing, mask=mask, at=at, entropy=entropy)
 
-
-def _with_entropy_over_vocabulary(
-    source: Tensor, targets: Tensor, *, kept: TokenSets, entropy: bool | str, missing: str | None = None, mask: Tensor | None = None,
-    at: TokenSets | None = None, **others: Any,
-) -> TokenLogprobs:  # fmt: skip
-    """Return log-probs over candidate sets, and entropies over the whole vocabulary."""
-    found = log_probs_of(source, targets, kept=kept, missing=missing, mask=mask, at=at, **others)
-    mask = narrow_mask(kept, targets, mask, "mask") if missing == "mask" else mask
+    # One pass has one set of ids for log-probs and entropy: compute the entropy in a second pass.
+    log_probs = compute(kept=kept, missing=missing, mask=mask, at=at)
+    # In the first pass, missing="mask" has also masked each token outside of its set.
+    entropy_mask = narrow_mask(kept, targets, mask, "mask") if missing == "mask" else mask
     with torch.set_grad_enabled(torch.is_grad_enabled() and entropy is True):
-        over_vocabulary = log_probs_of(
-            source, targets, entropy=entropy, mask=mask, **others
-        ).entropy
-    return replace(found, entropy=over_vocabulary)
+        entropies = compute(mask=entropy_mask, entropy=entropy).entropy
+    return replace(log_probs, entropy=entropies)
 
 
 def can_be_overwritten(logits: Tensor) -> bool:
@@ -298,14 +331,17 @@ def can_be_overwritten(logits: Tensor) -> bool:
 
 @with_trainer_names(targets="labels")
 def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
-    """Return the log-probs of labels, fp32 [...]. verl and SkyRL have a function of this name.
+    """Return the log-probs of labels, fp32 in the shape of the leading dimensions of logits.
 
     logits             [..., V]
-    labels             int64, as many elements as logits has rows, in any shape
-    inplace_backward   whether the gradient overwrites the logits, unless they are a leaf. Autograd
-                       raises if another operation still needs them.
+    labels             int64, one element for each row of logits, in any shape
+    inplace_backward   whether the gradient overwrites the logits. Logits that are a leaf or not
+                       contiguous are never overwritten. Autograd raises if another operation still
+                       needs the logits.
+
+    Name and arguments are those of a function in verl and of one in SkyRL.
     """
-    # Another number of labels fails in the call below, with an error that names both shapes.
+    # If the number of labels is wrong, the call below raises an error that names both shapes.
     if labels.numel() == logits.shape[:-1].numel():
         labels = labels.reshape(logits.shape[:-1])
     return log_probs_of(
@@ -320,63 +356,75 @@ def entropy_from_logits(
     mask: Tensor | None = None,
     gradient: bool = True,
 ) -> Any:
-    """Return the entropy of logits [..., V] in nats, fp32 [...]; 0 where mask is False.
+    """Return the entropy of each row of logits in nats, fp32 [...].
 
-    gradient   whether the entropy is differentiable
+    logits        [..., V]
+    temperature   divides the logits; None for 1
+    mask          bool [...]: the entropy is 0 where it is False
+    gradient      whether the entropy is differentiable
     """
-    kind = True if gradient else "detached"
     return log_probs_of(
-        logits, zero_ids(logits[..., 0]), temperature=temperature, mask=mask, entropy=kind
+        logits,
+        zero_ids(logits[..., 0]),
+        temperature=temperature,
+        mask=mask,
+        entropy=entropy_mode(True, gradient),
     ).entropy
 
 
 def logps_in_a_column(
-    logits: Tensor, tokens: Tensor, group: Any, wanted: bool, gradient: bool = True, **others: Any
+    logits: Tensor, tokens: Tensor, group: Any, *, entropy: bool | str, **options: Any
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return (log-probs, entropy) in the shapes that slime and miles return.
+    """Return (log-probs [R, 1], entropy [R] or None), fp32: the shapes that slime and miles return.
 
     logits     [R, V / ranks]
     tokens     int64 [R]
     group      tensor-parallel group; None for all ranks
-    wanted     whether the entropy is computed
-    gradient   whether the entropy is differentiable
-    others     more arguments of `log_probs_of`
-
-    log-probs are [R, 1], or [0] for R = 0. The entropy is [R] or None.
+    entropy    False, True (differentiable) or "detached" (value only)
+    options    more keyword arguments of `log_probs_of`
     """
-    kind = entropy_mode(wanted, gradient)
-    logps, entropy = log_probs_of(
-        logits, tokens, group=group or default_group(), entropy=kind, **others
+    logps, entropies = log_probs_of(
+        logits, tokens, group=group or default_group(), entropy=entropy, **options
     )
-    return logps[:, None] if len(logps) else logps, entropy
+    # Both trainers return log-probs of shape [0] if there are no tokens.
+    return logps[:, None] if len(logps) > 0 else logps, entropies
 
 
 # ---- ids of each row
 
 
 def logps_at_ids(
-    logits: Tensor, ids: Tensor, **others: Any
+    logits: Tensor, ids: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return log-probs at K ids of each position, entropies, and the number of distinct ids.
+    """Return (log-probs, entropy, number of distinct ids) for K ids of each row of logits.
 
-    logits   [..., V]
-    ids      [..., K]; may repeat. -1 is padding, with log-prob 0.
-    others   more arguments of `log_probs_of`
+    logits    [..., V]
+    ids       int32 or int64 [..., K]. An id may repeat in a row. -1 is padding.
+    options   more keyword arguments of `log_probs_of`, such as entropy=, kept= and mask=
 
-    The shapes are [..., K], [...] (or None if the entropy is not asked for) and [...].
+    log-probs       fp32 [..., K], differentiable; 0 for padding
+    entropy         fp32 [...], or None without entropy=
+    distinct ids    int64 [...], the number of different ids of each row, without padding
     """
-    # The kernels take each id of a row once: sort the ids, keep the first of equal ones, and copy
-    # its log-prob to the others.
-    listed = ids.flatten(0, -2).contiguous()
-    in_order = listed.sort(-1).values
-    first = in_order >= 0
-    first[:, 1:] &= in_order[:, 1:] != in_order[:, :-1]
-    sets = TokenSets.from_counts(in_order[first], first.sum(-1))
-    # If there are candidate sets (kept=), the first id is in them.
-    found = log_probs_of(logits, ids[..., 0].clamp(min=0).long(), at=sets, **others)
-    of_first = torch.zeros_like(first, dtype=torch.float32).masked_scatter(first, found.also["at"])
-    logps = of_first.gather(-1, torch.searchsorted(in_order, listed))
-    return logps.view(ids.shape), found.entropy, first.sum(-1).view(ids.shape[:-1])
+    # The kernels accept an id only once per row. Sort the ids of each row, compute the log-prob of
+    # the first of equal ids, and copy it to the others.
+    row_ids = ids.flatten(0, -2).contiguous()
+    sorted_ids = row_ids.sort(-1).values
+    is_first = sorted_ids >= 0
+    is_first[:, 1:] &= sorted_ids[:, 1:] != sorted_ids[:, :-1]
+    num_distinct = is_first.sum(-1)
+    distinct_ids = TokenSets.from_counts(sorted_ids[is_first], num_distinct)
+    # `log_probs_of` also needs one target per row, whose log-prob is not used here. Take the first
+    # id (0 for padding). With candidate sets it is the sampled token, to which missing= applies.
+    targets = ids[..., 0].clamp(min=0).long()
+    result = log_probs_of(logits, targets, at=distinct_ids, **options)
+    # also["at"] has one log-prob for each True of is_first, row by row.
+    sorted_logps = torch.zeros_like(is_first, dtype=torch.float32)
+    sorted_logps = sorted_logps.masked_scatter(is_first, result.also["at"])
+    # searchsorted returns the leftmost position of an id: that of the first of equal ids.
+    position = torch.searchsorted(sorted_ids, row_ids)
+    logps = sorted_logps.gather(-1, position)
+    return logps.view(ids.shape), result.entropy, num_distinct.view(ids.shape[:-1])
 
 
 #: A finite log-prob whose probability is 0.
@@ -388,34 +436,43 @@ def score_centering_term(
 ) -> Tensor:  # fmt: skip
     """Return the weighted sum of the score-centering term over all tokens, 0-d.
 
-    logps        [..., K], the policy's log-probs of the recorded ids, differentiable
-    sampler      [..., K], the sampler's log-probs of the same ids, -inf for padding
-    advantages   [...]
+    The term of a token is sum over its recorded ids v of c_v log p_v, where p is the policy and the
+    coefficients c_v of `ScoreCentering` count as constants.
+
+    logps        fp32 [..., K], the policy's log-probs of the recorded ids, differentiable
+    sampler      fp32 [..., K], the sampler's log-probs of the same ids, -inf for padding
+    advantages   fp32 [...]
     mask         bool [...]; a masked token contributes 0 whatever its values are
-    weights      [...] or a number
+    weights      fp32 [...] or a number, multiplies the term of each token
     """
     is_recorded = (sampler > -math.inf) & mask[..., None]
     advantages = torch.where(mask, advantages, 0.0)
-    policy_logps, sampler_logps = (torch.where(is_recorded, x, NO_MASS) for x in (logps, sampler))
+    policy_logps = torch.where(is_recorded, logps, NO_MASS)
+    sampler_logps = torch.where(is_recorded, sampler, NO_MASS)
 
     def sum_ids(x: Tensor) -> Tensor:
         return x.sum(-1, keepdim=True)
 
     with torch.no_grad():
+        # fp64, because the coefficients are small differences of large numbers
         _, coefficients = centering(
             policy_logps.double(), sampler_logps.double(), advantages[..., None], sum_ids
         )
         coefficients = coefficients.to(policy_logps.dtype)
+    # 0 times an infinite log-prob is NaN.
     terms = torch.where(coefficients != 0, coefficients * policy_logps, 0.0).sum(-1)
     return torch.where(mask, weights * terms, 0.0).sum()
 
 
 def divergence_over_ids(exact: Exact, logps: Tensor, teacher: Tensor) -> Tensor:
-    """Return the divergence [...] of two sets of log-probs [..., K] at the same ids.
+    """Return the divergence of student and teacher, fp32 [...], summed over K ids alone.
 
-    The sum runs over these ids alone.
+    exact     the divergence: forward or reverse KL, JSD, ...
+    logps     fp32 [..., K], the student's log-probs of the K ids of each token
+    teacher   fp32 [..., K], the teacher's log-probs of the same ids
     """
     shape = logps.shape[:-1]
+    # `divergence_at` takes flat log-probs and the offset at which each token's ids start.
     offsets = torch.arange(shape.numel() + 1, device=logps.device) * logps.shape[-1]
     return divergence_at(exact, logps.flatten(), teacher.flatten(), offsets).view(shape)
 
@@ -445,9 +502,13 @@ def response_sets(name: str, record: tuple[Any, Any], tokens: int) -> TokenSets:
 
 
 def sets_on_rows(sets: TokenSets, generated: Tensor) -> TokenSets:
-    """Return sets for all tokens: the given ones, in order, for generated tokens, none for others.
+    """Return candidate sets for all tokens of a batch, from those of its generated tokens.
 
+    sets        one set for each generated token, in order
     generated   bool of any shape, with as many True entries as there are sets
+
+    Other tokens get an empty set, which stands for the whole vocabulary.
     """
-    flat = generated.flatten()
-    return sets.take(torch.where(flat, flat.cumsum(0) - 1, -1))
+    is_generated = generated.flatten()
+    number_of_set = is_generated.cumsum(0) - 1
+    return sets.take(torch.where(is_generated, number_of_set, -1))

@@ -85,20 +85,23 @@ def bind(
     head: bool = False,
     **how: bool,
 ) -> Slots:
-    """Replace miles' functions by ours, until `undo` of the result (see `Slots`) is called.
+    """Replace miles' functions by ours, until `undo()` of the result (see `Slots`) is called.
 
-    args            miles' arguments: rollout_top_p and rollout_top_k say whether there is replay.
+    args            miles' arguments. If rollout_top_p is below 1 or rollout_top_k above 0, the
+                    log-probs are over the candidate sets that the rollouts recorded ("replay").
     reference_over  "kept" declares that the log-probs of a reference or teacher are over the same
-                    candidate sets.
-    entropy_over    for replayed rows: "vocabulary", or "kept", the entropy over the set, which
-                    saves a second pass.
-    missing         for replayed rows, as in `token_logprobs`. "raise" waits for the device.
+                    candidate sets. None: they are over the vocabulary.
+    entropy_over    the ids that the entropy of a token with a set runs over: "vocabulary", or
+                    "kept" (the set), which saves a second pass
+    missing         what to do with a target outside of its set, as in `token_logprobs`. "raise"
+                    waits for the device.
     head            True: also replace `get_log_probs_and_entropy`, for models that return hidden
                     states in place of logits (`skip_logits`). Not with replay.
-    how             strict and any_version of `Slots`; replay cannot be compared.
+    how             strict= and any_version= of `Slots`
 
-    Raises ValueError for replay with a KL or a teacher but without reference_over, and the errors
-    of `Slots`.
+    Raises ValueError for replay with a KL or a teacher but without reference_over. With replay or
+    head it raises RuntimeError under a version of miles that was not tested, unless
+    any_version=True.
     """
     remedy = "log-probs over all ids and sets make no KL: pass 'kept'."
     require(reference_over in (None, "kept"), "reference_over", reference_over, remedy)
@@ -117,9 +120,11 @@ def bind(
     require(not (head and (replays or centers)), "head", head, remedy)
     slots = Slots(ADAPTER, **how)
     if head:
+        # miles' own function cannot be called with hidden states.
         slots.bind(get_log_probs_and_entropy, comparable=False)
     slots.bind(calculate_log_probs_and_entropy, missing=missing, entropy_over=entropy_over)
     if replays:
+        # Ours returns sets, miles' a mask.
         slots.bind(local_sets, comparable=False)
     if centers:
         slots.bind(selected_log_probs_and_entropy, missing=missing)
@@ -155,14 +160,25 @@ def get_log_probs_and_entropy(
     non_loss_data: bool = True,
     max_seq_lens: Sequence[int] | None = None,
 ) -> dict[str, list[Tensor]]:
-    """Compute the log-probs and entropies of responses from hidden states. Only the rows that
-    predict a response token take part in matmuls.
+    """Return the log-probs and entropies of responses, computed from hidden states.
 
-    logits   what the model returns after `skip_logits`. Logits are left to miles.
+    logits             the `UnprojectedLogits` that the model returns after `skip_logits`. miles
+                       computes a call with logits.
+    args               miles' arguments
+    unconcat_tokens    the token ids of each sample, prompt and response
+    total_lengths, response_lengths
+                       the number of tokens of each sample and of its response
+    with_entropy       whether the entropy is computed
+    entropy_requires_grad
+                       whether the entropy is differentiable
+    non_loss_data      not used
+    max_seq_lens       the padded length of each sample, for miles' own code
 
-    The other arguments are miles'. Returns a list of one fp32 tensor per sample for "log_probs",
-    and for "entropy" if it is asked for. miles' own code decides which rows a response has in each
-    layout of context parallelism, and moves them between ranks.
+    Returns {"log_probs": ..., "entropy": ...}, each a list of one fp32 tensor
+    [response tokens of this rank] per sample. "entropy" is left out without with_entropy.
+
+    Only the rows that predict a response token take part in matmuls. miles' own code decides which
+    rows a response has under context parallelism, and moves results between ranks.
     """
     if not isinstance(logits, megatron.UnprojectedLogits):
         raise NotCovered("logits that an output layer has computed")
@@ -170,9 +186,10 @@ def get_log_probs_and_entropy(
     require(not args.true_on_policy_mode, "true_on_policy_mode", True, remedy)
     home, _ = import_first(ADAPTER.replaces["get_log_probs_and_entropy"])
     theirs = sys.modules[home]
+    # miles cuts the rows of each response out of the logits. Give it row numbers in place of logits
+    # to learn which rows it takes. With a single column miles does not divide by the temperature.
     numbers = logits.row_numbers()
     layout = {"total_lengths": total_lengths, "response_lengths": response_lengths}
-    # A temperature would divide the numbers if they had more than one column.
     responses = theirs.get_responses(
         numbers, args=args, unconcat_tokens=unconcat_tokens, max_seq_lens=max_seq_lens, **layout
     )
@@ -180,7 +197,8 @@ def get_log_probs_and_entropy(
     tokens = []
     for chunk, chunk_tokens in responses:
         rows.append(chunk[:, 0].long())
-        tokens.append(chunk_tokens[: len(chunk)])  # without a response, miles has all tokens here
+        # For a response without tokens, miles returns no rows, but all tokens of the text.
+        tokens.append(chunk_tokens[: len(chunk)])
     temperature = args.rollout_temperature if args.rollout_temperature > 0 else 1.0
     logps, entropy = logits.select(torch.cat(rows)).logprobs(
         torch.cat(tokens),
@@ -233,9 +251,10 @@ def kept_sets(
     total_lengths      number of tokens of each sample, prompt and response
     response_lengths   number of tokens at its end that are the response
 
-    Rows that predict no response token, and in a `PartialSamplingMask` those without ids, stand for
-    the whole vocabulary. Raises ValueError, with the sample and the token, if a record has not one
-    set for each token of its response, or has an empty one.
+    A row that predicts no response token has an empty set, which stands for the whole vocabulary.
+    So has a row without ids in a `PartialSamplingMask`, which may leave tokens out. Raises
+    ValueError naming sample and token if another record has an empty set, or if the number of sets
+    is not the number of response tokens.
     """
     records = []
     predicts_response = torch.zeros(sum(total_lengths), dtype=torch.bool)
@@ -244,6 +263,7 @@ def kept_sets(
     for b, (mask, total_length, response_length) in enumerate(samples):
         records.append(_sets_of_response(f"masks[{b}]", mask, response_length))
         end += total_length
+        # The last row of a sample predicts nothing.
         predicts_response[end - 1 - response_length : end - 1] = True
     if not records:
         return TokenSets.whole(0)
@@ -291,7 +311,7 @@ def calculate_log_probs_and_entropy(
     missing: str = "raise",
     entropy_over: str = "vocabulary",
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (log-probs, entropy), fp32: [R, 1] and [R], both [0] without tokens.
+    """Return (log-probs [R, 1], entropy [R] or None), fp32. Without tokens both have shape [0].
 
     logits          [R, V / ranks]
     tokens          int64 [R]
@@ -306,6 +326,7 @@ def calculate_log_probs_and_entropy(
     debug_unified_grad_fused_logprob are not used.
     """
     if true_on_policy:
+        # miles' own function has no candidate sets in this mode, so it cannot compute the call.
         remedy = "with replay it is miles' own: undo() this binding for it."
         require(sampling_mask is None, "true_on_policy", True, remedy)
         raise NotCovered("true on-policy mode")
@@ -313,8 +334,7 @@ def calculate_log_probs_and_entropy(
         logits,
         tokens,
         tp_group,
-        with_entropy,
-        entropy_requires_grad,
+        entropy=entropy_mode(with_entropy, entropy_requires_grad),
         temperature=temperature,
         kept=sampling_mask,
         missing=missing,
@@ -335,24 +355,30 @@ def selected_log_probs_and_entropy(
     sampling_support: bool = False,
     missing: str = "raise",
 ) -> tuple[Tensor, Tensor]:
-    """Return (log-probs of token_ids, entropy), fp32 [R, 1 + K] and [R], both with gradient.
+    """Return (log-probs of token_ids [R, 1 + K], entropy [R]), fp32, both differentiable.
 
     logits             [R, V / ranks]
-    token_ids          int64 [R, 1 + K]: the token, then further ids, which may repeat. -1 is
-                       padding, with log-prob 0.
+    token_ids          int64 [R, 1 + K]: the target of each row, then K further ids, which may
+                       repeat. -1 is padding, with log-prob 0.
     group              the ranks that the vocabulary is sharded over. None: one rank.
-    vocab_size         ids from this on are padding of the head, and not in the softmax
+    vocab_size         the number of real ids. Larger ids pad the head and are not in the softmax.
+                       None: all ids are real.
     temperature        divides the logits
     chunk_size         not used
     with_entropy       False: the entropy is 0
-    sampling_support   True: the softmax is over the further ids. A row without them has zeros.
-    missing            what to do with a token that is not among them, as in `token_logprobs`
+    sampling_support   True: the softmax is over the K further ids. A row without further ids has
+                       zeros.
+    missing            with sampling_support: what to do with a target that is not among the further
+                       ids, as in `token_logprobs`
+
+    If the last rank has no real id, miles computes the call.
     """
     local_vocab = logits.shape[-1]
     shard = even_shard(local_vocab, group)
     shard_start = 0 if shard is None else shard.start
     padded_vocab = local_vocab if shard is None else shard.vocab
     vocab = padded_vocab if vocab_size is None else vocab_size
+    # Every rank decides the same, from the first id of the last rank.
     if vocab <= padded_vocab - local_vocab:
         raise NotCovered("a rank that has padding of the head alone")
     if shard is not None:

@@ -90,10 +90,10 @@ REFUSED = ("use_tis", "get_mismatch_metrics", "use_opsm", "custom_pg_loss_reduce
 
 
 class Replay(NamedTuple):
-    """slime's record on the T rows of its logits.
+    """The candidate sets that slime recorded, one for each of the T rows of its logits.
 
-    kept    a set for each row, none where there is no record.
-    scored  bool [T], False for tokens whose recorded set is empty."""
+    kept    a set for each row. An empty set stands for the whole vocabulary.
+    scored  bool [T], False for tokens whose recorded set is empty: their log-prob is 0."""
 
     kept: TokenSets
     scored: Tensor
@@ -102,38 +102,43 @@ class Replay(NamedTuple):
 def bind(
     *, replay: bool = False, entropy_over: str = "vocabulary", head: bool = False, **how: bool
 ) -> Slots:
-    """Replace `slime.utils.ppo_utils.calculate_log_probs_and_entropy` by our function; the result
-    restores it, see `Slots`, which has the errors too.
+    """Replace slime's functions of log-probs and entropy by ours, until `undo()` of the result.
 
-    replay   True: also replace `slime.backends.megatron_utils.loss._build_topp_keep_mask`, so that
-             the record is not made a mask.
-    entropy_over  for replayed rows with replay=True: "vocabulary", as in slime, or "kept", which
-                  reads fewer logits.
-    head     True: also replace `slime.backends.megatron_utils.loss.get_log_probs_and_entropy`, for
-             models that return hidden states in place of logits (`skip_logits`).
-    how      strict and any_version of `Slots`.
+    Replaces `slime.utils.ppo_utils.calculate_log_probs_and_entropy`, and in versions that have it
+    `calculate_topk_log_probs`.
+
+    replay        True: also replace `slime.backends.megatron_utils.loss._build_topp_keep_mask`, so
+                  that recorded candidate sets are used without making a [T, V] mask
+    entropy_over  with replay=True, the ids that the entropy of a token with a set runs over:
+                  "vocabulary", as in slime, or "kept" (the set), which reads fewer logits
+    head          True: also replace `slime.backends.megatron_utils.loss.get_log_probs_and_entropy`,
+                  for models that return hidden states in place of logits (`skip_logits`)
+    how           strict= and any_version= of `Slots`, which also lists the errors
     """
     slots = Slots(ADAPTER, **how)
     slots.bind(calculate_log_probs_and_entropy, entropy_over=entropy_over)
     if hasattr(sys.modules["slime.utils.ppo_utils"], "calculate_topk_log_probs"):
         slots.bind(calculate_topk_log_probs)
     if replay:
+        # Ours returns sets, slime's a mask.
         slots.bind(keep_sets, comparable=False)
     if head:
+        # slime's own function cannot be called with hidden states.
         slots.bind(get_log_probs_and_entropy, comparable=False, entropy_over=entropy_over)
     return slots
 
 
 def skip_logits(args: Any, model: Sequence[Any]) -> None:
-    """Make slime's model return hidden states and head in place of logits, from then on. Requires
-    `bind(head=True)`.
+    """Make slime's model return hidden states and head in place of logits.
+
+    Requires `bind(head=True)`. Call it in slime's two hooks:
 
         --custom-megatron-before-log-prob-hook-path my_hooks.before_log_probs
         --custom-megatron-before-train-step-hook-path my_hooks.before_train_step
 
-    args    slime's arguments. Ids from args.vocab_size on pad the output weight: they are not in
-            the softmax, unlike in slime.
-    model   the chunks that slime passes to its hooks; those of a critic are left alone
+    args    slime's arguments. Ids from args.vocab_size on are padding of the output weight. They
+            are not in the softmax, unlike in slime.
+    model   the chunks that slime passes to its hooks. The model of a critic is not changed.
 
     Raises ValueError with score centering, which needs logits.
     """
@@ -158,15 +163,26 @@ def get_log_probs_and_entropy(
     top_p_token_offsets: Sequence[Any] | None = None,
     entropy_over: str = "vocabulary",
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
-    """Compute the log-probs and entropies of responses from hidden states. Only the rows that
-    predict a response token take part in matmuls.
+    """Return an empty tensor, and log-probs and entropies of responses from hidden states.
 
-    logits       what the model returns after `skip_logits`. Logits are left to slime.
-    entropy_over   as in `bind`
+    logits             the `UnprojectedLogits` that the model returns after `skip_logits`. slime
+                       computes a call with logits.
+    args               slime's arguments
+    unconcat_tokens    the token ids of each sample, prompt and response
+    total_lengths, response_lengths
+                       the number of tokens of each sample and of its response
+    with_entropy       whether the entropy is computed. It is differentiable if args.entropy_coef is
+                       not 0.
+    non_loss_data      not used
+    top_p_token_ids, top_p_token_offsets
+                       recorded candidate sets, as in `keep_sets`, or None
+    entropy_over       as in `bind`
 
-    The other arguments are slime's. Returns an empty tensor, and for "log_probs" and "entropy" a
-    list of one fp32 tensor per sample. slime's own code decides which rows a response has in each
-    layout of context parallelism, and moves them between ranks.
+    The second result is {"log_probs": ..., "entropy": ...}, each a list of one fp32 tensor
+    [response tokens of this rank] per sample. "entropy" is left out without with_entropy.
+
+    Only the rows that predict a response token take part in matmuls. slime's own code decides which
+    rows a response has under context parallelism, and moves results between ranks.
     """
     from slime.backends.megatron_utils import loss as theirs
 
@@ -176,12 +192,23 @@ def get_log_probs_and_entropy(
     device = logits.device
     layout = (total_lengths, response_lengths, args.allgather_cp)
     tokens = theirs._build_shifted_tokens(num_rows, device, unconcat_tokens, *layout)
+    # slime cuts the rows of each response out of a tensor. Give it row numbers to learn which rows
+    # it takes.
     numbers = torch.arange(num_rows, device=device)
     rows_of_responses, _ = theirs._extract_per_sample(numbers, None, *layout)
     rows = torch.cat(rows_of_responses)
     sets: dict[str, Any] = {}
     if top_p_token_ids is not None and top_p_token_offsets is not None:
-        replay = keep_sets(num_rows, 0, device, top_p_token_ids, top_p_token_offsets, *layout)
+        replay = keep_sets(
+            T=num_rows,
+            vocab_local=0,
+            device=device,
+            top_p_token_ids=top_p_token_ids,
+            top_p_token_offsets=top_p_token_offsets,
+            total_lengths=total_lengths,
+            response_lengths=response_lengths,
+            allgather_cp=args.allgather_cp,
+        )
         sets = {
             "kept": replay.kept.take(rows),
             "mask": replay.scored[rows],
@@ -218,44 +245,51 @@ def keep_sets(
     response_lengths: Sequence[int],
     allgather_cp: bool,
 ) -> Replay:
-    """Convert slime's record to sets of this rank's T rows of logits, for
-    `calculate_log_probs_and_entropy`.
+    """Return the recorded candidate sets on this rank's rows of logits.
 
-    top_p_token_ids, top_p_token_offsets   for each response its ids, and [response + 1] offsets at
-                                           which the ids of each token start: lists, or int32
-                                           tensors on the CPU. Ids are those of the whole vocabulary
-                                           on every rank, so vocab_local is not needed.
-    total_lengths, response_lengths   of each sample; a response is the end of its text.
-    allgather_cp     slime's layout of context parallelism; slime's own code computes it.
-    device           the device of the sets.
+    The result is the log_prob_keep_mask of `calculate_log_probs_and_entropy`.
 
-    Raises ValueError, naming the sample, if a record does not have one set for each token of its
+    T                 number of rows of logits on this rank
+    vocab_local       not used, because the recorded ids are those of the whole vocabulary
+    device            the device of the result
+    top_p_token_ids, top_p_token_offsets
+                      the record of each response in CSR form, lists or int32 tensors on the CPU:
+                      the ids of all its tokens, and the [response length + 1] offsets at which the
+                      ids of each token start
+    total_lengths, response_lengths
+                      number of tokens of each sample (prompt and response), and of its response
+    allgather_cp      slime's layout of context parallelism, which slime's own code applies
+
+    Raises ValueError naming the sample if a record does not have one set for each token of its
     response.
     """
     from slime.backends.megatron_utils.loss import _build_shifted_tokens
 
-    records = []
-    places = []
-    known = 0
-    given = zip(top_p_token_ids, top_p_token_offsets, total_lengths, response_lengths, strict=True)
-    for b, (ids, offsets, total, tokens) in enumerate(given):
-        records.append(response_sets(f"rollout_top_p_token_ids[{b}]", (ids, offsets), tokens))
-        places.append(
-            torch.cat(
-                [torch.zeros(total - tokens, dtype=torch.int64), torch.arange(tokens) + known + 1]
-            )
-        )
-        known += tokens
-    # slime's own function lays out token numbers in place of tokens: row t gets the number of the
-    # token that it predicts, or 0.
-    index = (
-        _build_shifted_tokens(
-            T, torch.device("cpu"), places, total_lengths, response_lengths, allgather_cp
-        )
-        - 1
+    # Number the response tokens of all samples from 1 on. Prompt tokens have number 0.
+    sets_of_responses = []
+    token_numbers = []
+    num_numbered = 0
+    samples = zip(
+        top_p_token_ids, top_p_token_offsets, total_lengths, response_lengths, strict=True
     )
-    sets = (TokenSets.cat(records) if records else TokenSets.whole(0)).take(index)
-    return Replay(sets.to(device), ((index < 0) | (sets.counts > 0)).to(device))
+    for b, (ids, offsets, total_length, response_length) in enumerate(samples):
+        name = f"rollout_top_p_token_ids[{b}]"
+        sets_of_responses.append(response_sets(name, (ids, offsets), response_length))
+        numbers = torch.zeros(total_length, dtype=torch.int64)
+        first = num_numbered + 1
+        numbers[total_length - response_length :] = torch.arange(first, first + response_length)
+        token_numbers.append(numbers)
+        num_numbered += response_length
+    # slime's function lays out token ids on the rows that predict them. Laying out token numbers
+    # gives the set of each row: -1 for a row that predicts no response token.
+    set_of_row = _build_shifted_tokens(
+        T, torch.device("cpu"), token_numbers, total_lengths, response_lengths, allgather_cp
+    )
+    set_of_row = set_of_row - 1
+    recorded = TokenSets.cat(sets_of_responses) if sets_of_responses else TokenSets.whole(0)
+    sets = recorded.take(set_of_row)
+    is_scored = (set_of_row < 0) | (sets.counts > 0)
+    return Replay(kept=sets.to(device), scored=is_scored.to(device))
 
 
 @with_trainer_names(targets="tokens")
@@ -270,60 +304,72 @@ def calculate_log_probs_and_entropy(
     *,
     entropy_over: str = "vocabulary",
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (log-probs [T, 1], entropy [T] or None), fp32; logits [T, V], tokens [T]; both [0] of
-    no tokens. With a tp_group of several ranks logits and log_prob_keep_mask are [T, V / ranks],
-    this rank's parts; None is, as in slime, the default group of torch.distributed where there is
-    one. chunk_size is not needed.
+    """Return (log-probs [T, 1], entropy [T] or None), fp32. Without tokens both have shape [0].
 
-    with_entropy, with_entropy_grad   whether to compute the entropy, and whether it has a gradient.
-    log_prob_keep_mask   bool [T, V]: the softmax of the log-prob, but not of the entropy, is over
-                         these tokens and the target. Or the result of `keep_sets`;
-                         entropy_over="kept" then takes the entropy over the sets.
+    logits               [T, V], or this rank's [T, V / ranks]
+    tokens               int64 [T]
+    tp_group             the tensor-parallel group; None for all ranks, as in slime
+    with_entropy         whether the entropy is computed
+    chunk_size           not used
+    log_prob_keep_mask   the ids that the softmax of the log-prob runs over: bool, the shape of
+                         logits, in addition to the target, or the result of `keep_sets`. None: all
+                         ids.
+    with_entropy_grad    whether the entropy is differentiable
+    entropy_over         with a result of `keep_sets`, the ids that the entropy runs over:
+                         "vocabulary" or "kept" (the sets). Otherwise it runs over the vocabulary.
     """
-    if log_prob_keep_mask is None or isinstance(log_prob_keep_mask, Replay):
-        sets, scored = log_prob_keep_mask or (None, None)
+    entropy = entropy_mode(with_entropy, with_entropy_grad)
+    if log_prob_keep_mask is None:
+        return logps_in_a_column(logits, tokens, tp_group, entropy=entropy)
+    if isinstance(log_prob_keep_mask, Replay):
         return logps_in_a_column(
             logits,
             tokens,
             tp_group,
-            with_entropy,
-            with_entropy_grad,
-            mask=scored,
-            kept=sets,
+            entropy=entropy,
+            mask=log_prob_keep_mask.scored,
+            kept=log_prob_keep_mask.kept,
             entropy_over=entropy_over,
         )
     shard = even_shard(logits.shape[-1], tp_group or default_group())
-    ids = torch.arange(logits.shape[-1], device=tokens.device) + (
-        0 if shard is None else shard.start
-    )
-    masked = logits.masked_fill(
-        (ids != tokens[:, None]).logical_and_(~log_prob_keep_mask), -math.inf
-    )
-    H = (
-        logps_in_a_column(logits, tokens, tp_group, True, with_entropy_grad)[1]
-        if with_entropy
-        else None
-    )
-    return logps_in_a_column(masked, tokens, tp_group, False)[0], H
+    first_id = 0 if shard is None else shard.start
+    ids = torch.arange(logits.shape[-1], device=tokens.device) + first_id
+    is_removed = (ids != tokens[:, None]) & ~log_prob_keep_mask
+    masked_logits = logits.masked_fill(is_removed, -math.inf)
+    logps, _ = logps_in_a_column(masked_logits, tokens, tp_group, entropy=False)
+    entropies = None
+    if entropy:
+        # In slime the mask does not change the entropy.
+        _, entropies = logps_in_a_column(logits, tokens, tp_group, entropy=entropy)
+    return logps, entropies
 
 
 @with_trainer_names(at="token_ids")
 def calculate_topk_log_probs(
     logits: Tensor, token_ids: Tensor, tp_group: Any, chunk_size: int = -1, temperature: float = 1.0
 ) -> Tensor:  # fmt: skip
-    """Return log-probs of token_ids [R, K], fp32, in one pass over each row.
+    """Return the log-probs of K ids of each row, fp32 [R, K], in one pass over the logits.
 
-    The logits [R, V / tensor-parallel ranks] are divided by the temperature. tp_group is as in
-    `calculate_log_probs_and_entropy`; chunk_size is not needed.
+    logits        [R, V / ranks]
+    token_ids     int64 [R, K]; may repeat. -1 is padding, with log-prob 0.
+    tp_group      the tensor-parallel group; None for all ranks, as in slime
+    chunk_size    not used
+    temperature   divides the logits
     """
-    return logps_at_ids(
+    logps, _, _ = logps_at_ids(
         logits, token_ids, temperature=temperature, group=tp_group or default_group()
-    )[0]
+    )
+    return logps
 
 
 def _centered_term(args: Any) -> dict[str, Any]:
-    """Surrogate and filters of the term that slime's score centering corrects; its ratio is to the
-    sampler.
+    """Return surrogate= and filters= of the policy term that slime's score centering corrects.
+
+    args   slime's arguments
+
+    The ratio of this term is the policy's probability over the sampler's. slime's correction of
+    this ratio decides the surrogate: none is REINFORCE, TIS clamps the ratio, and IcePop drops the
+    tokens whose ratio is outside of [low, high].
     """
     from slime.utils.score_centering import get_score_centering_is_config
 
@@ -334,25 +380,30 @@ def _centered_term(args: Any) -> dict[str, Any]:
         args.advantage_estimator,
         remedy,
     )
-    how = get_score_centering_is_config(args)
-    if how["mode"] == "none":
+    correction = get_score_centering_is_config(args)
+    if correction["mode"] == "none":
         return {"surrogate": PolicyGradient()}
-    if how["mode"] == "tis":
-        return {"surrogate": Cispo(cap=how["high"], low=how["low"])}
-    return {
-        "surrogate": Cispo(math.inf),
-        "filters": (TrustRegion("ratio", 1.0 - how["low"], how["high"] - 1.0),),
-    }
+    low = correction["low"]
+    high = correction["high"]
+    if correction["mode"] == "tis":
+        return {"surrogate": Cispo(cap=high, low=low)}
+    # IcePop. A trust region has the distances of its bounds from 1.
+    region = TrustRegion("ratio", 1.0 - low, high - 1.0)
+    return {"surrogate": Cispo(math.inf), "filters": (region,)}
 
 
 def objective_of(args: Any) -> Objective:
     """Return the objective that slime's arguments describe, as a sum over tokens.
 
-    Raises ValueError for what `policy_loss` refuses.
+    args   slime's arguments: clip range, KL, entropy coefficient, advantage estimator
+
+    Raises ValueError naming an argument that is not supported (`REFUSED`).
     """
     centers = getattr(args, "use_score_centering", False)
     remedy = "this loss has no such term: keep slime's own, and use bind() alone."
-    for name in REFUSED[centers:]:  # TIS is part of the centered term
+    for name in REFUSED:
+        if name == "use_tis" and centers:
+            continue  # `_centered_term` includes TIS
         value = getattr(args, name, None)
         require(not value, name, value, remedy)
 
@@ -393,10 +444,20 @@ def objective_of(args: Any) -> Objective:
 
 
 def policy_loss(objective: Objective | None = None) -> Callable[..., LossAndMetrics]:
-    """Make a custom loss of slime, (args, batch, logits, sum_of_sample_mean) -> (loss, metrics).
+    """Return a custom loss for slime: (args, batch, logits, sum_of_sample_mean) -> (loss, metrics).
 
-    objective   None: `objective_of(args)`. An Objective has aggregate="token-sum": slime's reducer
-                holds the denominators. With score centering it is None.
+    objective   None for `objective_of(args)`, the objective of slime's arguments. Another Objective
+                must have aggregate="token-sum", because slime's reducer divides. It cannot be
+                combined with score centering.
+
+    The arguments of the result are slime's:
+
+    args                 slime's arguments
+    batch                its micro-batch: token ids, lengths, masks, advantages, other log-probs
+    logits               [1, T, V / ranks], or `UnprojectedLogits` after `skip_logits`
+    sum_of_sample_mean   slime's reducer, which sums a value of each token with slime's denominators
+
+    The loss is 0-d, and the metrics are 0-d tensors under slime's names.
     """
     if objective is not None:
         remedy = 'slime\'s reducer holds the denominators: make it "token-sum".'
@@ -509,7 +570,13 @@ def policy_loss(objective: Objective | None = None) -> Callable[..., LossAndMetr
 
 
 def _metrics(objective: Objective, out: LossOutput, batch: TokenBatch) -> dict[str, Tensor]:
-    """slime's metrics under slime's names, of each token."""
-    x, clipped, kl = ratio_terms(objective, out.logps, out.rows, batch)
-    named = {"entropy_loss": out.entropy, "pg_clipfrac": clipped.float(), "ppo_kl": -x}
-    return named if kl is None else named | {"kl_loss": kl}
+    """Return slime's metrics of each token under slime's names, fp32 [N] each."""
+    log_ratio, is_clipped, kl = ratio_terms(objective, out.logps, out.rows, batch)
+    metrics = {
+        "entropy_loss": out.entropy,
+        "pg_clipfrac": is_clipped.float(),
+        "ppo_kl": -log_ratio,
+    }
+    if kl is not None:
+        metrics["kl_loss"] = kl
+    return metrics
