@@ -1399,7 +1399,7 @@ FAULTS: list[Fault] = [
         ),
         (
             "targets are not in the order of the rows",
-            "return x if self.is_identity else x[self.row_ids]",
+            "return x if self.is_identity else x.index_select(0, self.row_ids)",
             "return x",
         ),
         (
@@ -1415,8 +1415,8 @@ FAULTS: list[Fault] = [
         ),
         (
             "values stay in the order of the pass",
-            "default[:, self.row_ids] = values",
-            "default[:, : values.shape[1]] = values",
+            "table.index_copy_(1, self.order.row_ids, values)",
+            "table.copy_(torch.cat([values, table[:, values.shape[1] :]], 1))",
         ),
         (
             "logits of policy and reference change places",
@@ -1447,8 +1447,8 @@ FAULTS: list[Fault] = [
         ),
         (
             "the gradient of the weight has no row_scale",
-            "scale_rows(self.logits.policy_hidden(block), row_scale)",
-            "self.logits.policy_hidden(block)",
+            "hidden=scale_rows(hidden, row_scale)",
+            "hidden=hidden",
         ),
         ("each block is rounded", "is_last and self.rounds_weight", "self.rounds_weight", BLOCKS),
         (
@@ -1540,10 +1540,10 @@ FAULTS: list[Fault] = [
         (
             "rows without a gradient are processed after those with one",
             (
-                '        for chunk in plan.chunks_without_gradient:\n            formula.process_chunk(chunk, logits.compute(chunk), None)\n        for chunks in plan.blocks:\n            block = slice(chunks[0].start, chunks[-1].stop)\n            grad_logits = gradient_of_block(chunks, formula, logits, accumulator)\n            is_last = chunks is plan.blocks[-1]\n            accumulator.add_block(block, grad_logits, formula.row_scale(block), is_last)\n            del grad_logits  # before the next block allocates its own\n'
+                '        for chunk in plan.chunks_without_gradient:\n            formula.process_chunk(chunk, logits.compute(chunk, logits.policy_hidden(chunk)), None)\n        for chunks in plan.blocks:\n            block = slice(chunks[0].start, chunks[-1].stop)\n            hidden = logits.policy_hidden(block)\n            grad_logits = gradient_of_block(chunks, hidden, formula, logits, accumulator)\n            is_last = chunks is plan.blocks[-1]\n            accumulator.add_block(block, hidden, grad_logits, formula.row_scale(block), is_last)\n            del hidden, grad_logits  # before the next block allocates its own\n'
             ),
             (
-                '        for chunks in plan.blocks:\n            block = slice(chunks[0].start, chunks[-1].stop)\n            grad_logits = gradient_of_block(chunks, formula, logits, accumulator)\n            is_last = chunks is plan.blocks[-1]\n            accumulator.add_block(block, grad_logits, formula.row_scale(block), is_last)\n            del grad_logits  # before the next block allocates its own\n        for chunk in plan.chunks_without_gradient:\n            formula.process_chunk(chunk, logits.compute(chunk), None)\n'
+                '        for chunks in plan.blocks:\n            block = slice(chunks[0].start, chunks[-1].stop)\n            hidden = logits.policy_hidden(block)\n            grad_logits = gradient_of_block(chunks, hidden, formula, logits, accumulator)\n            is_last = chunks is plan.blocks[-1]\n            accumulator.add_block(block, hidden, grad_logits, formula.row_scale(block), is_last)\n            del hidden, grad_logits  # before the next block allocates its own\n        for chunk in plan.chunks_without_gradient:\n            formula.process_chunk(chunk, logits.compute(chunk, logits.policy_hidden(chunk)), None)\n'
             ),
             LINEAR_PASS,
         ),

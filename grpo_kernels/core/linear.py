@@ -37,7 +37,7 @@ whole sequence. A block therefore holds whole sequences.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -231,7 +231,7 @@ class RowOrder:
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the rows of x [num_rows, ...] in this order, [num_processed, ...]."""
-        return x if self.is_identity else x[self.row_ids]
+        return x if self.is_identity else x.index_select(0, self.row_ids)
 
     def gather_transform(self, transform: RowTransform) -> RowTransform:
         """Return the transform of the logits with one temperature for each row in this order."""
@@ -243,19 +243,6 @@ class RowOrder:
         chunk   slice of the positions in this order
         """
         return chunk if self.is_identity else self.row_ids[chunk]
-
-    def scatter(self, values: Tensor, default: Tensor) -> Tensor:
-        """Return values of the processed rows in the order of the batch, [k, num_rows].
-
-        values    [k, num_processed], in this order
-        default   [k, num_rows]: the values of rows that are not processed. It is overwritten with
-                  `values` in the other rows and returned. If all rows are processed in order,
-                  `values` is returned instead.
-        """
-        if self.is_identity:
-            return values
-        default[:, self.row_ids] = values
-        return default
 
 
 class ChunkedLogits:
@@ -286,23 +273,25 @@ class ChunkedLogits:
             return self.matmuls
         return projection.make_matmuls()
 
-    def policy_hidden(self, chunk: slice) -> Tensor:
-        """Return the policy's hidden states of a chunk, [num_chunk_rows, H], in the matmuls' dtype.
+    def policy_hidden(self, rows: slice) -> Tensor:
+        """Return the policy's hidden states of a block or chunk, [num_rows, H], for the matmuls.
 
-        chunk   slice of the rows in the order of the pass
+        They are copied if the rows are not consecutive or the matmuls have another dtype.
+
+        rows   slice of the rows in the order of the pass
         """
-        hidden = self.inputs.policy.hidden.detach()[self.order.row_ids_at(chunk)]
+        hidden = self.inputs.policy.hidden.detach()[self.order.row_ids_at(rows)]
         return hidden.to(self.matmuls.dtype).contiguous()
 
-    def compute(self, chunk: slice) -> LogitRows:
+    def compute(self, chunk: slice, hidden: Tensor) -> LogitRows:
         """Compute the logits of a chunk (matmul 1), and return its rows as kernels take them.
 
         The logits are hidden @ weight.T + bias, fp32 [1, num_chunk_rows, V]. The kernels apply the
         transform. If there is a reference, its logits are computed too.
 
-        chunk   slice of the rows in the order of the pass
+        chunk    slice of the rows in the order of the pass
+        hidden   [num_chunk_rows, H], their hidden states, from `policy_hidden`
         """
-        hidden = self.policy_hidden(chunk)
         reference = self.inputs.reference
         if reference is None:
             return self._make_rows(chunk, self.matmuls.logits(hidden), None)
@@ -445,14 +434,20 @@ class GradientAccumulator:
             self.grad_bias = torch.zeros(len(policy.weight), device=policy.hidden.device)
 
     def add_block(
-        self, block: slice, grad_logits: Tensor, row_scale: Tensor | None, is_last: bool
+        self,
+        block: slice,
+        hidden: Tensor,
+        grad_logits: Tensor,
+        row_scale: Tensor | None,
+        is_last: bool,
     ) -> None:
         """Compute the gradients of hidden states and weight that come from the rows of a block.
 
-            grad_hidden[block]  = row_scale * (grad_logits @ weight)          # matmul 2
-            grad_weight        += grad_logits.T @ (row_scale * hidden[block])  # matmul 3
+            grad_hidden[block]  = row_scale * (grad_logits @ weight)   # matmul 2
+            grad_weight        += grad_logits.T @ (row_scale * hidden)  # matmul 3
 
         block         slice of the rows in the order of the pass
+        hidden        [num_block_rows, H], their hidden states in the dtype of the matmuls
         grad_logits   [num_block_rows, V]: d loss / d logits, without the factor row_scale
         row_scale     fp32 [num_block_rows]: a factor of the gradient of each row; None for 1
         is_last       whether this is the last block, after which the sum may be rounded
@@ -466,11 +461,10 @@ class GradientAccumulator:
         if self.wanted.weight:
             # The rows of hidden are scaled instead of those of grad_logits. The product is the
             # same, and hidden [., H] is much smaller than grad_logits [., V].
-            hidden = scale_rows(self.logits.policy_hidden(block), row_scale)
             self.grad_weight = matmuls.add_grad_weight(
                 total=self.grad_weight,
                 grad_logits=grad_logits,
-                hidden=hidden,
+                hidden=scale_rows(hidden, row_scale),
                 may_round=is_last and self.rounds_weight,
             )
 
@@ -555,13 +549,14 @@ def run_pass(
     with without_autocast(inputs.targets.device.type):
         # First, because a sequence-level loss needs the log-probs of all rows of a sequence.
         for chunk in plan.chunks_without_gradient:
-            formula.process_chunk(chunk, logits.compute(chunk), None)
+            formula.process_chunk(chunk, logits.compute(chunk, logits.policy_hidden(chunk)), None)
         for chunks in plan.blocks:
             block = slice(chunks[0].start, chunks[-1].stop)
-            grad_logits = gradient_of_block(chunks, formula, logits, accumulator)
+            hidden = logits.policy_hidden(block)
+            grad_logits = gradient_of_block(chunks, hidden, formula, logits, accumulator)
             is_last = chunks is plan.blocks[-1]
-            accumulator.add_block(block, grad_logits, formula.row_scale(block), is_last)
-            del grad_logits  # before the next block allocates its own
+            accumulator.add_block(block, hidden, grad_logits, formula.row_scale(block), is_last)
+            del hidden, grad_logits  # before the next block allocates its own
     return accumulator.result()
 
 
@@ -576,6 +571,7 @@ def accumulation_dtype(hidden_dtype: torch.dtype) -> torch.dtype:
 
 def gradient_of_block(
     chunks: Sequence[slice],
+    hidden: Tensor,
     formula: Formula,
     logits: ChunkedLogits,
     accumulator: GradientAccumulator,
@@ -586,19 +582,23 @@ def gradient_of_block(
     which matmuls 2 and 3 read it: fp32 in the memory of the logits, or 16-bit in a buffer.
 
     chunks        the chunks of the block, consecutive slices of the rows in the order of the pass
+    hidden        [num_block_rows, H], their hidden states
     formula       computes the loss, and writes the gradient of a chunk
     logits        computes the logits of a chunk
     accumulator   adds the gradient of the bias, if it is wanted
     """
-    num_rows = chunks[-1].stop - chunks[0].start
+    start = chunks[0].start
+    num_rows = chunks[-1].stop - start
     buffer = logits.matmuls.make_grad_buffer(num_rows, sums_bias=accumulator.wanted.bias)
     for chunk in chunks:
-        write_gradient_of_chunk(chunk, formula, logits, accumulator, buffer)
+        hidden_of_chunk = hidden[chunk.start - start : chunk.stop - start]
+        write_gradient_of_chunk(chunk, hidden_of_chunk, formula, logits, accumulator, buffer)
     return buffer.all_rows()
 
 
 def write_gradient_of_chunk(
     chunk: slice,
+    hidden: Tensor,
     formula: Formula,
     logits: ChunkedLogits,
     accumulator: GradientAccumulator,
@@ -610,12 +610,13 @@ def write_gradient_of_chunk(
     when the next chunk computes its logits.
 
     chunk         slice of the rows in the order of the pass
+    hidden        [num_chunk_rows, H], their hidden states
     formula       computes the loss, and writes the gradient
     logits        computes the logits of the chunk
     accumulator   adds the gradient of the bias, if it is wanted
     buffer        keeps the gradients of the block for matmuls 2 and 3
     """
-    rows = logits.compute(chunk)
+    rows = logits.compute(chunk, hidden)
     # Where the formula writes the gradient: over the logits, or into a 16-bit buffer.
     grad_logits = buffer.memory_for(rows.logits[0])
     formula.process_chunk(chunk, rows, grad_logits[None])
@@ -678,9 +679,13 @@ class SumsRecorder:
 
         Rows that were not processed have the sums of masked rows, whose log-prob is 0.
         """
-        masked = SoftmaxSums.masked(self.names, self.order.num_rows, self.inputs.targets.device)
-        values = self.chunks.in_batch_order(masked.values)
+        values = self.chunks.in_batch_order(self._masked_values)
         return SoftmaxSums(values, self.names, self.inputs.divergence_kind)
+
+    def _masked_values(self) -> Tensor:
+        """Return the sums of masked rows for each row of the batch, fp32 [num_names, num_rows]."""
+        device = self.inputs.targets.device
+        return SoftmaxSums.masked(self.names, self.order.num_rows, device).values
 
 
 def write_unit_gradient(
@@ -723,18 +728,21 @@ class ChunkValues:
         """
         self.chunks.append((chunk.start, values))
 
-    def in_batch_order(self, default: Tensor) -> Tensor:
+    def in_batch_order(self, make_default: Callable[[], Tensor]) -> Tensor:
         """Return the values of all rows, fp32 [k, num_rows], in the order of the batch.
 
-        default   [k, num_rows]: the values of rows that were not processed. It may be overwritten
-                  with the result.
+        make_default   makes a table [k, num_rows] with the values of rows that were not processed.
+                       It is called only if there are such rows. The others are overwritten.
         """
         if not self.chunks:
-            return default
+            return make_default()
         # Chunks without a gradient are processed first, although they come last in the order.
         chunks = [values for _, values in sorted(self.chunks, key=lambda chunk: chunk[0])]
         values = chunks[0] if len(chunks) == 1 else torch.cat(chunks, 1)
-        return self.order.scatter(values, default)
+        if self.order.is_identity:
+            return values
+        table = make_default()
+        return table.index_copy_(1, self.order.row_ids, values)
 
 
 class KnownGradients:

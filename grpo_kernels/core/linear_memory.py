@@ -231,12 +231,13 @@ class LinearMemory:
         else:  # the gradients overwrite the logits
             buffer = 0
             grad_logits = logits
-        copied_row = HALF_BYTES * self.width if gathers_rows else 0  # of hidden states
+        # The copy of the hidden states of a block exists throughout the block.
+        copied_row = HALF_BYTES * self.width if gathers_rows else 0
+        hidden = block_rows * copied_row
 
-        during_matmul_1 = sum_of_earlier_blocks + buffer + logits + chunk_rows * copied_row
+        during_matmul_1 = sum_of_earlier_blocks + hidden + buffer + logits
 
-        # The copies of the hidden states of the block, and of at most one chunk.
-        operands = grad_logits + (block_rows + chunk_rows) * copied_row
+        operands = grad_logits + hidden
         grad_hidden_of_block = 0
         if self.grad_hidden_bytes:
             # The result in fp32, its partial sums, and a copy if hidden states are not fp32.

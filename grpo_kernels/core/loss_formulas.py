@@ -81,15 +81,18 @@ class TokenFormula:
         The statistics are log-probs, entropies and, with a reference, divergences. Rows that were
         not processed have 0 for each.
         """
-        device = self.order.row_ids.device
-        not_processed = torch.zeros(self.num_values, self.order.num_rows, device=device)
-        values = FusedLossValues(self.chunks.in_batch_order(not_processed))
+        values = FusedLossValues(self.chunks.in_batch_order(self._zeros))
         return FormulaResult(
             loss=sum_losses(values.losses),
             logps=values.logps,
             entropy=values.entropy,
             divergence=values.divergence,
         )
+
+    def _zeros(self) -> Tensor:
+        """Return the values of rows that were not processed, fp32 [num_values, num_rows]."""
+        device = self.order.row_ids.device
+        return torch.zeros(self.num_values, self.order.num_rows, device=device)
 
 
 class SequenceFormula:

@@ -966,16 +966,22 @@ class LinearPass(SoftmaxPass):
         return tensors
 
     def make_inputs(self, tensors: Sequence[Tensor | None]) -> PassInputs:
-        """Return `ProjectedLogits.make_inputs` of the source with its tensors replaced.
+        """Return what a pass over the rows reads, with the tensors that autograd passes.
 
-        tensors   (hidden, weight, bias), from autograd. The pass reads these, because the tensors
-                  of `source` may be wrappers of torch.func, which kernels cannot read.
+        tensors   (hidden, weight, bias). Those of `source` may be wrappers of torch.func, which
+                  kernels cannot read.
         """
         hidden, weight, bias = tensors
         assert hidden is not None and weight is not None
-        projection = replace(self.source.projection, hidden=hidden, weight=weight, bias=bias)
-        source = replace(self.source, projection=projection)
-        return source.make_inputs(self.targets, self.reference)
+        source = self.source
+        matmul_dtype = source.projection.matmul_dtype
+        return PassInputs(
+            kernels=source.kernels,
+            shard=source.shard,
+            policy=Projection(hidden, weight, bias, source.transform, matmul_dtype),
+            reference=self.reference,
+            targets=self.targets,
+        )
 
 
 @dataclass(frozen=True, eq=False)

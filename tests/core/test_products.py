@@ -305,7 +305,9 @@ def test_slopes_of_a_kept_block_are_those_of_logits_that_are_made_again(
         of = replace(batch(), advantages=advantages, mask=mask, old_logps=old)
         out = linear_grpo_loss(hidden, weight, of, Objective.preset("gspo"), options=options)
         out.loss.backward()
-        assert torch.equal(out.logps, logps) and torch.equal(hidden.detach(), before)
+        # A library may choose another matmul kernel for another number of rows.
+        torch.testing.assert_close(out.logps, logps, rtol=0, atol=H * 2.0**-22)
+        assert torch.equal(hidden.detach(), before)
         found.append((hidden.grad, weight.grad))
     # Sums of H and of B * T terms in two orders, each with a rounding a term; bf16 rounds the
     # result.
