@@ -360,8 +360,8 @@ class DraftCall:
         losses = []
         masks = []
         agreements = []
-        for i, hidden in enumerate(self.drafts):
-            distance = self.first_depth + i + 2
+        for depth, hidden in zip(self._depths(), self.drafts, strict=True):
+            distance = depth + 2
             mask = self.positions.counted(distance).view(shape)
             # roll moves ids of the beginning to the end. The mask is False there.
             labels = ids.flatten().roll(-distance).view(shape)
@@ -385,47 +385,57 @@ class DraftCall:
         )
 
     def soft_values(self, policy_hidden: Tensor) -> TokenValues:
-        """Return the cross-entropy H(q, p) for the draft of each depth at each position t.
+        """Return the cross-entropy H(q, p) of each draft head at each position, and the metrics.
 
-        p is the draft's distribution at t, q the policy's at t + depth + 1. One `SoftPass` over the
-        policy's positions computes all depths.
+        The draft head of depth d at position t predicts what the policy predicts d + 1 positions
+        later: p is its distribution at t, and q is the policy's at t + d + 1. One `SoftPass` over
+        the policy's positions computes the losses of all depths.
 
-        policy_hidden   hidden states of the policy, [*positions, H]
+        policy_hidden   hidden states of the policy, [*positions, H]. They get no gradient.
         """
         positions = self.positions
-        distances = range(self.first_depth + 1, self.first_depth + 1 + len(self.drafts))
+        distances = [depth + 1 for depth in self._depths()]
         masks = torch.stack([positions.counted(distance) for distance in distances])
-        layout = RowLayout(
-            shape=positions.shape,
-            device=positions.is_real.device,
-            mask=positions.is_real.view(positions.shape),
-            cu_seqlens=positions.cu_seqlens,
-        )
-
-        def make_source(hidden: Tensor) -> ProjectedLogits:
-            """Return the rows of logits of hidden states under the head of the call."""
-            inputs = LinearInput(hidden, self.head.weight, self.head.bias)
-            return inputs.make_source(layout, self.transform, self.options)
-
-        sources = [make_source(hidden) for hidden in self.drafts]
-        policy = make_source(policy_hidden.detach())
-        hidden = [source.projection.hidden for source in sources]
+        # Draft heads and policy have the same output head, and one row for each position.
+        drafts = [self._project(hidden) for hidden in self.drafts]
+        policy = self._project(policy_hidden.detach())
+        # The hidden states as [num_positions, H], which autograd tracks.
+        draft_hidden = [draft.projection.hidden for draft in drafts]
         soft_pass = SoftPass(
-            drafts=sources,
+            drafts=drafts,
             policy=policy,
-            distances=list(distances),
+            distances=distances,
             draft_masks=masks,
             has_metrics=self.has_metrics,
-            has_gradients=[torch.is_grad_enabled() and x.requires_grad for x in hidden],
+            has_gradients=[torch.is_grad_enabled() and x.requires_grad for x in draft_hidden],
         )
-        losses, acceptance, agreement = SoftCrossEntropy.apply(soft_pass, *hidden)
-        shape = (len(sources), *positions.shape)
+        losses, acceptance, agreement = SoftCrossEntropy.apply(soft_pass, *draft_hidden)
+        shape = (len(drafts), *positions.shape)
         return TokenValues(
             losses=losses.view(shape),
             mask=masks.view(shape),
             top1_agreement=agreement.view(shape) if self.has_metrics else None,
             acceptance=acceptance.view(shape) if self.has_metrics else None,
         )
+
+    def _depths(self) -> range:
+        """Return the depth of each draft: `first_depth`, `first_depth` + 1, ..."""
+        return range(self.first_depth, self.first_depth + len(self.drafts))
+
+    def _project(self, hidden: Tensor) -> ProjectedLogits:
+        """Return rows whose logits are hidden @ weight.T + bias, with the output head of the call.
+
+        hidden   [*positions, H], of a draft head or the policy
+        """
+        positions = self.positions
+        layout = RowLayout(
+            shape=positions.shape,
+            device=positions.is_real.device,
+            mask=positions.is_real.view(positions.shape),
+            cu_seqlens=positions.cu_seqlens,
+        )
+        inputs = LinearInput(hidden, self.head.weight, self.head.bias)
+        return inputs.make_source(layout, self.transform, self.options)
 
 
 # ---- the soft loss

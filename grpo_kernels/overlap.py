@@ -37,13 +37,13 @@ def refuse_overlap(
     are accepted. The answer is exact, except for interleaved views with different row strides that
     take more than MAX_POSITIONS steps to compare. These are refused.
     """
-    ((_, written),) = _memory_of(name, written)
+    ((_, written),) = _named_tensors(name, written)
     for argument, value in read.items():
-        for part_name, part in _memory_of(argument, value):
+        for part_name, part in _named_tensors(argument, value):
             if overlap(written, part):
                 raise ValueError(f"{name} shares memory with {part_name}: {remedy}")
     for argument, value in read_before_write.items():
-        for part_name, part in _memory_of(argument, value):
+        for part_name, part in _named_tensors(argument, value):
             if overlap(written, part) and not _same_elements(written, part):
                 raise ValueError(f"{name} shares memory with {part_name}: {remedy}")
 
@@ -138,10 +138,14 @@ def _same_elements(x: Tensor, y: Tensor) -> bool:
     return all(size == 1 or stride_x == stride_y for size, stride_x, stride_y in strides)
 
 
-def _memory_of(name: str, x: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors inside an argument, each with its name, for example "reference.weight".
+def _named_tensors(name: str, x: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) for each tensor inside an argument, for example "reference.weight".
 
-    Tensor subclasses such as DTensor are replaced by the local tensors that they wrap.
+    A tensor subclass that wraps others, such as DTensor, is replaced by the tensors that it wraps,
+    which have the memory. They have the name of the subclass.
+
+    name   the name of the argument
+    x      a tensor, or a tuple, list or dataclass that may contain tensors; None in it is skipped
     """
     if isinstance(x, Tensor):
         x = plain(x)
@@ -150,12 +154,12 @@ def _memory_of(name: str, x: Any) -> Iterator[tuple[str, Tensor]]:
             return
         attributes, _ = x.__tensor_flatten__()
         for attribute in attributes:
-            yield from _memory_of(name, getattr(x, attribute))
+            yield from _named_tensors(name, getattr(x, attribute))
     elif isinstance(x, (tuple, list)):
         for i, part in enumerate(x):
-            yield from _memory_of(f"{name}[{i}]", part)
+            yield from _named_tensors(f"{name}[{i}]", part)
     else:
         for field in getattr(x, "__dataclass_fields__", ()):
             part = getattr(x, field)
             if part is not None:
-                yield from _memory_of(f"{name}.{field}", part)
+                yield from _named_tensors(f"{name}.{field}", part)

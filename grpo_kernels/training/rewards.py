@@ -19,6 +19,7 @@ generators are not.
 
 from __future__ import annotations
 
+import itertools
 import math
 import pkgutil
 import re
@@ -185,9 +186,13 @@ def name_of(function: RewardFunction) -> str:
 def call(function: RewardFunction, asked: Asked) -> list[float | list[float]]:
     """Call a reward function, and return its rewards: a number or a list for each completion.
 
-    Without completions the function is not called. Raises RuntimeError if it raises, and ValueError
-    if it returns something else than the top of this file says. The error names the function, and
-    shows the completion.
+    Without completions the function is not called.
+
+    asked   the arguments of the function, for the completions of this rank
+
+    Raises RuntimeError if the function raises. Raises ValueError if it does not return a list with
+    one entry for each completion, which is a finite number, or a list with one entry for each token
+    (a finite number or None). The error names the function and shows the completion.
     """
     name = name_of(function)
     count = len(asked.completions)
@@ -300,41 +305,44 @@ class Scores:
     def advantages(
         self, estimator: Any, step_estimator: Any, *, group_size: int, **evidence: Tensor
     ) -> Tensor:
-        """Return advantages of completions [B], or of tokens [B, T].
+        """Return the advantages: [B], or [B, T] if they differ among the tokens of a completion.
 
-        estimator        estimates advantages of the outcome rewards, an entry of
-                         `estimators.ADVANTAGES`. Outcome rewards are added with their weights.
-        step_estimator   estimates advantages of tokens from process rewards
+        A function with process rewards has an entry in `steps`; the others return outcome rewards.
+        `estimator` turns the weighted sum of the outcome rewards into advantages. For each function
+        with process rewards, `step_estimator` turns these into advantages of tokens. They are added
+        with the weight of the function (DeepSeekMath, arXiv 2402.03300, section 4.1.3).
+
+        estimator        an entry of `estimators.ADVANTAGES`
+        step_estimator   the same for process rewards; returns [B, T]
+        group_size       number of completions of each prompt
         evidence         what `estimator` needs in addition to the rewards, fields of `Evidence`
-
-        The advantages of process rewards, times the weight of their function, are added to those of
-        the outcome rewards (DeepSeekMath, arXiv 2402.03300, section 4.1.3).
         """
-        outcomes = [k for k, steps in enumerate(self.steps) if steps is None]
-        weights = [self.weights[k] for k in outcomes]
-        columns = self.each[outcomes]
-        if outcomes:
-            rewards = weighted_sum(columns.unbind(), weights)
-        else:
-            rewards = torch.zeros_like(self.each[0])
-        mask = torch.arange(max(self.lengths)) < torch.tensor(self.lengths)[:, None]
-        total = estimator(
+        outcome_functions = [k for k, steps in enumerate(self.steps) if steps is None]
+        outcome_weights = [self.weights[k] for k in outcome_functions]
+        outcome_rewards = self.each[outcome_functions]  # [number of such functions, B]
+        if outcome_functions:
+            summed_rewards = weighted_sum(outcome_rewards.unbind(), outcome_weights)
+        else:  # the advantages of rewards that are all 0 are 0
+            summed_rewards = torch.zeros_like(self.each[0])
+        is_token = torch.arange(max(self.lengths)) < torch.tensor(self.lengths)[:, None]
+        advantages = estimator(
             Evidence(
-                rewards,
+                summed_rewards,
                 group_size=group_size,
-                columns=columns.T,
-                reward_weights=weights,
-                mask=mask,
+                columns=outcome_rewards.T,
+                reward_weights=outcome_weights,
+                mask=is_token,
                 **evidence,
             )
         )
         for weight, steps in zip(self.weights, self.steps, strict=True):
-            if steps is not None:
-                if total.dim() == 1:
-                    total = total[:, None]
-                step_evidence = Evidence(rewards, group_size=group_size, steps=steps)
-                total = total + weight * step_estimator(step_evidence)
-        return total
+            if steps is None:
+                continue
+            if advantages.dim() == 1:  # one number for all tokens of a completion
+                advantages = advantages[:, None]
+            step_evidence = Evidence(summed_rewards, group_size=group_size, steps=steps)
+            advantages = advantages + weight * step_estimator(step_evidence)
+        return advantages
 
 
 def score(
@@ -342,30 +350,29 @@ def score(
 ) -> Scores:
     """Call the reward functions for the completions of this rank. Return the scores of all ranks.
 
-    asked   the completions of this rank
+    functions   the K reward functions
+    weights     their weights in the sum of rewards
+    asked       the completions of this rank
+    ranks       the ranks of the run; all of them must call this
 
     Raises the errors of `call` on all ranks, and ValueError if a function returns numbers for some
     completions and lists for others.
     """
 
-    def own_results() -> list[list[Any]]:
+    def lengths_and_rewards() -> list[list[Any]]:
+        """Return lists with an entry for each completion: its length, then one reward each."""
         lengths = [len(ids) for ids in asked.tokens]
         return [lengths, *(call(function, asked) for function in functions)]
 
-    rank_results = ranks.together(own_results)
-    # The lengths, then the rewards of each function, concatenated over the ranks.
-    lengths, *values = (
-        [x for part in parts for x in part] for parts in zip(*rank_results, strict=True)
+    lists_of_ranks = ranks.together(lengths_and_rewards)
+    # Concatenate the lists of all ranks.
+    lengths, *rewards_of_functions = (
+        list(itertools.chain(*parts)) for parts in zip(*lists_of_ranks, strict=True)
     )
-    # A name that occurs again gets a number: "exact", "exact#2".
-    plain_names = [name_of(function) for function in functions]
-    names = list[str]()
-    for k, name in enumerate(plain_names):
-        earlier = plain_names[:k].count(name)
-        names.append(f"{name}#{earlier + 1}" if earlier else name)
+    names = _distinct_names(functions)
     each = list[Tensor]()
     steps = list[Tensor | None]()
-    for name, rewards in zip(names, values, strict=True):
+    for name, rewards in zip(names, rewards_of_functions, strict=True):
         num_lists = sum(isinstance(reward, list) for reward in rewards)
         if num_lists not in (0, len(rewards)):
             raise ValueError(
@@ -373,11 +380,11 @@ def score(
                 " one kind for all."
             )
         tensors = [torch.tensor(reward, dtype=torch.float64) for reward in rewards]
-        if num_lists:
+        if num_lists:  # process rewards
             table = pad_sequence(tensors, batch_first=True, padding_value=math.nan)
             each.append(table.nansum(1))
             steps.append(table)
-        else:
+        else:  # outcome rewards
             each.append(torch.stack(tensors))
             steps.append(None)
     return Scores(
@@ -388,3 +395,13 @@ def score(
         steps=steps,
         texts=asked.completions,
     )
+
+
+def _distinct_names(functions: list[RewardFunction]) -> list[str]:
+    """Return the name of each function. A name that occurs again gets a number: "exact#2"."""
+    names = [name_of(function) for function in functions]
+    distinct = list[str]()
+    for k, name in enumerate(names):
+        num_earlier = names[:k].count(name)
+        distinct.append(f"{name}#{num_earlier + 1}" if num_earlier else name)
+    return distinct

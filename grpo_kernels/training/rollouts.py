@@ -307,24 +307,31 @@ def micro_batches(
 ) -> tuple[list[Part], float]:
     """Split a batch into micro-batches of `config.micro_batch` completions.
 
-    Returns (the micro-batches, the share of completions that was dropped). With
-    `config.drop_zero_variance`, completions without a gradient are dropped. All ranks get the same
-    number of micro-batches.
+    Returns (the micro-batches, the share of completions of all ranks that was dropped). With
+    `config.drop_zero_variance`, completions whose advantages are all 0 are dropped, because they
+    have no gradient. All ranks get the same number of micro-batches.
+
+    completions   the completions of this rank
+    batch         their advantages, mask and weights, in the same order
     """
     assert batch.mask is not None and batch.advantages is not None
-    total = len(completions.ids)
-    kept = torch.arange(total, device=completions.ids.device)
+    num_completions = len(completions.ids)
+    row_ids = torch.arange(num_completions, device=completions.ids.device)
     if config.drop_zero_variance:
-        has_gradient = (batch.advantages.reshape(total, -1) != 0).any(1)
+        has_gradient = (batch.advantages.reshape(num_completions, -1) != 0).any(1)
         if not ranks.any(bool(has_gradient.any())):
-            # The optimizer makes a step with zero gradients too: its averages decay.
+            # Without gradients the optimizer would skip the parameters. With gradients of 0 it
+            # decays its moving averages, as it does without this option. So the main rank keeps
+            # one completion.
             has_gradient[0] = ranks.main
-        kept = kept[has_gradient]
+        row_ids = row_ids[has_gradient]
     parts = []
-    for rows in pieces(kept, config.micro_batch, ranks):
+    for rows in pieces(row_ids, config.micro_batch, ranks):
         mask = batch.mask[rows]
-        if not len(rows):  # other ranks have more: make a pass without trained tokens
-            rows = kept.new_zeros(1)
+        if not len(rows):
+            # Other ranks have more micro-batches, and a pass of a sharded model needs all ranks.
+            # Take part with a completion without trained tokens.
+            rows = row_ids.new_zeros(1)
             mask = torch.zeros_like(batch.mask[:1])
         part = completions[rows]
         weights = None if batch.weights is None else batch.weights[rows]
@@ -332,5 +339,5 @@ def micro_batches(
             part.targets, batch.advantages[rows], mask=mask, weights=weights, kept=part.kept
         )
         parts.append((part, part_batch))
-    num_kept, num_total = zip(*ranks.gather((len(kept), total)), strict=True)
-    return parts, 1 - sum(num_kept) / sum(num_total)
+    num_used, num_total = zip(*ranks.gather((len(row_ids), num_completions)), strict=True)
+    return parts, 1 - sum(num_used) / sum(num_total)

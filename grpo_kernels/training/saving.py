@@ -265,16 +265,19 @@ class Saved:
             )
 
     def check_space(self) -> None:
-        """Check that the disk has space for the model and for one checkpoint more than are kept.
+        """Raise ValueError unless the disk has space for all that the run will write.
 
-        A new checkpoint is complete before an old one is deleted.
+        That is the final model, and the checkpoints. A new checkpoint is complete before an old one
+        is deleted, so `keep_checkpoints` + 1 exist for a moment. Those that an interrupted run left
+        are on the disk already.
         """
         model = _num_bytes(self.policy.model)
         reference = 0 if self.reference is None else _num_bytes(self.reference.model)
-        more = max(
-            self.config.keep_checkpoints + 1 - len(checkpoint_paths(self.folder.checkpoints)), 1
-        )
-        needed = model + more * (3 * model + reference)  # AdamW has two moments
+        checkpoint = 3 * model + reference  # with AdamW's two moments of each parameter
+        num_present = len(checkpoint_paths(self.folder.checkpoints))
+        # At least 1: the next checkpoint is written before an old one is deleted.
+        num_new = max(self.config.keep_checkpoints + 1 - num_present, 1)
+        needed = model + num_new * checkpoint
         free = shutil.disk_usage(self.folder.path).free
         if free < needed:
             raise ValueError(
