@@ -796,10 +796,10 @@ FAULTS: list[Fault] = [
             "verl's temperatures of a flat row keep their shape", "temperature.reshape(ids.shape) if temperature.numel() == ids.numel() else temperature",
             "temperature", "tests/integrations/test_bound_functions.py",
         ),
-        ("CISPO's lower bound dropped", '("cispo", Cispo, "to from")', '("cispo", Cispo, "to")'),
+        ("CISPO's lower bound dropped", 'Cispo(cap=1 + cap, low=1 - low)', 'Cispo(cap=1 + cap)'),
         (
-            "DPPO's lower clip fraction counts filtered tokens", 'marks = (~is_kept, (ratio > high) & is_kept)',
-            'marks = (~is_kept, ratio > high)',
+            "DPPO's lower clip fraction counts filtered tokens", 'LOWER_CLIPPED_SHARE: (ratio > high) & is_kept',
+            'LOWER_CLIPPED_SHARE: ratio > high',
         ),
         (
             "verl distillation: masses of padding kept", "return log_probs.detach().exp().sum(-1).masked_fill(~is_counted, 0.0)",

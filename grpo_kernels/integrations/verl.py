@@ -46,11 +46,10 @@ anything on a GPU were not run.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from operator import attrgetter, itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,24 +106,67 @@ DISTILLATION = replace(
     replaces={"topk_divergence": "verl.trainer.distillation.fsdp.losses.compute_forward_kl_topk"},
 )  # fmt: skip
 
-#: verl's names of its losses -> ours of the preset that has its formula, the surrogate, and what it
-#: is made of: fields of verl's config, or clip widths (low, high) and the ratios that they are
-#: (from, to).
-LOSSES: dict[str, tuple[str, Callable[..., Any], str]] = {
-    "vanilla": ("ppo", functools.partial(bounded_clip, "verl", name="clip_ratio_c", name_of_high="clip_ratio_high"), "low high clip_ratio_c"),
-    "gspo": ("gspo", Clip, "low high"), "gpg": ("reinforce", PolicyGradient, ""), "geo_mean": ("gmpo", Gmpo, "low high"),
-    "cispo": ("cispo", Cispo, "to from"), "sapo": ("sapo", Sapo, "tau_pos tau_neg"), "dro": ("dro", Dro, "policy_loss.dro_beta"),
-    "clip_cov": ("clip_cov", ClipCov, "low high policy_loss.clip_cov_ratio policy_loss.clip_cov_lb policy_loss.clip_cov_ub"),
-    "kl_cov": ("kl_cov", KlCov, "policy_loss.ppo_kl_coef policy_loss.kl_cov_ratio"),
-    "dppo_tv": ("dppo_tv", Cispo, "clip_ratio_c"), "dppo_kl": ("dppo_kl", Cispo, "clip_ratio_c"),
-}  # fmt: skip
-#: Those that leave out tokens by lot.
+
+def _cispo_of_widths(cap: float, low: float) -> Cispo:
+    """Return CISPO with the ratio clamped to [1 - low, 1 + cap], from clip widths as in verl."""
+    return Cispo(cap=1 + cap, low=1 - low)
+
+
+class LossOfVerl(NamedTuple):
+    """Our equivalent of a policy loss of verl.
+
+    preset      our preset that has the formula of the loss
+    surrogate   makes the surrogate
+    fields      {argument of `surrogate`: field of verl's actor config that has its value}
+    """
+
+    preset: str
+    surrogate: Callable[..., Any]
+    fields: Mapping[str, str]
+
+
+_CLIP_WIDTHS = {"eps_low": "clip_ratio_low", "eps_high": "clip_ratio_high"}
+#: verl's names of its policy losses -> our equivalents.
+LOSSES: dict[str, LossOfVerl] = {
+    "vanilla": LossOfVerl(
+        "ppo",
+        functools.partial(
+            bounded_clip, "verl", name="clip_ratio_c", name_of_high="clip_ratio_high"
+        ),
+        {"low": "clip_ratio_low", "high": "clip_ratio_high", "delta": "clip_ratio_c"},
+    ),
+    "gspo": LossOfVerl("gspo", Clip, _CLIP_WIDTHS),
+    "gpg": LossOfVerl("reinforce", PolicyGradient, {}),
+    "geo_mean": LossOfVerl("gmpo", Gmpo, _CLIP_WIDTHS),
+    "cispo": LossOfVerl(
+        "cispo", _cispo_of_widths, {"cap": "clip_ratio_high", "low": "clip_ratio_low"}
+    ),
+    "sapo": LossOfVerl("sapo", Sapo, {"tau_pos": "tau_pos", "tau_neg": "tau_neg"}),
+    "dro": LossOfVerl("dro", Dro, {"beta": "policy_loss.dro_beta"}),
+    "clip_cov": LossOfVerl(
+        "clip_cov",
+        ClipCov,
+        {
+            **_CLIP_WIDTHS,
+            "share": "policy_loss.clip_cov_ratio",
+            "low": "policy_loss.clip_cov_lb",
+            "high": "policy_loss.clip_cov_ub",
+        },
+    ),
+    "kl_cov": LossOfVerl(
+        "kl_cov", KlCov, {"coef": "policy_loss.ppo_kl_coef", "share": "policy_loss.kl_cov_ratio"}
+    ),
+    "dppo_tv": LossOfVerl("dppo_tv", Cispo, {"cap": "clip_ratio_c"}),
+    "dppo_kl": LossOfVerl("dppo_kl", Cispo, {"cap": "clip_ratio_c"}),
+}
+#: Losses that drop random tokens, so that two calls cannot be compared.
 RANDOM = ("clip_cov",)
-#: Presets whose old_logps are not those of verl's policy loss, which is given no reference.
+#: Presets that need inputs which verl does not pass to a policy loss, such as a reference.
 WITHOUT = ("a2po", "distillation", "sampled_distillation")
 
-#: The metrics of tokens that are clipped, and of those at the other end.
-CLIPPED_SHARES = ("actor/pg_clipfrac", "actor/pg_clipfrac_lower")
+#: verl's metrics: the share of clipped tokens, and of tokens clipped at the other bound.
+CLIPPED_SHARE = "actor/pg_clipfrac"
+LOWER_CLIPPED_SHARE = "actor/pg_clipfrac_lower"
 
 #: verl's `loss_agg_mode` -> ours.
 AGGREGATES = {
@@ -137,46 +179,59 @@ AGGREGATES = {
 
 
 def register(prefix: str = "fused_", *, any_version: bool = False) -> list[str]:
-    """Add our losses to verl's registry, and return their names: `prefix` with each name of LOSSES
-    that this verl has, and of our presets.
+    """Add our policy losses to verl's registry, and return their names there.
 
-    No function of verl is replaced, and names that are registered already stay. Under an untested
-    version of verl, unless any_version, the first call of a loss that verl has too is compared with
-    verl's own: RuntimeError if they differ.
+    prefix        written in front of each name: of verl's own losses (`LOSSES`) and of our presets
+    any_version   whether a version of verl that was not tested is accepted without a comparison.
+                  If not, the first call of a loss that verl has too is compared with verl's own,
+                  and RuntimeError is raised if they differ.
+
+    verl's own losses stay registered under their names. A second call registers nothing again.
     """
     trial = Trial(ADAPTER.untested(any_version))
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
 
-    own = [
-        name for name in LOSSES if name in POLICY_LOSS_REGISTRY
-    ]  # an older verl has fewer, and no constants of the others
-    names = [*own, *(name for name in PRESETS if name not in LOSSES and name not in WITHOUT)]
-    for name in names:
+    # An older verl has fewer losses, and its config lacks the constants of the others.
+    in_verl = [name for name in LOSSES if name in POLICY_LOSS_REGISTRY]
+    presets = [name for name in PRESETS if name not in LOSSES and name not in WITHOUT]
+    for name in (*in_verl, *presets):
         if hasattr(POLICY_LOSS_REGISTRY.get(prefix + name), "grpo_kernels"):
             continue
-        ours = adapt_arguments(
-            policy_loss(name), POLICY_LOSS_REGISTRY.get(name) or POLICY_LOSS_REGISTRY.get("vanilla")
-        )
-        if name in own and name not in RANDOM:
-            ours = trial.compare_first_calls(ours, POLICY_LOSS_REGISTRY[name], itemgetter(0))
+        # All losses of verl have the same arguments. "vanilla" shows those of a preset.
+        theirs = POLICY_LOSS_REGISTRY.get(name) or POLICY_LOSS_REGISTRY.get("vanilla")
+        ours = adapt_arguments(policy_loss(name), theirs)
+        if name in in_verl and name not in RANDOM:
+            # Compare the loss, the first result, but not the metrics.
+            ours = trial.compare_first_calls(ours, theirs, part=itemgetter(0))
         vars(ours)["grpo_kernels"] = True
         register_policy_loss(prefix + name)(ours)
-    return [prefix + name for name in names]
+    return [prefix + name for name in (*in_verl, *presets)]
 
 
 def policy_loss(objective: str | Objective) -> Callable[..., LossAndMetrics]:
-    """Make a policy loss with verl's signature: (old_log_prob, log_prob, advantages, response_mask,
-    loss_agg_mode, config, rollout_is_weights) -> (loss, metrics), all tensors [B, T].
+    """Return a policy loss with verl's arguments and results.
 
         from verl.trainer.ppo.core_algos import register_policy_loss
 
         objective = Objective.preset("vespo", aggregate="constant")
         register_policy_loss("mine")(policy_loss(objective))
 
-    objective   a name of verl's (LOSSES): constants from `config`, aggregation from
-                `loss_agg_mode`, as verl's loss of that name has them. Another preset's name, or an
-                Objective: its own constants and its own aggregate, and of verl's config only the
-                denominators (and `loss_scale_factor`, or T, where its max_tokens is None).
+    objective   the name of a loss of verl (`LOSSES`): constants are read from verl's config, and
+                the aggregation from loss_agg_mode. Or the name of one of our presets, or an
+                Objective: constants and aggregate are its own, and verl's config gives only the
+                denominators.
+
+    The arguments of the result are verl's:
+
+    old_log_prob, log_prob, advantages
+                         fp32 [B, T]
+    response_mask        [B, T], nonzero for trained tokens
+    loss_agg_mode        verl's name of the aggregation, a key of `AGGREGATES`
+    config               verl's actor config
+    rollout_is_weights   fp32 [B, T], weights of the policy term, or None
+
+    The loss is 0-d fp32, and the metrics are floats under verl's names. With the aggregate
+    "constant", an objective without max_tokens takes verl's loss_scale_factor, or else T.
     """
     name, fixed = (objective, None) if isinstance(objective, str) else ("objective", objective)
     if fixed is None and name not in LOSSES:
@@ -207,87 +262,79 @@ def policy_loss(objective: str | Objective) -> Callable[..., LossAndMetrics]:
         config: Any = None,
         rollout_is_weights: Tensor | None = None,
     ) -> LossAndMetrics:
-        wanted = fixed or objective_of(name, config, loss_agg_mode)
+        spec = fixed or objective_of(name, config, loss_agg_mode)
         info = dict(getattr(config, "global_batch_info", None) or {})
-        if wanted.aggregate == "constant" and wanted.max_tokens is None:
-            wanted = replace(
-                wanted, max_tokens=int(info.get("loss_scale_factor") or response_mask.shape[1])
-            )
+        if spec.aggregate == "constant" and spec.max_tokens is None:
+            max_tokens = info.get("loss_scale_factor") or response_mask.shape[1]
+            spec = replace(spec, max_tokens=int(max_tokens))
         mask = response_mask.bool()
         weights = rollout_is_weights
         if name == "geo_mean":
-            # a plain mean over the sequences of the micro-batch, weighted with the geometric means
-            # of their weights
+            # verl takes the mean over the sequences of the micro-batch, whatever the global counts
+            # are. The weight of a sequence is the geometric mean of its tokens' weights.
             info = {}
             if weights is not None:
                 logs = torch.where(mask, (weights + 1e-10).log(), 0.0)
                 weights = (logs.sum(1) / mask.sum(1).clamp(min=1)).exp()
         batch = scored_batch(mask, advantages, old_logps=old_log_prob, weights=weights)
-        out = objective_loss(log_prob, batch, wanted, normalizer=_normalizer(wanted, info))
-        return out.loss, to_floats(_metrics(name, wanted, out, batch, log_prob))
+        out = objective_loss(log_prob, batch, spec, normalizer=_normalizer(spec, info))
+        return out.loss, to_floats(_metrics(name, spec, out, batch, log_prob))
 
     loss.__name__ = f"fused_{name}"
     return loss
 
 
 def objective_of(name: str, config: Any, loss_agg_mode: str = "token-mean") -> Objective:
-    """Return the objective of verl's loss `name` (LOSSES) under its actor's `config`, aggregated by
-    loss_agg_mode. Raises ValueError for what ours cannot do.
+    """Return the objective of one of verl's policy losses.
+
+    name            the name of the loss in verl, a key of `LOSSES`
+    config          verl's actor config, whose fields are the constants of the loss
+    loss_agg_mode   verl's name of the aggregation, a key of `AGGREGATES`
+
+    Raises ValueError naming the argument or the field that is not supported.
     """
-    require(
-        config is not None,
-        "config",
-        config,
-        "verl's losses read clip_ratio and more from the actor's config.",
-    )
+    remedy = "verl's losses read clip_ratio and more from the actor's config."
+    require(config is not None, "config", config, remedy)
     require_one_of("loss_agg_mode", loss_agg_mode, AGGREGATES)
-    low, high = (
-        config.clip_ratio if x is None else x
-        for x in (config.clip_ratio_low, config.clip_ratio_high)
-    )
-    given = {"low": low, "high": high, "from": 1 - low, "to": 1 + high}
-    ours, kind, fields = LOSSES[name]
-    preset = Objective.preset(ours, numerics="verl")
-    values = [
-        given[field] if field in given else attrgetter(field)(config) for field in fields.split()
-    ]
-    with trainer_names(
-        **dict(
-            zip(inspect.signature(kind).parameters, map(_field_name, fields.split()), strict=False)
-        )
-    ):
-        changes: Any = {"surrogate": kind(*values)}
-    if name not in ("geo_mean", "sapo") and not (name == "gspo" and _gspo_by_sequence()):
+    loss = LOSSES[name]
+
+    def field_value(field: str) -> Any:
+        value = attrgetter(field)(config)  # the field may be nested, as policy_loss.dro_beta
+        is_width = field in ("clip_ratio_low", "clip_ratio_high")
+        return config.clip_ratio if is_width and value is None else value
+
+    arguments = {argument: field_value(field) for argument, field in loss.fields.items()}
+    with trainer_names(**loss.fields):
+        changes: dict[str, Any] = {"surrogate": loss.surrogate(**arguments)}
+    preset = Objective.preset(loss.preset, numerics="verl")
+    # These losses of verl ignore loss_agg_mode.
+    is_fixed = name in ("geo_mean", "sapo") or (name == "gspo" and _gspo_by_sequence())
+    if not is_fixed:
         changes["aggregate"] = AGGREGATES[loss_agg_mode]
     if name.startswith("dppo"):
-        changes["filters"] = tuple(
-            replace(f, low=low, high=high) for f in preset.filters if isinstance(f, TrustRegion)
-        )
+        low = field_value("clip_ratio_low")
+        high = field_value("clip_ratio_high")
+        regions = [f for f in preset.filters if isinstance(f, TrustRegion)]
+        changes["filters"] = tuple(replace(region, low=low, high=high) for region in regions)
     return replace(preset, **changes)
-
-
-def _field_name(field: str) -> str:
-    """The name of a field of LOSSES in verl's config."""
-    return {
-        "low": "clip_ratio_low",
-        "high": "clip_ratio_high",
-        "from": "clip_ratio_low",
-        "to": "clip_ratio_high",
-    }.get(field, field)
 
 
 @functools.cache
 def _gspo_by_sequence() -> bool:
-    """Whether verl's GSPO takes the mean of its sequences' means whatever loss_agg_mode is, as it
-    does before 0.9.1.
+    """Return whether the GSPO of the installed verl ignores loss_agg_mode, as before 0.9.1.
+
+    It then takes the mean over sequences of the mean over their tokens.
     """
     return matches_version(ADAPTER.installed(), (*(f"0.{minor}" for minor in range(9)), "0.9.0"))
 
 
 def _normalizer(objective: Objective, info: dict[str, Any]) -> float | Tensor | None:
-    """The denominator of verl's `agg_loss` from its `global_batch_info`; None:
+    """Return the denominator of a loss over all micro-batches and ranks, as in verl's `agg_loss`.
 
-    that of this micro-batch.
+    info   verl's `global_batch_info`: the number of data-parallel ranks, and global counts
+
+    None stands for the denominator of this micro-batch alone. verl averages gradients over the
+    ranks, so a global count is divided by the number of ranks.
     """
     ranks = info.get("dp_size") or 1
     if objective.aggregate == "token-sum":
@@ -305,86 +352,104 @@ def _normalizer(objective: Objective, info: dict[str, Any]) -> float | Tensor | 
 def _metrics(
     name: str, objective: Any, out: LossOutput, batch: Any, log_prob: Tensor
 ) -> dict[str, Tensor]:
-    """Return verl's metrics of a loss under verl's names, 0-d tensors.
+    """Return verl's metrics of a policy loss under verl's names, 0-d tensors.
 
-    name       the name of verl's loss
-    log_prob   the policy's log-probs that the loss was computed from
+    name        the name of verl's loss
+    objective   the objective of the loss
+    out         the result of the loss
+    batch       its batch, with tensors [B, T]
+    log_prob    [B, T], the policy's log-probs that the loss was computed from
     """
-    if name == "gpg":
+    if name == "gpg":  # verl reports no metrics of it
         return {}
-    mask = batch.mask
-    advantages = batch.advantages
-    surrogate = objective.surrogate
-    log_ratio = torch.where(mask, out.logps - batch.old_logps, 0.0)
+    log_ratio = torch.where(batch.mask, out.logps - batch.old_logps, 0.0)
     if objective.log_ratio_bounds is not None and objective.level == "token":
         log_ratio = log_ratio.clamp(*objective.log_ratio_bounds)
+    kl = log_ratio.abs() if name == "kl_cov" else -log_ratio
+    metrics = {"actor/ppo_kl": masked_mean(kl, batch.mask)}
+    clipped_tokens = _clipped_tokens(name, objective, out, batch, log_prob, log_ratio)
+    for metric, is_clipped in clipped_tokens.items():
+        metrics[metric] = masked_mean(is_clipped.float(), batch.mask)
+    return metrics
+
+
+def _clipped_tokens(
+    name: str, objective: Any, out: LossOutput, batch: Any, log_prob: Tensor, log_ratio: Tensor
+) -> dict[str, Tensor]:
+    """Return {metric: the tokens that it counts, bool [B, T]}: what verl calls clipped in a loss.
+
+    log_ratio   fp32 [B, T], the log-ratio of each token, 0 where masked
+
+    The other arguments are those of `_metrics`. The result has only the metrics that verl reports
+    for this loss.
+    """
+    advantages = batch.advantages
+    surrogate = objective.surrogate
     ratio = log_ratio.exp()
-    none = torch.zeros_like(mask)
     low, high = surrogate.ratio_bounds
-    # Tokens that are clipped, and tokens that are clipped at the other end, as far as verl reports
-    # them for this loss.
-    marks: tuple[Tensor, ...] = ()
+    no_token = torch.zeros_like(batch.mask)
+    if name in ("kl_cov", "dro"):
+        return {}
+    if name == "sapo":
+        return {CLIPPED_SHARE: no_token, LOWER_CLIPPED_SHARE: no_token}
     if name == "cispo":
-        marks = ((ratio < low) | (ratio > high), none)
-    elif name in ("dppo_tv", "dppo_kl"):
+        is_clipped = (ratio < low) | (ratio > high)
+        return {CLIPPED_SHARE: is_clipped, LOWER_CLIPPED_SHARE: no_token}
+    if name in ("dppo_tv", "dppo_kl"):
         # In verl an advantage of 0 counts as negative.
         signs = torch.where(advantages == 0, -1.0, advantages)
         is_kept = objective.filters[0].keeps(out.logps, batch.old_logps, signs)
-        marks = (~is_kept, (ratio > high) & is_kept)
-    elif name == "geo_mean":
+        return {CLIPPED_SHARE: ~is_kept, LOWER_CLIPPED_SHARE: (ratio > high) & is_kept}
+    if name == "geo_mean":
         is_clipped = (log_ratio < -surrogate.eps_low) | (log_ratio > surrogate.eps_high)
-        marks = (is_clipped & (advantages > 0), is_clipped & (advantages < 0))
-    elif name == "clip_cov":
-        # Tokens that were drawn have no gradient. All others have one, unless they are clipped or
-        # have no weight.
-        gradient = log_ratio
+        return {
+            CLIPPED_SHARE: is_clipped & (advantages > 0),
+            LOWER_CLIPPED_SHARE: is_clipped & (advantages < 0),
+        }
+    if name == "clip_cov":
+        # verl reports the tokens that were dropped at random. They have no gradient. All others
+        # have one, unless they are clipped or have an advantage or a weight of 0.
+        gradient = log_ratio  # of a loss without a graph: any tensor of the shape
         if out.loss.requires_grad:
             (gradient,) = torch.autograd.grad(out.loss, log_prob, retain_graph=True)
         has_no_term = torch.logical_or(*surrogate.clipped(ratio, advantages)) | (advantages == 0)
         if batch.weights is not None:
             has_no_term = has_no_term | (batch.weights == 0)
-        marks = ((gradient == 0) & ~has_no_term,)
-    elif name == "sapo":
-        marks = (none, none)
-    elif name not in ("kl_cov", "dro"):
-        _, is_clipped, _ = ratio_terms(objective, out.logps, out.rows, batch)
-        is_dual_clipped = none
-        if name == "vanilla":
-            is_dual_clipped = (ratio > surrogate.delta) & (advantages < 0)
-        marks = (is_clipped.view(mask.shape), is_dual_clipped)
-    kl = log_ratio.abs() if name == "kl_cov" else -log_ratio
-    metrics = {"actor/ppo_kl": masked_mean(kl, mask)}
-    for key, mark in zip(CLIPPED_SHARES, marks, strict=False):
-        metrics[key] = masked_mean(mark.float(), mask)
-    return metrics
+        return {CLIPPED_SHARE: (gradient == 0) & ~has_no_term}
+    _, is_clipped, _ = ratio_terms(objective, out.logps, out.rows, batch)
+    is_dual_clipped = no_token
+    if name == "vanilla":
+        is_dual_clipped = (ratio > surrogate.delta) & (advantages < 0)
+    return {CLIPPED_SHARE: is_clipped.view_as(ratio), LOWER_CLIPPED_SHARE: is_dual_clipped}
 
 
 # ---- log-probs and entropy
 
 
 def bind(*, hidden: bool = True, logits: bool = True, megatron: bool = False, **how: bool) -> Slots:
-    """Replace verl's functions by ours in this process; the result restores them, see `Slots`,
-    which has the errors too.
+    """Replace verl's functions by ours in this process, until `undo()` of the result.
 
-    hidden   for use_fused_kernels: `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy`,
-             which impl_backend=triton calls, and `FusedLinearForPPO.forward` of
-             verl.utils.experimental.torch_functional, which impl_backend=torch (the default) and
-             liger call.
-    logits   `logprobs_from_logits` and `entropy_from_logits` of verl.utils.torch_functional and of
-             the engines that imported them. Bind before the engine is built, because the engine
-             keeps the entropy function of that time.
-    megatron  True: also `fused_output_processor` of verl.models.mcore.model_forward_fused, which
-              the Megatron engine passes to megatron-core 0.18 and later. It needs any_version=True
-              with a version that was not tested.
-    how      strict and any_version of `Slots`.
+    hidden     whether the functions of hidden states are replaced, which use_fused_kernels calls:
+               `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy` (impl_backend=triton),
+               and `FusedLinearForPPO.forward` of verl.utils.experimental.torch_functional
+               (impl_backend=torch, the default, and liger)
+    logits     whether `logprobs_from_logits` and `entropy_from_logits` of
+               verl.utils.torch_functional are replaced, also in the engines that imported them.
+               Bind before the engine is built, because it stores the entropy function.
+    megatron   whether `fused_output_processor` of verl.models.mcore.model_forward_fused is
+               replaced, which the Megatron engine passes to megatron-core 0.18 and later. A
+               version of verl that was not tested then needs any_version=True.
+    how        strict= and any_version= of `Slots`, which also lists the errors
     """
-    ours: list[Callable[..., Any]] = [linear_cross_entropy] * hidden
-    ours += [logprobs_from_logits, entropy_from_logits] * logits
-    slots = ADAPTER.bind(*ours, **how)
+    slots = ADAPTER.bind(**how)
     if hidden:
+        slots.bind(linear_cross_entropy)
         slots.bind(fused_linear_for_ppo, attribute="forward", method=True)
+    if logits:
+        slots.bind(logprobs_from_logits)
+        slots.bind(entropy_from_logits)
     if megatron:
-        # The backward adds to main_grad, so it must run once: no comparison.
+        # The backward adds to main_grad. A comparison would run it twice.
         slots.bind(fused_output_processor, comparable=False)
     return slots
 
@@ -408,15 +473,22 @@ def fused_output_processor(
     runtime_gather_output: bool | None = None,
     compute_language_model_loss: Any = None,
 ) -> FusedOutput:
-    """Compute log-probs and entropy of labels, fp32 [B, S], in the fields of verl's output.
+    """Return log-probs and entropy of labels, fp32 [B, S], in the fields of verl's output.
 
-    context   verl's FusedOutputProcessorContext; padding ids are in the softmax, as in verl
+    hidden_states   [S, B, H], or [S / ranks, B, H] with sequence parallelism
+    output_layer    Megatron's output layer
+    output_weight   the shared embedding [V / ranks, H], or None for the layer's own weight
+    labels          int64 [B, S], shifted
+    context         verl's FusedOutputProcessorContext, whose temperature is used
+    config          the TransformerConfig of the model
+    scale_logits    what the model does to its logits (muP), or None
+    loss_mask       [B, S], 0 for positions that are not computed
 
-    The other arguments are those of megatron-core's hook, see `megatron.logprobs_processor`; the
-    inputs of the model are not read. Unlike verl's function it applies the model's muP scale, sums
-    the gradient of the hidden states over the tensor-parallel ranks without sequence parallelism
-    too, and adds the gradient of the weight to main_grad if Megatron does. It writes nothing for
-    Megatron's config logger.
+    The other arguments of megatron-core's hook are not used. Ids that pad the vocabulary are in the
+    softmax, as in verl. Three things differ from verl's function: the muP scale of the model is
+    applied, the gradient of the hidden states is summed over the tensor-parallel ranks without
+    sequence parallelism too, and the gradient of the weight is added to main_grad if Megatron does
+    so for other weights.
     """
     return logprobs_processor(
         hidden_states=hidden_states,
@@ -517,29 +589,30 @@ def _per_token(temperature: float | Tensor, ids: Tensor) -> float | Tensor:
 
 
 def kept_sets(data: Any, field: str = "sampling_mask") -> TokenSets | None:
-    """Return the sets of the response tokens [B, T] of a DataProto, for a TokenBatch of
-    `data.batch["responses"]`; None where the batch has no such field.
+    """Return the candidate sets of the response tokens [B, T] of a batch, or None without them.
 
-        batch = TokenBatch(data.batch["responses"], advantages, mask=data.batch["response_mask"],
-        kept=verl.kept_sets(data))
+        batch = TokenBatch(
+            data.batch["responses"], advantages, mask=data.batch["response_mask"] != 0,
+            kept=verl.kept_sets(data),
+        )
 
-    field   of data.non_tensor_batch, an object for each sample: the ids of each token that was
-            sampled, a list of lists as vLLM's `sampling_mask.token_ids` has them, or None. They go
-            to the tokens of response_mask in their order; tools' tokens and padding stand for the
-            whole vocabulary. Raises ValueError, with the sample, where it has not a list for each
-            token.
+    data    verl's DataProto
+    field   the name of the record in data.non_tensor_batch. It has one element per sample: a list
+            of ids for each sampled token, as in vLLM's `sampling_mask.token_ids`, or None.
+
+    The lists of a sample belong to its tokens in response_mask, in order. Other tokens (of tools,
+    and padding) get an empty set, which stands for the whole vocabulary. Raises ValueError naming
+    the sample if the number of lists is not the number of tokens in its response_mask.
     """
     record = data.non_tensor_batch.get(field)
-    return (
-        None
-        if record is None
-        else TokenSets.from_lists([*record], generated=data.batch["response_mask"] != 0)
-    )
+    if record is None:
+        return None
+    return TokenSets.from_lists([*record], generated=data.batch["response_mask"] != 0)
 
 
 # ---- distillation from a teacher's top-k
 
-#: Names that are registered, with a prefix in front, and their divergences.
+#: The losses that `register_distillation` adds by default: {name without prefix: divergence}.
 DISTILLATION_LOSSES: Mapping[str, Exact] = {
     "forward_kl_topk": Exact("forward", tail="ignore"),
     "forward_kl_topk_bin": Exact("forward"),
@@ -550,21 +623,27 @@ DISTILLATION_LOSSES: Mapping[str, Exact] = {
     "tv_topk": Exact("tv"),
 }
 
+#: The losses that `register_distillation` has added in this process: {name: divergence}.
 _registered: dict[str, Exact] = {}
 
 
 def register_distillation(
     losses: Mapping[str, Exact] | None = None, prefix: str = "fused_", *, any_version: bool = False
 ) -> list[str]:
-    """Add losses to verl's registry of distillation losses, and return their names: `prefix` with
-    each name of `losses` (None: DISTILLATION_LOSSES). `bind_distillation` has them computed.
+    """Add losses to verl's registry of distillation losses, and return their names there.
+
+    Also call `bind_distillation`, which makes verl compute them. Then verl can be configured with
 
         distillation.distillation_loss.loss_mode=fused_reverse_kl_topk
         distillation.distillation_loss.use_policy_gradient=False
 
-    A module that is imported twice may register the same again; another divergence under a name
-    raises ValueError. Raises RuntimeError for a version of verl that was not tested, unless
-    any_version.
+    losses        {name: divergence}; None for `DISTILLATION_LOSSES`
+    prefix        written in front of each name
+    any_version   whether a version of verl that was not tested is accepted
+
+    The same losses may be registered again, because a module may be imported twice. Raises
+    ValueError if a name is registered with another divergence, and RuntimeError for a version of
+    verl that was not tested, unless any_version=True.
     """
     _require_tested(any_version)
     from verl.trainer.distillation.losses import (
@@ -599,30 +678,39 @@ def register_distillation(
 
 
 def bind_distillation(*, strict: bool = False, any_version: bool = False) -> Slots:
-    """Replace verl's function of top-k losses from logits by ours, for losses that
-    `register_distillation` has added; verl's own `forward_kl_topk` is still computed by verl. The
-    result restores it, see `Slots`. strict: a call of another loss raises RuntimeError. Raises
-    RuntimeError for a version of verl that was not tested, unless any_version, and where it is
-    replaced already.
+    """Replace verl's function of top-k distillation losses by `topk_divergence`.
 
-    verl computes all top-k losses by one function, which is called in the forward, where the logits
-    are. Our log-probs at the teacher's ids come from one log-sum-exp over the logits, while verl
-    writes a log-softmax of all logits in their dtype. `fused_forward_kl_topk` is verl's formula,
-    the sum over the ids alone, without two clamps: that of log-probs at `log_prob_min_clamp`, which
-    stops their gradient, and that of the value at 0, which stops the gradient of the whole token.
-    `loss_max_clamp` is applied by verl, in both directions. Metrics equal verl's, except for
-    the overlap of both top-k sets, which is not measured. The estimators from the sampled token
-    (k1, k3, ...) remain verl's: they do not use the vocabulary.
+    verl calls this one function for every top-k loss, in the forward of the model, where the logits
+    are. Ours computes the losses that `register_distillation` has added, and passes calls for any
+    other loss, such as verl's `forward_kl_topk`, on to verl's function.
+
+    strict        whether a call for a loss that was not added raises RuntimeError instead
+    any_version   whether a version of verl that was not tested is accepted
+
+    Returns `Slots`, whose `undo()` restores verl's function. Raises RuntimeError for a version of
+    verl that was not tested, unless any_version=True, and if the function is replaced already.
+
+    `fused_forward_kl_topk` has the formula of verl's `forward_kl_topk`, the sum over the teacher's
+    ids alone. It does not apply two clamps that stop gradients in verl: log-probs are not clamped
+    to `log_prob_min_clamp`, and the value of a token is not clamped to at least 0. verl itself
+    applies `loss_max_clamp` to the result, to values of either sign. Metrics equal verl's, but the
+    overlap of the teacher's and the student's top-k ids is not measured.
 
     The strategies fsdp and fsdp2 are supported, also with sequence parallelism. Megatron and
-    VeOmni's fused loss do not pass logits to this function, and are refused.
+    VeOmni's fused loss do not pass logits to this function, and are refused. verl's estimators from
+    the sampled token (k1, k3, ...) do not use this function.
     """
     _require_tested(any_version)
+    # The version is checked above. Without any_version=True, `Slots` would compare the first call
+    # with verl's function under an untested version, but verl has none of these losses.
     return DISTILLATION.bind(topk_divergence, strict=strict, any_version=True)
 
 
 def _require_tested(any_version: bool) -> None:
-    """verl has none of these losses, so a first step cannot be compared with verl's own."""
+    """Raise RuntimeError if the distillation losses were not tested with the installed verl.
+
+    any_version   accept every version
+    """
     version = DISTILLATION.untested(any_version)
     if version is not None:
         raise RuntimeError(
@@ -637,17 +725,21 @@ def topk_divergence(
     config: Any,
     data_format: str,
 ) -> dict[str, Tensor]:
-    """Return "distillation_losses", "student_mass" and "teacher_mass", fp32 [1, n].
+    """Return the distillation loss of each of n packed tokens, fp32 [1, n], and two statistics.
 
-    student_logits           [1, n, V]
-    teacher_topk_log_probs   nested [n, K]
-    teacher_topk_ids         nested [n, K]
-    config                   verl's DistillationConfig, whose loss_mode is one of ours
+    student_logits           [1, n, V], the rows of this sequence-parallel rank
+    teacher_topk_log_probs   nested [n, K] of all ranks, the teacher's log-probs of its K top ids
+    teacher_topk_ids         nested [n, K], these ids
+    config                   verl's DistillationConfig. Its loss_mode names a registered loss;
+                             verl computes any other.
     data_format              not used
 
-    The arguments are those of verl's own function. In a sum over the ids alone an id counts as
-    often as it is listed, as in verl. A divergence with a tail counts each id once. A row in which
-    an id repeats is padding there, and gets 0.
+    The result has "distillation_losses", differentiable, and "student_mass" and "teacher_mass": the
+    probability that student and teacher give to the K ids.
+
+    Padding has rows in which an id repeats. If the divergence has a tail (all ids outside of the
+    K), such a row gets 0. If it is a sum over the K ids alone, it counts an id as often as it is
+    listed, as verl does.
     """
     from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size, slice_input_tensor
 
@@ -686,9 +778,16 @@ def topk_divergence(
 def _distillation_loss(
     config: Any, distillation_config: Any, model_output: Any, data: Any
 ) -> LossAndMetrics:
-    """verl's contract of a registered loss:
+    """Return (loss of each response token [B, R], metrics), as verl requires of a registered loss.
 
-    (losses [B, R], metrics), from what the forward has computed.
+    config                verl's actor config
+    distillation_config   verl's DistillationConfig
+    model_output          the results of the forward, in which `topk_divergence` has already
+                          computed the losses
+    data                  verl's batch
+
+    Raises ValueError for a strategy that is not supported, and RuntimeError without
+    `bind_distillation`.
     """
     from verl.trainer.distillation import losses as theirs
     from verl.trainer.distillation.fsdp.losses import compute_forward_kl_topk
@@ -705,5 +804,6 @@ def _distillation_loss(
             f"loss_mode={mode!r}, but verl's own function computed it: call"
             " verl.bind_distillation() in the same module."
         )
+    # verl's function for its own top-k loss also computes the metrics of ours.
     _, metrics = theirs.compute_forward_kl_topk(config, distillation_config, model_output, data)
     return no_padding_2_padding(model_output["distillation_losses"], data), metrics
