@@ -1,6 +1,7 @@
 """The implementations that are measured. Each module of this folder registers those of one project.
+
 A provider states which contracts, devices and dtypes it supports, and makes a callable from a case.
-One that cannot take part is listed with the reason.
+A provider that cannot run is listed with the reason.
 """
 
 from __future__ import annotations
@@ -17,59 +18,74 @@ import torch
 from benchmarks.cases import Case, Cell, Result, Tensor, policy_loss
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-#: TRL's and Liger's parameter for the divergences from hidden states.
+#: The parameter `beta` of TRL and Liger for each divergence from hidden states.
 BETAS = {"divergence-forward": 0.0, "divergence": 1.0, "divergence-jsd": 0.5}
 
 
 class Unavailable(Exception):
-    """Why a provider cannot take part."""
+    """The reason why a provider cannot run."""
 
 
 @dataclass
 class Run:
-    call: Callable[[], Any]  # a Result, except for a limit
-    restore: Callable[[], None] | None = (
-        None  # restores the inputs that `call` overwrites; runs untimed before each call
-    )
+    """A provider's computation for a case.
+
+    call      the timed function. It returns a Result, except for a limit.
+    restore   restores the inputs that `call` overwrites. It runs before each call and is not timed.
+    """
+
+    call: Callable[[], Any]
+    restore: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True)
 class Provider:
+    """An implementation that can be measured.
+
+    name                 its name in the tables
+    contracts            the contracts that it computes
+    make                 makes its Run from a case
+    devices, dtypes      those that it supports
+    limit                whether it is not an implementation, but measures the least time that the
+                         hardware needs for the contract
+    part                 of a limit: the part of the contract that this one computes. The fastest
+                         limit of each part counts.
+    beside               whether it computes something else than the contract, as its name says. It
+                         is timed for comparison, and its results are not checked.
+    needs_accumulation   whether it differs from other providers only if a step has several
+                         micro-batches
+    memory               the bytes that it needs for a cell in addition to the inputs. None: few.
+    """
+
     name: str
     contracts: tuple[str, ...]
     make: Callable[[Any], Run]
     devices: tuple[str, ...] = ("cpu", "cuda")
     dtypes: tuple[torch.dtype, ...] = DTYPES
-    limit: bool = False  # not a contender: the least time that the hardware needs for the contract
-    part: str | None = (
-        None  # for a limit: one way to compute this part of it; the fastest way counts
-    )
-    # it computes another contract, as its name says: it is timed for comparison and not checked
+    limit: bool = False
+    part: str | None = None
     beside: bool = False
-    needs_accumulation: bool = False  # it is another one only if the loss is divided
-    memory: Callable[[Cell], float] | None = (
-        None  # bytes beyond the inputs, for providers that may need more than is free
-    )
+    needs_accumulation: bool = False
+    memory: Callable[[Cell], float] | None = None
 
     @property
     def late(self) -> bool:
-        """Whether it compiles for seconds at each new shape; others are checked first."""
+        """Return whether it compiles for seconds at each new shape. It is then checked last."""
         return "torch.compile" in self.name
 
     def reason_against(self, cell: Cell, device: str, free: float) -> str | None:
-        """The reason why it cannot take part in `cell`, if that is known without a run; else
-        None.
+        """Return why it cannot run for a cell, or None if nothing is known against it.
+
+        free   free bytes of memory
         """
         if device not in self.devices:
             return f"runs on {' and '.join(self.devices)} only"
         if cell.dtype not in self.dtypes:
             return f"does not take {str(cell.dtype).removeprefix('torch.')}"
-        need = self.memory(cell) if self.memory else 0
-        return (
-            f"would need {need / 1e9:.0f} GB, {free / 1e9:.0f} GB are free" if need > free else None
-        )
+        needed = self.memory(cell) if self.memory else 0
+        if needed > free:
+            return f"would need {needed / 1e9:.0f} GB, {free / 1e9:.0f} GB are free"
+        return None
 
 
 _registry: list[Provider] = []
@@ -78,91 +94,119 @@ _registry: list[Provider] = []
 def provider(
     name: str, *contracts: str, **fields: Any
 ) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
-    """Registers the decorated function, which takes a case and returns a Run or its callable."""
+    """Return a decorator that registers a provider.
+
+    The decorated function takes a case and returns a Run, or the function that is timed.
+
+    fields   further fields of Provider
+    """
 
     def register(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def as_run(case: Any) -> Run:
+        def make_run(case: Any) -> Run:
             made = make(case)
-            return made if isinstance(made, Run) else Run(made, getattr(case, "restore", None))
+            if isinstance(made, Run):
+                return made
+            return Run(call=made, restore=getattr(case, "restore", None))
 
-        _registry.append(Provider(name, contracts, as_run, **fields))
+        _registry.append(Provider(name, contracts, make_run, **fields))
         return make
 
     return register
 
 
-Logps = Callable[
-    ..., Any
-]  # of the inputs of a case (see Case.inputs): log-probs, or (log-probs, entropy)
+#: A function of the inputs of a case (see Case.inputs). It returns log-probs, or the tuple
+#: (log-probs, entropy).
+Logps = Callable[..., Any]
 
 
 def logps_provider(
     name: str, *contracts: str, suffix: str = " + loss", **fields: Any
 ) -> Callable[[Callable[[Case], Logps]], Any]:
-    """Registers log-probs: by themselves for contracts without a loss, and with the loss in torch
-    for the others. The decorated function takes a case and returns a function of its inputs.
+    """Return a decorator that registers an implementation of log-probs.
+
+    The decorated function takes a case and returns a function of its inputs. For contracts with a
+    policy loss, the loss is computed from the log-probs in PyTorch, and `suffix` is added to the
+    name.
     """
 
     def register(make: Callable[[Case], Logps]) -> Callable[[Case], Logps]:
-        alone = [c for c in contracts if c == "cross-entropy" or c.endswith("-forward")]
-        for label, of in ((name, alone), (name + suffix, [c for c in contracts if c not in alone])):
-            provider(label, *of, **fields)(lambda case: with_loss(case, make(case)))
+        def make_call(case: Case) -> Callable[[], Result]:
+            return with_loss(case, make(case))
+
+        without_loss = [c for c in contracts if c == "cross-entropy" or c.endswith("-forward")]
+        with_policy_loss = [c for c in contracts if c not in without_loss]
+        provider(name, *without_loss, **fields)(make_call)
+        provider(name + suffix, *with_policy_loss, **fields)(make_call)
         return make
 
     return register
 
 
 def with_loss(case: Case, logps: Logps) -> Callable[[], Result]:
-    """The contract of a case by these log-probs."""
-    batch, contract = case.batch, case.cell.contract
+    """Return a function that computes the contract of a case from log-probs."""
+    batch = case.batch
+    contract = case.cell.contract
 
-    def of_targets() -> Tensor:
+    def target_logps() -> Tensor:
+        """Return the log-probs in the shape of the targets."""
         found = logps(*case.inputs())
-        return (found[0] if isinstance(found, tuple) else found).view(batch.targets.shape)
+        if isinstance(found, tuple):
+            found = found[0]
+        return found.view(batch.targets.shape)
 
-    def alone() -> Result:
+    def forward_results() -> Result:
+        """Return log-probs [N], and the entropy [N] if the implementation computes it."""
         found = logps(*case.inputs())
-        return dict(
-            zip(("logps", "entropy"), found if isinstance(found, tuple) else (found,), strict=False)
-        )
+        if not isinstance(found, tuple):
+            found = (found,)
+        return dict(zip(("logps", "entropy"), found, strict=False))
 
     if contract.endswith("forward"):
-        return torch.no_grad()(alone)
+        return torch.no_grad()(forward_results)
     if contract == "cross-entropy":
-        return lambda: case.gradients(-of_targets().mean())
-    return lambda: case.gradients(policy_loss(of_targets(), batch, case.cell))
+        return lambda: case.gradients(-target_logps().mean())
+    return lambda: case.gradients(policy_loss(target_logps(), batch, case.cell))
 
 
 def peer(module: str, package: str) -> ModuleType:
-    """A module of another project. Raises Unavailable; `package` is the project's name for pip."""
+    """Import and return a module of another project.
+
+    package   the name of the project for pip
+
+    Raises Unavailable if the import fails.
+    """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as missing:
-        hint = (
-            f"pip install {package}"
-            if module.startswith(f"{missing.name}")
-            else f"{module} needs {missing.name}"
-        )
+        if module.startswith(f"{missing.name}"):
+            hint = f"pip install {package}"
+        else:
+            hint = f"{module} needs {missing.name}"
         raise Unavailable(f"not installed: {hint}") from missing
     except (ImportError, OSError, RuntimeError, AttributeError) as failure:
         raise Unavailable(f"import of {module} fails: {first_line(failure)}") from failure
 
 
 def first_line(failure: BaseException) -> str:
+    """Return the type of an exception and the first 160 characters of its message."""
     lines = str(failure).strip().splitlines()
-    return f"{type(failure).__name__}: {lines[0][:160]}" if lines else type(failure).__name__
+    name = type(failure).__name__
+    return f"{name}: {lines[0][:160]}" if lines else name
 
 
 def providers(contract: str) -> list[Provider]:
-    """In the order of the tables:
+    """Return the providers of a contract, after importing every module of this folder.
 
-    ours, PyTorch, the peers, the limits. Every module of this folder is asked.
+    They come in the order of the tables: ours, PyTorch, other projects, limits.
     """
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
-    first = ("grpo_kernels", "eager PyTorch", "torch")
+    first_names = ("grpo_kernels", "eager PyTorch", "torch")
 
-    def place(p: Provider) -> tuple[bool, int]:
-        return p.limit, next((i for i, x in enumerate(first) if p.name.startswith(x)), len(first))
+    def order(candidate: Provider) -> tuple[bool, int]:
+        for i, name in enumerate(first_names):
+            if candidate.name.startswith(name):
+                return candidate.limit, i
+        return candidate.limit, len(first_names)
 
-    return sorted((p for p in _registry if contract in p.contracts), key=place)
+    return sorted((p for p in _registry if contract in p.contracts), key=order)

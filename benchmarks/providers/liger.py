@@ -14,76 +14,108 @@ Call = Callable[[], Result]
 
 @provider("Liger GRPO loss", "logits", devices=("cuda",))
 def triton_loss(case: Case) -> Run:
-    loss_of = peer("liger_kernel.transformers.grpo_loss", "liger-kernel").triton_grpo_loss
-    cell, batch = case.cell, case.batch
+    """Return the run of Liger's Triton kernel for given logits, which works in place."""
+    grpo_loss = peer("liger_kernel.transformers.grpo_loss", "liger-kernel").triton_grpo_loss
+    cell = case.cell
+    batch = case.batch
     shape = (cell.sequences, cell.length)
-    # It takes logits of one more position per sequence and does not read it. They are made here,
-    # untimed.
-    longer = torch.zeros(
-        shape[0],
-        shape[1] + 1,
+    # It takes logits [B, T + 1, V] and ignores the last position. They are allocated untimed.
+    logits = torch.zeros(
+        cell.sequences,
+        cell.length + 1,
         cell.vocab,
         dtype=cell.dtype,
         device=case.logits.device,
         requires_grad=True,
     )
     assert batch.old_logps is not None and batch.ref_logps is not None
-    old_logps, ref_logps, targets = (
-        x.view(shape) for x in (batch.old_logps, batch.ref_logps, batch.targets)
-    )
+    old_logps = batch.old_logps.view(shape)
+    ref_logps = batch.ref_logps.view(shape)
+    targets = batch.targets.view(shape)
     advantages = batch.advantages.view(shape)[:, 0].contiguous()
+    clip_low, clip_high = CLIP
 
     def restore() -> None:
         with torch.no_grad():
-            longer[:, :-1] = case.pristine.view(*shape, -1)
+            logits[:, :-1] = case.pristine.view(*shape, -1)
 
-    def run() -> Result:
-        loss, _ = loss_of(
-            longer, old_logps, ref_logps, targets, advantages, temperature=1.0, beta=cell.beta, eps_low=CLIP[0], eps_high=CLIP[1],
-            inplace=True, loss_type="dapo", reduce=True,
-        )  # fmt: skip
-        gradient = torch.autograd.grad(loss, longer)[0]
+    def call() -> Result:
+        loss, _ = grpo_loss(
+            logits,
+            old_logps,
+            ref_logps,
+            targets,
+            advantages,
+            temperature=1.0,
+            beta=cell.beta,
+            eps_low=clip_low,
+            eps_high=clip_high,
+            inplace=True,
+            loss_type="dapo",
+            reduce=True,
+        )
+        (gradient,) = torch.autograd.grad(loss, logits)
         return {"loss": loss.detach(), "d_logits": gradient[:, :-1]}
 
-    return Run(run, restore)
+    return Run(call, restore)
 
 
 @provider("Liger fused linear GRPO", "hidden", "hidden-frozen", *OF_SEQUENCES, "step")
 def fused_linear(case: Case) -> Call:
-    """It takes one advantage per sequence only."""
+    """Return a call of Liger's fused loss from hidden states.
+
+    It supports only one advantage per sequence.
+    """
     module = peer("liger_kernel.chunked_loss", "liger-kernel")
-    level = "sequence" if case.cell.contract in ("gspo", "gspo-frozen") else "token"
-    loss_of = module.LigerFusedLinearGRPOLoss(
+    contract = case.cell.contract
+    clip_low, clip_high = CLIP
+    fused_loss = module.LigerFusedLinearGRPOLoss(
         beta=0.0,
         use_ref_model=False,
-        epsilon_low=CLIP[0],
-        epsilon_high=CLIP[1],
-        importance_sampling_level=level,
-        loss_type="vespo" if case.cell.contract == "vespo" else "dapo",
+        epsilon_low=clip_low,
+        epsilon_high=clip_high,
+        importance_sampling_level="sequence" if contract in ("gspo", "gspo-frozen") else "token",
+        loss_type="vespo" if contract == "vespo" else "dapo",
     )
-    shape, batch = (case.cell.sequences, case.cell.length), case.batch
+    batch = case.batch
+    shape = (case.cell.sequences, case.cell.length)
     assert batch.old_logps is not None
-    targets, advantages = batch.targets.view(shape), batch.advantages.view(shape)[:, 0].contiguous()
+    old_logps = batch.old_logps.view(shape)
+    targets = batch.targets.view(shape)
+    advantages = batch.advantages.view(shape)[:, 0].contiguous()
     mask = torch.ones(shape, device=targets.device)
-    given = {
-        "old_per_token_logps": batch.old_logps.view(shape),
-        "num_items_in_batch": case.cell.rows,
-    }
 
-    def run() -> Result:
+    def call() -> Result:
         hidden, weight = case.inputs()
-        return case.gradients(
-            loss_of(hidden.view(*shape, -1), weight, targets, mask, advantages, **given)[0]
+        loss, *_ = fused_loss(
+            hidden.view(*shape, -1),
+            weight,
+            targets,
+            mask,
+            advantages,
+            old_per_token_logps=old_logps,
+            num_items_in_batch=case.cell.rows,
         )
+        return case.gradients(loss)
 
-    return run
+    return call
 
 
 @provider("Liger fused linear JSD", *BETAS)
 def divergence(case: Case) -> Call:
-    """Without its cross-entropy."""
-    loss_of = peer("liger_kernel.chunked_loss", "liger-kernel").LigerFusedLinearJSDLoss(
-        weight_hard_loss=0.0, weight_soft_loss=1.0, beta=BETAS[case.cell.contract], compiled=False
+    """Return a call of Liger's fused divergence, without its cross-entropy with the targets."""
+    module = peer("liger_kernel.chunked_loss", "liger-kernel")
+    fused_loss = module.LigerFusedLinearJSDLoss(
+        weight_hard_loss=0.0,
+        weight_soft_loss=1.0,
+        beta=BETAS[case.cell.contract],
+        compiled=False,
     )
-    teacher, targets = (case.ref_hidden, case.ref_weight), case.batch.targets
-    return lambda: case.gradients(loss_of(case.hidden, case.weight, *teacher, targets))
+
+    def call() -> Result:
+        loss = fused_loss(
+            case.hidden, case.weight, case.ref_hidden, case.ref_weight, case.batch.targets
+        )
+        return case.gradients(loss)
+
+    return call

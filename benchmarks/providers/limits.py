@@ -1,10 +1,11 @@
-"""The limits: the least work that a contract needs, measured in the same run. This is one read and
-one write of the logits (into other warm memory, or in place), one read, or the bare matrix
-products. For each of the three products the fastest of all ways that are tried here counts:
-torch.mm, oneDNN (on a CPU), and the kernels of our engine, which keep logits and sums in fp32 and
-round gradients at the end, over all rows at once or in the engine's chunks. So an implementation
-that computes the same products cannot be faster than their sum. Rows of zero advantage take part in
-the first product only.
+"""The limits: the least work that a contract needs, measured in the same run.
+
+For contracts on logits this is one read and one write of the logits (to other warm memory, or in
+place), or one read. For contracts on hidden states it is the matmuls alone. The fastest way to
+compute each matmul counts: torch.mm, oneDNN (on a CPU), and the kernels of this package, which keep
+logits and sums in fp32 and round gradients at the end, for all rows at once or in chunks. So no
+implementation with the same matmuls can be faster than their sum. Rows with an advantage of 0 take
+part in the first matmul only.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.cases import FROZEN, OF_SEQUENCES, Case
+from benchmarks.cases import FROZEN, OF_SEQUENCES, Case, Cell
 from benchmarks.providers import BETAS, Run, Unavailable, provider
 from benchmarks.providers.ours import loss_of, native, objective
 from grpo_kernels import Options
@@ -26,15 +27,17 @@ Call = Callable[[], Any]
 
 
 def limit(name: str, *contracts: str) -> Callable[[Callable[[Case], Any]], Any]:
+    """Return a decorator that registers a limit. The decorated function takes a case and returns
+    the function that is timed.
+    """
     return provider(name, *contracts, limit=True)
 
 
 limit("copy", "logits", "logits-forms")(lambda case: lambda: case.buffer.copy_(case.pristine))
-#: On a CPU this moves fewer bytes than a copy, which reads its destination from memory before it
-#: writes it.
+#: On a CPU this moves fewer bytes than a copy. A copy also reads its destination before it writes.
 limit("in-place pass", "logits")(lambda case: lambda: case.buffer.neg_())
 limit("read", "logits-forward")(lambda case: lambda: case.pristine.sum())
-#: In place: the logits are read and written, the teacher's read.
+#: The policy's logits are read and overwritten. The teacher's are read.
 limit("two reads and a write", "logits-divergence")(
     lambda case: lambda: case.buffer.add_(case.ref_logits)
 )
@@ -42,54 +45,65 @@ limit("two reads and a write", "logits-divergence")(
 
 @limit("whole vocabulary, loss without sets", "kept")
 def whole_vocabulary(case: Case) -> Call:
-    """Another loss, over the whole vocabulary:
+    """Return a call of the loss over the whole vocabulary.
 
-    the cost for a trainer that does not use the sets.
+    It is another loss. Its time is the cost for a trainer that does not use the candidate sets.
     """
-    spec, options = objective(case), Options(backend=native(case))
-    return lambda: torch.autograd.grad(
-        loss_of(case, case.inputs(), spec, case.plain_batch, options=options), case.inputs()
-    )
+    spec = objective(case)
+    options = Options(backend=native(case))
+
+    def call() -> tuple[Tensor, ...]:
+        loss = loss_of(case, case.inputs(), spec, case.plain_batch, options=options)
+        return torch.autograd.grad(loss, case.inputs())
+
+    return call
 
 
 @limit("one gather, rows of the weight", "kept")
 def gathered(case: Case) -> Call:
-    """Each row of the weight in a set of more than one id is read once, in random order, and
-    written to contiguous memory.
+    """Return a call that copies the rows of the weight for all sets of more than one id.
+
+    The rows are read in random order and written to contiguous memory [number of ids, H].
     """
-    ids = case.batch.kept.ids[(case.batch.kept.counts > 1)[case.batch.kept.row_of]].long()
-    out = torch.empty(
-        ids.numel(), case.weight.shape[1], dtype=case.weight.dtype, device=case.weight.device
-    )
+    kept = case.batch.kept
+    in_larger_set = (kept.counts > 1)[kept.row_of]
+    ids = kept.ids[in_larger_set].long()
     weight = case.weight.detach()
+    out = torch.empty(ids.numel(), weight.shape[1], dtype=weight.dtype, device=weight.device)
     return lambda: torch.index_select(weight, 0, ids, out=out)
 
 
-# ---- products
+# ---- matmuls
 
 
 class _Torch:
-    """torch.mm in the dtype of the operands:
+    """The three matmuls of a head by torch.mm, in the dtype of the operands.
 
-    a head's weight [V, H] and the hidden states [R, H] of the rows that take part.
+    weight   [V, H]
+    hidden   [R, H], the hidden states of the rows that take part
+    chunks   the rows of `hidden` that each matmul takes at a time
     """
 
     def __init__(self, weight: Tensor, hidden: Tensor) -> None:
-        self.weight, self.hidden = weight.detach(), hidden.detach()
+        self.weight = weight.detach()
+        self.hidden = hidden.detach()
         self.chunks: tuple[Tensor, ...] = (self.hidden,)
 
     def logits(self) -> Tensor:
+        """Return the logits [R, V]."""
         return self.hidden @ self.weight.t()
 
     def d_hidden(self, d_logits: Tensor) -> Tensor:
+        """Return the gradient of the hidden states [R, H]."""
         return d_logits @ self.weight
 
     def d_weight(self, d_logits: Tensor) -> Tensor:
+        """Return the gradient of the weight [V, H]."""
         return d_logits.t() @ self.hidden
 
 
 class _OneDnn(_Torch):
-    """oneDNN, which torch.mm does not use for fp32 operands."""
+    """The matmuls by oneDNN, which torch.mm does not use for fp32 operands."""
 
     def logits(self) -> Tensor:
         return self._times_transposed(self.hidden, self.weight)
@@ -101,7 +115,10 @@ class _OneDnn(_Torch):
         return self._times_transposed(d_logits.t(), self.hidden.t())
 
     def _times_transposed(self, a: Tensor, b: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
+        """Return a @ b.t(), as a linear layer without bias and activation."""
+        return torch.ops.mkldnn._linear_pointwise(
+            X=a, W=b, B=None, attr="none", scalars=[], algorithm=""
+        )
 
 
 class _Ours(_Torch):
@@ -115,15 +132,18 @@ class _Ours(_Torch):
         return make_matmuls(self.weight, None, self.hidden.dtype)
 
     def logits(self) -> Tensor:
+        """Compute the logits of each chunk and return those of the last one."""
         matmuls = self.matmuls()
         return [matmuls.logits(chunk.to(matmuls.dtype)) for chunk in self.chunks][-1]
 
     def d_hidden(self, d_logits: Tensor) -> Tensor:
+        """Return the gradient of the hidden states, with the same d_logits for each chunk."""
         matmuls = self.matmuls()
         d_logits = d_logits.to(matmuls.dtype)
         return torch.cat([matmuls.grad_hidden(d_logits[: len(chunk)]) for chunk in self.chunks])
 
     def d_weight(self, d_logits: Tensor) -> Tensor:
+        """Return the gradient of the weight, with the same d_logits for each chunk."""
         matmuls = self.matmuls()
         total = None
         d_logits = d_logits.to(matmuls.dtype)
@@ -135,32 +155,35 @@ class _Ours(_Torch):
 
 
 class _OursInChunks(_Ours):
-    """The same for some rows after the other, as many as the engine takes on a CPU. Logits then
-    have the memory of one chunk, which all chunks use, and so has the gradient.
+    """The matmuls of this package in chunks of rows, as many as it takes at a time on a CPU.
+
+    All chunks share one buffer for the logits and one for their gradient.
     """
 
     def __init__(self, weight: Tensor, hidden: Tensor) -> None:
         super().__init__(weight, hidden)
-        rows = (
-            LinearMemory(
-                *weight.shape, has_grad_buffer=False, grad_hidden_bytes=4, grad_weight_bytes=4
-            )
-            .plan("cpu", 0)
-            .chunk
+        memory = LinearMemory(
+            *weight.shape, has_grad_buffer=False, grad_hidden_bytes=4, grad_weight_bytes=4
         )
-        self.chunks = self.hidden.tensor_split(-(-hidden.shape[0] // rows))
-        if len(self.chunks) == 1:
+        chunk_rows = memory.plan("cpu", 0).chunk
+        num_chunks = -(-hidden.shape[0] // chunk_rows)
+        self.chunks = self.hidden.tensor_split(num_chunks)
+        if num_chunks == 1:
             raise Unavailable("the engine takes all rows at once")
 
 
+#: Contracts with the gradient of hidden states.
 BACKWARD = (
     "hidden", "hidden-frozen", *OF_SEQUENCES, "cross-entropy", "trees", "forms", "draft", *BETAS
 )  # fmt: skip
-#: The products, and the contracts that need each.
+#: The contracts that need each matmul.
 PARTS = {
-    "teacher logits": (*BETAS, "draft"), "logits": (*BACKWARD, "hidden-forward"), "d_hidden": BACKWARD,
-    "d_weight": tuple(x for x in BACKWARD if x not in FROZEN),
-}  # fmt: skip
+    "teacher logits": (*BETAS, "draft"),
+    "logits": (*BACKWARD, "hidden-forward"),
+    "d_hidden": BACKWARD,
+    "d_weight": tuple(contract for contract in BACKWARD if contract not in FROZEN),
+}
+#: The ways to compute a matmul, with the devices that each supports.
 WAYS: dict[str, tuple[type[_Torch], tuple[str, ...]]] = {
     "torch.mm": (_Torch, ("cpu", "cuda")),
     "oneDNN": (_OneDnn, ("cpu",)),
@@ -181,30 +204,45 @@ def _product(case: Case, part: str, way: type[_Torch]) -> Run:
         return Run(way(case.ref_weight, case.ref_hidden).logits)
     if part == "logits":
         return Run(way(case.weight, case.hidden).logits)
-    made = way(case.weight, case.hidden.detach()[case.active])
-    shape = (len(made.chunks[0]), len(made.weight))
+    matmuls = way(case.weight, case.hidden.detach()[case.active])
+    weight = matmuls.weight
+    shape = (len(matmuls.chunks[0]), len(weight))
     next_operand: list[Tensor] = []
 
     def make_operand() -> None:
-        operand = torch.randn(shape, dtype=made.weight.dtype, device=made.weight.device)
+        operand = torch.randn(shape, dtype=weight.dtype, device=weight.device)
         next_operand.append(operand)
 
     def call() -> tuple[Tensor, Tensor]:
         operand = next_operand.pop()
-        return getattr(made, part)(operand), operand
+        return getattr(matmuls, part)(operand), operand
 
     return Run(call, make_operand)
 
 
 def _register(part: str, name: str) -> None:
-    """Register a way to compute a part of a limit.
+    """Register a way to compute a matmul of a limit.
 
-    Memory beyond the inputs: the logits in fp32, their gradient, and the copy of it in oneDNN.
+    Memory in addition to the inputs: three fp32 tensors [N, V], for the logits, their gradient, and
+    the copy of it in oneDNN.
     """
     way, devices = WAYS[name]
-    memory = None if way is _OursInChunks else lambda cell: 12.0 * cell.rows * cell.vocab
-    how: dict[str, Any] = {"devices": devices, "limit": True, "part": part, "memory": memory}
-    provider(f"{part}, {name}", *PARTS[part], **how)(lambda case: _product(case, part, way))
+
+    def logits_memory(cell: Cell) -> float:
+        return 12.0 * cell.rows * cell.vocab
+
+    def make(case: Case) -> Run:
+        return _product(case, part, way)
+
+    register = provider(
+        f"{part}, {name}",
+        *PARTS[part],
+        devices=devices,
+        limit=True,
+        part=part,
+        memory=None if way is _OursInChunks else logits_memory,
+    )
+    register(make)
 
 
 for _part in PARTS:

@@ -1,5 +1,5 @@
-"""grpo_kernels: layer 2 (the whole loss, gradient in the forward), layer 1 (differentiable
-log-probs and divergences) with the loss in torch, and the same on the eager backend.
+"""grpo_kernels: the whole loss (layer 2, whose forward computes the gradient), differentiable
+log-probs and divergences (layer 1) with the loss in PyTorch, and both on the eager backend.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ OURS = "grpo_kernels"
 
 
 def native(case: Case) -> str:
-    """The backend of the kernels, by name: with "auto" a fallback to eager PyTorch would be timed
-    as if it were the kernels.
+    """Return the name of the backend with kernels for the device of a case.
+
+    Raises Unavailable if it cannot run. The backend "auto" is not used, because it would fall back
+    to eager PyTorch, whose time would then count as that of the kernels.
     """
     name = NATIVE[case.batch.targets.device.type]
     reason = backends.unavailable(name)
@@ -44,23 +46,24 @@ def native(case: Case) -> str:
 
 
 def objective(case: Case) -> Objective:
-    if case.cell.contract in DIRECTIONS:
-        return Objective.preset("distillation", kl=Exact(DIRECTIONS[case.cell.contract]))
-    if case.cell.contract in OF_SEQUENCES:
-        level = (
-            {"preset": "vespo"}
-            if case.cell.contract == "vespo"
-            else {"preset": "dapo", "level": "sequence"}
-        )
-        return Objective.preset(level.pop("preset"), aggregate="token-mean", **level)
-    return Objective.preset(
-        "reinforce" if case.cell.contract == "cross-entropy" else "dapo", beta=case.cell.beta
-    )
+    """Return the objective that computes the contract of a case."""
+    contract = case.cell.contract
+    if contract in DIRECTIONS:
+        return Objective.preset("distillation", kl=Exact(DIRECTIONS[contract]))
+    if contract == "vespo":
+        return Objective.preset("vespo", aggregate="token-mean")
+    if contract in OF_SEQUENCES:
+        return Objective.preset("dapo", aggregate="token-mean", level="sequence")
+    if contract == "cross-entropy":
+        # With advantages of 1 this is the cross-entropy.
+        return Objective.preset("reinforce", beta=case.cell.beta)
+    return Objective.preset("dapo", beta=case.cell.beta)
 
 
 def batch_of(case: Case) -> TokenBatch:
-    """A batch is made in the timed run, as a trainer makes one per step, so that counting its rows
-    is timed as well. With advantages of 1 and no ratio a policy's loss is the cross-entropy.
+    """Return a new batch for a run.
+
+    A trainer makes a batch in each step. So the time to make one and to count its rows is measured.
     """
     if case.cell.contract == "cross-entropy":
         return TokenBatch(case.batch.targets, torch.ones_like(case.batch.advantages))
@@ -68,54 +71,90 @@ def batch_of(case: Case) -> TokenBatch:
 
 
 def loss_of(
-    case: Case, inputs: tuple[Tensor, ...], spec: Objective, batch: TokenBatch, **how: Any
+    case: Case,
+    inputs: tuple[Tensor, ...],
+    spec: Objective,
+    batch: TokenBatch,
+    **arguments: Any,
 ) -> Tensor:
+    """Return the loss of logits or of hidden states and a weight, with the reference of a case.
+
+    inputs      (logits) or (hidden, weight)
+    arguments   further arguments of the public function
+    """
     if len(inputs) == 1:
-        ref = {"ref_logits": case.ref_logits} if case.ref_logits is not None else {}
-        return grpo_loss(*inputs, batch, spec, **ref, **how).loss
-    reference = (
-        {"reference": (case.ref_hidden, case.ref_weight)} if case.ref_hidden is not None else {}
-    )
+        if case.ref_logits is not None:
+            arguments["ref_logits"] = case.ref_logits
+        (logits,) = inputs
+        return grpo_loss(logits, batch, spec, **arguments).loss
+    if case.ref_hidden is not None:
+        arguments["reference"] = (case.ref_hidden, case.ref_weight)
     hidden, weight = inputs
-    hidden = hidden if batch.rows is not None else hidden.view(*batch.targets.shape, -1)
-    return linear_grpo_loss(hidden, weight, batch, spec, **reference, **how).loss
+    if batch.rows is None:
+        hidden = hidden.view(*batch.targets.shape, -1)
+    return linear_grpo_loss(hidden, weight, batch, spec, **arguments).loss
 
 
 def loss(
-    name: str, *contracts: str, upstream: float = 1.0, inplace: bool = False, into: bool = False, backend: str | None = None,
-    spec: Objective | None = None, one_by_one: bool = False, without_terms: bool = False, says_scale: bool = False,
+    name: str,
+    *contracts: str,
+    upstream: float = 1.0,
+    inplace: bool = False,
+    into: bool = False,
+    backend: str | None = None,
+    spec: Objective | None = None,
+    one_by_one: bool = False,
+    without_terms: bool = False,
+    says_scale: bool = False,
     **fields: Any,
-) -> None:  # fmt: skip
-    """Registers a way to call the whole loss. An `upstream` gradient other than 1 costs a scaling
-    of the gradient; the normalizer is multiplied by it too, so that the result is the same. into:
-    the gradient of the weight is added to existing memory, as trainers do that sum it over
-    micro-batches. one_by_one: with a row for each token, where tokens share them. without_terms:
-    without those at listed ids. says_scale: with what the loss is multiplied by, as grad_scale.
+) -> None:
+    """Register a way to call the whole loss.
+
+    name            is added to "grpo_kernels"
+    upstream        the upstream gradient of the loss. If it is not 1, the gradient is scaled, which
+                    takes time. The normalizer is multiplied by it too, so that the results are the
+                    same.
+    inplace         whether the gradient overwrites the logits
+    into            whether the gradient of the weight is added to existing memory, as in trainers
+                    that sum it over micro-batches
+    backend         None: the backend with kernels
+    spec            another objective than that of the contract
+    one_by_one      whether each token has its own row, although the tokens of a case share rows
+    without_terms   whether terms at further ids are left out
+    says_scale      whether the division by the number of micro-batches is passed as `grad_scale`
+    fields          further fields of Provider
     """
 
     def make(case: Case) -> Call:
-        of, kernels = spec or objective(case), backend or native(case)
-        how = {"inplace": True} if inplace else {}
-        how |= {"normalizer": upstream * case.cell.rows} if upstream != 1 else {}
-        how |= {"grad_scale": 1 / case.cell.accumulation} if says_scale else {}
+        chosen_objective = spec or objective(case)
+        chosen_backend = backend or native(case)
+        arguments: dict[str, Any] = {}
+        if inplace:
+            arguments["inplace"] = True
+        if upstream != 1:
+            arguments["normalizer"] = upstream * case.cell.rows
+        if says_scale:
+            arguments["grad_scale"] = 1 / case.cell.accumulation
 
-        def run() -> Result:
-            options = Options(backend=kernels, weight_grad=case.weight_grad if into else None)
-            inputs = (case.output(),) if inplace else case.inputs()
-            batch = (
-                case.plain_batch
-                if without_terms
-                else batch_of(case)
-                if spec is None
-                else replace(case.batch)
+        def call() -> Result:
+            options = Options(
+                backend=chosen_backend, weight_grad=case.weight_grad if into else None
             )
+            inputs = (case.output(),) if inplace else case.inputs()
+            if without_terms:
+                batch = case.plain_batch
+            elif spec is None:
+                batch = batch_of(case)
+            else:
+                batch = replace(case.batch)
             if one_by_one:
                 index, batch = unpacked(batch)
-                inputs = (inputs[0][index], *inputs[1:])
-            value = loss_of(case, inputs, of, batch, options=options, **how)
+                hidden, weight = inputs
+                inputs = (hidden[index], weight)
+            value = loss_of(case, inputs, chosen_objective, batch, options=options, **arguments)
             return case.gradients(value if upstream == 1 else upstream * value, into)
 
-        return run
+        return call
 
     provider(f"{OURS}{name}", *contracts, needs_accumulation=says_scale, **fields)(make)
 
@@ -139,43 +178,52 @@ loss(", upstream 0.5", "hidden", "hidden-frozen", upstream=0.5)
 
 
 def _logps(case: Case, backend: str) -> Logps:
-    function, targets = (
-        (token_logprobs if case.hidden is None and case.model is None else linear_logprobs),
-        case.batch.targets.view(-1),
-    )
+    """Return the log-probs function of this package for the inputs of a case."""
+    targets = case.batch.targets.view(-1)
+    options = Options(backend=backend)
+    from_logits = case.hidden is None and case.model is None
+    function = token_logprobs if from_logits else linear_logprobs
     if case.cell.contract == "logits-forward":
-        return lambda logits: tuple(
-            function(logits, targets, entropy=True, options=Options(backend=backend))
-        )
-    return lambda *inputs: function(*inputs, targets, options=Options(backend=backend)).logps
+        return lambda logits: tuple(function(logits, targets, entropy=True, options=options))
+    return lambda *inputs: function(*inputs, targets, options=options).logps
 
 
 @logps_provider(f"{OURS}, layer 1", "logits", "hidden", "hidden-frozen", "cross-entropy")
 @logps_provider(OURS, "logits-forward", "hidden-forward")
 @logps_provider(f"{OURS}, linear log-probs", "step")
 def layer_one(case: Case) -> Logps:
+    """Return the log-probs by the kernels."""
     return _logps(case, native(case))
 
 
 @provider(f"{OURS}, layer 1 + mean", *BETAS)
 def layer_one_divergence(case: Case) -> Call:
-    options, exact = Options(backend=native(case)), Exact(DIRECTIONS[case.cell.contract])
+    """Return a call of the divergence of each row and their mean."""
+    options = Options(backend=native(case))
+    divergence = Exact(DIRECTIONS[case.cell.contract])
     reference = (case.ref_hidden, case.ref_weight)
-    return lambda: case.gradients(
-        linear_divergence(case.hidden, case.weight, reference, exact, options=options).mean()
-    )
+
+    def call() -> Result:
+        values = linear_divergence(case.hidden, case.weight, reference, divergence, options=options)
+        return case.gradients(values.mean())
+
+    return call
 
 
 def _draft_head(metrics: bool) -> Callable[[Case], Call]:
+    """Return a function that makes calls of the loss of a draft head, with metrics or without."""
+
     def make(case: Case) -> Call:
-        options, shape = Options(backend=native(case)), (case.cell.sequences, case.cell.length, -1)
+        options = Options(backend=native(case))
+        shape = (case.cell.sequences, case.cell.length, -1)
 
-        def run() -> Result:
-            draft, policy = case.hidden.view(shape), case.ref_hidden.view(shape)
-            out = draft_head_loss(draft, policy, case.weight, metrics=metrics, options=options)
-            return case.gradients(out.loss)
+        def call() -> Result:
+            draft = case.hidden.view(shape)
+            policy = case.ref_hidden.view(shape)
+            result = draft_head_loss(draft, policy, case.weight, metrics=metrics, options=options)
+            return case.gradients(result.loss)
 
-        return run
+        return call
 
     return make
 

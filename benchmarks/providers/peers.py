@@ -1,4 +1,4 @@
-"""Projects of which there is a function or two to call: CCE, Fast-LLM, miles, QuACK, Unsloth."""
+"""Projects with one or two functions to call: CCE, Fast-LLM, miles, QuACK, Unsloth."""
 
 from __future__ import annotations
 
@@ -8,19 +8,25 @@ from unittest import mock
 
 import torch.distributed
 
-from benchmarks.cases import CLIP, HALF, Case, Result, Tensor
+from benchmarks.cases import CLIP, HALF, Case, Cell, Result, Tensor
 from benchmarks.providers import Logps, Unavailable, logps_provider, peer, provider
 
-# ---- Cut Cross-Entropy Apple's Cut Cross-Entropy: negative log-probs from hidden states. Its
-# kernel skips blocks whose gradients are small. A random head has more such blocks than a trained
-# one, so the filtered time here is a lower bound. It is measured with and without that filter. On a
-# CPU its torch.compile version is measured.
+# ---- Cut Cross-Entropy
+#
+# Apple's negative log-probs from hidden states. Its kernel skips blocks whose gradients are small.
+# A random head has more such blocks than a trained one, so the time with this filter is a lower
+# bound. It is measured with the filter and without. On a CPU its torch.compile version is measured.
 
 
-def _cce(case: Case, **how: object) -> Logps:
+def _cce(case: Case, **options: object) -> Logps:
+    """Return CCE's log-probs of hidden states, with these options of linear_cross_entropy."""
     cross_entropy = peer("cut_cross_entropy", "cut-cross-entropy").linear_cross_entropy
     targets = case.batch.targets
-    return lambda hidden, weight: -cross_entropy(hidden, weight, targets, reduction="none", **how)
+
+    def logps(hidden: Tensor, weight: Tensor) -> Tensor:
+        return -cross_entropy(hidden, weight, targets, reduction="none", **options)
+
+    return logps
 
 
 @logps_provider(
@@ -28,6 +34,7 @@ def _cce(case: Case, **how: object) -> Logps:
 )
 @logps_provider("CCE", "hidden-forward", devices=("cuda",), dtypes=HALF)
 def filtered(case: Case) -> Logps:
+    """Return CCE's log-probs with its default filter of small gradients."""
     return _cce(case)
 
 
@@ -35,17 +42,26 @@ def filtered(case: Case) -> Logps:
     "CCE, unfiltered", "hidden", "hidden-frozen", "cross-entropy", devices=("cuda",), dtypes=HALF
 )
 def unfiltered(case: Case) -> Logps:
+    """Return CCE's log-probs with exact gradients."""
     return _cce(case, filter_eps=None)
 
 
 @logps_provider("CCE (torch.compile)", "hidden", "hidden-frozen", "cross-entropy", "hidden-forward")
 def compiled(case: Case) -> Logps:
+    """Return CCE's log-probs by torch.compile."""
     return _cce(case, impl="torch_compile")
 
 
-# ---- Fast-LLM Fast-LLM: its Triton kernel for the clipped loss of given logits and their gradient,
-# in one launch, between products of torch. It has no KL, so it takes part from hidden states, where
-# the loss here has none either.
+# ---- Fast-LLM
+#
+# One Triton kernel for the clipped loss of logits and their gradient. The matmuls before and after
+# it are torch's. The kernel has no KL term. So it is measured from hidden states, where the
+# contract has none either.
+
+
+def _half_logits_and_gradient(cell: Cell) -> float:
+    """Return the bytes of logits [N, V] and their gradient, in the dtype of the operands."""
+    return 2.0 * cell.rows * cell.vocab * cell.dtype.itemsize
 
 
 @provider(
@@ -53,83 +69,97 @@ def compiled(case: Case) -> Logps:
     "hidden",
     "hidden-frozen",
     devices=("cuda",),
-    memory=lambda cell: 2.0 * cell.rows * cell.vocab * cell.dtype.itemsize,
+    memory=_half_logits_and_gradient,
 )
 def kernel(case: Case) -> Callable[[], Result]:
-    loss_and_gradient = peer(
-        "fast_llm.functional.triton.grpo_loss", "fast_llm"
-    ).triton_grpo_loss_forward_backward
-    batch, of_rows = (
-        case.batch,
-        (case.batch.targets, case.batch.advantages.float(), case.batch.old_logps),
-    )
-    how = {
-        "grad_output": 1.0,
-        "epsilon_low": CLIP[0],
-        "epsilon_high": CLIP[1],
-        "divisor": float(batch.targets.numel()),
-    }
+    """Return a call of Fast-LLM's kernel, with the matmuls of the head."""
+    module = peer("fast_llm.functional.triton.grpo_loss", "fast_llm")
+    loss_and_gradient = module.triton_grpo_loss_forward_backward
+    batch = case.batch
+    assert batch.old_logps is not None
+    targets = batch.targets.contiguous()
+    advantages = batch.advantages.float().contiguous()
+    old_logps = batch.old_logps.contiguous()
+    clip_low, clip_high = CLIP
 
-    def run() -> Result:
+    def call() -> Result:
         logits = case.hidden @ case.weight.t()
-        loss, d_logits, _ = loss_and_gradient(logits, *(x.contiguous() for x in of_rows), **how)  # type: ignore[union-attr]
-        gradients = {
-            "d_hidden": lambda: d_logits @ case.weight,
-            "d_weight": lambda: d_logits.t() @ case.hidden,
-        }
-        return {"loss": loss.reshape(())} | {name: gradients[name]() for name in case.leaves}
+        loss, d_logits, _ = loss_and_gradient(
+            logits,
+            targets,
+            advantages,
+            old_logps,
+            grad_output=1.0,
+            epsilon_low=clip_low,
+            epsilon_high=clip_high,
+            divisor=float(targets.numel()),
+        )
+        results = {"loss": loss.reshape(())}
+        if "d_hidden" in case.leaves:
+            results["d_hidden"] = d_logits @ case.weight
+        if "d_weight" in case.leaves:
+            results["d_weight"] = d_logits.t() @ case.hidden
+        return results
 
-    return torch.no_grad()(run)
+    return torch.no_grad()(call)
 
 
-# ---- miles miles: its log-probs of given logits, which are Megatron's cross-entropy of a
-# vocabulary cut over ranks. Here there is one rank, which has nothing to exchange. miles has no
-# kernel of its own for a loss.
+# ---- miles
+#
+# Its log-probs of logits are Megatron's cross-entropy of a vocabulary that is sharded over ranks.
+# Here there is one rank, which has nothing to exchange. miles has no loss kernel of its own.
 
-
-ALONE = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+#: A process group of one rank.
+SINGLE_RANK = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
 
 
 @logps_provider("miles log-probs (Megatron, torch.compile)", "logits")
 def logprobs(case: Case) -> Logps:
-    nll = peer(
-        "megatron.core.fusions.fused_cross_entropy", "megatron-core"
-    ).fused_vocab_parallel_cross_entropy
+    """Return Megatron's log-probs of logits."""
+    module = peer("megatron.core.fusions.fused_cross_entropy", "megatron-core")
+    cross_entropy = module.fused_vocab_parallel_cross_entropy
 
-    def run(_: Tensor) -> Tensor:
+    def logps(_: Tensor) -> Tensor:
+        # Its forward overwrites fp32 logits, so it gets those of `case.output()`.
+        # It takes [sequence, batch, vocabulary].
+        logits = case.output()[:, None]
+        targets = case.batch.targets[:, None]
         with mock.patch.object(torch.distributed, "all_reduce"):
-            # Its forward overwrites logits of fp32. [sequence, batch, vocabulary]
-            return -nll(case.output()[:, None], case.batch.targets[:, None], ALONE)[:, 0]
+            return -cross_entropy(logits, targets, SINGLE_RANK)[:, 0]
 
-    return run
+    return logps
 
 
-# ---- QuACK QuACK: its cross-entropy of given logits. Its linear cross-entropy returns one scalar
-# for all tokens, so it cannot take the per-token gradients of a policy loss.
+# ---- QuACK
 
 
 @logps_provider("QuACK cross-entropy", "logits", devices=("cuda",))
 def cross_entropy(case: Case) -> Logps:
-    nll = peer("quack.cross_entropy", "quack-kernels").cross_entropy
-    return lambda logits: -nll(logits, case.batch.targets, reduction="none", inplace_backward=True)
+    """Return QuACK's log-probs of logits."""
+    function = peer("quack.cross_entropy", "quack-kernels").cross_entropy
+    targets = case.batch.targets
+    return lambda logits: -function(logits, targets, reduction="none", inplace_backward=True)
 
 
 @logps_provider("QuACK linear cross-entropy", "hidden", "hidden-frozen", suffix="")
 def linear_cross_entropy(case: Case) -> Logps:
+    """Raise Unavailable: QuACK's linear cross-entropy cannot compute a policy loss."""
     raise Unavailable(
         "returns one scalar for all tokens, so it cannot take the per-token gradients of a policy"
         " loss"
     )
 
 
-# ---- Unsloth Unsloth: its chunked log-probs of hidden states. Its package must be imported by
-# `unsloth`, which replaces parts of torch and transformers: set UNSLOTH_IS_PRESENT=1, and without a
-# GPU UNSLOTH_ZOO_DISABLE_GPU_INIT=1, instead.
+# ---- Unsloth
+#
+# Only `import unsloth` may import its package, and it replaces parts of torch and transformers. To
+# import the package alone, set UNSLOTH_IS_PRESENT=1, and without a GPU also
+# UNSLOTH_ZOO_DISABLE_GPU_INIT=1.
 
 
 @logps_provider("Unsloth chunked log-probs", "hidden", "hidden-frozen")
 def chunked(case: Case) -> Logps:
-    logps_of = peer(
-        "unsloth_zoo.fused_losses.chunked_logprob", "unsloth_zoo"
-    ).unsloth_chunked_logprobs
-    return lambda hidden, weight: logps_of(hidden, weight, case.batch.targets)
+    """Return Unsloth's chunked log-probs of hidden states."""
+    module = peer("unsloth_zoo.fused_losses.chunked_logprob", "unsloth_zoo")
+    function = module.unsloth_chunked_logprobs
+    return lambda hidden, weight: function(hidden, weight, case.batch.targets)

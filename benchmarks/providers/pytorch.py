@@ -1,6 +1,6 @@
-"""Plain PyTorch: eager with the softmax in fp32, as in trainers; eager in the 16 bits of the
-operands; torch.compile of head, log-softmax and loss together; and torch's own linear_cross_entropy
-(torch 2.13 and later) with its options.
+"""Plain PyTorch: eager with an fp32 softmax as in trainers, eager with the softmax in the 16-bit
+dtype of the operands, torch.compile of head, log-softmax and loss together, and
+linear_cross_entropy of torch 2.13 with its options.
 """
 
 from __future__ import annotations
@@ -30,51 +30,66 @@ Call = Callable[[], Result]
 
 
 def whole_logits(cell: Cell) -> float:
-    """Bytes of three fp32 [N, V] tensors:
-
-    log-probs, their gradient and that of the logits, in the backward.
+    """Return the bytes of three fp32 tensors [N, V]: log-probs, their gradient, and the gradient of
+    the logits.
     """
     return 12.0 * cell.rows * cell.vocab
 
 
+def logits_of(*inputs: Tensor) -> Tensor:
+    """Return the logits [N, V] of (logits) or of (hidden states, weight)."""
+    if len(inputs) == 1:
+        return inputs[0]
+    hidden, weight = inputs
+    return hidden @ weight.t()
+
+
 def logps_of(*inputs: Tensor, targets: Tensor, upcast: bool = True, entropy: bool = False) -> Any:
-    """Log-probs of logits, or of hidden states and a weight; and the entropy, if asked for."""
-    logits = inputs[0] if len(inputs) == 1 else inputs[0] @ inputs[1].t()
+    """Return the log-probs [N] of the targets, or with `entropy` the tuple (log-probs, entropy).
+
+    inputs   (logits) or (hidden states, weight)
+    upcast   whether the softmax is computed in fp32
+    """
+    logits = logits_of(*inputs)
     log_p = torch.log_softmax(logits.float() if upcast else logits, -1)
     logps = log_p.gather(-1, targets[..., None])[..., 0]
-    return (logps, -(log_p.exp() * log_p).sum(-1)) if entropy else logps
+    if not entropy:
+        return logps
+    return logps, -(log_p.exp() * log_p).sum(-1)
 
 
 def loss_of(*inputs: Tensor, batch: TokenBatch, cell: Cell) -> Tensor:
-    targets = batch.targets
-    return policy_loss(logps_of(*inputs, targets=targets.view(-1)).view(targets.shape), batch, cell)
+    """Return the policy loss of (logits) or of (hidden states, weight)."""
+    logps = logps_of(*inputs, targets=batch.targets.view(-1))
+    return policy_loss(logps.view(batch.targets.shape), batch, cell)
 
 
-def _mean(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def mean_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy of the targets, with an fp32 softmax."""
     return F.cross_entropy((hidden @ weight.t()).float(), targets)
 
 
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One compiled function for all cases, as in a real program."""
+    """Return the compiled function. All cases share it, as in a real program."""
     return torch.compile(function)
 
 
 def _logps(case: Case, upcast: bool = True, function: Callable[..., Any] = logps_of) -> Logps:
+    """Return a function of the inputs of a case that returns its log-probs."""
     entropy = case.cell.contract == "logits-forward"
     return lambda *inputs: function(
         *inputs, targets=case.batch.targets.view(-1), upcast=upcast, entropy=entropy
     )
 
 
-LOSSES, FORWARD = (
-    ("logits", "hidden", "hidden-frozen", *OF_SEQUENCES),
-    ("logits-forward", "hidden-forward"),
-)
+LOSSES = ("logits", "hidden", "hidden-frozen", *OF_SEQUENCES)
+FORWARD = ("logits-forward", "hidden-forward")
 
 
 @logps_provider("eager PyTorch", *LOSSES, *FORWARD, "step", suffix="", memory=whole_logits)
 def eager(case: Case) -> Logps:
+    """Return the log-probs with an fp32 softmax."""
     return _logps(case)
 
 
@@ -82,24 +97,27 @@ def eager(case: Case) -> Logps:
     "eager PyTorch, 16-bit softmax", *LOSSES, *FORWARD, suffix="", dtypes=HALF, memory=whole_logits
 )
 def eager_half(case: Case) -> Logps:
+    """Return the log-probs with a softmax in the dtype of the operands."""
     return _logps(case, upcast=False)
 
 
 @logps_provider("torch.compile", *FORWARD, memory=whole_logits)
 def compiled_forward(case: Case) -> Logps:
+    """Return the compiled log-probs."""
     return _logps(case, function=compiled(logps_of))
 
 
 @provider("torch.compile", *LOSSES, "step", memory=whole_logits)
 def compiled_loss(case: Case) -> Call:
+    """Return a call of the compiled loss."""
     loss = compiled(loss_of)
     return lambda: case.gradients(loss(*case.inputs(), batch=case.batch, cell=case.cell))
 
 
 # ---- cross-entropies
 
-#: Arguments of LinearCrossEntropyOptions by name. None: no options, all logits at a time. Sums are
-#: fp32, as with "auto".
+#: Arguments of LinearCrossEntropyOptions by the name of the provider. None: no options, which
+#: computes all logits at once. Sums are always in fp32, as with "auto".
 OPTIONS: dict[str, dict[str, Any] | None] = {
     "": None,
     "auto": {},
@@ -109,76 +127,87 @@ OPTIONS: dict[str, dict[str, Any] | None] = {
 }
 
 
-def _function(how: dict[str, Any] | None, case: Case) -> Callable[..., Tensor]:
+def _linear_cross_entropy(options: dict[str, Any] | None, case: Case) -> Callable[..., Tensor]:
+    """Return torch's linear_cross_entropy with these options. Raises Unavailable before 2.13."""
     function = getattr(F, "linear_cross_entropy", None)
     if function is None:
         raise Unavailable(f"torch {torch.__version__} has no linear_cross_entropy, 2.13 has")
-    if how is None:
+    if options is None:
         return function
-    sums = {"acc_dtype": torch.float32} if case.cell.dtype in HALF else {}
-    options = torch.nn.LinearCrossEntropyOptions(**how, **sums)
-    return lambda *tensors, **kwargs: function(*tensors, options=options, **kwargs)
+    if case.cell.dtype in HALF:
+        options = options | {"acc_dtype": torch.float32}
+    return functools.partial(function, options=torch.nn.LinearCrossEntropyOptions(**options))
 
 
 def _cross_entropy(case: Case, function: Callable[..., Tensor]) -> Call:
+    """Return a call of a function of (hidden, weight, targets)."""
     return lambda: case.gradients(function(case.hidden, case.weight, case.batch.targets))
 
 
-def _register(name: str, how: dict[str, Any] | None) -> None:
-    label, memory = (
-        f"torch linear_cross_entropy{name and ', ' + name}",
-        whole_logits if how is None else None,
-    )
-    provider(label, "cross-entropy", memory=memory)(
-        lambda case: _cross_entropy(case, _function(how, case))
-    )
+def _register_linear_cross_entropy(name: str, options: dict[str, Any] | None) -> None:
+    """Register linear_cross_entropy for the cross-entropy, and some options for policy losses."""
+    label = "torch linear_cross_entropy"
+    if name:
+        label += f", {name}"
+    memory = whole_logits if options is None else None
 
-    def logps(case: Case) -> Logps:
-        function = _function(how, case)
+    def make(case: Case) -> Call:
+        return _cross_entropy(case, _linear_cross_entropy(options, case))
+
+    def make_logps(case: Case) -> Logps:
+        function = _linear_cross_entropy(options, case)
         return lambda *inputs: -function(*inputs, case.batch.targets, reduction="none")
 
+    provider(label, "cross-entropy", memory=memory)(make)
     if name in ("", "auto"):
-        # In chunks it takes minutes on a CPU with reduction="none" and 16 bits.
-        logps_provider(
-            label,
-            "hidden",
-            *OF_SEQUENCES,
-            memory=memory,
-            devices=("cpu", "cuda") if how is None else ("cuda",),
-        )(logps)
+        # On a CPU it takes minutes in chunks with reduction="none" and 16 bits.
+        devices = ("cpu", "cuda") if options is None else ("cuda",)
+        register = logps_provider(label, "hidden", *OF_SEQUENCES, memory=memory, devices=devices)
+        register(make_logps)
 
 
 provider("eager PyTorch", "cross-entropy", memory=whole_logits)(
-    lambda case: _cross_entropy(case, _mean)
+    lambda case: _cross_entropy(case, mean_cross_entropy)
 )
 provider("torch.compile", "cross-entropy", memory=whole_logits)(
-    lambda case: _cross_entropy(case, compiled(_mean))
+    lambda case: _cross_entropy(case, compiled(mean_cross_entropy))
 )
-for _name, _how in OPTIONS.items():
-    _register(_name, _how)
+for _name, _options in OPTIONS.items():
+    _register_linear_cross_entropy(_name, _options)
 
 
 # ---- divergences
 
 
+def two_softmaxes(cell: Cell) -> float:
+    """Return the bytes of seven and a half fp32 tensors [N, V], for policy and teacher."""
+    return 30.0 * cell.rows * cell.vocab
+
+
 def _teacher(case: Case, function: Callable[..., Tensor]) -> Call:
+    """Return a call of a mean divergence between policy and teacher.
+
+    function   takes the direction and fp32 logits [N, V] of policy and teacher
+    """
     direction = DIRECTIONS[case.cell.contract]
 
-    def run() -> Result:
+    def call() -> Result:
         if case.hidden is None:
-            return case.gradients(function(direction, case.logits.float(), case.ref_logits.float()))
+            loss = function(direction, case.logits.float(), case.ref_logits.float())
+            return case.gradients(loss)
         with torch.no_grad():
-            w = (case.ref_hidden @ case.ref_weight.t()).float()
-        return case.gradients(function(direction, (case.hidden @ case.weight.t()).float(), w))
+            teacher_logits = (case.ref_hidden @ case.ref_weight.t()).float()
+        # The policy's logits have no name here, so that their memory is free in the backward.
+        loss = function(direction, (case.hidden @ case.weight.t()).float(), teacher_logits)
+        return case.gradients(loss)
 
-    return run
+    return call
 
 
-_two = {"memory": lambda cell: 30.0 * cell.rows * cell.vocab}
-provider("eager PyTorch", *BETAS, "logits-divergence", **_two)(
+provider("eager PyTorch", *BETAS, "logits-divergence", memory=two_softmaxes)(
     lambda case: _teacher(case, mean_divergence)
 )
-provider("torch.compile", *BETAS, "logits-divergence", **_two)(
+provider("torch.compile", *BETAS, "logits-divergence", memory=two_softmaxes)(
     lambda case: _teacher(case, torch.compile(mean_divergence))
 )
 
@@ -187,65 +216,90 @@ provider("torch.compile", *BETAS, "logits-divergence", **_two)(
 
 
 def soft_cross_entropy(student: Tensor, teacher: Tensor) -> Tensor:
-    """Mean cross-entropy of fp32 logits [n, V] with the teacher's distribution at these rows."""
+    """Return the mean cross-entropy of the student's softmax with the teacher's.
+
+    student, teacher   fp32 logits [..., V]
+    """
     return -(teacher.softmax(-1) * student.log_softmax(-1)).sum(-1).mean()
 
 
 def _draft(case: Case, function: Callable[..., Tensor]) -> Call:
-    """With logits of all positions on both sides, in the form of trainers: the head in the dtype of
-    the operands, the teacher one position later.
+    """Return a call of the loss of a draft head from logits of all positions, as in trainers.
+
+    The matmuls run in the dtype of the operands. Position t of the draft learns from position t + 1
+    of the policy.
     """
     shape = (case.cell.sequences, case.cell.length, -1)
 
-    def run() -> Result:
+    def call() -> Result:
         student = (case.hidden @ case.weight.t()).view(shape)[:, :-1]
         with torch.no_grad():
             teacher = (case.ref_hidden @ case.weight.t()).view(shape)[:, 1:]
         return case.gradients(function(student.float(), teacher.float()))
 
-    return run
+    return call
 
 
-provider("eager PyTorch", "draft", **_two)(lambda case: _draft(case, soft_cross_entropy))
-provider("torch.compile", "draft", **_two)(lambda case: _draft(case, compiled(soft_cross_entropy)))
+provider("eager PyTorch", "draft", memory=two_softmaxes)(
+    lambda case: _draft(case, soft_cross_entropy)
+)
+provider("torch.compile", "draft", memory=two_softmaxes)(
+    lambda case: _draft(case, compiled(soft_cross_entropy))
+)
 
 
-# ---- kept sets
+# ---- candidate sets (`kept`)
 
 
-@provider("eager PyTorch, masked logits", "kept", memory=lambda cell: 13.0 * cell.rows * cell.vocab)
+def masked_logits(cell: Cell) -> float:
+    """Return the bytes of three fp32 tensors and a mask [N, V]."""
+    return 13.0 * cell.rows * cell.vocab
+
+
+@provider("eager PyTorch, masked logits", "kept", memory=masked_logits)
 def masked(case: Case) -> Call:
-    """The whole product, with -inf outside the sets, as in trainers that replay them."""
+    """Return a call of the loss from all logits, with -inf outside the candidate sets.
+
+    Trainers that replay candidate sets compute it in this way.
+    """
     outside = ~case.batch.kept.mask(case.cell.vocab)
 
-    def run() -> Result:
+    def call() -> Result:
         logits = (case.hidden @ case.weight.t()).float().masked_fill(outside, -torch.inf)
-        chosen = logits.gather(1, case.batch.targets[:, None])[:, 0]
-        return case.gradients(
-            policy_loss(chosen - logits.logsumexp(1), case.plain_batch, case.cell)
-        )
+        target_logits = logits.gather(1, case.batch.targets[:, None])[:, 0]
+        logps = target_logits - logits.logsumexp(1)
+        return case.gradients(policy_loss(logps, case.plain_batch, case.cell))
 
-    return run
+    return call
 
 
 @provider("pairs in PyTorch, autograd", "kept")
 def pairs(case: Case) -> Call:
-    """Gathered and padded pairs of a row and an id, as in SkyRL's replay head: dot products in the
-    dtype of the operands, and the gradient of the weight by index_add into new memory.
-    """
-    padded = case.batch.kept.padded(0).long()
-    used = torch.arange(padded.shape[1], device=padded.device) < case.batch.kept.counts[:, None]
-    target = ((padded == case.batch.targets[:, None]) & used).to(torch.int64).argmax(1)
-    single = case.batch.kept.counts == 1
+    """Return a call of the loss from the logits of candidates alone, as in SkyRL's replay head.
 
-    def run() -> Result:
-        several = (~single).nonzero()[:, 0]
-        ids, inside = padded[several], used[several]
-        row, _ = inside.nonzero(as_tuple=True)
-        dots = (case.hidden[several][row] * case.weight[ids[inside]]).sum(1).float()
-        z = torch.full(ids.shape, -torch.inf, device=dots.device).masked_scatter(inside, dots)
-        log_probs = z.gather(1, target[several, None])[:, 0] - z.logsumexp(1)
-        logps = torch.zeros(case.cell.rows, device=dots.device).index_put((several,), log_probs)
+    Each (row, candidate) pair is one dot product in the dtype of the operands. The gradient of the
+    weight is an index_add into new memory. Rows with one candidate have a log-prob of 0.
+    """
+    kept = case.batch.kept
+    candidates = kept.padded(0).long()  # [N, largest set]
+    position = torch.arange(candidates.shape[1], device=candidates.device)
+    is_candidate = position < kept.counts[:, None]
+    is_target = (candidates == case.batch.targets[:, None]) & is_candidate
+    target_position = is_target.to(torch.int64).argmax(1)
+    has_several = kept.counts != 1
+
+    def call() -> Result:
+        rows = has_several.nonzero()[:, 0]
+        ids = candidates[rows]
+        inside = is_candidate[rows]
+        row_of_pair, _ = inside.nonzero(as_tuple=True)
+        hidden = case.hidden[rows][row_of_pair]
+        dots = (hidden * case.weight[ids[inside]]).sum(1).float()
+        logits = torch.full(ids.shape, -torch.inf, device=dots.device)
+        logits = logits.masked_scatter(inside, dots)
+        target_logits = logits.gather(1, target_position[rows, None])[:, 0]
+        logps = torch.zeros(case.cell.rows, device=dots.device)
+        logps = logps.index_put((rows,), target_logits - logits.logsumexp(1))
         return case.gradients(policy_loss(logps, case.plain_batch, case.cell))
 
-    return run
+    return call

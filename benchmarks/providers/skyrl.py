@@ -1,4 +1,4 @@
-"""SkyRL: the soft cross-entropy of its draft heads, from logits of all positions on both sides."""
+"""SkyRL: the soft cross-entropy of its draft heads, from the logits of draft and policy."""
 
 from __future__ import annotations
 
@@ -6,27 +6,34 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.cases import Case, Result
+from benchmarks.cases import Case, Cell, Result
 from benchmarks.providers import peer, provider
 
-#: `mtp_loss_chunk_size` of its configuration: positions of a sequence at a time.
+#: Positions of a sequence that are processed at a time: SkyRL's `mtp_loss_chunk_size`.
 CHUNK_SIZE = 1024
 
 
-@provider("SkyRL soft cross-entropy", "draft", memory=lambda cell: 30.0 * cell.rows * cell.vocab)
-def draft_head(case: Case) -> Callable[[], Result]:
-    module = peer("skyrl.backends.skyrl_train.mtp.soft_ce", "skyrl")
-    shape = (case.cell.sequences, case.cell.length, -1)
-    mask = torch.ones(shape[:2], device=case.hidden.device)
+def logits_memory(cell: Cell) -> float:
+    """Return the bytes of seven and a half fp32 tensors [N, V]."""
+    return 30.0 * cell.rows * cell.vocab
 
-    def run() -> Result:
-        student = (case.hidden @ case.weight.t()).view(shape)
+
+@provider("SkyRL soft cross-entropy", "draft", memory=logits_memory)
+def draft_head(case: Case) -> Callable[[], Result]:
+    """Return a call of SkyRL's loss of a draft head."""
+    module = peer("skyrl.backends.skyrl_train.mtp.soft_ce", "skyrl")
+    shape = (case.cell.sequences, case.cell.length)
+    mask = torch.ones(shape, device=case.hidden.device)
+
+    def call() -> Result:
+        student_logits = (case.hidden @ case.weight.t()).view(*shape, -1)
         with torch.no_grad():
-            policy = (case.ref_hidden @ case.weight.t()).view(shape)
-        teacher = module.build_teacher_logits(policy)
+            policy_logits = (case.ref_hidden @ case.weight.t()).view(*shape, -1)
+        teacher_logits = module.build_teacher_logits(policy_logits)
+        shifted_mask = module.shift_mask_for_mtp(mask)
         loss = module.draft_soft_ce(
-            student, teacher, module.shift_mask_for_mtp(mask), chunk_size=CHUNK_SIZE
+            student_logits, teacher_logits, shifted_mask, chunk_size=CHUNK_SIZE
         )
         return case.gradients(loss)
 
-    return run
+    return call
