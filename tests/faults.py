@@ -581,8 +581,8 @@ FAULTS: list[Fault] = [
             "inplace = can_be_overwritten(logits)",
         ),
         (
-            "temperature left out of the entropy", 'temperature=temperature, group=tp_group, entropy=True, inplace=inplace\n        )\n    )',
-            "group=tp_group, entropy=True, inplace=inplace))",
+            "temperature left out of the entropy", 'temperature=temperature, group=tp_group, entropy=True, inplace=inplace\n',
+            "group=tp_group, entropy=True, inplace=inplace\n",
         ),
     ),
     *of("grpo_kernels/integrations/liger.py", "tests/integrations/test_liger.py",
@@ -695,8 +695,8 @@ FAULTS: list[Fault] = [
             "anchored = rollout_logprobs is not None",
         ),
         (
-            "a set that lists an id twice is taken", "    twice = (in_order[..., 1:] == in_order[..., :-1]) & (in_order[..., 1:] >= 0)",
-            "    twice = (in_order[..., 1:] == in_order[..., :-1]) & (in_order[..., 1:] > 10**6)", "tests/integrations/test_replayed_sets.py",
+            "a set that lists an id twice is taken", "& (sorted_ids[..., 1:] >= 0)",
+            "& (sorted_ids[..., 1:] > 10**6)", "tests/integrations/test_replayed_sets.py",
         ),
     ),
     *of("grpo_kernels/integrations/slime.py", "tests/integrations/test_replayed_sets.py",

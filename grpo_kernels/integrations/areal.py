@@ -37,18 +37,16 @@ ADAPTER = Adapter(
 
 
 def bind(*, trees: bool = False, **how: bool) -> Slots:
-    """Replace AReaL's two functions by ours; the result restores them, see `Slots`, which has the
-    errors too.
+    """Replace AReaL's functions of log-probs and entropy by ours, until `undo()` of the result.
 
-    trees    True: the function of packed trees too, of versions that have it.
-    how      strict and any_version of `Slots`.
+    trees   whether `mapped_logprobs_entropy` is also replaced, AReaL's function of packed trees.
+            Versions up to 1.0.4 do not have it.
+    how     strict= and any_version= of `Slots`, which also lists the errors
     """
-    ours = (
-        gather_logprobs,
-        gather_logprobs_entropy,
-        *((mapped_logprobs_entropy,) if trees else ()),
-    )
-    return ADAPTER.bind(*ours, **how)
+    slots = ADAPTER.bind(gather_logprobs, gather_logprobs_entropy, **how)
+    if trees:
+        slots.bind(mapped_logprobs_entropy)
+    return slots
 
 
 @with_trainer_names(targets="labels")
@@ -59,12 +57,13 @@ def gather_logprobs(
     tp_group: Any = None,
     chunk_size: int = 1024,
 ) -> Tensor:
-    """Return the log-probs of labels, fp32 in the shape of labels.
+    """Return the log-probs of labels, fp32 [...].
 
-    logits        [..., V], or this rank's part [..., V / ranks] with a tp_group of several ranks
+    logits        [..., V], or this rank's part [..., V / ranks]
+    labels        int64 [...]
     temperature   divides the logits
-
-    chunk_size has no effect.
+    tp_group      the tensor-parallel group; None for one rank
+    chunk_size    not used
     """
     return log_probs_of(logits, labels, temperature=temperature, group=tp_group).logps
 
@@ -77,32 +76,40 @@ def gather_logprobs_entropy(
     tp_group: Any = None,
     chunk_size: int = 1024,
     reuse_logits: bool = False,
-) -> tuple[Tensor, ...]:
-    """Return (log-probs of labels, entropy in nats) with the arguments of `gather_logprobs`; both
-    differentiable.
+) -> tuple[Tensor, Tensor]:
+    """Return (log-probs of labels, entropy in nats), fp32 [...] each, both differentiable.
 
-    reuse_logits   True: the backward writes the gradient into the memory of the logits, unless they
-                   are a leaf or not contiguous. AReaL passes it for logits that nothing else reads.
+    logits         [..., V], or this rank's part [..., V / ranks]
+    labels         int64 [...]
+    temperature    divides the logits
+    tp_group       the tensor-parallel group; None for one rank
+    chunk_size     not used
+    reuse_logits   whether the backward writes the gradient into the memory of the logits. Logits
+                   that are a leaf or not contiguous are never overwritten. AReaL passes True if
+                   nothing else reads the logits.
     """
     inplace = reuse_logits and can_be_overwritten(logits)
-    return tuple(
-        log_probs_of(
-            logits, labels, temperature=temperature, group=tp_group, entropy=True, inplace=inplace
-        )
+    logps, entropies = log_probs_of(
+        logits, labels, temperature=temperature, group=tp_group, entropy=True, inplace=inplace
     )
+    return logps, entropies
 
 
 @with_trainer_names(targets="labels")
 def mapped_logprobs_entropy(
     logits: Tensor, rows: Tensor, labels: Tensor, temperature: float = 1.0, tp_group: Any = None
-) -> tuple[Tensor, ...]:
-    """Return (log-probs, entropy) of labels [M] from shared rows of logits.
+) -> tuple[Tensor, Tensor]:
+    """Return (log-probs, entropies), fp32 [M] each, of M labels that share N rows of logits.
 
-    logits   [N, V]
-    rows     int64 [M]: the row that predicts each label. Labels may share a row.
+    logits        [N, V], or this rank's part [N, V / ranks]
+    rows          int64 [M], the row of logits that predicts each label
+    labels        int64 [M]
+    temperature   divides the logits
+    tp_group      the tensor-parallel group; None for one rank
+
+    In a packed tree, rollouts with a common prefix share the rows of the prefix.
     """
-    return tuple(
-        log_probs_of(
-            logits, labels, temperature=temperature, group=tp_group, entropy=True, rows=rows
-        )
+    logps, entropies = log_probs_of(
+        logits, labels, temperature=temperature, group=tp_group, entropy=True, rows=rows
     )
+    return logps, entropies

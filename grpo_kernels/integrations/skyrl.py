@@ -37,7 +37,6 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Callable
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -74,72 +73,106 @@ ADAPTER = Adapter(
      "sample_support_logprobs": "skyrl.backends.skyrl_train.utils.sample_support_replay.sample_support_logprobs",
      "sample_support_scores": "skyrl.backends.skyrl_train.utils.sample_support_replay.sample_support_scores"},
 )  # fmt: skip
-WITNESS = "ppo_policy_loss"
+#: SkyRL's clipped policy loss in its `ppo_utils`, with which ours is compared under a version that
+#: was not tested.
+CLIPPED_LOSS = "ppo_policy_loss"
+#: Surrogates whose loss is not linear in the advantage, which SkyRL has divided before the loss.
 NOT_LINEAR = (ClipCov, KlCov, Dro, A2po)
 
 
 def register(prefix: str = "fused_", *, any_version: bool = False) -> list[str]:
-    """Add our presets to SkyRL's registry, and return their names there: `prefix` + the preset's
-    name.
+    """Add our presets to SkyRL's registry of policy losses, and return their names there.
 
-    Under a version of SkyRL that was not tested, the first call compares SkyRL's own clipped loss
-    with ours of the same constants, unless any_version is True. Raises RuntimeError if they differ.
+    prefix        written in front of each preset's name
+    any_version   whether a version of SkyRL that was not tested is accepted without a comparison.
+                  If not, the first call compares SkyRL's own clipped loss with ours, and raises
+                  RuntimeError if they differ.
     """
     trial = Trial(ADAPTER.untested(any_version))
     from skyrl.backends.skyrl_train.utils import ppo_utils
 
     names = [
-        n for n, o in PRESETS.items() if not isinstance(o.surrogate, NOT_LINEAR) and o.beta == 0
+        name
+        for name, preset in PRESETS.items()
+        if not isinstance(preset.surrogate, NOT_LINEAR) and preset.beta == 0
     ]
     for name in names:
-        ours = adapt_arguments(policy_loss(name, trial), getattr(ppo_utils, WITNESS, None))
+        # All policy losses of SkyRL have the same arguments.
+        ours = adapt_arguments(policy_loss(name, trial), getattr(ppo_utils, CLIPPED_LOSS, None))
         ppo_utils.register_policy_loss(prefix + name)(ours)
     return [prefix + name for name in names]
 
 
-def _compare_with_witness(trial: Trial, config: Any, *tensors: Tensor | None) -> None:
-    """Compare SkyRL's "regular" loss with our clip of the same constants, because arguments,
-    corrections and reduction are the same for every loss. Of a clipped loss nothing is centered.
+def _compare_clipped_losses(
+    trial: Trial,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    config: Any,
+    loss_mask: Tensor | None,
+    rollout_logprobs: Tensor | None,
+) -> None:
+    """Compare SkyRL's own clipped loss with ours on the arguments of a policy loss.
+
+    trial   compares values and gradients, and raises RuntimeError if they differ
+
+    All policy losses of SkyRL share arguments, off-policy correction and reduction. If the clipped
+    losses agree, the installed version handles these as a tested version does. The other arguments
+    are those of the result of `policy_loss`.
     """
     from skyrl.backends.skyrl_train.utils.ppo_utils import ppo_policy_loss
 
     config = copy.copy(config)
+    config.policy_loss_type = "regular"  # SkyRL's name of its clipped loss
     if hasattr(config, "score_centering"):
-        config.score_centering = None
-    config.policy_loss_type = "regular"
+        config.score_centering = None  # a clipped loss does not support it
     clip = Clip(config.eps_clip_low, config.eps_clip_high)
-    own = policy_loss(Objective.preset("grpo", surrogate=clip, beta=0.0, aggregate="token-sum"))
+    ours = policy_loss(Objective.preset("grpo", surrogate=clip, beta=0.0, aggregate="token-sum"))
+    arguments = (log_probs, old_log_probs, advantages, config, loss_mask, rollout_logprobs)
+
+    def loss_without_metrics(result: LossAndMetrics) -> Tensor:
+        loss, _ = result
+        return loss
+
     trial.compare(
-        WITNESS, own, ppo_policy_loss, ((*tensors[:3], config, *tensors[3:]), {}), itemgetter(0)
+        CLIPPED_LOSS, ours, ppo_policy_loss, call=(arguments, {}), part=loss_without_metrics
     )
 
 
 def policy_loss(
     objective: str | Objective, trial: Trial | None = None
 ) -> Callable[..., LossAndMetrics]:
-    """Make a policy loss with SkyRL's signature.
+    """Return a policy loss with SkyRL's arguments and results.
 
-    objective   the name of a preset (with SkyRL's constants if SkyRL has that objective) or an
-                Objective; its aggregate is the sum. If rollout_logprobs are passed, objectives for
-                which SkyRL uses them as the anchor (dppo, rollout_is) do so too.
-    trial       of `register`: a comparison before the first call under an untested version
+    objective   the name of a preset (with SkyRL's constants if SkyRL has that objective), or an
+                Objective with aggregate="token-sum", beta=0 and entropy_coef=0
+    trial       compares SkyRL's clipped loss with ours before the first call, as `register` says;
+                None for no comparison
 
-    The result is a function (log_probs, old_log_probs, advantages, config, loss_mask,
-    rollout_logprobs) -> (loss, metrics), with tensors [B, T]. The loss is the sum over tokens,
-    because SkyRL has already divided the advantages. With score centering the function also takes
-    rollout_topk_logprobs and topk_log_probs [B, T, K]: the log-probs of the ids of the sampler's
-    head under the sampler, with -inf for padding, and under the policy.
+    The arguments of the result are SkyRL's:
+
+    log_probs, old_log_probs, advantages
+                       fp32 [B, T]
+    config             SkyRL's algorithm config
+    loss_mask          [B, T], nonzero for trained tokens; None if all are
+    rollout_logprobs   fp32 [B, T], the sampler's log-probs, or None. If given, the presets dppo_tv,
+                       dppo_kl and rollout_is take the ratio to them, as SkyRL does, and not to
+                       old_log_probs.
+    rollout_topk_logprobs, topk_log_probs
+                       fp32 [B, T, K], needed for score centering: the log-probs of the sampler's
+                       likeliest ids under the sampler (-inf for padding) and under the policy
+
+    The loss is the sum over tokens, 0-d, because SkyRL has already divided the advantages. The
+    metrics are floats under SkyRL's names. Raises ValueError naming the argument that is not
+    supported.
     """
-    spec = objective
     name = "objective"
-    if isinstance(spec, str):
-        name = spec
-        spec = Objective.preset(
-            name,
-            numerics="skyrl" if name in NUMERICS["skyrl"] else None,
-            aggregate="token-sum",
-            beta=0.0,
-        )
+    if isinstance(objective, str):
+        name = objective
+        numerics = "skyrl" if name in NUMERICS["skyrl"] else None
+        spec = Objective.preset(name, numerics=numerics, aggregate="token-sum", beta=0.0)
+    else:
+        spec = objective
     remedy = "it is not linear in the advantage, which SkyRL has divided by its reduction."
     require(not isinstance(spec.surrogate, NOT_LINEAR), "objective", objective, remedy)
     remedy = (
@@ -171,17 +204,18 @@ def policy_loss(
             apply_off_policy_correction,
         )
 
-        if trial is not None and trial.pending(WITNESS):
-            _compare_with_witness(
-                trial, config, log_probs, old_log_probs, advantages, loss_mask, rollout_logprobs
+        if trial is not None and trial.pending(CLIPPED_LOSS):
+            _compare_clipped_losses(
+                trial, log_probs, old_log_probs, advantages, config, loss_mask, rollout_logprobs
             )
+        # SkyRL's function multiplies a loss by its weights. A loss of 1 gives the weights.
         ones = torch.ones_like(log_probs)
         correction = config.off_policy_correction
         mask_before_correction = ones if loss_mask is None else loss_mask
         weights, mask, metrics = apply_off_policy_correction(
             ones, old_log_probs, rollout_logprobs, mask_before_correction, correction
         )
-        # Whether the ratio is to the sampler.
+        # Whether the ratio is to the sampler, and not to the old policy.
         anchored = name in ("dppo_tv", "dppo_kl", "rollout_is") and rollout_logprobs is not None
         is_cispo = isinstance(spec.surrogate, Cispo) and not spec.filters
         if is_cispo and getattr(getattr(config, "cispo", None), "cispo_anchor", "old") == "rollout":
@@ -220,40 +254,50 @@ def policy_loss(
         if is_cispo:
             # SkyRL counts the tokens before the correction, with any advantage.
             log_ratios = (log_probs.detach() - old_logps)[mask_before_correction != 0]
-            shares = _ratios(log_ratios, spec)
+            ratio_metrics = _cispo_metrics(log_ratios, spec)
         else:
-            shares = {"clip_ratio": excluded_share(out, spec)}
-        return value, to_floats(shares) | metrics
+            ratio_metrics = {"clip_ratio": excluded_share(out, spec)}
+        return value, to_floats(ratio_metrics) | metrics
 
     loss.__name__ = f"fused_{name}"
     return loss
 
 
-def _ratios(log_ratio: Tensor, objective: Objective) -> dict[str, Tensor]:
-    """SkyRL's metrics of CISPO; it bounds the exponent at 20. Without tokens the ratio is 1."""
-    r = log_ratio.clamp(-20.0, 20.0).exp() if log_ratio.numel() else log_ratio.new_ones(1)
-    clamped = r.clamp(*objective.surrogate.ratio_bounds)
+def _cispo_metrics(log_ratios: Tensor, objective: Objective) -> dict[str, Tensor]:
+    """Return SkyRL's metrics of CISPO under SkyRL's names, 0-d tensors.
+
+    log_ratios   fp32 [num_tokens], of the trained tokens
+    objective    has the bounds of the clamped ratio
+    """
+    ratios = log_ratios.clamp(-20.0, 20.0).exp()  # SkyRL's bounds
+    if ratios.numel() == 0:
+        ratios = log_ratios.new_ones(1)  # as in SkyRL; a mean of no ratios would be NaN
+    clamped = ratios.clamp(*objective.surrogate.ratio_bounds)
     return {
-        "clip_ratio": (clamped != r).float().mean(), "cispo/ratio_mean": r.mean(), "cispo/ratio_clamped_mean": clamped.mean(),
-        "cispo/ratio_max": r.max(), "cispo/ratio_min": r.min(),
-    }  # fmt: skip
+        "clip_ratio": (clamped != ratios).float().mean(),
+        "cispo/ratio_mean": ratios.mean(),
+        "cispo/ratio_clamped_mean": clamped.mean(),
+        "cispo/ratio_max": ratios.max(),
+        "cispo/ratio_min": ratios.min(),
+    }
 
 
 def bind(*, megatron: bool = False, replay: bool = False, **how: bool) -> Slots:
-    """Replace SkyRL's functions by ours; the result restores them, see `Slots`, which has the
-    errors too. Bind before `HFModelWrapper` is created, because it stores the entropy function of
-    that time.
+    """Replace SkyRL's functions of log-probs and entropy by ours, until `undo()` of the result.
 
-    megatron   True: the fused head of SkyRL's Megatron worker too.
-    replay     True: the scores over recorded sets too.
-    how        strict and any_version of `Slots`.
+    Call it before `HFModelWrapper` is created, because that stores the entropy function.
+
+    megatron   whether the fused head of SkyRL's Megatron worker is also replaced
+    replay     whether the function of log-probs over recorded candidate sets is also replaced
+    how        strict= and any_version= of `Slots`, which also lists the errors
     """
     slots = ADAPTER.bind(logprobs_from_logits, chunked_entropy_from_logits, **how)
     if megatron:
         slots.bind(fused_lm_head_logprobs)
     if replay:
-        newer = hasattr(importlib.import_module(SUPPORT), "sample_support_scores")
-        slots.bind(sample_support_scores if newer else sample_support_logprobs)
+        # Newer versions of SkyRL have another function, which also returns the entropy.
+        has_scores = hasattr(importlib.import_module(SUPPORT), "sample_support_scores")
+        slots.bind(sample_support_scores if has_scores else sample_support_logprobs)
     return slots
 
 
@@ -264,12 +308,15 @@ def chunked_entropy_from_logits(
     attention_mask: Tensor | None = None,
     chunk_size: int = 1024,
 ) -> Tensor:
-    """Return the entropy in nats, fp32 [B, S], of logits [B, S, V]; 0 where attention_mask is 0. It
-    has no gradient unless requires_grad is True. chunk_size is not needed.
+    """Return the entropy of each row of logits in nats, fp32 [B, S].
+
+    logits           [B, S, V]
+    requires_grad    whether the entropy is differentiable
+    attention_mask   [B, S]: the entropy is 0 where it is 0. None: all rows are computed.
+    chunk_size       not used
     """
-    return entropy_from_logits(
-        logits, mask=None if attention_mask is None else attention_mask != 0, gradient=requires_grad
-    )
+    mask = None if attention_mask is None else attention_mask != 0
+    return entropy_from_logits(logits, mask=mask, gradient=requires_grad)
 
 
 @with_trainer_names(targets="target")
@@ -284,29 +331,41 @@ def fused_lm_head_logprobs(
     tp_group: Any,
     inference_only: bool,
 ) -> Tensor:
-    """Return log-probs fp32 [B, S] of target [B, S]; hidden [B, S, H], weight [V, H], already
-    divided by the temperature. No gradient if inference_only.
+    """Return the log-probs of target, fp32 [B, S], from hidden states.
 
-    With a tp_group of several ranks (None: the default group of torch.distributed, if there is one)
-    weight is [V / ranks, H], this rank's part, and the gradient of hidden is this rank's share,
-    which SkyRL's layers before the head add up. vocab_start_index and vocab_end_index are the
-    bounds of that part. backend and chunk_size choose among SkyRL's own implementations and have no
-    effect here. Raises ValueError if the bounds are not those of this rank's part.
+    backend          not used: it chooses among SkyRL's own implementations
+    hidden           [B, S, H], already divided by the temperature. Its gradient is this rank's
+                     share of the sum, which SkyRL's layers before the head add up.
+    weight           [V, H], or this rank's [V / ranks, H]
+    target           int64 [B, S]
+    vocab_start_index, vocab_end_index
+                     the ids of this rank's rows of the weight
+    chunk_size       not used
+    tp_group         the tensor-parallel group; None for the default group of torch.distributed, or
+                     for one rank if torch.distributed is not initialised
+    inference_only   whether the result has no gradient
+
+    Raises ValueError if the ids are not those of this rank.
     """
     group = tp_group or default_group()
-    _check_part(weight.shape[0], (vocab_start_index, vocab_end_index), group)
+    _check_ids_of_rank(weight.shape[0], vocab_start_index, vocab_end_index, group)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
         return log_probs_of(hidden, target, head=weight, group=group).logps
 
 
-def _check_part(width: int, bounds: tuple[int, int], group: Any) -> None:
-    """Raise ValueError if SkyRL's bounds are not those of this rank's part of the vocabulary, of
-    `width` ids.
+def _check_ids_of_rank(
+    width: int, vocab_start_index: int, vocab_end_index: int, group: Any
+) -> None:
+    """Raise ValueError if this rank does not have the ids [vocab_start_index, vocab_end_index).
+
+    width   number of ids per rank; rank r has the ids from r * width on
+    group   the tensor-parallel group; None for one rank
     """
     start = 0 if group is None else torch.distributed.get_rank(group) * width
-    if bounds != (start, start + width):
+    if (vocab_start_index, vocab_end_index) != (start, start + width):
         raise ValueError(
-            f"vocab_start_index={bounds[0]} and vocab_end_index={bounds[1]}, but the part of this"
+            f"vocab_start_index={vocab_start_index} and vocab_end_index={vocab_end_index}, but the"
+            " part of this"
             f" rank of tp_group, by its {width} rows or columns, is [{start}, {start + width}):"
             " pass the group that the head is cut over."
         )
@@ -327,33 +386,35 @@ def sample_support_logprobs(
     temperature: float = 1.0,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (log-probs fp32 over the sets, bool: rows with a set), in the shape of sampled_ids.
+    """Return (log-probs of the sampled ids over their candidate sets, rows that have a set).
 
-    Rows without a set have 0 and False.
-
-    logits_or_hidden   [.., V / ranks], or [.., H] with lm_head_weight [V / ranks, H]. Only the rows
-                       of the weight that are in the sets are read.
-    sampled_ids        int64 [..]
-    support_ids        int32 [.., K], ids of the whole vocabulary, padded with -1. If a set does not
-                       contain its sampled id, or lists an id twice, SkyRL computes the call: its
-                       sum over the listed ids is then not a softmax.
-    vocab_start_index, vocab_end_index   keyword arguments, as in `fused_lm_head_logprobs`
-    tp_group           keyword argument, the same; None is one rank
+    logits_or_hidden   [..., V / ranks], or [..., H] with lm_head_weight
+    sampled_ids        int64 [...]
+    support_ids        int32 [..., K], the candidate set of each row: ids of the whole vocabulary,
+                       padded with -1
+    vocab_start_index, vocab_end_index
+                       the ids of this rank's logits or rows of the weight
+    tp_group           the tensor-parallel group; None for one rank
+    lm_head_weight     [V / ranks, H]. Only the rows in the sets are read.
     temperature        divides the logits
+    chunk_size         not used
 
-    chunk_size has no effect.
+    The results are fp32 and bool, both in the shape of sampled_ids. A row without a set has 0 and
+    False. If a set does not contain its sampled id, or lists an id twice, SkyRL computes the call:
+    its sum over the listed ids is then not a softmax.
     """
-    logps, _, scored = _over_support(
+    logps, _, has_set = _log_probs_over_support(
         logits_or_hidden,
         sampled_ids,
         support_ids,
-        vocab_start_index,
-        vocab_end_index,
-        tp_group,
-        lm_head_weight,
-        temperature,
+        vocab_start_index=vocab_start_index,
+        vocab_end_index=vocab_end_index,
+        tp_group=tp_group,
+        lm_head_weight=lm_head_weight,
+        temperature=temperature,
+        entropy=False,
     )
-    return logps, scored
+    return logps, has_set
 
 
 def sample_support_scores(
@@ -370,18 +431,29 @@ def sample_support_scores(
     compute_entropy: bool = False,
     entropy_requires_grad: bool = False,
 ) -> Any:
-    """Compute `sample_support_logprobs` of newer versions of SkyRL, with their type of result.
+    """Return log-probs, entropy and the rows that have a set, as SkyRL's SampleSupportScores.
 
-    compute_entropy   True: also the entropy over the sets, fp32, 0 in rows without a set. It has a
-                      gradient if entropy_requires_grad is True.
+    compute_entropy         whether the entropy over the sets is computed: fp32 in the shape of
+                            sampled_ids, 0 in rows without a set. If not, it is None.
+    entropy_requires_grad   whether the entropy is differentiable
+
+    The other arguments and results are those of `sample_support_logprobs`, which this function
+    replaces in newer versions of SkyRL.
     """
     from skyrl.backends.skyrl_train.utils.sample_support_replay import SampleSupportScores
 
-    logps, H, scored = _over_support(
-        logits_or_hidden, sampled_ids, support_ids, vocab_start_index, vocab_end_index, tp_group, lm_head_weight, temperature,
-        entropy_mode(compute_entropy, entropy_requires_grad),
-    )  # fmt: skip
-    return SampleSupportScores(logprobs=logps, entropy=H, valid_mask=scored)
+    logps, entropies, has_set = _log_probs_over_support(
+        logits_or_hidden,
+        sampled_ids,
+        support_ids,
+        vocab_start_index=vocab_start_index,
+        vocab_end_index=vocab_end_index,
+        tp_group=tp_group,
+        lm_head_weight=lm_head_weight,
+        temperature=temperature,
+        entropy=entropy_mode(compute_entropy, entropy_requires_grad),
+    )
+    return SampleSupportScores(logprobs=logps, entropy=entropies, valid_mask=has_set)
 
 
 @with_trainer_names(
@@ -390,47 +462,71 @@ def sample_support_scores(
     logits="logits_or_hidden",
     weight="lm_head_weight",
 )
-def _over_support(
-    source: Tensor, sampled: Tensor, support: Tensor, vocab_start_index: int, vocab_end_index: int, tp_group: Any,
-    lm_head_weight: Tensor | None, temperature: float, entropy: bool | str = False,
-) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """(log-probs, entropy or None, rows with a set)."""
-    if support.shape[:-1] != sampled.shape:
+def _log_probs_over_support(
+    logits_or_hidden: Tensor,
+    sampled_ids: Tensor,
+    support_ids: Tensor,
+    *,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    tp_group: Any,
+    lm_head_weight: Tensor | None,
+    temperature: float,
+    entropy: bool | str,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return (log-probs, entropies or None, rows that have a set), each in sampled_ids' shape.
+
+    entropy   whether the entropy over the sets is computed: False, True or "detached"
+
+    The other arguments are those of `sample_support_logprobs`. Raises NotCovered for a set without
+    its sampled id and for one that lists an id twice, which SkyRL has to compute.
+    """
+    if support_ids.shape[:-1] != sampled_ids.shape:
         raise ValueError(
-            f"support_ids has shape {list(support.shape)}, but sampled_ids has"
-            f" {list(sampled.shape)}: pass one set for each."
+            f"support_ids has shape {list(support_ids.shape)}, but sampled_ids has"
+            f" {list(sampled_ids.shape)}: pass one set for each."
         )
-    in_order = support.sort(-1).values
-    scored = (support >= 0).any(-1)
-    lacking = scored & ~(support == sampled[..., None]).any(-1)
-    twice = (in_order[..., 1:] == in_order[..., :-1]) & (in_order[..., 1:] >= 0)
-    if lacking.any() or twice.any():  # on every rank of the group alike
-        raise NotCovered(
-            "a sampled id outside of its set" if lacking.any() else "a set that lists an id twice"
-        )
-    width = source.shape[-1] if lm_head_weight is None else lm_head_weight.shape[0]
-    _check_part(width, (vocab_start_index, vocab_end_index), tp_group)
-    logps, H = log_probs_of(  # SkyRL's rows may have any leading shape
-        source.flatten(0, -2), sampled.flatten(), head=lm_head_weight, temperature=temperature, group=tp_group, entropy=entropy,
-        mask=scored.flatten(), kept=TokenSets.from_padded(in_order),
-    )  # fmt: skip
-    return logps.view(sampled.shape), None if H is None else H.view(sampled.shape), scored
+    # The ids are the same on every rank of tp_group, so all ranks decide the same.
+    has_set = (support_ids >= 0).any(-1)
+    has_sampled_id = (support_ids == sampled_ids[..., None]).any(-1)
+    if (has_set & ~has_sampled_id).any():
+        raise NotCovered("a sampled id outside of its set")
+    sorted_ids = support_ids.sort(-1).values
+    is_repeated = (sorted_ids[..., 1:] == sorted_ids[..., :-1]) & (sorted_ids[..., 1:] >= 0)
+    if is_repeated.any():
+        raise NotCovered("a set that lists an id twice")
+    width = logits_or_hidden.shape[-1] if lm_head_weight is None else lm_head_weight.shape[0]
+    _check_ids_of_rank(width, vocab_start_index, vocab_end_index, tp_group)
+    logps, entropies = log_probs_of(
+        logits_or_hidden.flatten(0, -2),
+        sampled_ids.flatten(),
+        head=lm_head_weight,
+        temperature=temperature,
+        group=tp_group,
+        entropy=entropy,
+        mask=has_set.flatten(),
+        kept=TokenSets.from_padded(sorted_ids),
+    )
+    if entropies is not None:
+        entropies = entropies.view(sampled_ids.shape)
+    return logps.view(sampled_ids.shape), entropies, has_set
 
 
 def kept_sets(
     support: Tensor | tuple[Tensor, Tensor], loss_mask: Tensor, response_mask: Tensor | None = None
 ) -> TokenSets:  # fmt: skip
-    """Return the sets of [B, A] response tokens, for a TokenBatch whose targets are these tokens.
+    """Return the candidate sets of response tokens, for a `TokenBatch` with targets [B, A].
 
-    support        int32 [B, A, K], padded with -1; or (ids, offsets) of the response tokens of all
-                   samples, concatenated.
-    loss_mask      [B, A]: trained tokens. One of them per sample may have no ids: the end token
-                   that SkyRL appends. Its row stands for the whole vocabulary, and so do rows that
-                   are not trained.
-    response_mask  [B, A]: the tokens that have sets in (ids, offsets); None = loss_mask.
+    support        the recorded sets: int32 [B, A, K] padded with -1, or (ids, offsets) in CSR form
+                   of the response tokens of all samples
+    loss_mask      [B, A], nonzero for trained tokens
+    response_mask  [B, A], nonzero for the tokens that have a set in (ids, offsets); None for
+                   loss_mask
 
-    Raises ValueError, naming the sample, if more tokens lack a set, or if there is not one set for
-    each token.
+    A token without recorded ids gets an empty set, which stands for the whole vocabulary. One
+    trained token per sample may have no ids, because SkyRL appends an end token. Raises ValueError
+    naming the sample if more trained tokens have none, and ValueError if the number of sets is not
+    the number of tokens.
     """
     mask = loss_mask != 0
     if isinstance(support, Tensor):
@@ -441,12 +537,15 @@ def kept_sets(
             )
         sets = TokenSets.from_padded(support)
     else:
-        given = mask if response_mask is None else response_mask != 0
-        sets = sets_on_rows(response_sets("support", support, int(given.sum())), given)
-    lacking = (sets.counts == 0).view(mask.shape) & mask
-    for b in (lacking.sum(1) > 1).nonzero()[:1, 0].tolist():
+        has_set = mask if response_mask is None else response_mask != 0
+        sets = response_sets("support", support, tokens=int(has_set.sum()))
+        sets = sets_on_rows(sets, has_set)
+    lacks_ids = (sets.counts == 0).view(mask.shape) & mask
+    wrong_samples = (lacks_ids.sum(1) > 1).nonzero()[:, 0].tolist()
+    if wrong_samples:
+        b = wrong_samples[0]
         raise ValueError(
-            f"support has no ids for tokens {lacking[b].nonzero()[:, 0].tolist()} of sample {b},"
+            f"support has no ids for tokens {lacks_ids[b].nonzero()[:, 0].tolist()} of sample {b},"
             " which are trained on: only an appended end token may lack them."
         )
     return sets
