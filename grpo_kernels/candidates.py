@@ -444,9 +444,13 @@ def largest_logps(softmax: CandidateSoftmax, plan: CandidatePlan) -> Tensor:
 def likeliest_ids(softmax: CandidateSoftmax, plan: CandidatePlan) -> Tensor:
     """Return the id of the likeliest candidate of each token, int64 [num_tokens].
 
-    It is the lowest id if several are equally likely, and NO_ID for a token without a finite
-    softmax, or that does not use candidates.
+    It is the lowest id if several are equally likely. It is NO_ID for a token whose softmax is NaN,
+    and for a token that uses the whole vocabulary instead of candidates.
+
+    softmax   the softmax over the candidates of each token
+    plan      the candidates of all tokens as one list of entries, with a segment for each token
     """
+    # `differences` are the logits of all entries minus the largest logit of their token.
     is_likeliest = softmax.largest.differences == 0.0
     lowest_ids = plan.segments.lowest(plan.entries.token_ids, is_likeliest)
     has_id = plan.has_candidates & ~softmax.is_nan

@@ -774,23 +774,29 @@ def merge_shards(
 def merge_reference_sums(
     values: dict[str, Tensor], weights: ShardWeights, direction: str
 ) -> dict[str, Tensor]:
-    """Merge the REFERENCE_SUMS of vocabulary shards into sums over whole rows, by name.
+    """Return the sums over whole rows that need a reference, from the sums of vocabulary shards.
 
-    z_j and w_j are the logits of policy and reference. A shard's sums are relative to its maxima:
+    They are fp32 [num_rows] each, by name. z_j and w_j are the logits of policy and reference:
 
+        reference_max_logit    max_j w_j
         reference_sum_exp      sum_j exp(w_j - max w)
-        sum_log_ratio          sum_j exp(z_j - max z) d_j,  d_j = (z_j - max z) - (w_j - max w)
+        sum_log_ratio          sum_j exp(z_j - max z) d_j
         sum_log_ratio_excess   sum_j exp(z_j - max z) psi(-d_j),  psi(x) = exp(x) - 1 - x
 
-    "forward" swaps z and w in the last two. Sums of the whole row are relative to the row's maxima:
-    exp(z_j - max z) of a shard is multiplied by exp(shard's max z - row's max z), its factor, and
-    d_j is larger by a shift.
+    where d_j = (z_j - max z) - (w_j - max w). The KL divergence follows from the last two. For the
+    direction "forward" z and w are swapped in them, and so d_j changes its sign.
+
+    max z and max w are those of the shard in the sums of a shard, and those of the row in the
+    results. To get from one to the other, exp(z_j - max z) is multiplied by
+
+        factor = exp(shard's max z - row's max z)
+
+    which is at most 1, exp(w_j - max w) likewise, and a number that is the same for all j, called
+    shift below, is added to d_j.
 
     values      the sums of the shards by name, fp32 [num_shards, num_rows] each
-    weights     the row's max z, and the factors of the shards
-    direction   of the divergence: "forward", or else as "reverse"
-
-    The results are fp32 [num_rows].
+    weights     the row's max z, and the factor of each shard
+    direction   of the divergence. All others than "forward" have the sums of "reverse".
     """
     max_logits = values["max_logit"]
     reference_max_logits = values["reference_max_logit"]
@@ -802,8 +808,8 @@ def merge_reference_sums(
         max_logit=weights.max_logit,
         reference_max_logit=reference.max_logit,
     )
-    # If all z or all w of a shard are -inf, the shift is infinite or NaN and a factor is 0. Their
-    # product must be 0, so the shift becomes 0.
+    # If all z or all w of a shard are -inf, the shift is infinite or NaN. The log-ratio sums of such
+    # a shard are 0 or infinite and stay so, whatever the shift is, so it is set to 0.
     is_empty = (max_logits == -torch.inf) | (reference_max_logits == -torch.inf)
     shift = torch.where(is_empty, 0.0, shift)
     sum_log_ratio, sum_log_ratio_excess = merge_log_ratio_sums(

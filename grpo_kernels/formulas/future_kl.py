@@ -95,9 +95,10 @@ class FutureKl(Checked):
     def weighted_policy_weight(
         self, logps: Tensor, inputs: TokenInputs, batch: TokenBatch
     ) -> Tensor:
-        """Return `inputs.policy_weight` times the future-KL weight of each token.
+        """Return the weight of each token's policy term, times its future-KL weight.
 
-        The result is fp32 [num_tokens], and 0 where policy_weight is 0.
+        The future-KL weight of a token follows from the log-ratios of the tokens after it in its
+        sequence (`_weights` has the formula). The result is fp32 [num_tokens].
 
         logps    fp32 [num_tokens], log-prob of each token under the policy
         inputs   of all tokens of the batch: old log-probs, advantages and policy weights
@@ -105,7 +106,8 @@ class FutureKl(Checked):
         """
         log_ratios = logps - inputs.old_or_current(logps)
         weights = self._weights(log_ratios, inputs.advantages, batch)
-        # A token with policy weight 0 has no loss, but 0 * NaN would be NaN.
+        # A token of policy weight 0 has no policy term, even if the log-ratio of a later token, and
+        # with it the future-KL weight, is NaN.
         policy_weight = inputs.policy_weight
         return torch.where(policy_weight != 0, policy_weight * weights, 0.0)
 

@@ -44,10 +44,10 @@ def clip(logp, old_logp, advantage, params):
     """Return the clipped PPO loss of each token, and its slope d loss / d logp. See `Clip`.
 
         loss  = -min(min(r, delta) A, clip(r, 1 - eps_low, 1 + eps_high) A)
-        slope = loss = -r A where the minimum is r A, otherwise 0
+        slope = -r A where the loss is -r A, otherwise 0
 
-    r = exp(min(logp - old_logp, 60)). The bound of 60 keeps r finite in fp32. Beyond the bound the
-    slope stays -r A instead of 0, so that the token keeps a gradient.
+    r = exp(min(logp - old_logp, 60)). The bound of 60 keeps r finite in fp32. delta bounds the loss
+    of tokens with a negative advantage, whose ratio the clip does not bound from above (dual clip).
 
     logp        log-prob of the sampled token under the policy now
     old_logp    log-prob of the token at the start of the update

@@ -191,10 +191,14 @@ def transformed_tile(row, xs, start, END):
 
 @triton.jit
 def load_both_tiles(row, reference, start, PIECES, END):
-    """Load the tile at column `start` of both rows.
+    """Load a tile of both rows, and apply scale, softcap and temperature to the logits.
 
-    Returns (z, w), the transformed logits of policy and reference, a tuple of PIECES pieces each.
-    They are -inf beyond the end of the row, which a tile may reach if END.
+    A tile is consecutive columns from `start` on. It is a tuple of PIECES tensors, each small
+    enough to be loaded by one instruction of each thread.
+
+    END   whether the tile may go beyond the last column. Columns beyond it get -inf.
+
+    Returns (z, w), the tiles of policy and reference.
     """
     xs = load_tile(row, start, PIECES, END, HINT="")
     ys = load_tile(reference, start, PIECES, END, HINT="")
