@@ -808,8 +808,8 @@ def merge_reference_sums(
         max_logit=weights.max_logit,
         reference_max_logit=reference.max_logit,
     )
-    # If all z or all w of a shard are -inf, the shift is infinite or NaN. The log-ratio sums of such
-    # a shard are 0 or infinite and stay so, whatever the shift is, so it is set to 0.
+    # If all z or all w of a shard are -inf, the shift is infinite or NaN. The log-ratio sums of
+    # such a shard are 0 or infinite and stay so, whatever the shift is. So it is set to 0.
     is_empty = (max_logits == -torch.inf) | (reference_max_logits == -torch.inf)
     shift = torch.where(is_empty, 0.0, shift)
     sum_log_ratio, sum_log_ratio_excess = merge_log_ratio_sums(
