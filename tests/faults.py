@@ -674,10 +674,10 @@ FAULTS: list[Fault] = [
         ),
     ),
     *of("grpo_kernels/integrations/openrlhf.py", "tests/integrations/test_policy_losses.py",
-        ("corrected GSPO's ratio against the old policy", "old = sampler if gspo else old", "pass"),
+        ("corrected GSPO's ratio against the old policy", "anchor = sampler if is_corrected and is_gspo else old_log_probs", "anchor = old_log_probs"),
         (
-            "denominator not divided by the ranks", "D = None if total is None else at_least_one(total) / dp_size",
-            "D = None if total is None else at_least_one(total)",
+            "denominator not divided by the ranks", "normalizer = None if total is None else at_least_one(total) / dp_size",
+            "normalizer = None if total is None else at_least_one(total)",
         ),
     ),
     *of("grpo_kernels/integrations/prime_rl.py", "tests/integrations/test_policy_losses.py",

@@ -47,7 +47,7 @@ ADAPTER = Adapter(
     "OpenRLHF", "openrlhf", ("0.10.4", "0.11.0", "0.11.1", "0.11.2"),
     {"log_probs_from_logits": "openrlhf.models.utils.log_probs_from_logits", "compute_entropy": "openrlhf.models.utils.compute_entropy"},
 )  # fmt: skip
-#: The arguments of OpenRLHF's `PolicyLoss`: those of both versions, of 0.11.0 alone, of 0.11.2.
+#: Arguments of OpenRLHF's `PolicyLoss` in every version, only up to 0.11.1, and only from 0.11.2.
 FIELDS = ("clip_eps_low", "clip_eps_high", "dual_clip", "token_level_loss", "policy_loss_type")
 BEFORE = ("enable_vllm_is_correction", "vllm_is_truncated_threshold", "vllm_is_correction_type")
 SINCE = (
@@ -61,27 +61,38 @@ TYPES = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": 
 
 
 class PolicyLoss(torch.nn.Module):
-    """`openrlhf.models.loss.PolicyLoss`: the same arguments, defaults and results, of 0.11.0,
-    (loss, clip_ratio, ppo_kl, vllm_kl), or with is_correction_level of 0.11.2, (loss, clip_ratio,
-    ppo_kl, vllm_kl, is_filter_ratio).
+    """The policy loss of OpenRLHF, with the arguments, defaults and results of its `PolicyLoss`.
 
     Value, gradient and metrics equal OpenRLHF's, with two exceptions: the loss of a batch
     without tokens is 0 here and 0/0 in OpenRLHF, and rounding cannot make a divergence negative
     here.
 
-    clip_eps_low, clip_eps_high, dual_clip   as in `Clip`, whose delta is dual_clip; None: without.
-    policy_loss_type   "ppo", or "gspo": one ratio per sequence. token_level_loss   True: mean over
-                       tokens. False: mean over sequences of their means; "gspo" always does this.
-    enable_vllm_is_correction   True: weights against the sampler's log-probs, within
-                                vllm_is_truncated_threshold (low, high): vllm_is_correction_type
-                                "tis" clamps them, "icepop" drops tokens outside, "seq-mask-tis"
-                                sequences. With "gspo" the ratio is to the sampler instead.
-    is_correction_level   the same option since 0.11.2: "off", or whether is_correction_threshold
-                          applies to a "token" or a "seq". is_correction_mode "mask" drops those
-                          outside the threshold, "clip" clamps the weight (of tokens only).
-                          is_correction_gating: what the threshold bounds. "ratio": the weight.
-                          "binary_kl" or "tv": this distance between the sampler's and the old
-                          policy's probability of the token, which has an upper bound only.
+    clip_eps_low, clip_eps_high
+                       clip range of the ratio, [1 - clip_eps_low, 1 + clip_eps_high]
+    dual_clip          upper bound of the ratio for negative advantages; None for none
+    token_level_loss   True: the mean over tokens. False: the mean over sequences of the mean over
+                       their tokens, which "gspo" always uses.
+    policy_loss_type   "ppo", or "gspo" for one ratio per sequence
+
+    The importance-sampling correction multiplies the loss of a token by the weight
+    exp(old - sampler). With "gspo" it takes the ratio to the sampler instead. OpenRLHF up to 0.11.1
+    configures it with
+
+    enable_vllm_is_correction     whether there is a correction
+    vllm_is_truncated_threshold   (low, high), the bounds of the weight
+    vllm_is_correction_type       outside of the bounds "tis" clamps the weight, "icepop" drops the
+                                  token and "seq-mask-tis" drops the sequence
+
+    and OpenRLHF 0.11.2 with
+
+    is_correction_level       "off", "token" or "seq": what the threshold applies to. None: the
+                              three options above count.
+    is_correction_mode        what happens outside of the threshold: "mask" drops the token or
+                              sequence, "clip" clamps the weight (of tokens only)
+    is_correction_gating      what the threshold bounds: "ratio" (the weight), or a distance between
+                              the probabilities of the token under the sampler and the old policy,
+                              "binary_kl" or "tv", which has an upper bound only
+    is_correction_threshold   (low, high)
 
     Raises ValueError naming the option that is wrong.
     """
@@ -105,15 +116,18 @@ class PolicyLoss(torch.nn.Module):
         super().__init__()
         require_one_of("policy_loss_type", policy_loss_type, ("ppo", "gspo"))
         require_one_of("vllm_is_correction_type", vllm_is_correction_type, TYPES)
+        # OpenRLHF returns a fifth result since 0.11.2.
         self.reports_filter = is_correction_level is not None
         level = is_correction_level
         mode = is_correction_mode
         gating = is_correction_gating
         bounds = is_correction_threshold
         if level is None:
-            level, mode = (
-                TYPES[vllm_is_correction_type] if enable_vllm_is_correction else ("off", "mask")
-            )
+            # Convert the options of older versions to those of 0.11.2.
+            level = "off"
+            mode = "mask"
+            if enable_vllm_is_correction:
+                level, mode = TYPES[vllm_is_correction_type]
             gating = "ratio"
             bounds = vllm_is_truncated_threshold or (0.0, math.inf)
         elif enable_vllm_is_correction:
@@ -151,19 +165,23 @@ class PolicyLoss(torch.nn.Module):
 
     @classmethod
     def like(cls, theirs: Any) -> PolicyLoss:
-        """This loss with the constants of `theirs`, an `openrlhf.models.loss.PolicyLoss`, returning
-        what its version returns. Raises ValueError if its arguments are neither those of 0.11.0 nor
-        those of 0.11.2.
+        """Return our loss with the options of one of OpenRLHF's, and with its results.
+
+        theirs   an `openrlhf.models.loss.PolicyLoss`
+
+        Raises ValueError if it lacks an option of both 0.11.0 and 0.11.2, or has another option
+        set.
         """
         for fields in (FIELDS + BEFORE, FIELDS + SINCE):
             missing = [name for name in fields if not hasattr(theirs, name)]
-            if not missing:
-                unknown = unknown_option(theirs, fields)
-                if unknown is not None:
-                    require(
-                        False, *unknown, "this option is not known here: keep OpenRLHF's own loss."
-                    )
-                return cls(**{name: getattr(theirs, name) for name in fields})
+            if missing:
+                continue
+            unknown = unknown_option(theirs, fields)
+            if unknown is not None:
+                name, value = unknown
+                remedy = "this option is not known here: keep OpenRLHF's own loss."
+                require(False, name, value, remedy)
+            return cls(**{name: getattr(theirs, name) for name in fields})
         raise ValueError(
             f"{type(theirs).__name__} has no {', '.join(missing)}: the constants of OpenRLHF"
             f" {', '.join(ADAPTER.tested)} are known here: install one of them, or keep OpenRLHF's"
@@ -189,67 +207,75 @@ class PolicyLoss(torch.nn.Module):
         batch_num_tokens: float | None = None,
         global_batch_size: float | None = None,
     ) -> tuple[Tensor | None, ...]:
-        """(loss, clip_ratio, ppo_kl, vllm_kl), 0-d; the last is None without a correction, and for
-        "gspo". As a fifth, if is_correction_level was given, the share of tokens, or sequences,
-        outside the threshold; also None without a correction.
+        """Return (loss, clip_ratio, ppo_kl, vllm_kl), or with is_filter_ratio as a fifth result.
 
-        log_probs, old_log_probs, advantages, rollout_log_probs   [B, T]
-        action_mask        [B, T]; None: every token counts.
-        batch_num_tokens   the denominator of a mean over tokens, over all ranks; None: this batch's
-                           own.
-        global_batch_size  the same of a mean over sequences.
-        dp_size            the number of those ranks.
+        log_probs, old_log_probs, advantages
+                           fp32 [B, T]
+        action_mask        [B, T], nonzero for trained tokens; None if all are
+        rollout_log_probs  fp32 [B, T], the sampler's log-probs, which a correction needs
+        dp_size            number of data-parallel ranks
+        batch_num_tokens   number of tokens of all ranks, the denominator of a mean over tokens.
+                           None: the tokens of this batch.
+        global_batch_size  number of sequences of all ranks, the denominator of a mean over
+                           sequences. None: the sequences of this batch.
+
+        All results are 0-d. clip_ratio is the share of clipped tokens, ppo_kl and vllm_kl are the
+        mean differences old - current and sampler - old of the log-probs, and is_filter_ratio is
+        the share of tokens, or sequences, outside of the threshold. The last two are None without a
+        correction, and for "gspo". is_filter_ratio is returned if is_correction_level was given.
         """
-        mask = (
-            torch.ones_like(log_probs, dtype=torch.bool)
-            if action_mask is None
-            else action_mask != 0
-        )
-        corrected = self.is_correction_level != "off"
-        gspo = self.policy_loss_type == "gspo"
+        if action_mask is None:
+            mask = torch.ones_like(log_probs, dtype=torch.bool)
+        else:
+            mask = action_mask != 0
+        is_corrected = self.is_correction_level != "off"
+        is_gspo = self.policy_loss_type == "gspo"
         sampler: Any = rollout_log_probs
-        old = old_log_probs
-        vllm_kl = None
-        filtered = None
-        if corrected:
-            if sampler is None:
-                raise ValueError(
-                    "rollout_log_probs is None, but the importance-sampling correction is on: pass"
-                    " them."
-                )
-            old = sampler if gspo else old
-        batch = scored_batch(mask, advantages, old_logps=old, sampler_logps=sampler)
-        if corrected and not gspo:
-            weights, outside = self._weights(batch, mask, sampler, old)
-            batch = replace(batch, weights=weights)
-            vllm_kl = masked_mean(sampler - old, mask)
-            filtered = (
-                outside.float().mean()
-                if self.is_correction_level == "seq"
-                else masked_mean(outside.float(), mask)
+        if is_corrected and sampler is None:
+            raise ValueError(
+                "rollout_log_probs is None, but the importance-sampling correction is on: pass"
+                " them."
             )
+        # Corrected GSPO has no weights. It takes the ratio to the sampler instead.
+        anchor = sampler if is_corrected and is_gspo else old_log_probs
+        batch = scored_batch(mask, advantages, old_logps=anchor, sampler_logps=sampler)
+        vllm_kl = None
+        is_filter_ratio = None
+        if is_corrected and not is_gspo:
+            weights, is_outside = self._weights(batch, mask, sampler, old_log_probs)
+            batch = replace(batch, weights=weights)
+            vllm_kl = masked_mean(sampler - old_log_probs, mask)
+            if self.is_correction_level == "seq":
+                is_filter_ratio = is_outside.float().mean()
+            else:
+                is_filter_ratio = masked_mean(is_outside.float(), mask)
         total = batch_num_tokens if self.token_level_loss else global_batch_size
-        D = None if total is None else at_least_one(total) / dp_size
-        out = objective_loss(log_probs, batch, self.objective, normalizer=D)
+        # Gradients are averaged over the ranks.
+        normalizer = None if total is None else at_least_one(total) / dp_size
+        out = objective_loss(log_probs, batch, self.objective, normalizer=normalizer)
         ppo_kl = masked_mean(old_log_probs - log_probs.detach(), mask)
         results = (out.loss, excluded_share(out, self.objective), ppo_kl, vllm_kl)
-        return (*results, filtered) if self.reports_filter else results
+        return (*results, is_filter_ratio) if self.reports_filter else results
 
     def _weights(
-        self, batch: TokenBatch, mask: Tensor, sampler: Any, old: Tensor
+        self, batch: TokenBatch, mask: Tensor, sampler: Tensor, old: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return (importance weights, is_outside), see `is_correction_threshold`.
+        """Return (importance weights [B, T], is_outside) of the correction.
 
-        The weights are [B, T]. is_outside marks tokens [B, T], or sequences [B] at the level "seq".
+        mask      bool [B, T], the trained tokens
+        sampler   fp32 [B, T], log-probs under the sampler
+        old       fp32 [B, T], log-probs of the policy at the start of the update
 
-        mask         bool [B, T]
-        sampler, old   [B, T], log-probs under the sampler and at the start of the update
+        The weight of a token is exp(old - sampler), dropped or clamped if the token (or its
+        sequence) is outside of `is_correction_threshold`. is_outside marks these tokens, bool
+        [B, T], or at the level "seq" the sequences, bool [B].
         """
         low, high = self.is_correction_threshold
         by_sequence = self.is_correction_level == "seq"
         if self.is_correction_gating == "ratio":
             over = "mean" if by_sequence else "token"
-            outside = rejection_mask(batch, metric="ratio", over=over, low=low, high=high) == 0
+            kept = rejection_mask(batch, metric="ratio", over=over, low=low, high=high)
+            is_outside = kept == 0
         else:
             # Divergence of two Bernoulli distributions: the sampled token, and all others.
             p = sampler.exp().clamp(1e-6, 1 - 1e-6)
@@ -262,25 +288,30 @@ class PolicyLoss(torch.nn.Module):
             if by_sequence:
                 means = divergence.sum(1) / mask.sum(1).clamp(min=1)
                 divergence = means[:, None].expand_as(divergence)
-            outside = divergence > high
+            is_outside = divergence > high
         weights = importance_weights(batch, high=math.inf)
         if self.is_correction_mode == "clip":
             weights = weights.clamp(low, high)
         else:
-            weights = torch.where(outside, 0.0, weights)
-        # A sequence without tokens has no mean and counts as outside the threshold.
-        return weights, (outside | ~mask).all(1) if by_sequence else outside
+            weights = torch.where(is_outside, 0.0, weights)
+        if by_sequence:
+            # A sequence without tokens has no mean and counts as outside of the threshold.
+            return weights, (is_outside | ~mask).all(1)
+        return weights, is_outside
 
 
 def bind(*, entropy_temperature: float = 1.0, **how: bool) -> Slots:
-    """Replace `log_probs_from_logits` and `compute_entropy` of openrlhf.models.utils by our
-    functions, also in the actor that imported them; the result restores them, see `Slots`, which
-    has the errors too.
+    """Replace OpenRLHF's functions of log-probs and entropy by ours, until `undo()` of the result.
 
-    entropy_temperature   the temperature of the entropy, see above.
-    how      strict and any_version of `Slots`.
+    They are `log_probs_from_logits` and `compute_entropy` of openrlhf.models.utils, also in the
+    actor that imported them.
+
+    entropy_temperature   divides the logits before the entropy. OpenRLHF has no such option: its
+                          entropy is at temperature 1 up to 0.11.1.
+    how                   strict= and any_version= of `Slots`, which also lists the errors
     """
     slots = ADAPTER.bind(log_probs_from_logits, **how)
+    # At another temperature the entropy differs from OpenRLHF's on purpose.
     slots.bind(
         compute_entropy, comparable=entropy_temperature == 1.0, temperature=entropy_temperature
     )
@@ -289,10 +320,19 @@ def bind(*, entropy_temperature: float = 1.0, **how: bool) -> Slots:
 
 @with_trainer_names(targets="labels")
 def log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return log-probs of labels at temperature, fp32 in their shape. Logits [..., V] are kept."""
+    """Return the log-probs of labels, fp32 [...]. The logits are not changed.
+
+    logits        [..., V]
+    labels        int64 [...]
+    temperature   divides the logits
+    """
     return log_probs_of(logits, labels, temperature=temperature).logps
 
 
 def compute_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return the entropy in nats, fp32, of logits [..., V]."""
+    """Return the entropy of each row of logits in nats, fp32 [...].
+
+    logits        [..., V]
+    temperature   divides the logits
+    """
     return entropy_from_logits(logits, temperature=temperature)

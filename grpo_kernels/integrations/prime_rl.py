@@ -56,21 +56,22 @@ ADAPTER = Adapter(
 def bind(
     *, entropy_over: str = "vocabulary", missing: str = "full", **how: bool
 ) -> Slots:  # fmt: skip
-    """Replace `_SequenceChunkedLogProbEntropyFn` by our function; the result restores it, see
-    `Slots`, which has the errors too.
+    """Replace prime-rl's function of log-probs and entropy by ours, until `undo()` of the result.
 
-    entropy_over  of replayed rows: "vocabulary", as in prime-rl, or "kept", the entropy over the
-                  set.
-    missing       of replayed rows, as in `linear_logprobs`: how a label outside its set is treated.
-                  "full" is prime-rl's.
-    how      strict and any_version of `Slots`.
+    It is the autograd function `_SequenceChunkedLogProbEntropyFn`, which the head calls.
+
+    entropy_over  for rows with a candidate set, the ids that the entropy runs over: "vocabulary",
+                  as in prime-rl, or "kept" (the set)
+    missing       what to do with a label outside of its set, as in `linear_logprobs`. prime-rl has
+                  "full": the row uses the vocabulary.
+    how           strict= and any_version= of `Slots`, which also lists the errors
     """
     slots = Slots(ADAPTER, **how)
-    own = (missing, entropy_over) == ("full", "vocabulary")
+    is_as_in_prime_rl = missing == "full" and entropy_over == "vocabulary"
     slots.bind(
         chunked_logprobs,
         attribute="apply",
-        comparable=own,
+        comparable=is_as_in_prime_rl,
         entropy_over=entropy_over,
         missing=missing,
     )
@@ -90,53 +91,75 @@ def chunked_logprobs(
     entropy_over: str = "vocabulary",
     missing: str = "full",
 ) -> tuple[Tensor | None, ...]:
-    """Return (log-probs, entropy) of labels [N], fp32.
+    """Return (log-probs [N], entropy [N]), and with return_mask_logprobs a third result, fp32 each.
 
-    hidden, weight, inv_temperature   [N, H], [V, H], [N]
-    sampling_mask   int32 [N, K]: the set of each row, padded with -1. None: no replay.
-    return_mask_logprobs  True: the third result has the log-probs of all ids of the sets, fp32 [N,
-                          K], with a gradient. They are 0 for padding and in rows that are not
-                          replayed. False: the third result is None. None: there is no third result.
-    entropy_over, missing   for replayed rows, see `bind`
+    hidden           [N, H]
+    weight           [V, H]
+    labels           int64 [N]
+    inv_temperature  fp32 [N], multiplies the logits of each row
+    chunk_size       not used
+    sampling_mask    int32 [N, K], the candidate set of each row, padded with -1; None if the
+                     softmax runs over the vocabulary
+    return_mask_logprobs
+                     None: there are two results, as in versions of prime-rl without this argument.
+                     False: the third result is None. True: it has the log-probs of the ids of each
+                     set, fp32 [N, K], differentiable; 0 for padding, and in rows that use the
+                     vocabulary because their label is not in their set.
+    entropy_over, missing
+                     as in `bind`
 
-    chunk_size has no effect.
+    The entropy has no gradient, as in prime-rl.
     """
     sets = None if sampling_mask is None else TokenSets.from_padded(sampling_mask)
-    found = log_probs_of(
-        hidden, labels, head=weight, temperature=1.0 / inv_temperature.float(), entropy="detached", kept=sets,
-        at=sets if return_mask_logprobs else None, missing=missing, entropy_over=entropy_over,
-    )  # fmt: skip
-    if sampling_mask is None or not return_mask_logprobs:
-        return (*found,) if return_mask_logprobs is None else (*found, None)
-    listed = torch.zeros(sampling_mask.shape, device=hidden.device).masked_scatter(
-        sampling_mask >= 0, found.also["at"]
+    result = log_probs_of(
+        hidden,
+        labels,
+        head=weight,
+        temperature=1.0 / inv_temperature.float(),
+        entropy="detached",
+        kept=sets,
+        at=sets if return_mask_logprobs else None,
+        missing=missing,
+        entropy_over=entropy_over,
     )
+    if return_mask_logprobs is None:
+        return result.logps, result.entropy
+    if sampling_mask is None or not return_mask_logprobs:
+        return result.logps, result.entropy, None
+    # also["at"] has one log-prob for each id that is not padding, row by row.
+    mask_logprobs = torch.zeros(sampling_mask.shape, device=hidden.device)
+    mask_logprobs = mask_logprobs.masked_scatter(sampling_mask >= 0, result.also["at"])
     if missing == "full":
-        listed = torch.where((sampling_mask == labels[:, None]).any(-1, keepdim=True), listed, 0.0)
-    return (*found, listed)
+        has_label = (sampling_mask == labels[:, None]).any(-1, keepdim=True)
+        mask_logprobs = torch.where(has_label, mask_logprobs, 0.0)
+    return result.logps, result.entropy, mask_logprobs
 
 
 def kept_sets(record: Any, ids: Tensor, *, cu_seqlens: Tensor | None = None) -> TokenSets:
-    """Return the sets of a record of prime-rl's orchestrator, for the rows that predict `ids`.
+    """Return the candidate sets that prime-rl recorded, one for each row that predicts a token.
 
-    record       a `SamplingMask` with bytes of int32: `ids`, and `counts`, one for each token (0
-                 for tokens of the prompt and of tools). Its `logprobs`, bytes of float32, become
-                 the values. For several texts concatenate the bytes of the records.
-    ids          int64 [B, T], or packed [N] with cu_seqlens: the texts, as `shift_targets` takes
-                 them.
+    record       prime-rl's `SamplingMask`, whose fields are bytes: `ids` (int32) of all tokens,
+                 `counts` (int32), the number of ids of each token (0 for tokens of the prompt and
+                 of tools), and optionally `logprobs` (float32) of the ids, which become the values
+                 of the sets. To combine several texts, concatenate the bytes of their records.
+    ids          int64 [B, T], the tokens of the texts, or packed [N] with cu_seqlens
+    cu_seqlens   [num_texts + 1], the offsets of packed texts; None for ids [B, T]
 
-    A row without ids stands for the whole vocabulary, as in prime-rl. Raises ValueError if there is
-    not one count for each token, or if the number of ids is not the sum of the counts.
+    The result fits targets from `shift_targets(ids)`. A row without ids has an empty set, which
+    stands for the whole vocabulary. Raises ValueError if there is not one count for each token, or
+    if the number of ids is not the sum of the counts.
     """
 
-    def numbers(data: bytes, dtype: torch.dtype = torch.int32) -> Tensor:
-        return (
-            torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
-        )
+    def from_bytes(data: bytes, dtype: torch.dtype) -> Tensor:
+        if not data:  # torch.frombuffer refuses an empty buffer
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(bytearray(data), dtype=dtype)
 
     logprobs = getattr(record, "logprobs", None)
-    values = None if logprobs is None else numbers(logprobs, torch.float32)
-    sets = TokenSets.from_counts(numbers(record.ids), numbers(record.counts), values)
+    values = None if logprobs is None else from_bytes(logprobs, torch.float32)
+    sets = TokenSets.from_counts(
+        from_bytes(record.ids, torch.int32), from_bytes(record.counts, torch.int32), values
+    )
     return shift_sets(sets.to(ids.device), ids, cu_seqlens=cu_seqlens)
 
 
@@ -150,20 +173,25 @@ def loss(
     score_centering: bool = False,
     on_policy: bool = False,
 ) -> Any:
-    """Return prime-rl's LossOutputs for the LossInputs of one sequence [T], a sum over tokens.
+    """Return prime-rl's LossOutputs (loss and metrics) of one sequence, a sum over its tokens.
 
-    objective, changes   `Objective.preset(objective, **changes)`, with prime-rl's constants if it
-                         has that objective. The aggregate is always the sum. old_logps are those of
-                         the sampler. ref_logps are `inputs.ref_logprobs`, except for "dppo_tv" and
-                         "ipo", whose KL is to the sampler.
-    score_centering      True: center the score over the ids that the sampler has recorded, at every
-                         trained token. Without a record nothing is centered, as in prime-rl.
-    on_policy   True: the ratio of every token is 1 and keeps its gradient, see
-                `TokenBatch.on_policy`. An attribute of `inputs` with this name, a bool or a bool
-                tensor [T], takes precedence. The KL and mismatch_kl still compare with the sampler.
+    inputs            prime-rl's LossInputs, with tensors [T]
+    objective         the name of one of our presets. It has prime-rl's constants if prime-rl has
+                      that objective.
+    changes           fields of the preset to change, such as {"beta": 0.002}
+    score_centering   whether the score-centering term is added: it removes the drift that a sampler
+                      other than the policy causes, over the ids that the sampler recorded. A
+                      sequence without a record gets no such term, as in prime-rl.
+    on_policy         whether the ratio of every token is 1 and keeps its gradient, see
+                      `TokenBatch.on_policy`. An attribute of `inputs` with this name, a bool or a
+                      bool tensor [T], takes precedence.
 
-    Metrics, 0-d: mismatch_kl (k3 to the sampler), is_masked (the share of tokens that are clipped
-    or filtered out), and with score centering is_centered (1 with a record, else 0).
+    The ratio is to the sampler. The KL is to `inputs.ref_logprobs`, but for "dppo_tv" and "ipo" to
+    the sampler.
+
+    The metrics are 0-d tensors: mismatch_kl (k3 between policy and sampler), is_masked (the share
+    of tokens that are clipped or filtered out), and with score centering is_centered (1 with a
+    record, else 0).
     """
     from prime_rl.trainer.rl.loss import LossOutputs
 
@@ -172,7 +200,7 @@ def loss(
     spec = Objective.preset(objective, numerics=numerics, **settings)
 
     def row(name: str) -> Any:
-        """Return a tensor of the inputs as [1, T], None for None."""
+        """Return a tensor of the inputs as a batch of one sequence, [1, T]; None for None."""
         x = getattr(inputs, name)
         return None if x is None else x[None]
 
@@ -180,11 +208,14 @@ def loss(
     mask = row("loss_mask")
     ref_logps = row("ref_logprobs")
     if numerics is not None and objective != "sampled_distillation":
+        # In prime-rl's own RL objectives the KL is to the sampler.
         ref_logps = sampler_logps
     advantages = row("advantages").float()
-    marks = getattr(inputs, "on_policy", None)
-    marks = torch.as_tensor(on_policy if marks is None else marks, device=mask.device)
-    if score_centering and marks.any():
+    is_on_policy = getattr(inputs, "on_policy", None)
+    if is_on_policy is None:
+        is_on_policy = on_policy
+    is_on_policy = torch.as_tensor(is_on_policy, device=mask.device)
+    if score_centering and is_on_policy.any():
         raise ValueError(
             "score_centering is True, but tokens are marked as on_policy: the weights of the"
             " centering are ratios to the sampler. Use one of them only."
@@ -195,7 +226,7 @@ def loss(
         old_logps=sampler_logps,
         sampler_logps=sampler_logps,
         ref_logps=ref_logps,
-        on_policy=marks.expand(mask.shape),
+        on_policy=is_on_policy.expand(mask.shape),
     )
     out = objective_loss(row("trainer_logprobs"), batch, spec, token_weights=row("loss_weights"))
     value = out.loss

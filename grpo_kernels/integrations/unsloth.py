@@ -46,11 +46,13 @@ ADAPTER = Adapter(
 
 
 def bind(trainer: type, **how: bool) -> Slots:
-    """Replace Unsloth's functions by ours in the module of `trainer`, the class that Unsloth
-    generated; the result restores them, see `Slots`, which has the errors too.
+    """Replace Unsloth's functions of log-probs by ours, until `undo()` of the result.
 
-    how   strict and any_version of `Slots`.
-    Raises AttributeError if the module has no such name.
+    trainer   the trainer class that Unsloth generated. Up to Unsloth 2026.8 its module has a copy
+              of the function, which is replaced there.
+    how       strict= and any_version= of `Slots`, which also lists the errors
+
+    Raises AttributeError if the module does not have the function.
     """
     if hasattr(
         sys.modules.get("unsloth_zoo.rl_replacements"), "grpo_chunked_hidden_states_logprobs"
@@ -84,17 +86,21 @@ def selective_log_softmax(
 ) -> Tensor:
     """Return the log-probs of index, fp32 [B, T], on the device of hidden_states.
 
-    hidden_states, lm_head, lm_head_bias   [B, T, H], [V, H], [V] or None
-    logit_scale_multiply, logit_scale_divide, logit_softcapping   applied in this order, before the
-                   temperature; 0: none
-    fp32_lm_head   True: matmuls in fp32, even under autocast. None: the setting of
-                   UNSLOTH_VLLM_FP32_LM_HEAD
-    support_top_k, support_top_p, support_min_p, support_excluded_ids   a softmax over candidate
-                   sets, which Unsloth computes
-    support_triton_sampler   how the sampler breaks ties in that set; without a set it has no effect
-
-    chunks, max_rows_per_chunk and fused_linear choose among Unsloth's own implementations and have
-    no effect here.
+    hidden_states   [B, T, H]
+    lm_head         [V, H], the weight of the head
+    index           int64 [B, T], the targets
+    logit_scale_multiply, logit_scale_divide, logit_softcapping
+                    applied to the logits in this order; 0 for none
+    temperature     divides the logits after that
+    lm_head_bias    [V], or None
+    fp32_lm_head    True: matmuls in fp32, even under autocast. None: the setting of the environment
+                    variable UNSLOTH_VLLM_FP32_LM_HEAD
+    support_top_k, support_top_p, support_min_p, support_excluded_ids
+                    a softmax over candidate sets. If one is set, Unsloth computes the call.
+    support_triton_sampler
+                    not used: it breaks ties in candidate sets
+    chunks, max_rows_per_chunk, fused_linear
+                    not used: they choose among Unsloth's own implementations
     """
     if (
         support_top_k > 0
@@ -103,12 +109,19 @@ def selective_log_softmax(
         or support_excluded_ids is not None
     ):
         raise NotCovered("a softmax over a kept set of tokens (support_top_k, ...)")
-    scored = log_softmax_and_entropy(
-        hidden_states, lm_head, index, chunks, logit_scale_multiply, logit_scale_divide, logit_softcapping, temperature,
-        lm_head_bias=lm_head_bias, fp32_lm_head=fp32_lm_head,
-    )  # fmt: skip
-    assert isinstance(scored, Tensor)
-    return scored
+    logps = log_softmax_and_entropy(
+        hidden_states,
+        lm_head,
+        index,
+        logit_scale_multiply=logit_scale_multiply,
+        logit_scale_divide=logit_scale_divide,
+        logit_softcapping=logit_softcapping,
+        temperature=temperature,
+        lm_head_bias=lm_head_bias,
+        fp32_lm_head=fp32_lm_head,
+    )
+    assert isinstance(logps, Tensor)  # a tuple only with return_entropy
+    return logps
 
 
 @with_trainer_names(targets="index", hidden="hidden_states", weight="lm_head", bias="lm_head_bias")
@@ -128,10 +141,12 @@ def log_softmax_and_entropy(
     fused_linear: bool | None = None,
     entropy_requires_grad: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute `selective_log_softmax` over all tokens.
+    """Return the log-probs of index, or with return_entropy (log-probs, entropy), fp32 [B, T] each.
 
-    With return_entropy it returns (log-probs, entropy). The entropy has a gradient if
-    entropy_requires_grad is True.
+    return_entropy          whether the entropy is returned, in nats
+    entropy_requires_grad   whether the entropy is differentiable
+
+    The other arguments are those of `selective_log_softmax`. The softmax is over the vocabulary.
     """
     require_supported(hidden_states, lm_head)
     if fp32_lm_head is None:
@@ -141,6 +156,7 @@ def log_softmax_and_entropy(
             "on",
             "yes",
         )
+    # 0 stands for no scale.
     scale = (logit_scale_multiply or 1.0) / (logit_scale_divide or 1.0)
     # A model spread over several devices has its head on the last one.
     hidden = hidden_states.to(lm_head.device)
@@ -158,8 +174,11 @@ def log_softmax_and_entropy(
         matmul_context = torch.autocast(device_type, lm_head.dtype)
     with matmul_context:
         logps, entropy = log_probs_of(
-            hidden, ids, head=Head(lm_head, lm_head_bias), transform=LogitTransform(temperature, logit_softcapping or None, scale),
+            hidden,
+            ids,
+            head=Head(lm_head, lm_head_bias),
+            transform=LogitTransform(temperature, softcap=logit_softcapping or None, scale=scale),
             entropy=entropy_mode(return_entropy, entropy_requires_grad),
-        )  # fmt: skip
+        )
     logps = logps.to(hidden_states.device)
     return logps if entropy is None else (logps, entropy.to(hidden_states.device))
