@@ -1,9 +1,8 @@
-"""Pictures of result files, SVG and PNG, for light and dark pages.
+"""Plot result files as SVG and PNG, for light and dark pages.
 
-A picture is described by plain numbers, {"title", "panels", "notes"}, which its file contains, so
-that a test can compare them with the result file. A panel has "bars", [[name, value, label], ...],
-or "curves", {name: [x, y]}; "x" labels its horizontal axis. The same description gives the same
-SVG.
+A picture is described by plain data, {"title", "panels", "notes"}. Its file contains this data, so
+that a test can compare it with the result file. A panel has "bars", [[name, value, label], ...], or
+"curves", {name: [x values, y values]}, and "x", the label of its horizontal axis.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import json
 import re
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -44,10 +44,12 @@ from benchmarks.tables import (
 )
 
 Picture = Record
-#: The background is transparent: all of these colours can be read on white and on GitHub's dark
-#: grey.
-TEXT, MUTED, HIGHLIGHT, VARIANT = "#797979", "#8f8f8f", "#2f81f7", "#5b8fc7"
-#: Of curves in their order, those of ours and of limits aside.
+# The background is transparent. These colours can be read on white and on GitHub's dark grey.
+TEXT = "#797979"
+MUTED = "#8f8f8f"
+HIGHLIGHT = "#2f81f7"  # ours
+VARIANT = "#5b8fc7"  # variants of ours
+#: Colours of the curves of other projects, in their order.
 COLOURS = ("#bb6f2c", "#3f9470", "#8a76c9", "#c65f5f", "#2e8f9a", "#c0679a")
 STYLE: Record = {
     "font.family": "DejaVu Sans", "font.size": 8.5, "text.color": TEXT, "axes.labelcolor": TEXT, "axes.edgecolor": TEXT,
@@ -59,101 +61,95 @@ STYLE: Record = {
 WIDTH = 9.2  # inches
 
 
-# ---- what a picture shows
+# ---- the data of a picture
 
 
 def _rounded(x: float) -> float:
-    """Four digits, which is what a picture can show."""
+    """Round to four digits, which is what a picture can show."""
     return float(f"{x:.4g}")
 
 
 def duration(ms: float) -> str:
+    """Return a time in milliseconds, or in seconds from 10 s on."""
     return f"{figure(ms)} ms" if ms < 10_000 else f"{figure(ms / 1000)} s"
 
 
 def _bars(title: str, cell: Cell, relative: bool) -> Record:
-    """Time and memory of each contender, the fastest first, then those that are wrong.
+    """Return a panel with the time of each provider, the fastest first, then the wrong ones.
 
-    relative: as multiples of the limit.
+    relative    label bars with multiples of the limit too, and mark the limit. Otherwise only
+                checked rows are shown, without the variants that are for tables
     """
-    rows = sorted((row for row in timed(cell) if not row.get("limit")), key=lambda row: row["ms"])
+    rows = [row for row in timed(cell) if not row.get("limit")]
+    if not relative:
+        rows = [row for row in rows if "errors" in row and SCALED not in row["name"]]
     bars = []
-    for row in (
-        rows if relative else (row for row in rows if "errors" in row and SCALED not in row["name"])
-    ):
-        cost = [duration(row["ms"])] + [f"{memory} MB" for memory in [megabytes(row)] if memory]
+    for row in sorted(rows, key=lambda row: row["ms"]):
+        costs = [duration(row["ms"])]
+        if megabytes(row):
+            costs.append(f"{megabytes(row)} MB")
         multiple = ratio(cell, row) if relative else None
-        bars.append(
-            [
-                display_name(row["name"]),
-                _rounded(row["ms"]),
-                ", ".join([f"{times(multiple)}×"] * bool(multiple) + cost),
-            ]
-        )
-    bars += [
-        [display_name(row["name"]), 0.0, "wrong, not timed"]
-        for row in cell["providers"]
-        if row["status"] == "wrong"
-    ]
-    mark = cell["limit"]["ms"] if relative and cell["limit"] else None
-    base = f", × {limit(cell)} (the line)" if mark else f", × {limit(cell)}" if relative else ""
-    return {
-        "title": title + base,
-        "bars": bars,
-        "mark": mark and _rounded(mark),
-        "x": "time, ms",
-    }
+        if multiple:
+            costs.insert(0, f"{times(multiple)}×")
+        bars.append([display_name(row["name"]), _rounded(row["ms"]), ", ".join(costs)])
+    for row in cell["providers"]:
+        if row["status"] == "wrong":
+            bars.append([display_name(row["name"]), 0.0, "wrong, not timed"])
+    mark = None
+    if relative:
+        title += f", × {limit(cell)}"
+        if cell["limit"]:
+            mark = cell["limit"]["ms"]
+            title += " (the line)"
+    return {"title": title, "bars": bars, "mark": mark and _rounded(mark), "x": "time, ms"}
 
 
 def _curves(record: Record) -> list[Record]:
-    """Time and memory by what the suite varies, for each dtype."""
+    """Return panels with time and memory over the field that a suite varies, for each dtype."""
     field, what = SWEEPS[record["suite"]]
     panels = []
     for cells in by_dtype(sorted(record["cells"], key=lambda cell: cell[field])):
         title = f"{DTYPES[cells[0]['dtype']]}, {fixed(cells[0], field)}: "
         for key, axis in (("ms", "time, ms"), ("extra_mb", "extra memory, MB")):
             curves: dict[str, list[list[float]]] = {}
-            for cell, row in ((one, row) for one in cells for row in timed(one) if row.get(key)):
-                x, y = curves.setdefault(display_name(row["name"]), [[], []])
-                x.append(cell[field])
-                y.append(_rounded(row[key]))
-            panels.append(
-                {
-                    "title": title + axis,
-                    "x": what,
-                    "log": "xy" * (field == "rows"),
-                    "curves": curves,
-                }
-            )
+            for cell in cells:
+                for row in timed(cell):
+                    if row.get(key):
+                        x, y = curves.setdefault(display_name(row["name"]), [[], []])
+                        x.append(cell[field])
+                        y.append(_rounded(row[key]))
+            log = "xy" if field == "rows" else ""  # the axes with a log scale
+            panels.append({"title": title + axis, "x": what, "log": log, "curves": curves})
     return panels
 
 
 def of_suite(record: Record) -> Picture:
-    """Bars of the first shape, a panel per dtype, or curves of time and memory over what the suite
-    varies.
+    """Return the picture of a result file.
+
+    A suite that varies one size has curves over it. Others have bars of the first shape, one panel
+    for each dtype. Notes name the providers that were not timed.
     """
-    swept = record["suite"] in SWEEPS
-    cells = record["cells"] if swept else headline(record)[0]
-    panels = (
-        _curves(record)
-        if swept
-        else [_bars(f"{DTYPES[cell['dtype']]}, {size(cell)}", cell, True) for cell in cells]
-    )
-    what = SWEEPS[record["suite"]][0] if swept else "dtype"
-    notes = [
-        f"{why}: {names}"
-        for why, names in untimed(cells, what).items()
-        if swept or not why.startswith("failed the check")
-    ]
+    is_sweep = record["suite"] in SWEEPS
+    notes = []
+    if is_sweep:
+        panels = _curves(record)
+        for reason, names in untimed(record["cells"], SWEEPS[record["suite"]][0]).items():
+            notes.append(f"{reason}: {names}")
+    else:
+        cells = headline(record)[0]
+        panels = [_bars(f"{DTYPES[cell['dtype']]}, {size(cell)}", cell, True) for cell in cells]
+        for reason, names in untimed(cells).items():
+            if not reason.startswith("failed the check"):  # these have bars
+                notes.append(f"{reason}: {names}")
     return {"title": f"{record['title']} · {processor(record)}", "panels": panels, "notes": notes}
 
 
 def of_front(folder: Path, machine: str) -> Picture | None:
-    """The cells that a user asks for first, at the most rows that were measured."""
+    """Return the picture of the first table of docs/benchmarks.md for a machine."""
     found = {
-        words: standings[-1]
+        words: standings[0]
         for words, standings in asked(folder, machine).items()
-        if standings and "cells" not in words
+        if standings and "cells" not in words  # not the extremes of all cells
     }
     if not found:
         return None
@@ -169,7 +165,7 @@ def of_front(folder: Path, machine: str) -> Picture | None:
 
 
 def of_readme(folder: Path) -> Picture | None:
-    """Time and memory from hidden states and from logits, one column each."""
+    """Return the README's picture: time and memory, from hidden states and from logits."""
     cells = readme_cells(folder)
     panels = []
     for suite, (_, cell, rows) in cells.items():
@@ -206,65 +202,67 @@ def of_readme(folder: Path) -> Picture | None:
     return {"title": title, "panels": panels, "columns": 2, "notes": []}
 
 
-# ---- how it is drawn
+# ---- drawing
 
 
 def draw(shown: Picture) -> Figure:
-    """Panels in two columns; bars stand below each other where their names are long."""
+    """Draw a picture. Curves are in two columns, bars in one unless the picture says otherwise."""
     panels = shown["panels"]
     columns = shown.get("columns", 1 if "bars" in panels[0] else min(2, len(panels)))
-    names = dict.fromkeys(
-        name
-        for panel in panels
-        for name in panel.get("curves", ())
-        if not name.startswith((OURS, "matmuls"))
-    )
     rows = [panels[i : i + columns] for i in range(0, len(panels), columns)]
-    heights = [
-        max(0.9 + 0.21 * len(panel["bars"]) if "bars" in panel else 2.6 for panel in row)
-        for row in rows
-    ]
-    notes = [
-        line
-        for note in shown["notes"]
-        for line in textwrap.wrap(note, 140, subsequent_indent="    ")
-    ]
+    heights = [max(_height(panel) for panel in row) for row in rows]  # inches
+    notes: list[str] = []
+    for note in shown["notes"]:
+        notes += textwrap.wrap(note, 140, subsequent_indent="    ")
+    legend_height = 0.4 if columns == 2 else 0.0
+    height = 0.6 + sum(heights) + 0.15 * len(notes) + legend_height
+    other_projects = _names_of_other_projects(panels)
     with matplotlib.rc_context(STYLE):
-        page = Figure(
-            figsize=(WIDTH, 0.6 + sum(heights) + 0.15 * len(notes) + 0.4 * (columns == 2)),
-            layout="constrained",
-        )
+        page = Figure(figsize=(WIDTH, height), layout="constrained")
         FigureCanvasAgg(page)
         page.patch.set_alpha(0)
         page.suptitle(shown["title"], x=0.01, ha="left", fontsize=10.5, fontweight="bold")
         grid = page.subplots(len(rows), columns, squeeze=False, height_ratios=heights)
+        line_of: dict[str, Any] = {}
         for axes, panel in zip(grid.flat, panels, strict=False):
             axes.patch.set_alpha(0)
             axes.set_title(panel["title"])
-            _draw_bars(axes, panel) if "bars" in panel else _draw_curves(axes, panel, [*names])
-        named = {
-            text: line
-            for axes in grid.flat
-            for line, text in zip(*axes.get_legend_handles_labels(), strict=True)
-        }
-        if named:
+            if "bars" in panel:
+                _draw_bars(axes, panel)
+            else:
+                _draw_curves(axes, panel, other_projects)
+            lines, names = axes.get_legend_handles_labels()
+            line_of.update(zip(names, lines, strict=True))
+        if line_of:
             page.legend(
-                named.values(),
-                named,
+                line_of.values(),
+                line_of,
                 loc="outside lower center",
                 ncols=3,
                 frameon=False,
                 labelcolor=TEXT,
             )
         if notes:
-            legend_rows = -(-len(named) // 3)
+            legend_rows = -(-len(line_of) // 3)
             # Empty lines keep the notes above the legend: a row of it is as high as two of them.
             text = "\n".join(notes) + "\n" * 2 * legend_rows
             page.supxlabel(text, x=0.01, ha="left", fontsize=7.5)
     return page
 
 
+def _height(panel: Record) -> float:
+    """Return the height of a panel in inches."""
+    return 0.9 + 0.21 * len(panel["bars"]) if "bars" in panel else 2.6
+
+
+def _names_of_other_projects(panels: list[Record]) -> list[str]:
+    """Return the names of the curves that are neither ours nor limits, each once."""
+    names = dict.fromkeys(name for panel in panels for name in panel.get("curves", ()))
+    return [name for name in names if not name.startswith((OURS, "matmuls"))]
+
+
 def _draw_bars(axes: Axes, panel: Record) -> None:
+    """Draw horizontal bars with their labels, and a line at the limit."""
     names, values, labels = zip(*panel["bars"], strict=True)
     colours = [HIGHLIGHT if name.startswith(OURS) else MUTED for name in names]
     is_log = panel.get("log") == "x"
@@ -287,19 +285,17 @@ def _draw_bars(axes: Axes, panel: Record) -> None:
         axes.axvline(panel["mark"], color=TEXT, linewidth=1, linestyle=(0, (1, 2)))
 
 
-def _draw_curves(axes: Axes, panel: Record, names: list[str]) -> None:
-    """Each line is thinner than those before, so that equal ones are seen."""
+def _draw_curves(axes: Axes, panel: Record, other_projects: list[str]) -> None:
+    """Draw a line for each provider. Each is thinner than those before, so that equal ones show."""
     axes.set_xlabel(panel["x"])
     axes.grid(color=TEXT, alpha=0.2, linewidth=0.5)
     for i, (name, (x, y)) in enumerate(panel["curves"].items()):
-        colour = (
-            COLOURS[names.index(name) % len(COLOURS)]
-            if name in names
-            else HIGHLIGHT
-            if name == OURS
-            else VARIANT
-        )
-        colour, line = (TEXT, "--") if name.startswith("matmuls") else (colour, "-")
+        if name.startswith("matmuls"):  # a limit
+            colour = TEXT
+        elif name in other_projects:
+            colour = COLOURS[other_projects.index(name) % len(COLOURS)]
+        else:
+            colour = HIGHLIGHT if name == OURS else VARIANT
         axes.plot(
             x,
             y,
@@ -308,7 +304,7 @@ def _draw_curves(axes: Axes, panel: Record, names: list[str]) -> None:
             markersize=3,
             label=name,
             color=colour,
-            linestyle=line,
+            linestyle="--" if name.startswith("matmuls") else "-",
         )
     for scale in (axes.set_xscale, axes.set_yscale):
         scale("log" if panel["log"] else "linear")
@@ -322,7 +318,7 @@ def _draw_curves(axes: Axes, panel: Record, names: list[str]) -> None:
 
 
 def _short(x: float) -> str:
-    """64, 4,096, 32k, 152k."""
+    """Return the label of a tick: 64, 4,096, 32k (a multiple of 1024), 152k (rounded)."""
     if x < 10_000:
         return f"{x:,g}"
     return f"{x / 1024:,.0f}k" if x % 1024 == 0 else f"{x / 1000:,.0f}k"
@@ -332,14 +328,15 @@ def _short(x: float) -> str:
 
 
 def described(shown: Picture) -> str:
-    """The field Description of a picture's file."""
+    """Return the data of a picture as text, for the field Description of its file."""
     return json.dumps(shown, separators=(",", ":"))
 
 
 def save(shown: Picture, path: Path) -> Path:
     """Save the picture as `path`, an SVG, and as a PNG of the same name."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    page, about = draw(shown), {"Title": shown["title"], "Description": described(shown)}
+    page = draw(shown)
+    about = {"Title": shown["title"], "Description": described(shown)}
     with matplotlib.rc_context(STYLE):
         page.savefig(path, metadata={"Date": None, **about})
         page.savefig(path.with_suffix(".png"), dpi=160, metadata=about)
@@ -347,18 +344,18 @@ def save(shown: Picture, path: Path) -> Path:
 
 
 def pictures(folder: Path) -> dict[Path, Picture]:
-    """{<machine>/plots/<suite>.svg: the picture of each result file, and the front's}"""
-    found = {}
+    """Return {path of the SVG: picture} for all result files, the first tables and the README."""
+    found: dict[Path, Picture] = {}
     for machine in machines(folder):
-        records = {
-            path.stem: results.load(path) for path in sorted((folder / machine).glob("*.json"))
-        }
-        shown = {name: of_suite(record) for name, record in records.items() if record["cells"]} | {
-            "front": of_front(folder, machine)
-        }
+        shown: dict[str, Picture | None] = {}
+        for path in sorted((folder / machine).glob("*.json")):
+            record = results.load(path)
+            if record["cells"]:
+                shown[path.stem] = of_suite(record)
+        shown["front"] = of_front(folder, machine)
         if machine == README_MACHINE:
             shown["readme"] = of_readme(folder)
-        found |= {
-            folder / machine / "plots" / f"{name}.svg": one for name, one in shown.items() if one
-        }
+        for name, picture in shown.items():
+            if picture:
+                found[folder / machine / "plots" / f"{name}.svg"] = picture
     return found

@@ -1,9 +1,9 @@
-"""The report: everything in README.md and docs/ that is made from result files or from the code,
-RESULTS.md, and the pictures.
+"""Generate the pages and pictures that show result files or facts of the code.
 
     python -m benchmarks.report [--write | --check] [--results DIR]
 
-Prints RESULTS.md, or writes or checks all pages and pictures.
+Prints benchmarks/RESULTS.md. With --write or --check it writes or checks RESULTS.md, the generated
+blocks of README.md and docs/, and the pictures.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ GUIDE = Path(__file__).parent / "README.md"
 COMMAND = "python -m benchmarks.report --write"
 #: Pictures that the page of figures shows.
 PICTURES = ("logits", "hidden", "length", "active")
-#: What `benchmarks.resources` has found of the budgets, by version of Triton and by target.
+#: Written by `benchmarks.resources`: {version of Triton: {target: figures}}.
 BUDGETS = RESULTS / "budgets.json"
 
 
@@ -70,7 +70,7 @@ DENOMINATORS = {
 
 
 def presets() -> str:
-    """The published objectives, and which trainers' constants each is known with."""
+    """Return a table of the published objectives and of the trainers whose constants are known."""
     rows = [["preset", "surrogate", "ratio level", "aggregate", "`numerics=`"]]
     for name, objective in PRESETS.items():
         parts: list[Any] = [objective.surrogate, *objective.filters]
@@ -85,8 +85,9 @@ def presets() -> str:
 
 
 def _call(part: Any) -> str:
-    """The Python expression of a part of an objective: its class and its numbers, without defaults
-    that switch something off.
+    """Return a part of an objective as a Python expression.
+
+    Defaults of 0 and infinity are left out, because they switch something off.
     """
     shown = []
     for f in fields(part):
@@ -100,17 +101,18 @@ def _call(part: Any) -> str:
 
 # ---- ours and the fastest other
 
-SCALED = "upstream 0.5"  # a variant of ours that only the tables show
-WITHOUT_PEERS = ("kept",)  # no other project has this operation
-PROMISED = 64  # rows
-#: How the names of plain PyTorch begin: a user who has it needs nothing else.
+SCALED = "upstream 0.5"  # in names of variants of ours that only the tables show
+WITHOUT_PEERS = ("kept",)  # suites of operations that no other project has
+PROMISED = 64  # least number of rows of the cells that are compared with plain PyTorch
+#: Providers of plain PyTorch, by the start of their names.
 PLAIN = (EAGER, "pairs in PyTorch", "torch.compile", "torch linear_cross_entropy")
-#: What a user asks first: the suites, and the number of rows, or the nearest that was measured.
-ASKED, ASKED_ROWS = {"logits": "from logits", "hidden": "from hidden states"}, 1_000
+#: Suites of the first table of docs/benchmarks.md.
+ASKED = {"logits": "from logits", "hidden": "from hidden states"}
+ASKED_ROWS = 1_000  # this number of rows is shown, or the nearest that was measured
 
 
 class Standing(NamedTuple):
-    """One cell: the fastest of ours, and the fastest correct other implementation."""
+    """The fastest of our rows in a cell, and the fastest correct row of another project."""
 
     record: Record
     cell: Cell
@@ -134,63 +136,74 @@ def right(cell: Cell) -> list[Row]:
 
 
 def standings(folder: Path, machine: str, plain: bool = False) -> list[Standing]:
-    """The standings of all cells of a training batch that have both, the strongest first. plain:
-    against plain PyTorch alone, of all cells that the promise is about.
+    """Return the standings of the cells of a machine, the largest speed-up first.
+
+    Cells have at least BATCH rows and a correct row of ours and of another project. With `plain`
+    the other rows are of plain PyTorch, and cells have at least PROMISED rows.
     """
+    least_rows = PROMISED if plain else BATCH
     found = []
     for suite in SUITES:
+        if suite in WITHOUT_PEERS and not plain:
+            continue
         record = results.load(folder / machine / f"{suite}.json")
-        for cell in record.get("cells", ()) if plain or suite not in WITHOUT_PEERS else ():
-            ours = [
-                row
-                for row in right(cell)
-                if row["name"].startswith(OURS) and "eager backend" not in row["name"]
-            ]
+        for cell in record.get("cells", ()):
+            ours = [row for row in right(cell) if _is_ours(row)]
             peers = [row for row in right(cell) if not row["name"].startswith(OURS)]
-            peers = [row for row in peers if row["name"].startswith(PLAIN) or not plain]
-            if ours and peers and cell["rows"] >= (PROMISED if plain else BATCH):
-                fastest = (min(rows, key=lambda row: row["ms"]) for rows in (ours, peers))
-                found.append(Standing(record, cell, *fastest))
+            if plain:
+                peers = [row for row in peers if row["name"].startswith(PLAIN)]
+            if ours and peers and cell["rows"] >= least_rows:
+                found.append(Standing(record, cell, _fastest(ours), _fastest(peers)))
     return sorted(found, key=lambda standing: -standing.ratio)
 
 
+def _is_ours(row: Row) -> bool:
+    """Whether a row shows our kernels. The eager backend is for machines without them."""
+    return row["name"].startswith(OURS) and "eager backend" not in row["name"]
+
+
+def _fastest(rows: list[Row]) -> Row:
+    return min(rows, key=lambda row: row["ms"])
+
+
 def promise(folder: Path, machine: str) -> tuple[bool, str]:
-    """Whether nothing is slower than plain PyTorch on this machine; and the cells where it is, or
-    the line that none is.
+    """Compare all cells of a machine with plain PyTorch.
+
+    Returns whether ours takes at most MOST_TIMES as long in every cell, and a text that lists the
+    cells where it takes longer.
     """
     compared = standings(folder, machine, plain=True)
     broken = [standing for standing in reversed(compared) if standing.ratio * MOST_TIMES < 1]
     what = f"of {len(compared)} cells of {PROMISED} rows or more on {machine}"
     if not broken:
-        return (
-            True,
-            (
-                "Slower than plain PyTorch (eager, torch.compile, linear_cross_entropy) by more"
-                f" than 5 %: none {what}."
-            ),
+        kept = (
+            "Slower than plain PyTorch (eager, torch.compile, linear_cross_entropy) by more"
+            f" than 5 %: none {what}."
         )
-    lines = [
-        f"  {one.title}: {_span(one.ours)}, {_span(one.peer)}: {1 / one.ratio:.2f} times as long"
-        for one in broken
-    ]
-    remedy = (
+        return True, kept
+    lines = [f"Slower than plain PyTorch by more than 5 %: {len(broken)} {what}:"]
+    for one in broken:
+        spans = f"{_span(one.ours)}, {_span(one.peer)}"
+        lines.append(f"  {one.title}: {spans}: {1 / one.ratio:.2f} times as long")
+    lines.append(
         "`python -m grpo_kernels doctor` compares the engines of matmuls that can run here;"
         " GRPO_KERNELS_PRODUCTS chooses another."
     )
-    return False, "\n".join(
-        [f"Slower than plain PyTorch by more than 5 %: {len(broken)} {what}:", *lines, remedy]
-    )
+    return False, "\n".join(lines)
 
 
 def _span(row: Row) -> str:
-    return f"{display_name(row['name'])} {figure(row['ms'])} ms ({figure(row['p20'])} to {figure(row['p80'])})"
+    """Return the name of a row, its median, and its quantiles."""
+    quantiles = f"{figure(row['p20'])} to {figure(row['p80'])}"
+    return f"{display_name(row['name'])} {figure(row['ms'])} ms ({quantiles})"
 
 
 # ---- the figure of the README
 
 #: The machine whose result files the README shows, and the suites, from top to bottom.
-README_MACHINE, README_SUITES = "nvidia-h100-80gb-hbm3", ("hidden", "logits")
-#: Variants of ours that the README leaves out: they answer other questions than "how fast is it".
+README_MACHINE = "nvidia-h100-80gb-hbm3"
+README_SUITES = ("hidden", "logits")
+#: Words in the names of our variants that the README leaves out.
 VARIANTS = (SCALED, "grad_scale", "eager backend", "layer 1")
 
 
@@ -212,7 +225,7 @@ def readme_cells(folder: Path) -> dict[str, tuple[Record, Cell, list[Row]]]:
 
 
 def readme_figure(folder: Path) -> str:
-    """The README's picture and the paragraph under it."""
+    """Return the README's picture and the paragraph under it."""
     cells = readme_cells(folder)
     if not cells:
         return absent(*README_SUITES)
@@ -247,17 +260,25 @@ Measured on {record["date"]} with torch {record["machine"]["torch"]} and Triton 
     return f"![{alternative}]({link})\n\n{text}"
 
 
-# ---- the front: what a user asks first, then the largest and the smallest speed-up
+# ---- the first table of docs/benchmarks.md
 
 
 def asked(folder: Path, machine: str) -> dict[str, list[Standing]]:
-    """DAPO from logits and from hidden states, in fp32 and bf16; then both ends of all cells."""
-    every, found = standings(folder, machine), {}
+    """Return {description of the line: its standing} for the first table.
+
+    The lines are DAPO from logits and from hidden states, in fp32 and bf16, then the largest and
+    the smallest speed-up of all cells. A list is empty if there is no such cell.
+    """
+    every = standings(folder, machine)
+    found = {}
     for suite, words in ASKED.items():
         for dtype, short in (("float32", "fp32"), ("bfloat16", "bf16")):
-            of = [x for x in every if x.record["suite"] == suite and x.cell["dtype"] == dtype]
-            of.sort(key=lambda x: (abs(x.cell["rows"] - ASKED_ROWS), -x.cell["vocab"]))
-            found[f"{words}, {short}"] = of[:1]
+            of_suite = [one for one in every if one.record["suite"] == suite]
+            candidates = [one for one in of_suite if one.cell["dtype"] == dtype]
+            candidates.sort(
+                key=lambda one: (abs(one.cell["rows"] - ASKED_ROWS), -one.cell["vocab"])
+            )
+            found[f"{words}, {short}"] = candidates[:1]
     return found | {
         "largest speed-up of all cells": every[:1],
         "smallest speed-up of all cells": every[-1:],
@@ -265,7 +286,7 @@ def asked(folder: Path, machine: str) -> dict[str, list[Standing]]:
 
 
 def front(folder: Path) -> str:
-    """Every machine that was measured, side by side."""
+    """Return the first table, with every machine that was measured, and its sources and plots."""
     of_machines = {
         machine: asked(folder, machine)
         for machine in reversed(machines(folder))
@@ -273,44 +294,46 @@ def front(folder: Path) -> str:
     }
     if not of_machines:
         return "Not measured yet: `python -m benchmarks`."
-    alone = len(of_machines) == 1
-    lines, sources = (
-        [],
-        [f"Cells have {ASKED_ROWS:,} rows, or the closest number that was measured."],
-    )
-    for words in next(iter(of_machines.values())):
-        for x in (x for found in of_machines.values() for x in found[words]):
-            eager, way = named(x.cell, EAGER), x.ours["name"].removeprefix(OURS).removeprefix(", ")
-            what = (
-                f"{words}: {x.title if 'cells' in words else size(x.cell)}"
-                + f"; {processor(x.record)}" * (not alone)
-            )
-            costs = [
-                f"{way}: " * bool(way) + _cost(x.ours),
-                f"{display_name(x.peer['name'])}: {_cost(x.peer)}",
-                _cost(eager) if eager else "",
-            ]
-            lines.append([what, *costs, f"x {x.ratio:.2f}"])
-            sources.append(f"- {source(x.record)}")
-    on = (
-        f"; {processor(next(iter(of_machines[machines(folder)[-1]].values()))[0].record)}"
-        if alone
-        else ""
-    )
-    head = [
-        f"loss and gradient of DAPO{on}",
-        "ours",
-        "fastest other that passes the check against float64",
-        EAGER,
-        "speed-up",
+    all_lines = [
+        (words, standing)
+        for words in next(iter(of_machines.values()))
+        for found in of_machines.values()
+        for standing in found[words]
     ]
+    # With one machine, its name is in the head of the table. Otherwise it is in every line.
+    is_alone = len(of_machines) == 1
+    title = "loss and gradient of DAPO"
+    if is_alone:
+        title += f"; {processor(all_lines[0][1].record)}"
+    head = [title, "ours", "fastest other that passes the check against float64", EAGER, "speed-up"]
+    lines = [_front_line(words, standing, not is_alone) for words, standing in all_lines]
+    table = render([head, *lines], markdown=True)
+    # Times and memory are text, so that their columns are aligned to the left.
+    table = table.replace("---: | ---: | ---:", "--- | --- | ---", 1)
+    note = f"Cells have {ASKED_ROWS:,} rows, or the closest number that was measured."
+    sources = dict.fromkeys(f"- {source(standing.record)}" for _, standing in all_lines)
     links = [picture(folder, machine, "front", FIGURES) for machine in of_machines]
-    without = [] if machines(folder, "cuda") else [gpus(folder, FIGURES)]
-    table = render([head, *lines], markdown=True).replace(
-        "---: | ---: | ---:", "--- | --- | ---", 1
-    )
-    note, *origins = dict.fromkeys(sources)
-    return "\n\n".join([table, note, "\n".join(origins), *filter(None, links), *without])
+    parts = [table, note, "\n".join(sources), *(link for link in links if link)]
+    if not machines(folder, "cuda"):
+        parts.append(gpus(folder, FIGURES))
+    return "\n\n".join(parts)
+
+
+def _front_line(words: str, standing: Standing, with_machine: bool) -> list[str]:
+    """Return a line of the first table."""
+    cell, ours, peer = standing.cell, standing.ours, standing.peer
+    what = f"{words}: {standing.title if 'cells' in words else size(cell)}"
+    if with_machine:
+        what += f"; {processor(standing.record)}"
+    variant = ours["name"].removeprefix(OURS).removeprefix(", ")
+    eager = named(cell, EAGER)
+    return [
+        what,
+        f"{variant}: {_cost(ours)}" if variant else _cost(ours),
+        f"{display_name(peer['name'])}: {_cost(peer)}",
+        _cost(eager) if eager else "",
+        f"x {standing.ratio:.2f}",
+    ]
 
 
 def _cost(row: Row) -> str:
@@ -322,46 +345,52 @@ def _cost(row: Row) -> str:
 
 
 def picture(folder: Path, machine: str, name: str, page: Path) -> str:
-    """A link from a page to the plot of a suite, or to the front; "" if there is none."""
+    """Return a link from a page to a plot, or "" if there is no such plot.
+
+    name    a suite, or "front" for the plot of the first table
+    """
     path = folder / machine / "plots" / f"{name}.svg"
-    title = (
-        SUITES[name].title
-        if name in SUITES
-        else "Time and memory of every implementation, from logits and from hidden states"
-    )
-    return (
-        f"![{title}]({Path(os.path.relpath(path, page.parent)).as_posix()})"
-        if path.exists()
-        else ""
-    )
+    if not path.exists():
+        return ""
+    if name in SUITES:
+        title = SUITES[name].title
+    else:
+        title = "Time and memory of every implementation, from logits and from hidden states"
+    return f"![{title}]({Path(os.path.relpath(path, page.parent)).as_posix()})"
 
 
 def absent(*suites: str) -> str:
+    """Return a sentence that says how to measure missing suites."""
     return f"Not measured yet: `python -m benchmarks --suite {' '.join(suites)}`."
 
 
 def figures(folder: Path, suite: str, device: str = "cpu") -> str:
-    """The headline tables of a suite, with all machines that were measured side by side."""
-    records = (results.load(folder / name / f"{suite}.json") for name in machines(folder, device))
-    found = [record for record in records if record.get("cells")]
-    return (
-        "\n\n".join([*map(source, found), *map(comparison, headline(*found))])
-        if found
-        else absent(suite)
-    )
+    """Return the headline tables of a suite, with all machines of a kind of device side by side."""
+    records = []
+    for machine in machines(folder, device):
+        record = results.load(folder / machine / f"{suite}.json")
+        if record.get("cells"):
+            records.append(record)
+    if not records:
+        return absent(suite)
+    sources = [source(record) for record in records]
+    tables = [comparison(cells) for cells in headline(*records)]
+    return "\n\n".join(sources + tables)
 
 
 def pictures(folder: Path, device: str = "cpu", page: Path = FIGURES) -> str:
-    links = [
-        picture(folder, name, suite, page)
-        for suite in PICTURES
-        for name in machines(folder, device)
-    ]
-    return "\n\n".join(filter(None, links)) or f"No plots yet: `{COMMAND}`."
+    """Return links to the plots of PICTURES, of all machines of a kind of device."""
+    links = []
+    for suite in PICTURES:
+        for machine in machines(folder, device):
+            link = picture(folder, machine, suite, page)
+            if link:
+                links.append(link)
+    return "\n\n".join(links) or f"No plots yet: `{COMMAND}`."
 
 
 def gpus(folder: Path, page: Path = FIGURES) -> str:
-    """Both contracts on every GPU that was measured."""
+    """Return tables and plots of the GPUs that were measured, or how to measure one."""
     if not machines(folder, "cuda"):
         guide = Path(os.path.relpath(GUIDE, page.parent)).as_posix()
         return (
@@ -379,12 +408,14 @@ def gpus(folder: Path, page: Path = FIGURES) -> str:
 
 
 def swapped(record: Record) -> str:
+    """Return the table of benchmarks.swaps with its source."""
     return f"{source(record)}\n\n{render(swaps.table(record), markdown=True)}"
 
 
 def budgets() -> Table:
+    """Return what benchmarks.resources has found, a line for each version of Triton and target."""
     record = results.load(BUDGETS)
-    lines = [
+    table = [
         [
             "Triton",
             "target",
@@ -394,47 +425,40 @@ def budgets() -> Table:
             "least KiB in flight",
         ]
     ]
-    for version, target in (
-        (x, target) for x in sorted(record, key=TorchVersion) for target in record[x]
-    ):
-        of = record[version][target]
-        counts = (
-            str(of["kernels"]),
-            "; ".join(of["beyond"]) or "0",
-            str(of["spilled"]),
-            f"{of['in flight']:.0f}",
-        )
-        lines.append([version, target, *counts])
-    return lines
+    for version in sorted(record, key=TorchVersion):
+        for target, found in record[version].items():
+            table.append(
+                [
+                    version,
+                    target,
+                    str(found["kernels"]),
+                    "; ".join(found["beyond"]) or "0",
+                    str(found["spilled"]),
+                    f"{found['in flight']:.0f}",
+                ]
+            )
+    return table
 
 
 # ---- pages
 
+#: Suites whose tables for CPUs are in docs/benchmarks.md.
+SHOWN_SUITES = ("logits", "hidden", "kept", "divergence", "logits-divergence", "draft")
+
 
 def blocks(folder: Path = RESULTS) -> dict[Path, dict[str, str]]:
-    """{page: {name: text}} of what stands between a page's markers."""
+    """Return {page: {name of a generated block: its text}}."""
+    of_figures = {"front": front(folder)}
+    for suite in SHOWN_SUITES:
+        of_figures[f"{suite.replace('-', '_')}_cpu"] = figures(folder, suite)
+    of_figures["plots_cpu"] = pictures(folder)
+    of_figures["gpus"] = gpus(folder)
+    integrations = ROOT / "grpo_kernels" / "integrations" / "README.md"
     return {
         README: {"figure": readme_figure(folder)},
         DOCS / "objectives.md": {"presets": presets()},
-        FIGURES: {
-            "front": front(folder),
-            **{
-                f"{suite.replace('-', '_')}_cpu": figures(folder, suite)
-                for suite in (
-                    "logits",
-                    "hidden",
-                    "kept",
-                    "divergence",
-                    "logits-divergence",
-                    "draft",
-                )
-            },
-            "plots_cpu": pictures(folder),
-            "gpus": gpus(folder),
-        },
-        ROOT / "grpo_kernels" / "integrations" / "README.md": {
-            "swaps": swapped(results.load(swaps.FILE))
-        },
+        FIGURES: of_figures,
+        integrations: {"swaps": swapped(results.load(swaps.FILE))},
         GUIDE: {"budgets": render(budgets(), markdown=True)},
     }
 
@@ -458,13 +482,13 @@ All implementations of a table ran interleaved in one process. Each was checked 
 
 
 def measured_suites(folder: Path, machine: str) -> list[str]:
-    """The names of the suites that were measured on a machine, in their order."""
+    """Return the names of the suites that were measured on a machine, in the order of SUITES."""
     files = {name: folder / machine / f"{name}.json" for name in SUITES}
     return [name for name, path in files.items() if results.load(path).get("cells")]
 
 
 def report(folder: Path = RESULTS) -> str:
-    """benchmarks/RESULTS.md: every suite on every machine."""
+    """Return the text of benchmarks/RESULTS.md: every suite on every machine."""
     out = [INTRODUCTION]
     for machine in reversed(machines(folder)):  # GPUs first
         out.append(f"## {machine}")
@@ -488,13 +512,14 @@ def report(folder: Path = RESULTS) -> str:
 
 
 def pages(folder: Path = RESULTS) -> Iterator[tuple[Path, Callable[[], str]]]:
-    """(page, what it should be now) of all that is generated."""
+    """Yield (page, function that returns its current text) for every generated page."""
     yield REPORT, lambda: report(folder)
     for page, parts in blocks(folder).items():
         yield page, lambda page=page, parts=parts: updated(page, parts)
 
 
 def updated(page: Path, parts: dict[str, str]) -> str:
+    """Return the text of a page with its generated blocks replaced."""
     text = page.read_text()
     for name, block in parts.items():
         text = replace_block(text, page.name, name, block, COMMAND)
@@ -502,17 +527,17 @@ def updated(page: Path, parts: dict[str, str]) -> str:
 
 
 def stale() -> list[Path]:
-    """Pages and pictures that are not those of the result files and of the code."""
+    """Return the pages and pictures that --write would change, and pictures without results."""
     from benchmarks import plots
 
     shown = plots.pictures(RESULTS)
-    of_nothing = [path for path in RESULTS.glob("*/plots/*.svg") if path not in shown]
-    old = of_nothing + [
-        path
-        for path, one in shown.items()
-        if plots.described(one) not in html.unescape(path.read_text())
-    ]
-    return old + [page for page, made in pages() if made() != page.read_text()]
+    old = [path for path in RESULTS.glob("*/plots/*.svg") if path not in shown]
+    for path, picture_of_path in shown.items():
+        # The file contains the numbers that it shows.
+        if plots.described(picture_of_path) not in html.unescape(path.read_text()):
+            old.append(path)
+    old += [page for page, current_text in pages() if current_text() != page.read_text()]
+    return old
 
 
 def main(argv: list[str] | None = None) -> None:
