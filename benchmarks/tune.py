@@ -1,16 +1,19 @@
-"""Finds the fastest launch settings: threads, accesses in flight, programs per multiprocessor,
-cache hints and tiles in registers of the row kernels, of one stream and of two; of the products
-over slots; and from hidden states the bytes of a chunk of logits and of a block of gradients.
+"""Find the fastest launch settings of the Triton kernels, and the fastest block sizes.
 
     python -m benchmarks.tune [--kind fused one_pass ...] [--seconds 0.05] [--json FILE] [--small]
 
+A setting of a row kernel is its number of threads, accesses in flight, programs per multiprocessor,
+cache hints and tiles in registers. From hidden states, a setting is the bytes of a chunk of logits
+and of a block of gradients.
+
 A candidate is a call of the package with another entry in its table of launches, so a trial changes
 no code. Each is checked against float64 before it is timed, and the runs of one workload are
-interleaved. The file of --json is written after each candidate, and a second run goes on from it:
-after one that broke CUDA (exit status 75), without that one. Prints a ranking for each kind (the
-geometric mean over its workloads of the time relative to the best), and the table to paste.
-`--small` uses small shapes on the CPU: with TRITON_INTERPRET=1 this script can be tested without a
-GPU; its figures then mean nothing.
+interleaved. The file of --json is written after each candidate. A second run continues from it, and
+leaves out a candidate that broke CUDA (exit status 75).
+
+Prints a ranking for each kind (the geometric mean over its workloads of the time relative to the
+best), and the table to paste. `--small` uses small shapes on a CPU: with TRITON_INTERPRET=1 it
+tests this script without a GPU, and its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -56,14 +59,14 @@ KINDS = {
     "pairs": 0.7,
     "vectors": 0.2,
 }
-#: A setting replaces that of the package only if it is faster by more than this share: a smaller
+#: A setting replaces the package's only if it is faster by more than this share. A smaller
 #: difference may be noise.
 GAIN = 0.02
 REGISTERS = 65536  # of a multiprocessor
-SHARED = 224 << 10  # bytes, of those that can copy ahead
+SHARED = 224 << 10  # bytes of shared memory of a multiprocessor
 MIB = 1 << 20
-#: (threads, accesses, programs per multiprocessor) to try in all combinations: of the kernels of
-#: rows, and of others.
+#: Threads, accesses in flight and programs per multiprocessor to try in all combinations. SHAPES
+#: has those of the kernels that are not row kernels.
 OF_A_ROW = ((256, 512, 1024), (1, 2, 4, 8), (1, 2, 4))
 SHAPES = {
     "pairs": ((64, 128, 256, 512), (1, 2), (2, 4)),
@@ -83,7 +86,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """A choice of launches."""
+    """Launch parameters to try for a kind of kernel."""
 
     kind: str
     choice: Choice | Chunk
@@ -93,30 +96,35 @@ class Setting:
 
     @property
     def fits(self) -> bool:
-        """Whether the registers suffice for the tile (8 numbers for each access in flight) and a
-        few other values, and shared memory for the tiles that are copied ahead.
+        """Whether registers and shared memory suffice.
+
+        A thread needs registers for the tile (8 numbers for each access in flight) and for a few
+        other values. Shared memory holds the tiles that are copied ahead.
         """
         c = self.choice
         if isinstance(c, Chunk):
             return True
-        streams = 2 if self.kind in ("reference", "mixture") else 1
-        most = min(255, REGISTERS // (c.threads * c.programs))
-        return copied_ahead(c) <= SHARED and most >= 8 * streams * c.accesses + 16
+        rows_at_a_time = 2 if self.kind in ("reference", "mixture") else 1
+        registers = min(255, REGISTERS // (c.threads * c.programs))
+        return copied_ahead(c) <= SHARED and registers >= 8 * rows_at_a_time * c.accesses + 16
 
     def places(self) -> list[tuple[dict[Any, Any], Any, Any]]:
-        """(dictionary, key, value) of all that it changes."""
+        """Return (dictionary, key, value) for each entry of the package that it replaces."""
         if isinstance(self.choice, Chunk):
-            sizes = zip((blocks.CHUNK_BYTES, blocks.BLOCK_BYTES), self.choice, strict=True)
-            return [(where, device, size * MIB) for where, size in sizes for device in where]
+            mib, block = self.choice
+            chunks = [(blocks.CHUNK_BYTES, key, mib * MIB) for key in blocks.CHUNK_BYTES]
+            return chunks + [(blocks.BLOCK_BYTES, key, block * MIB) for key in blocks.BLOCK_BYTES]
         return [(backend.launch.LAUNCH, self.kind, self.choice)]
 
     @contextmanager
     def applied(self) -> Iterator[None]:
+        """Use the setting within a `with` block. Fallbacks to other settings raise there."""
         with ExitStack() as stack:
             for where, key, value in self.places():
                 stack.enter_context(mock.patch.dict(where, {key: value}))
             stack.enter_context(warnings.catch_warnings())
-            # A smaller tile was used, or no kernel at all: this one has failed to compile.
+            # These warnings say that a smaller tile or no kernel was used, because this setting
+            # failed to compile.
             warnings.filterwarnings(
                 "error", "the Triton kernel|grpo_kernels falls back", RuntimeWarning
             )
@@ -124,44 +132,52 @@ class Setting:
 
 
 def copied_ahead(choice: Choice) -> int:
-    """Bytes of shared memory for the tiles that are on their way while another is computed."""
+    """Return the bytes of shared memory for tiles that are loaded while another is computed."""
     return 16 * choice.threads * choice.accesses * (choice.stages - 1) * choice.programs
 
 
 def setting_of(kind: str, choice: dict[str, Any]) -> Setting:
+    """Return a setting from the fields of its choice, as they are in a JSON file."""
     return Setting(kind, Chunk(**choice) if kind == "chunk" else Choice(**choice))
 
 
 def settings(kind: str, small: bool) -> list[Setting]:
-    """The current setting of the package first, then the others that fit."""
+    """Return the settings to try, the package's first. All others fit."""
     if kind == "chunk":
-        chunk = Chunk(blocks.CHUNK_BYTES["cuda"] // MIB, blocks.BLOCK_BYTES["cuda"] // MIB)
-        # Rows of a large vocabulary: (512, 3072) now. Of one sum of bytes: (768, 2304), (1024,
-        # 2048); of more: the others.
-        large = ((450, 700), (600, 600), (300, 1800), (600, 1200), (1200, 1200), (1200, 2400))
-        return [
-            Setting(kind, x)
-            for x in dict.fromkeys(
-                (chunk, *(Chunk(*sizes) for sizes in (((1, 1),) if small else large)))
-            )
-        ]
+        return _chunk_settings(small)
     now = backend.launch.LAUNCH[kind]
+    candidates = [now]
     shapes = [
         now._replace(threads=threads, accesses=accesses, programs=programs)
         for threads, accesses, programs in product(*SHAPES.get(kind, OF_A_ROW))
     ]
-    around = [now]
     if kind in ("one_pass", *FUSED):
-        shapes = [c._replace(stages=stages) for c in shapes for stages in (1, 3)]
-        around += [
-            now._replace(hints=not now.hints),
-            *(now._replace(stages=stages) for stages in (1, 3, 4)),
-        ]
+        candidates.append(now._replace(hints=not now.hints))
+        candidates += [now._replace(stages=stages) for stages in (1, 3, 4)]
+        shapes = [shape._replace(stages=stages) for shape in shapes for stages in (1, 3)]
     if kind in FUSED:
-        around += [now._replace(kept=kept) for kept in range(now.ends)]
-        around += [now._replace(ends=now.ends + more, kept=now.ends + more) for more in (1, 2)]
-    first, *others = (Setting(kind, choice) for choice in dict.fromkeys([*around, *shapes]))
-    return [first, *(setting for setting in others if setting.fits)][: 2 if small else None]
+        candidates += [now._replace(kept=kept) for kept in range(now.ends)]
+        candidates += [now._replace(ends=now.ends + n, kept=now.ends + n) for n in (1, 2)]
+    first, *others = [Setting(kind, choice) for choice in dict.fromkeys(candidates + shapes)]
+    found = [first] + [setting for setting in others if setting.fits]
+    return found[:2] if small else found
+
+
+def _chunk_settings(small: bool) -> list[Setting]:
+    """Return the sizes of chunks and blocks to try, the package's first."""
+    now = Chunk(blocks.CHUNK_BYTES["cuda"] // MIB, blocks.BLOCK_BYTES["cuda"] // MIB)
+    if small:
+        others = [Chunk(1, 1)]
+    else:
+        others = [
+            Chunk(450, 700),
+            Chunk(600, 600),
+            Chunk(300, 1800),
+            Chunk(600, 1200),
+            Chunk(1200, 1200),
+            Chunk(1200, 2400),
+        ]
+    return [Setting("chunk", chunk) for chunk in dict.fromkeys([now, *others])]
 
 
 # ---- workloads
@@ -169,8 +185,9 @@ def settings(kind: str, small: bool) -> list[Setting]:
 
 @contextmanager
 def on_triton() -> Iterator[None]:
-    """Every backend is Triton, for tensors on a CPU too (in its interpreter), whether or not the
-    C++ module is there.
+    """Make Triton the only backend within a `with` block, also for tensors on a CPU.
+
+    On a CPU Triton's interpreter runs the kernels.
     """
     with (
         mock.patch.object(backends, "_made", lambda name, strict: backend.Kernels(strict)),
@@ -192,6 +209,7 @@ class Workload:
         return f"{cell['contract']}, {self.provider}: {size(cell)} {cell['dtype']}"
 
     def candidate(self, setting: Setting) -> Provider:
+        """Return the provider with a setting, under the name of the setting."""
         ours = next(p for p in providers(self.cell.contract) if p.name == self.provider)
 
         def make(case: Any) -> Run:
@@ -208,23 +226,28 @@ class Workload:
 
 
 def workloads(small: bool) -> list[Workload]:
-    # The interpreter truncates to bf16, while a GPU rounds.
-    rows, few, vocab, width, dtype = (
-        (16, 16, 272, 8, torch.float32) if small else (8192, 2048, 151936, 4096, torch.bfloat16)
-    )
-    narrow = (
-        4 if small else 1024
-    )  # so that 8192 rows are several blocks, and d_weight is a sum over them
-    beside = (rows if small else 4096, vocab, dtype)  # two streams take twice the memory
+    """Return the workloads of all kinds."""
+    if small:
+        # The interpreter truncates to bf16 where a GPU rounds, so that it runs in fp32.
+        rows, fewer_rows, fp32_rows = 16, 16, 16
+        vocab, width, narrow, dtype = 272, 8, 4, torch.float32
+    else:
+        rows, fp32_rows = 8192, 2048
+        fewer_rows = 4096  # a teacher takes as much memory again
+        vocab, width, dtype = 151936, 4096, torch.bfloat16
+        narrow = 1024  # 8192 rows are then several blocks, and d_weight is a sum over them
+    with_teacher = (fewer_rows, vocab, dtype)
     return [
         Workload("fused", "grpo_kernels, in place", Cell("logits", rows, vocab, dtype)),
-        Workload("fused32", "grpo_kernels, in place", Cell("logits", few, vocab, torch.float32)),
+        Workload(
+            "fused32", "grpo_kernels, in place", Cell("logits", fp32_rows, vocab, torch.float32)
+        ),
         Workload("one_pass", "grpo_kernels", Cell("logits-forward", rows, vocab, dtype)),
         Workload("one_pass", "grpo_kernels, layer 1 + loss", Cell("logits", rows, vocab, dtype)),
         Workload("chunk", "grpo_kernels", Cell("hidden", rows, vocab, dtype, width)),
         Workload("chunk", "grpo_kernels", Cell("hidden", rows, vocab, dtype, narrow)),
-        Workload("reference", "grpo_kernels, in place", Cell("logits-divergence", *beside)),
-        Workload("mixture", "grpo_kernels", Cell("divergence-jsd", *beside, narrow)),
+        Workload("reference", "grpo_kernels, in place", Cell("logits-divergence", *with_teacher)),
+        Workload("mixture", "grpo_kernels", Cell("divergence-jsd", *with_teacher, narrow)),
         Workload("pairs", "grpo_kernels", Cell("kept", rows, vocab, dtype, narrow)),
         Workload("vectors", "grpo_kernels", Cell("kept", rows, vocab, dtype, narrow)),
     ]
@@ -234,12 +257,16 @@ def workloads(small: bool) -> list[Workload]:
 
 
 def compile_once(job: tuple[Workload, Setting, str]) -> str | None:
-    """Compiles into Triton's cache on disk. Compiled kernels depend on the vocabulary, not on the
-    rows. Returns the reason of a failure, else None.
+    """Compile a candidate into Triton's cache on disk. Returns why that failed, or None.
+
+    Compiled kernels depend on the vocabulary and not on the rows, so that few rows suffice.
+
+    job     workload, setting, device
     """
     workload, setting, device = job
     try:
-        workload.candidate(setting).make(make_case(replace(workload.cell, rows=16), device)).call()
+        case = make_case(replace(workload.cell, rows=16), device)
+        workload.candidate(setting).make(case).call()
     except (
         RuntimeError,
         ValueError,
@@ -252,72 +279,73 @@ def compile_once(job: tuple[Workload, Setting, str]) -> str | None:
 
 
 def compile_all(jobs: list[tuple[Workload, Setting, str]], workers: int) -> None:
-    """Compiles in parallel before anything is timed.
+    """Compile candidates in parallel before anything is timed.
 
-    A failure occurs again in `measure`, which reports it.
+    A failure is only printed. It occurs again in `measure`, which reports it.
     """
-    context = multiprocessing.get_context(
-        "spawn"
-    )  # a forked process would share the parent's CUDA context
+    # A forked process would share the CUDA context of this one.
+    context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         try:
-            for (workload, setting, _), reason in zip(
-                jobs, pool.map(compile_once, jobs), strict=True
-            ):
+            reasons = pool.map(compile_once, jobs)
+            for (workload, setting, _), reason in zip(jobs, reasons, strict=True):
                 if reason is not None:
                     print(f"{workload}, {setting}: {reason}", flush=True)
-        except (
-            BrokenProcessPool
-        ) as failure:  # a compiler that crashed: the others compile when they are measured
+        except BrokenProcessPool as failure:
+            # A compiler crashed. The remaining candidates compile when they are measured.
             print(f"not compiled beforehand: {first_line(failure)}", flush=True)
 
 
 def ranking(cells: Sequence[Record]) -> list[tuple[str, float]]:
-    """[(setting, mean of its times relative to the best of each cell)], best first; only those that
-    were right and timed in every cell. A cell that was cut off counts where it is the first: its
-    times are those of a few runs.
+    """Rank the settings that were correct and timed in every cell.
+
+    Returns [(setting, geometric mean of its times relative to the best of each cell)], best first.
+    A cell that was cut off counts only if there is no other: its times are from a few runs.
     """
-    whole = [cell for cell in cells if not cell.get("unfinished")] or cells[:1]
-    timed = [
-        {
-            row["name"]: row["ms"]
-            for row in cell["providers"]
-            if row["status"] == "ok" and "ms" in row and not row.get("limit")
-        }
-        for cell in whole
-    ]
-    everywhere = [name for name in timed[0] if all(name in cell for cell in timed)] if timed else []
-    relative = {
-        name: math.exp(
-            statistics.fmean(
-                math.log(cell[name] / min(cell[x] for x in everywhere)) for cell in timed
-            )
-        )
-        for name in everywhere
+    finished = [cell for cell in cells if not cell.get("unfinished")] or cells[:1]
+    timed = [_times_of_settings(cell) for cell in finished]
+    if not timed:
+        return []
+    everywhere = [name for name in timed[0] if all(name in cell for cell in timed)]
+    means = []
+    for name in everywhere:
+        logs = [math.log(cell[name] / min(cell[x] for x in everywhere)) for cell in timed]
+        means.append((name, math.exp(statistics.fmean(logs))))
+    return sorted(means, key=lambda item: item[1])
+
+
+def _times_of_settings(cell: Record) -> dict[str, float]:
+    """Return {setting: milliseconds} of the rows that were timed and are not limits."""
+    return {
+        row["name"]: row["ms"]
+        for row in cell["providers"]
+        if row["status"] == "ok" and "ms" in row and not row.get("limit")
     }
-    return sorted(relative.items(), key=lambda item: item[1])
 
 
 def tune(kind: str, small: bool, seconds: float, found: Record, path: Path | None) -> None:
-    """Writes {"cells", "ranking", "best", "now", "lost"} into found[kind], and `found` into a file,
-    after each candidate, and goes on from what it finds there. A candidate that breaks CUDA is
-    noted in "lost", and DeviceLost ends the run.
+    """Measure all settings of a kind in its workloads.
+
+    found   updated after each candidate: found[kind] = {"cells", "ranking", "best", "now", "lost"}.
+            Workloads that it already holds are not measured again
+    path    file to write `found` to. None: no file
+
+    Raises DeviceLost if a candidate breaks CUDA. It is then noted in "lost" and is not tried again.
     """
-    device, candidates, before = (
-        "cpu" if small else "cuda",
-        settings(kind, small),
-        found.get(kind, {}),
-    )
-    chosen = [w for w in workloads(small) if w.kind == kind]
+    device = "cpu" if small else "cuda"
+    candidates = settings(kind, small)
+    setting_by_name = {str(setting): setting for setting in candidates}
+    chosen = [workload for workload in workloads(small) if workload.kind == kind]
+    earlier = found.get(kind, {})
+    lost: dict[str, dict[str, str]] = earlier.get("lost", {})  # {workload: {setting: reason}}
     measured = {
-        cell["workload"]: cell for cell in before.get("cells", []) if not cell.get("unfinished")
+        cell["workload"]: cell for cell in earlier.get("cells", []) if not cell.get("unfinished")
     }
-    lost: dict[str, dict[str, str]] = before.get("lost", {})
     cells: list[Record] = []
 
-    def saved(timed: list[Record]) -> None:
-        order, by_name = ranking(timed), {str(s): s for s in candidates}
-        best = by_name[order[0][0]].choice._asdict() if order else None
+    def save_cells(timed: list[Record]) -> None:
+        order = ranking(timed)
+        best = setting_by_name[order[0][0]].choice._asdict() if order else None
         of_kind = {
             "cells": timed,
             "ranking": order,
@@ -329,26 +357,37 @@ def tune(kind: str, small: bool, seconds: float, found: Record, path: Path | Non
         if path is not None:
             save(path, found)
 
-    if kind != "chunk" and not measured:  # its kernels are those that the package compiles
+    # Candidates of "chunk" use the kernels that the package compiles anyway.
+    if kind != "chunk" and not measured:
         workers = 1 if small else min(12, os.cpu_count() or 1)
         compile_all([(w, s, device) for w in chosen for s in candidates], workers)
     for workload in chosen:
-        name = {"workload": str(workload)}
-        if str(workload) not in measured:
+        name = str(workload)
+        if name not in measured:
             limits = [p for p in providers(workload.cell.contract) if p.limit]
+
+            def save_part(part: Record, name: str = name) -> None:
+                save_cells([*cells, {"workload": name} | part])
+
             try:
                 cell = measure(
-                    workload.cell, device, seconds=seconds, least=1 if small else 5, most=20, memory=kind == "chunk",
-                    known=lost.get(str(workload)), save=lambda part, name=name: saved([*cells, name | part]),
+                    workload.cell,
+                    device,
+                    seconds=seconds,
+                    least=1 if small else 5,
+                    most=20,
+                    memory=kind == "chunk",
+                    known=lost.get(name),
+                    save=save_part,
                     candidates=[workload.candidate(s) for s in candidates] + limits,
-                )  # fmt: skip
+                )
             except DeviceLost as failure:
-                lost.setdefault(str(workload), {})[failure.provider] = failure.reason
-                saved(cells)
+                lost.setdefault(name, {})[failure.provider] = failure.reason
+                save_cells(cells)
                 raise
-            measured[str(workload)] = name | cell
-        cells.append(measured[str(workload)])
-        saved(cells)
+            measured[name] = {"workload": name} | cell
+        cells.append(measured[name])
+        save_cells(cells)
         print(f"\n{workload}\n{details(cells[-1], markdown=False)}", flush=True)
 
 
@@ -356,19 +395,19 @@ def tune(kind: str, small: bool, seconds: float, found: Record, path: Path | Non
 
 
 def winners(found: Record) -> Record:
-    """{kind: the best setting} of those kinds where it is faster than that of the package."""
+    """Return {kind: the best setting} for the kinds in which it is faster than the package's."""
     chosen = {}
     for kind, result in found.items():
-        places = dict(result["ranking"])
-        if places and places.get(result["now"], math.inf) > (1 + GAIN) * min(places.values()):
+        means = dict(result["ranking"])
+        if means and means.get(result["now"], math.inf) > (1 + GAIN) * min(means.values()):
             chosen[kind] = result["best"]
     return chosen
 
 
 def apply(path: Path) -> Record:
-    """Sets the launches of this process to the settings of a file, and returns them.
+    """Use the settings of a file in this process from now on, and return them.
 
-    Without a file nothing changes.
+    The file is written by `winners`. If it does not exist, nothing changes.
     """
     chosen = load(path)
     for kind, best in chosen.items():
@@ -379,22 +418,21 @@ def apply(path: Path) -> Record:
 
 
 def summary(found: Record) -> list[str]:
-    """The best of each kind, the current setting of the package, and the table to paste."""
-    lines, launch = [], dict(backend.launch.LAUNCH)
+    """Return a line for each kind, with its best setting, and the table of launches to paste."""
+    lines = []
+    launch = dict(backend.launch.LAUNCH)
     for kind, result in found.items():
         if not result["ranking"]:
             lines.append(f"{kind}: no setting was right in all workloads")
             continue
-        (name, value), now = (
-            result["ranking"][0],
-            dict(result["ranking"]).get(result["now"], math.nan),
-        )
-        rest = (
-            "as it is now"
-            if name == result["now"]
-            else f"now {result['now']}, {100 * (now / value - 1):.1f} % slower"
-        )
-        lines.append(f"{kind}: best {name}, {rest}")
+        means = dict(result["ranking"])
+        best_name, best_mean = result["ranking"][0]
+        if best_name == result["now"]:
+            comparison = "as it is now"
+        else:
+            slower = 100 * (means.get(result["now"], math.nan) / best_mean - 1)
+            comparison = f"now {result['now']}, {slower:.1f} % slower"
+        lines.append(f"{kind}: best {best_name}, {comparison}")
         best = setting_of(kind, result["best"]).choice
         if isinstance(best, Chunk):
             lines.append(
@@ -403,14 +441,13 @@ def summary(found: Record) -> list[str]:
         else:
             launch[kind] = best
     if found.keys() & launch.keys():
-        lines.append(
-            "LAUNCH = {" + ", ".join(f'"{kind}": {choice}' for kind, choice in launch.items()) + "}"
-        )
+        entries = ", ".join(f'"{kind}": {choice}' for kind, choice in launch.items())
+        lines.append("LAUNCH = {" + entries + "}")
     return lines
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0, or LOST_DEVICE if a candidate has broken CUDA: the same command goes on without it."""
+    """Return 0, or LOST_DEVICE if a candidate broke CUDA. The same command then continues."""
     parser = parser_of("benchmarks.tune", __doc__, {
         "--kind": {"nargs": "+", "choices": KINDS, "default": list(KINDS)},
         "--seconds": {"type": float, "default": 0.05, "help": "of runs for each candidate and workload"},
