@@ -120,25 +120,31 @@ class CallCase:
 
     @property
     def is_composed(self) -> bool:
-        """Whether statistics of tokens are composed of several calls, whose gradients are rounded
-        one by one.
+        """Return whether the statistics of tokens come from several kernel calls.
+
+        The gradients of these calls are rounded separately.
         """
-        pairs = (
+        has_pairs = (
             self.rows != "own"
             or self.other == "listed"
             or self.listed != "none"
             or self.also in ("at", "all")
         )
-        return self.kept != "none" or pairs
+        return self.draws_sets or has_pairs
 
     @property
     def rounds_twice(self) -> bool:
-        """Whether an element of a gradient is a sum of gradients that are each rounded to its
-        dtype. From logits this takes a second pass, for a divergence or log_kept_mass: the kernel
-        and single logits give theirs to different elements.
+        """Return whether an element of a gradient is a sum of gradients that were rounded to its
+        dtype.
+
+        From logits this takes a second pass over all logits, for a divergence or log_kept_mass. The
+        first pass and the pass for single logits write different elements.
         """
-        beside = self.kept != "none" or self.rows != "own" or self.listed != "none"
-        has_second_pass = (self.other != "none" and beside) or self.also in ("log_kept_mass", "all")
+        has_pairs = self.draws_sets or self.rows != "own" or self.listed != "none"
+        has_second_pass = (self.other != "none" and has_pairs) or self.also in (
+            "log_kept_mass",
+            "all",
+        )
         return self.is_composed and (self.source == "hidden" or has_second_pass)
 
 
@@ -184,102 +190,119 @@ AXES: dict[str, tuple[Any, ...]] = {
     "rows": ("own", "shared", "shuffled"),
     "listed": ("none", "some"),
 }
-#: Objectives that differ in what they ask of the rest: levels, passes, filters, KLs, bonuses,
-#: selections, groups.
+#: Objectives that differ in what they need: levels, statistics, filters, KL terms, entropy bonuses,
+#: selected tokens, groups.
 KINDS = (
     "dapo", "gspo, k3 by the ratio", "grpo, k3 and entropy", "vespo", "clip-cov", "entropy quantile, bonus of its own",
     "dppo-kl to the sampler, k3", "off-policy sequences", "distillation", "dapo, exact", "distillation, exact",
 )  # fmt: skip
-#: Axes whose pairs are covered. The rest is drawn: it does not meet the numbers of a row.
+#: Axes whose pairs are covered. The others are drawn at random, because they do not change how a row
+#: is computed.
 PAIRED = tuple(name for name in AXES if name not in ("lengths", "upstream", "normalizer", "given"))
 
 
 def legal(r: CallCase) -> CallCase:
     """Return the case, with options that are refused or meaningless with the others reset."""
-    plain: dict[str, Any] = {}
-    spec = SPECS[r.objective]
+    case = replace(r, **_resets_by_source(r), **_resets_by_function(r))
+    case = replace(case, **_resets_by_other_options(case))
+    return replace(case, inplace=False) if case.is_composed else case
+
+
+def _resets_by_source(r: CallCase) -> dict[str, Any]:
+    """Return the options to reset because of `source`."""
     if r.source == "logits":
-        plain |= {
+        return {
             "bias": "none",
             "head": "of hidden",
             "width": 8,
             "frozen": "nothing",
             "weight_grad": "none",
         }
+    resets: dict[str, Any] = {"inplace": False, "extreme": "none"}
+    if r.dtype != "float32":
+        resets["head"] = "of hidden"
+    if r.frozen != "nothing":
+        resets["weight_grad"] = "none"
+    return resets
+
+
+def _resets_by_function(r: CallCase) -> dict[str, Any]:
+    """Return the options to reset because of `function`, and of the objective of a loss."""
+    if r.function == "loss":
+        return {"also": "nothing", **_resets_by_objective(r)}
+    resets: dict[str, Any] = {
+        "objective": "dapo",
+        "given": "everything",
+        "normalizer": None,
+        "skip_inactive": False,
+        "upstream": 1.0,
+        "layout": "padded" if r.layout == "packed" else r.layout,
+    }
+    if r.function == "divergence":
+        resets["other"] = "whole" if r.other == "none" else r.other
+        resets["also"] = "nothing"
+        resets["missing"] = "include"
     else:
-        plain |= {"inplace": False, "extreme": "none"}
-        if r.dtype != "float32":
-            plain["head"] = "of hidden"
-        if r.frozen != "nothing":
-            plain["weight_grad"] = "none"
-    if r.function != "loss":
-        plain |= {
-            "objective": "dapo",
-            "given": "everything",
-            "normalizer": None,
-            "skip_inactive": False,
-        }
-        plain |= {"upstream": 1.0, "layout": "padded" if r.layout == "packed" else r.layout}
-        if r.function == "divergence":
-            plain |= {
-                "other": "whole" if r.other == "none" else r.other,
-                "also": "nothing",
-                "missing": "include",
-            }
-        else:
-            plain["other"] = "none"
-    else:
-        plain["also"] = "nothing"
-        if r.layout == "without offsets" and (
-            spec.level != "token" or not _counts_tokens(spec) or spec.off_policy is not None
-        ):
-            plain["layout"] = "packed"
-        if spec.beta and spec.kl != "exact":
-            plain["other"] = "none"
-        if r.other != "none" and not spec.beta:
-            plain["objective"] = {"sequence": "gspo, exact"}.get(spec.level, "dapo, exact")
-        if spec.kl == "exact" and spec.beta and r.other == "none":
-            plain["other"] = "whole"
-    now = replace(r, **plain)
-    plain = {}
-    if not now.draws_sets:
-        plain["missing"] = "include"
-    if now.other == "listed" and now.draws_sets:
-        plain |= {"kept": "none", "missing": "include"}
-    if now.other != "listed":
-        plain["tail"] = "bin"
-    if now.other == "none":
-        plain |= {"exact": "reverse", "squared": False}
-    if (now.view == "transposed" and now.inplace) or now.view == "columns apart":
-        plain["inplace"] = False
-    if now.transform == "per sequence" and now.layout == "without offsets":
-        plain["transform"] = "temperature"
-    if now.extreme == "absent" and now.other != "none":
-        plain["extreme"] = "none"
-    if now.vocab == 1:
-        plain["extreme"] = "none"
-    if now.function == "divergence" or now.other not in ("none", "whole", "near"):
-        plain["rows"] = "own"
-    elif now.rows != "own" and now.transform.startswith("per "):
-        plain["transform"] = "temperature"
-    if (
-        now.extreme == "absent" and plain.get("rows", now.rows) != "own"
-    ):  # no target may be among those that are absent
-        plain["extreme"] = "none"
-    if now.function != "loss" or now.extreme == "absent":
-        plain["listed"] = "none"
-    if now.ranks > 1:
-        plain["vocab"] = max(now.vocab, 2 * now.ranks)
-    result = replace(now, **plain)
-    return replace(result, inplace=False) if result.is_composed else result
+        resets["other"] = "none"
+    return resets
+
+
+def _resets_by_objective(r: CallCase) -> dict[str, Any]:
+    """Return the options of a loss to reset because of its objective."""
+    spec = SPECS[r.objective]
+    has_exact_kl = spec.beta and spec.kl == "exact"
+    needs_sequences = (
+        spec.level != "token" or not _counts_tokens(spec) or spec.off_policy is not None
+    )
+    resets: dict[str, Any] = {}
+    if r.layout == "without offsets" and needs_sequences:
+        resets["layout"] = "packed"
+    if spec.beta and not has_exact_kl:
+        resets["other"] = "none"
+    if r.other != "none" and not spec.beta:
+        resets["objective"] = "gspo, exact" if spec.level == "sequence" else "dapo, exact"
+    if has_exact_kl and r.other == "none":
+        resets["other"] = "whole"
+    return resets
+
+
+def _resets_by_other_options(r: CallCase) -> dict[str, Any]:
+    """Return the options to reset because of each other, in a case with the resets above."""
+    resets: dict[str, Any] = {}
+    if not r.draws_sets:
+        resets["missing"] = "include"
+    if r.other == "listed" and r.draws_sets:
+        resets |= {"kept": "none", "missing": "include"}
+    if r.other != "listed":
+        resets["tail"] = "bin"
+    if r.other == "none":
+        resets |= {"exact": "reverse", "squared": False}
+    if (r.view == "transposed" and r.inplace) or r.view == "columns apart":
+        resets["inplace"] = False
+    if r.transform == "per sequence" and r.layout == "without offsets":
+        resets["transform"] = "temperature"
+    if r.extreme == "absent" and r.other != "none":
+        resets["extreme"] = "none"
+    if r.vocab == 1:
+        resets["extreme"] = "none"
+    if r.function == "divergence" or r.other not in ("none", "whole", "near"):
+        resets["rows"] = "own"
+    elif r.rows != "own" and r.transform.startswith("per "):
+        resets["transform"] = "temperature"
+    if r.extreme == "absent" and resets.get("rows", r.rows) != "own":
+        # The target of another token of the row may be absent.
+        resets["extreme"] = "none"
+    if r.function != "loss" or r.extreme == "absent":
+        resets["listed"] = "none"
+    if r.ranks > 1:
+        resets["vocab"] = max(r.vocab, 2 * r.ranks)
+    return resets
 
 
 def _counts_tokens(spec: Any) -> bool:
-    return {spec.aggregate, spec.kl_aggregate, spec.entropy_aggregate} <= {
-        "token-mean",
-        "token-sum",
-        None,
-    }
+    """Return whether all means of a loss are over tokens, so that it needs no sequences."""
+    aggregates = {spec.aggregate, spec.kl_aggregate, spec.entropy_aggregate}
+    return aggregates <= {"token-mean", "token-sum", None}
 
 
 def covering(seed: int = 0, **fixed: Any) -> list[CallCase]:
@@ -421,113 +444,158 @@ class Problem:
         return self.targets.shape
 
     def by_row(self, x: Tensor) -> Tensor:
-        """bool [N, ...] of tokens -> [rows, ...]: of any token of a row."""
+        """Return which rows have a token for which x is True.
+
+        x   bool [N, ...]
+        Returns bool [rows, ...].
+        """
         if self.rows is None:
             return x
-        return (
-            torch.zeros(self.leading.numel(), *x.shape[1:], dtype=torch.int64).index_add(
-                0, self.rows, x.long()
-            )
-            > 0
-        )
+        counts = torch.zeros(self.leading.numel(), *x.shape[1:], dtype=torch.int64)
+        return counts.index_add(0, self.rows, x.long()) > 0
 
     @property
     def leading(self) -> torch.Size:
-        """The shape of the rows."""
+        """Return the shape of the rows: that of the logits or hidden states without the last
+        dimension.
+        """
         return next(iter(self.clean.values())).shape[:-1]
 
 
 def taken(p: Problem, rows: list[int], some: Callable[[Tensor], Tensor], **changes: Any) -> Problem:
-    """Some rows of a problem:
+    """Return a part of a problem.
 
-    `some` takes them, or their sequences, out of a tensor that has one of each.
+    rows      the tokens of the part
+    some      takes the part out of a tensor with one value per token or per sequence
+    changes   further fields of the part
     """
 
-    def of(x: Any) -> Any:
+    def take(x: Any) -> Any:
         if isinstance(x, dict):
             return {
-                name: value if name in ("weight", "bias") else of(value)
+                name: value if name in ("weight", "bias") else take(value)
                 for name, value in x.items()
             }
         return some(x) if isinstance(x, Tensor) and x.dim() else x
 
-    def lists(x: Any) -> Any:
-        return None if x is None else [x[i] for i in rows]
+    def take_lists(lists: Any) -> Any:
+        return None if lists is None else [lists[i] for i in rows]
 
-    o = p.other
-    other = (
-        None if o is None else replace(o, rows=o.rows[rows], given=of(o.given), ids=lists(o.ids))
-    )
+    other = p.other
+    if other is not None:
+        other = replace(
+            other, rows=other.rows[rows], given=take(other.given), ids=take_lists(other.ids)
+        )
     parts = {
-        name: of(getattr(p, name))
+        name: take(getattr(p, name))
         for name in ("given", "targets", "fields", "transform", "temperature")
     }
-    return replace(p, **{**parts, "other": other, "sets": lists(p.sets), **changes})
+    parts |= {"other": other, "sets": take_lists(p.sets)}
+    return replace(p, **{**parts, **changes})
 
 
 def of_sequences(p: Problem, sequences: list[int]) -> Problem:
-    """Some sequences of a padded problem, as a batch of their own."""
-    B, T = p.shape
-    rows = torch.arange(B * T).view(B, T)[sequences].reshape(-1).tolist()
+    """Return some sequences of a padded problem as a problem."""
+    num_sequences, length = p.shape
+    tokens = torch.arange(num_sequences * length).view(num_sequences, length)
+    rows = tokens[sequences].reshape(-1).tolist()
 
     def some(x: Tensor) -> Tensor:
-        return x[sequences].contiguous() if len(x) == B else x
+        return x[sequences].contiguous() if len(x) == num_sequences else x
 
     upstream = {name: some(x) if x.dim() and name != "at" else x for name, x in p.upstream.items()}
-    at = None if p.at is None else [p.at[i] for i in rows]
+    at = None
     if p.at is not None:
-        upstream["at"] = torch.cat([p.upstream["at"].split([*map(len, p.at)])[i] for i in rows])
+        at = [p.at[i] for i in rows]
+        upstream_of_token = p.upstream["at"].split([len(ids) for ids in p.at])
+        upstream["at"] = torch.cat([upstream_of_token[i] for i in rows])
+    clean = {name: x if name in ("weight", "bias") else some(x) for name, x in p.clean.items()}
+    seen = {name: some(x) if isinstance(x, Tensor) and x.dim() else x for name, x in p.seen.items()}
     return taken(
-        p, rows, some, ids=p.ids[rows], trained=p.trained[rows], upstream=upstream, at=at, keep=None if p.keep is None else p.keep[rows],
-        clean={name: x if name in ("weight", "bias") else some(x) for name, x in p.clean.items()},
-        seen={name: some(x) if isinstance(x, Tensor) and x.dim() else x for name, x in p.seen.items()},
-        sequences=[list(range(T * i, T * i + T)) for i in range(len(sequences))],
-    )  # fmt: skip
+        p,
+        rows,
+        some,
+        ids=p.ids[rows],
+        trained=p.trained[rows],
+        upstream=upstream,
+        at=at,
+        keep=None if p.keep is None else p.keep[rows],
+        clean=clean,
+        seen=seen,
+        sequences=[list(range(length * i, length * (i + 1))) for i in range(len(sequences))],
+    )
 
 
 def sliced(tensors: dict[str, Tensor], columns: slice) -> dict[str, Tensor]:
-    """The part of logits, weight and bias that belongs to these columns of the vocabulary."""
-    part = {
-        "logits": lambda x: x[..., columns],
-        "weight": lambda x: x[columns],
-        "bias": lambda x: x[columns],
-    }
-    return {name: part[name](x) if name in part else x for name, x in tensors.items()}
+    """Return the tensors with only these columns of the vocabulary in logits, weight and bias."""
+    parts = dict(tensors)
+    if "logits" in parts:
+        parts["logits"] = parts["logits"][..., columns]
+    for name in ("weight", "bias"):
+        if name in parts:
+            parts[name] = parts[name][columns]
+    return parts
 
 
-#: How rows lie in memory.
+def _transposed(x: Tensor) -> Tensor:
+    """Return the same values with the first and another dimension swapped in memory."""
+    dim = -2 if x.dim() > 2 else -1
+    return x.transpose(0, dim).contiguous().transpose(0, dim)
+
+
+def _columns_apart(x: Tensor) -> Tensor:
+    """Return the same values with a NaN after each element in memory."""
+    return torch.stack([x, torch.full_like(x, math.nan)], -1)[..., 0]
+
+
+def _rows_apart(x: Tensor) -> Tensor:
+    """Return the same values with NaN after each row in memory."""
+    return torch.cat([x, torch.full_like(x, math.nan)], -1)[..., : x.shape[-1]]
+
+
+#: The strides of logits, hidden states and weight.
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "whole": lambda x: x,
-    "transposed": lambda x: (
-        x.transpose(0, -2 if x.dim() > 2 else -1)
-        .contiguous()
-        .transpose(0, -2 if x.dim() > 2 else -1)
-    ),
-    "columns apart": lambda x: torch.stack([x, torch.full_like(x, math.nan)], -1)[..., 0],
-    "rows apart": lambda x: torch.cat([x, torch.full_like(x, math.nan)], -1)[..., : x.shape[-1]],
+    "transposed": _transposed,
+    "columns apart": _columns_apart,
+    "rows apart": _rows_apart,
 }
+#: Values where nothing may be read.
 RUBBISH = (math.nan, math.inf, -math.inf, 1e30)
 
 
 def handed(x: Tensor, seed: int) -> Tensor:
-    """Integers or bools as a caller may have them: of another dtype, and of other strides."""
-    x = x if seed % 2 == 0 else x.int() if x.dtype == torch.int64 else x.long()
-    return x if seed % 3 else torch.stack([x, x + x], -1)[..., 0]
+    """Return integers or bools as a caller may pass them.
+
+    The seed decides about another dtype (odd seeds) and about gaps in memory (multiples of 3).
+    """
+    if seed % 2 == 1:
+        x = x.int() if x.dtype == torch.int64 else x.long()
+    if seed % 3 == 0:
+        x = torch.stack([x, x + x], -1)[..., 0]
+    return x
+
+
+def _alternating(shape: tuple[int, ...], even: int, odd: int) -> Tensor:
+    """Return int64 [*shape]: `even` and `odd` at alternating tokens."""
+    return even + (odd - even) * (torch.arange(math.prod(shape)).view(shape) % 2)
 
 
 @cache
 def problem(r: CallCase) -> Problem:
-    """The tensors of a case, the same at every call: nobody may write to them."""
+    """Return the tensors of a case. Each call returns the same tensors, so do not write to them."""
     g = torch.Generator().manual_seed(r.seed)
-    lengths, spec, V = torch.tensor(r.lengths, dtype=torch.int64), SPECS[r.objective], r.vocab
-    B, N = len(lengths), int(lengths.sum())
-    shape = (B, max(r.lengths, default=4)) if r.layout == "padded" else (N,)
-    n = math.prod(shape)
-    offsets = (
-        torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(torch.int32)
-        if r.layout == "packed"
-        else None
-    )
+    spec = SPECS[r.objective]
+    lengths = torch.tensor(r.lengths, dtype=torch.int64)
+    if r.layout == "padded":
+        shape: tuple[int, ...] = (len(lengths), max(r.lengths, default=4))
+    else:
+        shape = (int(lengths.sum()),)
+    num_tokens = math.prod(shape)
+    offsets = None
+    if r.layout == "packed":
+        zero = torch.zeros(1, dtype=torch.int64)
+        offsets = torch.cat([zero, lengths.cumsum(0)]).to(torch.int32)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(size or shape, generator=g, dtype=torch.float64)
@@ -535,103 +603,140 @@ def problem(r: CallCase) -> Problem:
     def uniform(*size: int) -> Tensor:
         return torch.rand(size or shape, generator=g, dtype=torch.float64)
 
-    inside = (
-        (torch.arange(shape[1]) < lengths[:, None])
-        if len(shape) == 2
-        else torch.ones(shape, dtype=torch.bool)
-    )
-    mask = {"none": inside, "some": inside & (uniform() < 0.75), "all": torch.zeros_like(inside)}[
-        r.mask
-    ]
-    has_mask = r.mask != "none" or not bool(inside.all())
+    # The mask and the targets.
+    in_sequence = torch.ones(shape, dtype=torch.bool)
+    if r.layout == "padded":
+        in_sequence = torch.arange(shape[1]) < lengths[:, None]
+    some = in_sequence & (uniform() < 0.75)
+    mask = {"none": in_sequence, "some": some, "all": torch.zeros_like(in_sequence)}[r.mask]
+    has_mask = r.mask != "none" or not bool(in_sequence.all())
     trained = mask.reshape(-1)
-    ids, row_of = torch.randint(V, (n,), generator=g), None
-    transform = _transform(r, shape, uniform)
-    if r.rows == "own":
-        leaves, of_rows = _leaves(r, shape, ids, transform, normal, g)
-    else:  # of shared ones nobody names some, and half of the tokens of a row are one id
-        count = n if r.rows == "shuffled" else n // 2 + 1
-        row_of = (
-            torch.randperm(n, generator=g)
-            if r.rows == "shuffled"
-            else torch.randint(count, (n,), generator=g)
-        )
-        ids = torch.where(uniform(n) < 0.5, row_of % V, ids) if r.rows == "shared" else ids
-        of_one = torch.zeros(count, dtype=torch.int64).index_put((row_of,), ids)
-        leaves, of_rows = _leaves(r, (count,), of_one, transform, normal, g)
-    rows = of_rows if row_of is None else of_rows[row_of]
+    ids = torch.randint(r.vocab, (num_tokens,), generator=g)
 
-    sets = keep = None
+    # The logits of each token.
+    transform = _transform(r, shape, uniform)
+    row_of = None
+    if r.rows == "own":
+        leaves, logits_of_rows = _leaves(r, shape, ids, transform, normal, g)
+        logits = logits_of_rows
+    else:
+        row_of, num_rows = _rows_of_tokens(r, num_tokens, g)
+        if r.rows == "shared":
+            # Half of the tokens of a row have the same target.
+            ids = torch.where(uniform(num_tokens) < 0.5, row_of % r.vocab, ids)
+        row_ids = torch.zeros(num_rows, dtype=torch.int64).index_put((row_of,), ids)
+        leaves, logits_of_rows = _leaves(r, (num_rows,), row_ids, transform, normal, g)
+        logits = logits_of_rows[row_of]
+
+    sets = None
+    keep = None
     if r.draws_sets:
         sets, keep, outside = _sets(r, ids, g)
-        trained = trained & ~outside if r.missing == "mask" else trained
+        if r.missing == "mask":
+            trained = trained & ~outside
+    trained_tokens = trained.view(shape)
+
+    # The other fields of the batch.
     sequences = oracle.sequences_of(torch.zeros(shape), offsets)
-    logps = oracle.Rows(rows, ids, transform, sequences, keep=keep).chosen.detach().reshape(shape)
+    rows = oracle.Rows(logits, ids, transform, sequences, keep=keep)
+    logps = rows.chosen.detach().reshape(shape)
     seen = _fields(r, logps, sequences, normal, uniform)
-    rubbish = torch.tensor(RUBBISH).repeat(n // 4 + 1)[:n].view(shape)
-    whole = trained.view(shape)
+    rubbish = torch.tensor(RUBBISH).repeat(num_tokens // 4 + 1)[:num_tokens].view(shape)
 
     def spoil(x: Any) -> Any:
-        return (
-            torch.where(whole, x, rubbish).float()
-            if isinstance(x, Tensor) and x.shape == whole.shape
-            else x
-        )
+        """Put rubbish into tokens that are not trained, if x has a value per token."""
+        if isinstance(x, Tensor) and x.shape == shape:
+            return torch.where(trained_tokens, x, rubbish).float()
+        return x
 
-    fields = {name: spoil(x.float() if isinstance(x, Tensor) else x) for name, x in seen.items()}
-    if r.seed % 4 == 3:  # from NumPy
+    fields = {name: spoil(x.float()) for name, x in seen.items()}
+    if r.seed % 4 == 3:
+        # As from NumPy.
         fields = {name: x.double() for name, x in fields.items()}
     own: dict[str, Any] = {
         "mask": handed(mask, r.seed) if has_mask else None,
         "cu_seqlens": None if offsets is None else handed(offsets, r.seed),
     }
-    named = (
-        {}
-        if row_of is None
-        else {
-            "rows": torch.where(
-                mask, row_of.view(shape), 10**6 - 2 * 10**6 * (torch.arange(n).view(shape) % 2)
-            )
-        }
-    )
     if "group-mean" in (spec.aggregate, spec.kl_aggregate, spec.entropy_aggregate):
         own["groups"] = torch.arange(len(sequences)) // 2
     if r.given == "marked":
         own["on_policy"] = _marked(r, shape, len(sequences), g)
-    targets = (
-        torch.where(mask, ids.view(shape), V + 7 - 2000 * (torch.arange(n).view(shape) % 2))
-        if has_mask
-        else ids.view(shape)
-    )
+    rows_field = {}
+    if row_of is not None:
+        no_row = _alternating(shape, even=10**6, odd=-(10**6))
+        rows_field["rows"] = torch.where(mask, row_of.view(shape), no_row)
+    targets = ids.view(shape)
+    if has_mask:
+        no_id = _alternating(shape, even=r.vocab + 7, odd=r.vocab + 7 - 2000)
+        targets = torch.where(mask, targets, no_id)
+
     p = Problem(
-        r, {}, leaves, handed(targets, r.seed), ids, sequences, {**fields, **own, **named}, {**seen, **own, "mask": whole}, trained, transform,
-        spoil(transform["temperature"]), sets, keep, rows=row_of,
-    )  # fmt: skip
+        case=r,
+        given={},
+        clean=leaves,
+        targets=handed(targets, r.seed),
+        ids=ids,
+        sequences=sequences,
+        fields={**fields, **own, **rows_field},
+        seen={**seen, **own, "mask": trained_tokens},
+        trained=trained,
+        transform=transform,
+        temperature=spoil(transform["temperature"]),
+        sets=sets,
+        keep=keep,
+        rows=row_of,
+    )
     p.given = _poisoned(p)
     if r.other != "none":
-        p.other = _other(p, of_rows, normal, g)
+        p.other = _other(p, logits_of_rows, normal, g)
     if r.also in ("at", "all"):
-        counts = torch.randint(0, min(V, 4) + 1, (n,), generator=g).tolist()
-        p.at = [torch.randperm(V, generator=g)[:count].tolist() for count in counts]
-    p.upstream = {
-        name: normal()
-        for name in ("logps", "entropy", "sum_squares", "log_kept_mass", "divergence")
-    }
+        p.at = _random_ids(num_tokens, min(r.vocab, 4), r.vocab, g)
+    for name in ("logps", "entropy", "sum_squares", "log_kept_mass", "divergence"):
+        p.upstream[name] = normal()
     p.upstream["loss"] = torch.tensor(r.upstream)
-    p.upstream["at"] = normal(sum(map(len, p.at or [])))
-    if r.listed != "none":  # some of the ids of its softmax, its target among them or not
-        inside = torch.ones(n, V, dtype=torch.bool) if keep is None else keep
-        lists = [
-            row.nonzero()[:, 0][torch.randperm(int(row.sum()), generator=g)][: i % 5].tolist()
-            for i, row in enumerate(inside)
-        ]
-        c, of_p = normal(2, sum(map(len, lists))).float()
-        p.terms = lists, c, of_p
+    p.upstream["at"] = normal(sum(len(ids_of_token) for ids_of_token in p.at or []))
+    if r.listed != "none":
+        p.terms = _terms(num_tokens, r.vocab, keep, normal, g)
     return p
 
 
+def _rows_of_tokens(r: CallCase, num_tokens: int, g: torch.Generator) -> tuple[Tensor, int]:
+    """Return the row of each token, int64 [N], and the number of rows.
+
+    Some shared rows belong to no token.
+    """
+    if r.rows == "shuffled":
+        return torch.randperm(num_tokens, generator=g), num_tokens
+    num_rows = num_tokens // 2 + 1
+    return torch.randint(num_rows, (num_tokens,), generator=g), num_rows
+
+
+def _random_ids(num_tokens: int, most: int, vocab: int, g: torch.Generator) -> list[list[int]]:
+    """Return 0 to `most` different ids for each token."""
+    counts = torch.randint(0, most + 1, (num_tokens,), generator=g).tolist()
+    return [torch.randperm(vocab, generator=g)[:count].tolist() for count in counts]
+
+
+def _terms(
+    num_tokens: int,
+    vocab: int,
+    keep: Tensor | None,
+    normal: Callable[..., Tensor],
+    g: torch.Generator,
+) -> tuple[list[list[int]], Tensor, Tensor]:
+    """Return Problem.terms: 0 to 4 ids from the softmax of each token, and two fp32 values each."""
+    if keep is None:
+        keep = torch.ones(num_tokens, vocab, dtype=torch.bool)
+    lists = []
+    for i, row in enumerate(keep):
+        order = torch.randperm(int(row.sum()), generator=g)
+        lists.append(row.nonzero()[:, 0][order][: i % 5].tolist())
+    logp_values, prob_values = normal(2, sum(len(ids) for ids in lists)).float()
+    return lists, logp_values, prob_values
+
+
 def _marked(r: CallCase, shape: tuple[int, ...], num_sequences: int, g: torch.Generator) -> Tensor:
-    """Which tokens are on-policy: one bool a token, or one a sequence where those are known."""
+    """Return which tokens are on-policy: a bool per token, or per sequence if these are known."""
     by_token = r.layout == "without offsets" or r.seed % 3 == 0
     size = shape if by_token else (num_sequences, 1)
     return handed(torch.rand(size, generator=g) < 0.5, r.seed)
@@ -640,18 +745,21 @@ def _marked(r: CallCase, shape: tuple[int, ...], num_sequences: int, g: torch.Ge
 def _transform(
     r: CallCase, shape: tuple[int, ...], uniform: Callable[..., Tensor]
 ) -> dict[str, Any]:
+    """Return temperature, softcap and scale of the logits."""
     plain: dict[str, Any] = {"temperature": 1.0, "softcap": None, "scale": 1.0}
-    rows = {
-        "per sequence": (len(r.lengths), 1) if len(shape) == 2 else (len(r.lengths),),
-        "per token": shape,
-    }
-    if r.transform in rows:
-        return {**plain, "temperature": 0.4 + 1.6 * uniform(*rows[r.transform]).float()}
-    chosen = {
-        "none": {}, "temperature": {"temperature": 0.7}, "softcap": {"softcap": 15.0}, "scale": {"scale": -1.7},
+    if r.transform == "per token":
+        return plain | {"temperature": 0.4 + 1.6 * uniform(*shape).float()}
+    if r.transform == "per sequence":
+        size = (len(r.lengths), 1) if len(shape) == 2 else (len(r.lengths),)
+        return plain | {"temperature": 0.4 + 1.6 * uniform(*size).float()}
+    changes: dict[str, dict[str, Any]] = {
+        "none": {},
+        "temperature": {"temperature": 0.7},
+        "softcap": {"softcap": 15.0},
+        "scale": {"scale": -1.7},
         "everything": {"temperature": 1.3, "softcap": 9.0, "scale": -0.8},
-    }  # fmt: skip
-    return {**plain, **chosen[r.transform]}
+    }
+    return plain | changes[r.transform]
 
 
 def _leaves(
@@ -662,73 +770,96 @@ def _leaves(
     normal: Callable[..., Tensor],
     g: torch.Generator,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """(the tensors that get a gradient, rounded to their dtype; the logits [N, V] in float64)."""
-    V, dtype, n = r.vocab, DTYPES[r.dtype], ids.numel()
+    """Return the tensors that get a gradient, in their dtype, and the logits in float64 [rows, V].
+
+    shape   of the rows
+    ids     int64 [rows], a target of each row
+    """
+    dtype = DTYPES[r.dtype]
     if r.source == "hidden":
-        width = r.width
-        head = torch.bfloat16 if r.head == "bfloat16" else dtype
+        head_dtype = torch.bfloat16 if r.head == "bfloat16" else dtype
+        weight_scale = r.spread * r.width**-0.5
         leaves = {
-            "hidden": normal(*shape, width).to(dtype),
-            "weight": (r.spread * width**-0.5 * normal(V, width)).to(head),
+            "hidden": normal(*shape, r.width).to(dtype),
+            "weight": (weight_scale * normal(r.vocab, r.width)).to(head_dtype),
         }
         if r.bias != "none":
-            leaves["bias"] = normal(V).to(head)
-        rows = oracle.project(leaves, torch.float64)
-        return leaves, rows.detach()
-    x = (r.spread * normal(n, V)).clamp(-6e4, 6e4)
+            leaves["bias"] = normal(r.vocab).to(head_dtype)
+        return leaves, oracle.project(leaves, torch.float64).detach()
+    logits = (r.spread * normal(ids.numel(), r.vocab)).clamp(-6e4, 6e4)
     sign = math.copysign(1.0, transform["scale"])
+    logits = _with_extremes(r, logits, ids, sign, g).to(dtype)
+    return {"logits": logits.view(*shape, r.vocab)}, logits.double()
+
+
+def _with_extremes(
+    r: CallCase, logits: Tensor, ids: Tensor, sign: float, g: torch.Generator
+) -> Tensor:
+    """Return logits with the values that `r.extreme` asks for, which may overwrite `logits`.
+
+    logits   float64 [rows, V]
+    ids      int64 [rows]
+    sign     the sign of the scale: with -1, small logits are likely
+    """
+    num_rows, vocab = logits.shape
     if r.extreme == "far":
-        below = torch.tensor([0.0, 60.0, 88.0, 100.0, 300.0, 700.0])[
-            torch.randint(6, (n,), generator=g)
-        ]
-        x.scatter_add_(
-            1,
-            (ids if r.seed % 2 else torch.zeros_like(ids))[:, None],
-            -sign * below[:, None].double(),
-        )
+        distances = torch.tensor([0.0, 60.0, 88.0, 100.0, 300.0, 700.0])
+        distance = distances[torch.randint(6, (num_rows,), generator=g)].double()
+        far_ids = ids if r.seed % 2 else torch.zeros_like(ids)
+        logits.scatter_add_(1, far_ids[:, None], -sign * distance[:, None])
     elif r.extreme == "confident":
-        x.scatter_add_(
-            1,
-            torch.randint(V, (n, 1), generator=g),
-            torch.full((n, 1), 20.0 * sign, dtype=torch.float64),
-        )
-    elif r.extreme == "absent":  # of a fifth of the rows all but the target
-        gone = (torch.rand(n, V, generator=g) < 0.4) | (torch.arange(n) % 5 == 2)[:, None]
-        x.masked_fill_(gone.scatter(1, ids[:, None], False), -sign * math.inf)
-    elif r.extreme == "ends":  # far from 0, where a constant changes nothing, and far apart
-        x = (x + torch.tensor([-6e4, 6e4, 1e4, 0.0])[torch.arange(n) % 4, None]) * torch.tensor(
-            [1, 1, 1, 1e4]
-        )[torch.arange(n) % 4, None]
-        x.clamp_(-65_504, 65_504)
-    x = x.to(dtype)
-    return {"logits": x.view(*shape, V)}, x.double()
+        likely = torch.randint(vocab, (num_rows, 1), generator=g)
+        distance = torch.full((num_rows, 1), 20.0 * sign, dtype=torch.float64)
+        logits.scatter_add_(1, likely, distance)
+    elif r.extreme == "absent":
+        # Of a fifth of the rows, only the target is left.
+        is_alone = (torch.arange(num_rows) % 5 == 2)[:, None]
+        absent = (torch.rand(num_rows, vocab, generator=g) < 0.4) | is_alone
+        logits.masked_fill_(absent.scatter(1, ids[:, None], False), -sign * math.inf)
+    elif r.extreme == "ends":
+        # In turn: around -6e4, around 6e4, around 1e4, and from one end to the other.
+        turn = torch.arange(num_rows) % 4
+        shift = torch.tensor([-6e4, 6e4, 1e4, 0.0])[turn, None]
+        factor = torch.tensor([1, 1, 1, 1e4])[turn, None]
+        logits = ((logits + shift) * factor).clamp_(-65_504, 65_504)
+    return logits
 
 
 def _sets(r: CallCase, ids: Tensor, g: torch.Generator) -> tuple[list[list[int]], Tensor, Tensor]:
-    """(ids of each row's set, bool [N, V] what each softmax runs over, bool [N] targets that their
-    sets lack).
+    """Draw the candidate set of each token.
+
+    Returns
+    sets      the ids of each set; empty: the token has none
+    keep      bool [N, V], the ids in the softmax of each token
+    outside   bool [N], tokens whose target is not in their set
     """
-    n, V = len(ids), r.vocab
-    sizes = torch.randint(1, min(V, V if r.kept == "long" else 9) + 1, (n,), generator=g).tolist()
+    num_tokens = len(ids)
+    largest = r.vocab if r.kept == "long" else min(r.vocab, 9)
+    sizes = torch.randint(1, largest + 1, (num_tokens,), generator=g).tolist()
     share = {"some": 0.6, "all": 1.1, "empty": 0.0, "whole": 1.1, "long": 0.9}[r.kept]
-    has = (torch.rand(n, generator=g) < share).tolist()
-    sets, keep = [], torch.zeros(n, V, dtype=torch.bool)
+    has_set = (torch.rand(num_tokens, generator=g) < share).tolist()
+    sets = []
+    keep = torch.zeros(num_tokens, r.vocab, dtype=torch.bool)
     for i, target in enumerate(ids.tolist()):
-        order = torch.randperm(V, generator=g).tolist()
+        order = torch.randperm(r.vocab, generator=g).tolist()
         chosen = order if r.kept == "whole" else order[: sizes[i]]
-        if (
-            i % 3 == 0 and target not in chosen
-        ):  # a third of the targets is put in, a third left out, a third as it falls
+        # A third of the sets gets the target, a third loses it, and a third stays as drawn.
+        if i % 3 == 0 and target not in chosen:
             chosen[-1] = target
-        elif i % 3 == 1 and target in chosen and V > 1 and r.kept != "whole":
-            chosen = [x for x in chosen if x != target] or [(target + 1) % V]
-        sets.append(chosen if has[i] else [])
-        keep[i, chosen if has[i] else slice(None)] = True
+        elif i % 3 == 1 and target in chosen and r.vocab > 1 and r.kept != "whole":
+            chosen = [x for x in chosen if x != target] or [(target + 1) % r.vocab]
+        if has_set[i]:
+            sets.append(chosen)
+            keep[i, chosen] = True
+        else:
+            sets.append([])
+            keep[i] = True
     outside = ~keep.gather(1, ids[:, None])[:, 0]
     if r.missing == "full":
         keep |= outside[:, None]
-    if r.function == "divergence":  # no target belongs to a row
-        return sets, keep, outside & False
+    if r.function == "divergence":
+        # A divergence has no targets.
+        return sets, keep, torch.zeros_like(outside)
     return sets, keep.scatter(1, ids[:, None], True), outside
 
 
@@ -739,62 +870,103 @@ def _fields(
     normal: Callable[..., Tensor],
     uniform: Callable[..., Tensor],
 ) -> dict[str, Any]:
+    """Return the advantages, log-probs of other policies and weights of the batch.
+
+    They have fp32 values, in float64.
+
+    logps   the policy's log-probs, in the shape of the targets
+    """
     spec = SPECS[r.objective]
-    advantages = {"token": normal(), "column": normal(len(sequences), 1)}.get(
-        r.given, normal(len(sequences), 1)
-    )
-    if r.layout == "without offsets":
+    num_sequences = len(sequences)
+    without_offsets = r.layout == "without offsets"
+    per_token = normal()
+    advantages = normal(num_sequences, 1)
+    if r.given == "token":
+        advantages = per_token
+    if without_offsets:
         advantages = normal()
-    elif r.given != "column" and r.given != "token" and len(sequences) != logps.numel():
+    elif r.given not in ("column", "token") and num_sequences != logps.numel():
         advantages = advantages[:, 0]
     advantages = torch.where(uniform(*advantages.shape) < 0.15, 0.0, advantages)
-    old = logps - torch.where(uniform() < 0.5, 0.1, 0.6) * normal()
-    old = old.clamp(-300.0, -1e-2) if spec.trust else old
-    by_sequence = (
-        r.given == "column" and r.layout != "without offsets" and spec.surrogate != "vespo"
-    )
-    each = (len(sequences), 1) if by_sequence else logps.shape
-    seen = {
-        "advantages": advantages, "old_logps": old, "ref_logps": logps + 0.7 * normal(), "sampler_logps": (old + 0.3 * normal()).clamp(-300.0, -1e-2),
-        "weights": torch.where(uniform(*each) < 0.1, 0.0, 0.3 + uniform(*each)), "nll_weights": 0.1 * uniform(),
-    }  # fmt: skip
-    gone = {"on-policy": ("old_logps", "weights", "nll_weights"), "column": ("nll_weights",)}.get(
-        r.given, ()
-    )
-    gone = gone if r.other == "none" else (*gone, "ref_logps")
-    # In fp32, as the caller has them.
-    return {name: x.float().double() for name, x in seen.items() if name not in gone}
+
+    distance = torch.where(uniform() < 0.5, 0.1, 0.6)
+    old_logps = logps - distance * normal()
+    if spec.trust:
+        old_logps = old_logps.clamp(-300.0, -1e-2)
+    weight_per_sequence = r.given == "column" and not without_offsets and spec.surrogate != "vespo"
+    weight_shape = (num_sequences, 1) if weight_per_sequence else logps.shape
+    fields = {
+        "advantages": advantages,
+        "old_logps": old_logps,
+        "ref_logps": logps + 0.7 * normal(),
+        "sampler_logps": (old_logps + 0.3 * normal()).clamp(-300.0, -1e-2),
+        "weights": torch.where(uniform(*weight_shape) < 0.1, 0.0, 0.3 + uniform(*weight_shape)),
+        "nll_weights": 0.1 * uniform(),
+    }
+    if r.given == "on-policy":
+        left_out = {"old_logps", "weights", "nll_weights"}
+    elif r.given == "column":
+        left_out = {"nll_weights"}
+    else:
+        left_out = set()
+    if r.other != "none":
+        left_out.add("ref_logps")
+    return {name: x.float().double() for name, x in fields.items() if name not in left_out}
 
 
 def _poisoned(p: Problem) -> dict[str, Tensor]:
-    """What the caller passes:
+    """Return the tensors that the caller passes, with rubbish where nothing may be read.
 
-    rubbish in rows that are not read, in logits and weights outside of all sets, between the rows.
+    These are rows without a trained token, logits and rows of the weight outside all candidate
+    sets, and memory between rows.
     """
-    r, given, read = p.case, dict(p.clean), p.by_row(p.trained)
-    rubbish, outside = torch.tensor(RUBBISH).repeat(len(read) // 4 + 1)[: len(read), None], None
+    r = p.case
+    read_rows = p.by_row(p.trained)
+    outside = None
     if p.keep is not None and r.also not in ("log_kept_mass", "all"):
-        single = (p.keep.sum(1) == 1) & torch.tensor([bool(x) for x in p.sets or []])
-        outside = ~p.by_row(p.keep & ~single[:, None])
+        # A set of one id has a log-prob of 0, so that not even this logit is read.
+        has_set = torch.tensor([bool(ids) for ids in p.sets or []])
+        is_single = (p.keep.sum(1) == 1) & has_set
+        outside = ~p.by_row(p.keep & ~is_single[:, None])
     if r.source == "logits":
-        x = given["logits"].flatten(0, -2).clone()
-        x[~read] = rubbish[~read].to(x.dtype)
-        if outside is not None:
-            x = torch.where(outside, rubbish.to(x.dtype), x)
-        given["logits"] = VIEWS[r.view](x.view(given["logits"].shape))
-        return given
-    hidden, nobody = given["hidden"].clone(), None
+        return _poisoned_logits(p, read_rows, outside)
+    return _poisoned_head(p, read_rows, outside)
+
+
+def _poisoned_logits(p: Problem, read_rows: Tensor, outside: Tensor | None) -> dict[str, Tensor]:
+    """Return the logits that the caller passes.
+
+    read_rows   bool [rows]
+    outside     bool [rows, V], logits outside all candidate sets, or None
+    """
+    logits = p.clean["logits"]
+    x = logits.flatten(0, -2).clone()
+    rubbish = torch.tensor(RUBBISH).repeat(len(x) // 4 + 1)[: len(x), None].to(x.dtype)
+    x[~read_rows] = rubbish[~read_rows]
     if outside is not None:
-        read = read & ~outside.all(1)
-        nobody = outside[read].all(0) if bool(read.any()) else None
-    hidden[~read.view(p.leading)] = math.nan
+        x = torch.where(outside, rubbish, x)
+    return {**p.clean, "logits": VIEWS[p.case.view](x.view(logits.shape))}
+
+
+def _poisoned_head(p: Problem, read_rows: Tensor, outside: Tensor | None) -> dict[str, Tensor]:
+    """Return hidden states, weight and bias that the caller passes, see _poisoned_logits."""
+    r = p.case
+    unread_ids = None
+    if outside is not None:
+        read_rows = read_rows & ~outside.all(1)
+        if bool(read_rows.any()):
+            unread_ids = outside[read_rows].all(0)
+    given = dict(p.clean)
+    hidden = given["hidden"].clone()
+    hidden[~read_rows.view(p.leading)] = math.nan
     given["hidden"] = VIEWS[r.view](hidden)
     for name in ("weight", "bias"):
         if name in given:
             x = given[name].clone()
-            if nobody is not None and p.case.other == "none":
-                x[nobody] = math.nan
-            given[name] = VIEWS[r.view](x) if name == "weight" else x
+            if unread_ids is not None and r.other == "none":
+                x[unread_ids] = math.nan
+            given[name] = x
+    given["weight"] = VIEWS[r.view](given["weight"])
     if r.bias == "column":
         given["bias"] = torch.stack([given["bias"], given["bias"]], 1)[:, 0]
     return given
@@ -803,33 +975,46 @@ def _poisoned(p: Problem) -> dict[str, Tensor]:
 def _other(
     p: Problem, rows: Tensor, normal: Callable[..., Tensor], g: torch.Generator
 ) -> SecondDistribution:
-    r, kind, (n, V), read = p.case, p.case.other, rows.shape, p.by_row(p.trained)
-    own = {"temperature": 0.9, "softcap": 15.0, "scale": 1.3}
-    transform = own if kind in ("own", "itself") else p.transform
+    """Draw the reference or teacher.
+
+    rows   float64 [rows, V], the policy's logits
+    """
+    r = p.case
+    num_rows, vocab = rows.shape
+    read_rows = p.by_row(p.trained).view(p.leading)
+    transform = p.transform
+    if r.other in ("own", "itself"):
+        transform = {"temperature": 0.9, "softcap": 15.0, "scale": 1.3}
     if r.source == "hidden":
-        h, w = (
-            (p.clean["hidden"], p.clean["weight"])
-            if kind == "near"
-            else (normal(*p.leading, 5).bfloat16(), normal(V, 5).bfloat16())
-        )
-        h = (h.double() + 0.3 * normal(*h.shape)).to(h.dtype) if kind == "near" else h
-        x = oracle.project({"hidden": h, "weight": w}, torch.float64)
-        hidden = h.clone()
-        hidden[~read.view(p.leading)] = math.nan
-        given = {"hidden": VIEWS[r.view](hidden), "weight": VIEWS[r.view](w)}
+        if r.other == "near":
+            hidden = p.clean["hidden"]
+            weight = p.clean["weight"]
+            hidden = (hidden.double() + 0.3 * normal(*hidden.shape)).to(hidden.dtype)
+        else:
+            hidden = normal(*p.leading, 5).bfloat16()
+            weight = normal(vocab, 5).bfloat16()
+        logits = oracle.project({"hidden": hidden, "weight": weight}, torch.float64)
+        hidden = hidden.clone()
+        hidden[~read_rows] = math.nan
+        given = {"hidden": VIEWS[r.view](hidden), "weight": VIEWS[r.view](weight)}
     else:
-        dtype = (torch.float32, torch.bfloat16)[r.seed % 2]
-        x = (
-            torch.where(rows.isfinite(), rows, 0.0) + 0.3 * normal(n, V)
-            if kind == "near"
-            else 3.0 * normal(n, V)
-        )
-        x = rows if kind == "itself" else x.to(dtype)
-        logits = x.clone()
-        logits[~read] = math.nan
-        given, x = {"logits": VIEWS[r.view](logits.view(*p.leading, V))}, x.double()
+        if r.other == "itself":
+            normal(num_rows, vocab)  # keeps the numbers that are drawn later
+            x = rows
+        else:
+            noise = normal(num_rows, vocab)
+            if r.other == "near":
+                x = torch.where(rows.isfinite(), rows, 0.0) + 0.3 * noise
+            else:
+                x = 3.0 * noise
+            x = x.to((torch.float32, torch.bfloat16)[r.seed % 2])
+        poisoned = x.clone().view(*p.leading, vocab)
+        poisoned[~read_rows] = math.nan
+        given = {"logits": VIEWS[r.view](poisoned)}
+        logits = x.double()
     ids = None
-    if kind == "listed":
-        counts = torch.randint(0, min(V, 6) + 1, (n,), generator=g).tolist()
-        ids = [torch.randperm(V, generator=g)[:count].tolist() for count in counts]
-    return SecondDistribution(kind, x if p.rows is None else x[p.rows], given, transform, ids)
+    if r.other == "listed":
+        ids = _random_ids(num_rows, min(vocab, 6), vocab, g)
+    if p.rows is not None:
+        logits = logits[p.rows]
+    return SecondDistribution(r.other, logits, given, transform, ids)
