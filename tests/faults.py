@@ -587,14 +587,14 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/integrations/liger.py", "tests/integrations/test_liger.py",
         ("VESPO's weight of a sequence counts at every token", "first = trained & (trained.cumsum(1) == 1)", "first = trained"),
-        ("token count not divided by the ranks", "items / (1 if group is None else group.size())", "items"),
+        ("token count not divided by the ranks", "return at_least_one(items / ranks)", "return at_least_one(items)"),
         (
-            "as_liger's LUSPO divides by the batch alone", "float() / batch.targets.numel()",
-            "float() / len(batch.targets)",
+            "as_liger's LUSPO divides by the batch alone", "num_trained.float() / batch.targets.numel()",
+            "num_trained.float() / len(batch.targets)",
         ),
         (
-            "KL of masked tokens in the metric", "return None if kl is None else torch.where(rows.mask, kl, 0.0),",
-            "return kl,",
+            "KL of masked tokens in the metric", "        kl = torch.where(rows.mask, kl, 0.0)\n",
+            "        pass\n",
         ),
         (
             "log-probs of the first ids in place of the last", "ids = input_ids[:, input_ids.shape[1] - L :]",

@@ -141,39 +141,51 @@ def liger_objective(loss_type: str = "dapo", **options: Any) -> Objective:
 
 
 def _objective_of(options: Any) -> Objective:
-    """The objective of an object that has Liger's options."""
+    """Return the objective that Liger's options describe.
+
+    options   an object with the options as attributes, such as a `LigerFusedLinearGRPOLoss`
+
+    Raises ValueError naming the option that is wrong.
+    """
     surrogate = surrogate_of(options)
-    kind = options.loss_type
+    loss_type = options.loss_type
     level = options.importance_sampling_level
-    require(
-        level in ("token", "sequence"),
-        "importance_sampling_level",
-        level,
-        'it must be "token" or "sequence".',
-    )
+    remedy = 'it must be "token" or "sequence".'
+    require(level in ("token", "sequence"), "importance_sampling_level", level, remedy)
     # Liger's own message, because callers match on it.
     remedy = (
-        f"Sequence-level importance sampling is not supported for loss_type={kind!r}. Use"
+        f"Sequence-level importance sampling is not supported for loss_type={loss_type!r}. Use"
         " importance_sampling_level='token' instead."
     )
-    require(level == "token" or kind in CLIPPED, "importance_sampling_level", level, remedy)
-    if kind == "cispo" and options.epsilon_high < 1:
+    is_supported = level == "token" or loss_type in CLIPPED
+    require(is_supported, "importance_sampling_level", level, remedy)
+    if loss_type == "cispo" and options.epsilon_high < 1:
         warnings.warn(
-            f"epsilon_high={options.epsilon_high} is CISPO's cap, an absolute ratio: below 1 it caps on-policy tokens too. "
-            "The paper's value is near 5.", stacklevel=3,
-        )  # fmt: skip
+            f"epsilon_high={options.epsilon_high} is CISPO's cap, an absolute ratio: below 1 it"
+            " caps on-policy tokens too. The paper's value is near 5.",
+            stacklevel=3,
+        )
+    if loss_type == "vespo":
+        level = "sequence-sum"  # its ratio is the product over the sequence
     return Objective(
-        surrogate, level="sequence-sum" if kind == "vespo" else level, aggregate=PRESETS[kind].aggregate,
-        beta=options.beta if options.use_ref_model else 0.0, kl=Kl("k3", weighting="ratio" if options.use_bias_correction_kl else "none"),
-        max_tokens=options.max_completion_length if kind == "dr_grpo" else None,
-    )  # fmt: skip
+        surrogate,
+        level=level,
+        aggregate=PRESETS[loss_type].aggregate,
+        beta=options.beta if options.use_ref_model else 0.0,
+        kl=Kl("k3", weighting="ratio" if options.use_bias_correction_kl else "none"),
+        max_tokens=options.max_completion_length if loss_type == "dr_grpo" else None,
+    )
 
 
 # ---- Liger's tensors as a TokenBatch and a denominator
 
 
 def as_bool(name: str, mask: Tensor | None) -> Tensor | None:
-    """A 0/1 mask of any dtype as bool. A fraction is refused, since it would be a weight."""
+    """Return a mask as bool, None for None.
+
+    name   the argument's name, for the error
+    mask   0 and 1 in any dtype. A fraction would be a weight, so it raises ValueError.
+    """
     if mask is None or mask.dtype == torch.bool:
         return mask
     nonzero = mask != 0
@@ -191,69 +203,85 @@ def token_batch(
     weights: Tensor | None,
     **fields: Tensor | None,
 ) -> TokenBatch:
-    """Liger's tensors as a TokenBatch, with `padding` masked positions after the last one; `fields`
-    are those of TokenBatch.
+    """Return Liger's tensors as a batch.
+
+    ids          int64 [B, T]
+    advantages   fp32 [B]
+    objective    the objective of the loss
+    padding      number of masked positions to add after the last one
+    weights      fp32 [B], [B, 1] or [B, T], importance weights, or None
+    fields       more fields of `TokenBatch`, among them mask=, bool [B, T] or None
     """
     mask = fields["mask"]
-    if weights is not None and objective.surrogate.absorbs_weights and weights.numel() == len(ids):
-        # A weight of a sequence enters its ratio once: at its first trained token.
-        trained = (
-            torch.ones(ids.shape, dtype=torch.bool, device=ids.device) if mask is None else mask
-        )
+    has_sequence_weights = weights is not None and weights.numel() == len(ids)
+    if weights is not None and has_sequence_weights and objective.surrogate.absorbs_weights:
+        # This surrogate multiplies the weights of all tokens into the ratio of their sequence. The
+        # weight of a sequence must enter once: put it on the first trained token.
+        trained = mask
+        if trained is None:
+            trained = torch.ones(ids.shape, dtype=torch.bool, device=ids.device)
         first = trained & (trained.cumsum(1) == 1)
+        # 1e-8 is Liger's least weight.
         weights = torch.where(first, weights.reshape(-1, 1).clamp(min=1e-8), 1.0)
 
-    def padded(x: Any) -> Any:
-        return (
-            x
-            if x is None or not padding or x.shape != ids.shape
-            else torch.nn.functional.pad(x, (0, padding))
-        )
+    def pad(x: Any) -> Any:
+        is_per_token = x is not None and x.shape == ids.shape
+        return torch.nn.functional.pad(x, (0, padding)) if is_per_token and padding > 0 else x
 
-    given = {name: padded(x) for name, x in (fields | {"weights": weights}).items()}
-    return TokenBatch(padded(ids), padded(advantages), **given)
+    padded_fields = {name: pad(x) for name, x in fields.items()}
+    return TokenBatch(pad(ids), pad(advantages), weights=pad(weights), **padded_fields)
 
 
 def denominator(
     objective: Objective, loss_type: str, batch: TokenBatch, num_items: float | Tensor | None
 ) -> float | Tensor | None:
-    """Liger's denominator where it is not the batch's own:
+    """Return the denominator of Liger's loss, or None for the denominator of this batch.
 
-    the average over ranks of the tokens given or found.
+    loss_type   Liger's. Only "dapo", "cispo" and "vespo" divide by a global number of tokens.
+    num_items   number of tokens of all micro-batches and ranks. None: those of this micro-batch on
+                all ranks, which takes a collective.
+
+    The number of tokens is divided by the number of ranks, because gradients are averaged.
     """
     group = default_group()
     if loss_type not in BY_ITEMS or (num_items is None and group is None):
         return None
     items: Any = global_normalizer(objective, batch) if num_items is None else num_items
-    return at_least_one(items / (1 if group is None else group.size()))
+    ranks = 1 if group is None else group.size()
+    return at_least_one(items / ranks)
 
 
 # ---- masked positions as Liger's chunked loss counts them
 
 
 def weights_with_padding(weights: Tensor, mask: Tensor) -> Tensor:
-    """VESPO's weights [B, T] for Liger's result: Liger multiplies the weights of masked positions
-    into the ratio of the sequence too, and replaces 0 by 1e-8. Here each trained token gets an
-    equal share of that product.
+    """Return weights [B, T] that give VESPO the ratio of each sequence that it has in Liger.
+
+    weights   [B, T], importance weights
+    mask      bool [B, T], the trained tokens
+
+    Liger multiplies the weights of masked positions into the ratio of the sequence too, and clamps
+    weights to [1e-8, exp(20)]. Our loss multiplies those of trained tokens alone, so each trained
+    token gets an equal share (in the log) of Liger's product.
     """
     logs = weights.float().log().clamp(math.log(1e-8), 20.0)
-    return (
-        (logs.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1))
-        .exp()
-        .expand_as(weights)
-    )
+    num_trained = mask.sum(1, keepdim=True).clamp(min=1)
+    log_share = logs.sum(1, keepdim=True) / num_trained
+    return log_share.exp().expand_as(weights)
 
 
 def rows_with_padding(batch: TokenBatch, objective: Objective) -> TokenInputs:
-    """LUSPO's rows for Liger's result: the mean over all positions of the padded sequence, masked
-    ones included, times the number of its trained tokens. The ratio of a sequence is still over its
-    trained tokens.
+    """Return inputs of the token losses that give LUSPO the value that it has in Liger.
+
+    Liger takes the mean over all positions of the padded sequences, masked ones included, and
+    multiplies the loss of each by the number of trained tokens of its sequence. The ratio of a
+    sequence is over its trained tokens, as in our loss.
     """
-    share = batch.spread(batch.lengths).float() / batch.targets.numel()
-    return replace(
-        objective.token_inputs(replace(batch, mask=None), 1.0).weighted(share),
-        loss_mask=batch.named_mask("trained"),
-    )
+    # lengths of the sequences [B], copied to their positions
+    num_trained = batch.spread(batch.lengths)
+    weight = num_trained.float() / batch.targets.numel()
+    all_positions = objective.token_inputs(replace(batch, mask=None), 1.0)
+    return replace(all_positions.weighted(weight), loss_mask=batch.named_mask("trained"))
 
 
 # ---- the loss from hidden states
@@ -333,79 +361,95 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         vllm_is_ratio: Tensor | None = None,
         num_items_in_batch: float | Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """(loss, (mean KL, share of clipped tokens)), the KL only with beta != 0; the loss is 0-d
-        fp32.
+        """Return (loss, metrics), where metrics are (mean KL, share of clipped tokens).
 
-        _input         [B, T, H], lin_weight [V, H], bias [V]: the policy's last hidden states and
-                       head.
-        selected_token_ids, attention_mask, old_per_token_logps, ref_per_token_logps   [B, T]
-        advantages     [B]
-        ref_input, ref_weight, ref_bias   the reference's, in place of its log-probs.
-        vllm_is_ratio  [B], [B, 1] or [B, T]: weights of the policy term.
-        num_items_in_batch   tokens of all micro-batches and ranks, which dapo, cispo and vespo
-                             divide by, times the number of ranks. None: those of this micro-batch,
-                             averaged over the ranks by a collective.
+        _input         [B, T, H], the policy's last hidden states
+        lin_weight     [V, H], the weight of its head
+        selected_token_ids
+                       int64 [B, T]
+        attention_mask
+                       [B, T], 1 for trained tokens; None if all are
+        advantages     fp32 [B]
+        bias           [V], the bias of the head, or None
+        ref_per_token_logps, old_per_token_logps
+                       fp32 [B, T], log-probs of the reference and of the policy at the start of the
+                       update; None for an old policy that equals the current one
+        ref_input, ref_weight, ref_bias
+                       hidden states and head of the reference, used without ref_per_token_logps
+        vllm_is_ratio  fp32 [B], [B, 1] or [B, T], weights of the policy term, or None
+        num_items_in_batch
+                       number of tokens of all micro-batches and ranks, the denominator of "dapo",
+                       "cispo" and "vespo". None: those of this micro-batch on all ranks, which
+                       takes a collective.
+
+        The results are 0-d fp32. The KL is left out of the metrics if beta is 0.
         """
         objective = self.objective()
         transform = LogitTransform(temperature=self.temperature)
         mask = as_bool("attention_mask", attention_mask)
-        padded = (
-            self.loss_type
-            if self.as_liger and mask is not None and self.loss_type in ("luspo", "vespo")
-            else None
-        )
-        for said, message in (
-            (self.beta != 0 and not self.use_ref_model,
-             f"beta={self.beta} has no effect with use_ref_model=False: there is no reference, the KL is 0."),
-            (padded, f"as_liger=True: loss_type={padded!r} counts masked positions, as Liger does. Leave it out once your runs agree."),
-            # In Liger's words, which callers match on.
-            (self.use_ref_model and ref_per_token_logps is not None and ref_input is not None,
-             "Both ref_per_token_logps and ref_input are provided. Using ref_per_token_logps."),
-        ):  # fmt: skip
-            if said:
-                warnings.warn(message, stacklevel=2)
-        ref = None if objective.beta == 0 else ref_per_token_logps
-        if objective.beta != 0 and ref is None and ref_input is not None and ref_weight is not None:
+        # With as_liger, LUSPO and VESPO count masked positions.
+        counts_padding = self.as_liger and mask is not None
+        is_padded_luspo = counts_padding and self.loss_type == "luspo"
+        is_padded_vespo = counts_padding and self.loss_type == "vespo"
+        if self.beta != 0 and not self.use_ref_model:
+            warnings.warn(
+                f"beta={self.beta} has no effect with use_ref_model=False: there is no reference,"
+                " the KL is 0.",
+                stacklevel=2,
+            )
+        if is_padded_luspo or is_padded_vespo:
+            warnings.warn(
+                f"as_liger=True: loss_type={self.loss_type!r} counts masked positions, as Liger"
+                " does. Leave it out once your runs agree.",
+                stacklevel=2,
+            )
+        if self.use_ref_model and ref_per_token_logps is not None and ref_input is not None:
+            # Liger's own message, because callers match on it.
+            warnings.warn(
+                "Both ref_per_token_logps and ref_input are provided. Using ref_per_token_logps.",
+                stacklevel=2,
+            )
+        ref_logps = None if objective.beta == 0 else ref_per_token_logps
+        needs_ref_logps = objective.beta != 0 and ref_logps is None
+        if needs_ref_logps and ref_input is not None and ref_weight is not None:
             with torch.no_grad():
-                read = None if padded == "luspo" else mask
-                head = Head(ref_weight, ref_bias)
-                ref, _ = linear_logprobs(
-                    ref_input, head, selected_token_ids, mask=read, transform=transform
+                ref_logps, _ = linear_logprobs(
+                    ref_input,
+                    Head(ref_weight, ref_bias),
+                    selected_token_ids,
+                    mask=None if is_padded_luspo else mask,
+                    transform=transform,
                 )
         weights = vllm_is_ratio
-        if (
-            padded == "vespo"
-            and weights is not None
-            and mask is not None
-            and weights.shape == selected_token_ids.shape
-        ):
-            weights = weights_with_padding(weights, mask)
+        if is_padded_vespo and mask is not None and weights is not None:
+            if weights.shape == selected_token_ids.shape:
+                weights = weights_with_padding(weights, mask)
         batch = token_batch(
             selected_token_ids,
             advantages,
             objective,
             mask=mask,
             old_logps=old_per_token_logps,
-            ref_logps=ref,
+            ref_logps=ref_logps,
             weights=weights,
         )
-        if padded == "luspo":
-            own = linear_logprobs(
-                _input, Head(lin_weight, bias), selected_token_ids, transform=transform
-            )[0].flatten()
+        head = Head(lin_weight, bias)
+        if is_padded_luspo:
+            # The loss needs the log-probs of masked positions, so it is computed from log-probs.
+            logps = linear_logprobs(_input, head, selected_token_ids, transform=transform).logps
+            logps = logps.flatten()
             rows = rows_with_padding(batch, objective)
-            loss = total(_TokenLosses.apply(own, objective, rows, batch))
-            logps = own.detach()
+            loss = total(_TokenLosses.apply(logps, objective, rows, batch))
+            logps = logps.detach()
         else:
-            D = denominator(objective, self.loss_type, batch, num_items_in_batch)
             grad_scale = self.grad_scale() if callable(self.grad_scale) else self.grad_scale
             out = linear_grpo_loss(
                 _input,
-                Head(lin_weight, bias),
+                head,
                 batch,
                 objective,
                 transform=transform,
-                normalizer=D,
+                normalizer=denominator(objective, self.loss_type, batch, num_items_in_batch),
                 grad_scale=grad_scale,
             )
             loss = out.loss
@@ -413,7 +457,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
             rows = out.rows
         kl, clipped = _kl_and_clipped(logps, objective, rows, batch)
         if kl is None and self.beta != 0:
-            kl = torch.zeros_like(clipped)
+            kl = torch.zeros_like(clipped)  # Liger reports a KL if beta is not 0
         return loss, tuple(_metrics(kl, clipped, batch))
 
 
@@ -476,24 +520,19 @@ def triton_grpo_loss(
     divides the logits. All other arguments are as in `LigerFusedLinearGRPOLoss`. Raises ValueError
     naming what is wrong.
     """
-    options = SimpleNamespace(
-        **locals()
-    )  # Liger's other functions call two of them otherwise, and have a third
-    require(
-        inplace in (True, False, "forward"),
-        "inplace",
-        inplace,
-        'it must be True, False or "forward".',
-    )
+    # The options of the loss by name. First of all, because locals() has only the arguments here.
+    options = SimpleNamespace(**locals())
+    remedy = 'it must be True, False or "forward".'
+    require(inplace in (True, False, "forward"), "inplace", inplace, remedy)
     remedy = f"two-sided clipping means nothing to loss_type={loss_type!r}: leave it None."
     require(delta is None or loss_type in CLIPPED, "delta", delta, remedy)
     B, L = completion_ids.shape
+    # `LigerFusedLinearGRPOLoss` has other names of the clip widths, and use_ref_model.
     options.epsilon_low = eps_low
     options.epsilon_high = eps_high
     options.use_ref_model = True
-    options.max_completion_length = (
-        max(L, 1) if max_completion_length is None else max_completion_length
-    )
+    if max_completion_length is None:
+        options.max_completion_length = max(L, 1)
     objective = _objective_of(options)
     mask = as_bool("completion_mask", completion_mask)
     if mask is None:
@@ -501,32 +540,52 @@ def triton_grpo_loss(
     # The extra position is masked. A view of the logits without it would cost a second copy of the
     # gradient.
     batch = token_batch(
-        completion_ids, advantages, objective, padding=1, mask=mask, old_logps=old_logp, ref_logps=ref_logp if beta != 0 else None,
+        completion_ids,
+        advantages,
+        objective,
+        padding=1,
+        mask=mask,
+        old_logps=old_logp,
+        ref_logps=ref_logp if beta != 0 else None,
         weights=vllm_is_ratio,
-    )  # fmt: skip
+    )
     transform = LogitTransform(temperature)
-    normalizer = denominator(objective, loss_type, batch, num_items_in_batch) if reduce else 1.0
-    how = False if is_leaf_or_view_of_leaf(logits) else inplace
-    if reduce and how is not True:
+    if is_leaf_or_view_of_leaf(logits):
+        inplace = False
+    if reduce and inplace is not True:
+        # One pass computes the loss and its gradient.
         out = grpo_loss(
             logits,
             batch,
             objective,
             transform=transform,
-            normalizer=normalizer,
-            inplace=how == "forward",
+            normalizer=denominator(objective, loss_type, batch, num_items_in_batch),
+            inplace=inplace == "forward",
         )
-    else:
-        own = token_logprobs(
-            logits, batch.targets, mask=batch.mask, transform=transform, inplace=bool(how)
-        ).logps
-        if not reduce:
-            rows = replace(objective, aggregate="token-sum").token_inputs(batch, normalizer)
-            losses = _TokenLosses.apply(own.flatten(), objective, rows, batch)
-            of_tokens = (losses, *_kl_and_clipped(own.detach(), objective, rows, batch))
-            return tuple(x if x is None else x.view(B, L + 1)[:, :-1] for x in of_tokens)
-        out = objective_loss(own, batch, objective, normalizer=normalizer)
-    return out.loss, _metrics(*_kl_and_clipped(out.logps, objective, out.rows, batch), batch)
+        kl, clipped = _kl_and_clipped(out.logps, objective, out.rows, batch)
+        return out.loss, _metrics(kl, clipped, batch)
+
+    logps = token_logprobs(
+        logits, batch.targets, mask=batch.mask, transform=transform, inplace=bool(inplace)
+    ).logps
+    if reduce:
+        normalizer = denominator(objective, loss_type, batch, num_items_in_batch)
+        out = objective_loss(logps, batch, objective, normalizer=normalizer)
+        kl, clipped = _kl_and_clipped(out.logps, objective, out.rows, batch)
+        return out.loss, _metrics(kl, clipped, batch)
+
+    rows = replace(objective, aggregate="token-sum").token_inputs(batch, 1.0)
+    losses = _TokenLosses.apply(logps.flatten(), objective, rows, batch)
+    kl, clipped = _kl_and_clipped(logps.detach(), objective, rows, batch)
+
+    def without_last_position(x: Tensor) -> Tensor:
+        return x.view(B, L + 1)[:, :-1]
+
+    return (
+        without_last_position(losses),
+        None if kl is None else without_last_position(kl),
+        without_last_position(clipped),
+    )
 
 
 @adapt_arguments
@@ -535,22 +594,28 @@ def triton_grpo_loss(
 def fused_selective_log_softmax(
     logits: Tensor, input_ids: Tensor, temperature: float = 0.9, mask: Tensor | None = None
 ) -> Tensor:
-    """Return the log-probs [B, L] of the last L of `input_ids`, fp32, without a gradient.
+    """Return the log-probs of the last L columns of input_ids, fp32 [B, L], without a gradient.
 
     logits        [B, L + 1, V]; the last position is ignored
-    mask          the last L columns count: the result is 0 where they are 0
+    input_ids     int64 [B, T] with T >= L, prompt and completion
     temperature   divides the logits
+    mask          [B, T] with T >= L: the result is 0 where the last L columns are 0. None: all
+                  positions are computed.
     """
     L = logits.shape[1] - 1
+    # A slice from -L would be the whole tensor for L = 0.
     ids = input_ids[:, input_ids.shape[1] - L :]
-    read = None if mask is None else mask[:, mask.shape[1] - L :] != 0
-    return token_logprobs(logits[:, :-1], ids, mask=read, transform=LogitTransform(temperature))[0]
+    is_computed = None if mask is None else mask[:, mask.shape[1] - L :] != 0
+    transform = LogitTransform(temperature)
+    return token_logprobs(logits[:, :-1], ids, mask=is_computed, transform=transform).logps
 
 
 class _TokenLosses(torch.autograd.Function):
-    """The token stage, token by token:
+    """The loss of each token from its log-prob, with an upstream gradient for each token.
 
-    what it gets from upstream takes the place of (multiplies) the weights.
+    forward   logps fp32 [N] -> losses fp32 [N]
+    backward  d / d losses [N] -> d / d logps [N]. The upstream gradient of a token multiplies its
+              weight in the loss, so that losses at sequence level have the right gradient too.
     """
 
     @staticmethod
@@ -558,36 +623,41 @@ class _TokenLosses(torch.autograd.Function):
         ctx: Any, logps: Tensor, objective: Objective, rows: TokenInputs, batch: TokenBatch
     ) -> Tensor:
         ctx.save_for_backward(logps)
-        ctx.call = objective, rows, batch
-        return objective.token_losses(logps, None, rows, batch)[0]
+        ctx.objective = objective
+        ctx.rows = rows
+        ctx.batch = batch
+        losses = objective.token_losses(logps, None, rows, batch)
+        return losses.losses
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_losses: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
         (logps,) = ctx.saved_tensors
-        objective, rows, batch = ctx.call
-        # Whatever arrives at masked tokens, which have weight 0.
-        return (
-            objective.token_losses(logps, None, rows.weighted(d_losses), batch)[1],
-            None,
-            None,
-            None,
-        )
+        # Masked tokens have weight 0, whatever their upstream gradient is.
+        rows = ctx.rows.weighted(grad_losses)
+        losses = ctx.objective.token_losses(logps, None, rows, ctx.batch)
+        return losses.grad_logps, None, None, None
 
 
 def _kl_and_clipped(
     logps: Tensor, objective: Objective, rows: TokenInputs, batch: TokenBatch
 ) -> tuple[Tensor | None, Tensor]:
-    """fp32 [n], 0 where masked:
+    """Return (KL term, 1 where the ratio is clipped) of each token, fp32 [N], 0 where masked.
 
-    the KL term (None with beta = 0) as it is in the loss, and 1 where the ratio is clipped.
+    The KL term is as in the loss, and None if the loss has none. The arguments are those of
+    `ratio_terms`.
     """
-    _, clipped, kl = ratio_terms(objective, logps, rows, batch)
-    return None if kl is None else torch.where(rows.mask, kl, 0.0), (clipped & rows.mask).float()
+    _, is_clipped, kl = ratio_terms(objective, logps, rows, batch)
+    if kl is not None:
+        kl = torch.where(rows.mask, kl, 0.0)
+    return kl, (is_clipped & rows.mask).float()
 
 
 def _metrics(kl: Tensor | None, clipped: Tensor, batch: TokenBatch) -> list[Tensor]:
-    """Means over the trained tokens of the batch, of values that are 0 elsewhere."""
+    """Return [mean of kl, mean of clipped] over the trained tokens, without the mean of a None.
+
+    kl, clipped   fp32 [N], 0 for masked tokens; kl may be None
+    """
     count = at_least_one(clipped.numel() if batch.mask is None else batch.mask.sum())
     return [x.sum() / count for x in (kl, clipped) if x is not None]
 
@@ -663,15 +733,25 @@ def bind(**how: bool) -> Slots:
 
 
 def _slots(theirs: Any, **how: bool) -> Slots:
+    """Return `Slots` whose tested versions are those of the package that an object is from.
+
+    theirs   Liger's loss object, from Liger itself or from a TRL that has a copy of it
+    how      strict= and any_version= of `Slots`
+    """
     package = type(theirs).__module__.partition(".")[0].replace("_", "-")
     return Slots(replace(ADAPTER, package=package, tested=COPIES.get(package, ())), **how)
 
 
 def _in_place_of(theirs: Any, slots: Slots, grad_scale: Callable[[], float] | float = 1.0) -> Any:
-    """Our loss with the constants of their object, which is also called while `slots` compares the
-    two. Raises NotCovered if an option is set that ours does not have.
+    """Return our loss as a function that can replace one of Liger's loss objects.
 
-    grad_scale   what the trainer multiplies the loss by
+    theirs       Liger's object, whose options ours gets. Under a version that was not tested, the
+                 first call is also computed by it, and the two are compared.
+    slots        counts the calls, and has the state of the comparison
+    grad_scale   what the trainer multiplies the loss by before the backward
+
+    Raises NotCovered if an option of `theirs` is set that ours does not have, and RuntimeError if
+    `theirs` is not Liger's GRPO loss.
     """
     names = [
         name
@@ -743,12 +823,14 @@ class LigerFusedLinearJSD(torch.nn.Module):
         teacher_weight: Tensor,
         shift_labels: Tensor | None = None,
     ) -> Tensor:
-        """The mean over the tokens whose label counts, 0-d fp32.
+        """Return the mean divergence over all tokens that are not ignored, 0-d fp32.
 
-        student_input, teacher_input    [N, H], with hidden sizes of their own; student_weight,
-                                        teacher_weight  [V, H].
-        shift_labels                    int64 [N], of which only `ignore_index` is looked at; None:
-                                        all tokens count.
+        student_input    [N, H_student]
+        student_weight   [V, H_student]
+        teacher_input    [N, H_teacher]
+        teacher_weight   [V, H_teacher]
+        shift_labels     int64 [N]: tokens with the label `ignore_index` do not count. Other labels
+                         are not read. None: all tokens count.
         """
         mask = None if shift_labels is None else shift_labels != self.ignore_index
         batch = distillation_batch(mask, student_input[..., 0])
