@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .checks import check_missing, check_row_numbers, require
 from .core.sources import RowSource
-from .extra_ids import ExtraLogprobs, logprobs_with_extra_ids
+from .extra_ids import DistinctPairs, ExtraLogprobs, logprobs_with_extra_ids
 from .formulas.divergence import Exact
 from .segments import (
     LOWEST_LOGP,
@@ -228,6 +228,7 @@ class CandidatePlan:
     is_outside           bool [num_tokens]: tokens whose target is outside of the vocabulary
     entries              the entries of each token
     row_ids              int64 [num_entries]: the row that predicts the token
+    shares_rows          whether a row may predict several tokens
     is_repeat            bool [num_entries]: ids of a set that equal the target of their token
     is_single            bool [num_entries]: targets whose logit is not needed, because their token
                          has no other candidate or does not use candidates
@@ -241,6 +242,7 @@ class CandidatePlan:
     is_outside: Tensor
     entries: CandidateEntries
     row_ids: Tensor
+    shares_rows: bool
     is_repeat: Tensor
     is_single: Tensor
     needs_logit: Tensor
@@ -295,7 +297,7 @@ def plan_candidates(
 
     is_other = entries.token_ids != entries.target_ids
     has_several = has_candidates & (entries.segments.max(is_other.float()) > 0)
-    needs_logits = has_several[token_of_entry]  # of the entry's token
+    needs_logits = has_several.index_select(0, token_of_entry)  # of the entry's token
     is_repeat = entries.is_of_set & ~is_other
     return CandidatePlan(
         has_candidates=has_candidates,
@@ -304,6 +306,7 @@ def plan_candidates(
         is_outside=is_outside,
         entries=entries,
         row_ids=row_ids,
+        shares_rows=rows is not None,
         is_repeat=is_repeat,
         is_single=~(needs_logits | entries.is_of_set),
         needs_logit=needs_logits & ~is_repeat,
@@ -347,7 +350,7 @@ def list_entries(sets: TokenSets, targets: Tensor) -> CandidateEntries:
     last = offsets[1:] - 1
     is_of_set = torch.ones(num_entries, dtype=torch.bool, device=targets.device)
     is_of_set.index_fill_(0, last, False)
-    target_ids = targets[token_of_entry]
+    target_ids = targets.index_select(0, token_of_entry)
     return CandidateEntries(
         segments=Segments(segment_ids=token_of_entry, offsets=offsets),
         token_ids=target_ids.masked_scatter(is_of_set, sets.ids.long()),
@@ -388,7 +391,12 @@ def softmax_over_candidates(source: RowSource, plan: CandidatePlan) -> Candidate
     # `logits_at` returns -inf for NO_ID, so entries that are not used have the probability 0. The
     # logit of a single candidate can be any finite number.
     ids = torch.where(plan.needs_logit, plan.entries.token_ids, NO_ID)
-    logits = source.logits_at(plan.row_ids, ids).masked_fill(plan.is_single, 0.0)
+    if plan.shares_rows:
+        pairs = DistinctPairs.from_pairs(plan.row_ids, ids, source)
+        logits = pairs.originals.take(source.logits_at(pairs.rows.segment_ids, pairs.token_ids))
+    else:
+        logits = source.logits_at(plan.row_ids, ids)
+    logits = logits.masked_fill(plan.is_single, 0.0)
     largest = find_largest(logits, plan.segments)
     is_finite = largest.maxima - largest.maxima == 0.0  # inf - inf is NaN
     return CandidateSoftmax(
@@ -417,7 +425,7 @@ def statistics_over_candidates(
     `log_kept_mass`. Those among `detached` get no gradient.
     """
     segments = plan.segments
-    target_logps = softmax.logps[plan.entries.last]
+    target_logps = softmax.logps.index_select(0, plan.entries.last)
     statistics = {"logps": mask_token_values(target_logps, plan, softmax.is_nan)}
     for name in names:
         logps = softmax.logps.detach() if name in detached else softmax.logps

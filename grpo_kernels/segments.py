@@ -145,7 +145,7 @@ def find_largest(values: Tensor, segments: Segments) -> LargestValues:
     values = values.detach()
     maxima = segments.max(values)
     finite_maxima = maxima.double().clamp(min=LOWEST_LOGP)  # -inf - (-inf) would be NaN
-    differences = values.double() - finite_maxima[segments.segment_ids]
+    differences = values.double() - finite_maxima.index_select(0, segments.segment_ids)
     positions = torch.arange(segments.num_values, device=values.device, dtype=torch.float64)
     # NaN differs from 0, so no position is chosen in a segment with NaN.
     candidates = positions.masked_fill(differences != 0.0, torch.inf)
@@ -155,7 +155,7 @@ def find_largest(values: Tensor, segments: Segments) -> LargestValues:
     return LargestValues(
         maxima=maxima,
         positions=first,
-        is_largest=positions == first[segments.segment_ids],
+        is_largest=positions == first.index_select(0, segments.segment_ids),
         differences=differences,
     )
 
@@ -206,7 +206,7 @@ class _LogSoftmax(torch.autograd.Function):
         """Return the log-probs, float64 [num_values]."""
         other_exps = differences.exp().masked_fill_(is_largest, 0.0)
         log_sums = torch.log1p(sum_segments(other_exps, offsets))
-        logps = differences - log_sums[segment_ids]
+        logps = differences - log_sums.index_select(0, segment_ids)
         return logps.nan_to_num_(nan=0.0, neginf=-torch.inf)
 
     @staticmethod
@@ -226,10 +226,11 @@ class _LogSoftmax(torch.autograd.Function):
         """
         logps, is_largest, segment_ids, offsets = ctx.saved_tensors
         grad_sums = sum_segments(grad, offsets)
-        grad_values = grad - logps.exp() * grad_sums[segment_ids]
+        grad_values = grad - logps.exp() * grad_sums.index_select(0, segment_ids)
         grad_of_others = grad_values.masked_fill_(is_largest, 0.0)
         grad_of_largest = -sum_segments(grad_of_others, offsets)
-        grad_values = torch.where(is_largest, grad_of_largest[segment_ids], grad_of_others)
+        spread_grads = grad_of_largest.index_select(0, segment_ids)
+        grad_values = torch.where(is_largest, spread_grads, grad_of_others)
         return grad_values.to(ctx.dtype), None, None, None, None
 
 
@@ -298,7 +299,7 @@ class _LogSoftmaxWithRest(torch.autograd.Function):
         log_of_values = torch.log1p(sum_segments(other_exps, offsets))
         log_of_rest = -log_odds
         log_sums = torch.logaddexp(log_of_values, log_of_rest)
-        logps = differences - log_sums[segment_ids]
+        logps = differences - log_sums.index_select(0, segment_ids)
         # log_odds of -inf give inf - inf = NaN, and the rest has the log-prob 0 then.
         rest_logps = log_of_rest - log_sums
         return (
@@ -328,10 +329,11 @@ class _LogSoftmaxWithRest(torch.autograd.Function):
         logps, rest_logps, is_largest, segment_ids, offsets = ctx.saved_tensors
         total = sum_segments(grad_logps, offsets) + grad_rest
         grad_log_odds = rest_logps.exp() * total - grad_rest
-        grad_values = grad_logps - logps.exp() * total[segment_ids]
+        grad_values = grad_logps - logps.exp() * total.index_select(0, segment_ids)
         grad_of_others = grad_values.masked_fill_(is_largest, 0.0)
         grad_of_largest = grad_log_odds - sum_segments(grad_of_others, offsets)
-        grad_values = torch.where(is_largest, grad_of_largest[segment_ids], grad_of_others)
+        spread_grads = grad_of_largest.index_select(0, segment_ids)
+        grad_values = torch.where(is_largest, spread_grads, grad_of_others)
         return grad_values.to(ctx.dtype), grad_log_odds, None, None, None, None
 
 
@@ -410,7 +412,7 @@ class _SegmentSum(torch.autograd.Function):
     def backward(ctx: Any, grad_sums: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of each value, which is the gradient of its segment's sum."""
         (segment_ids,) = ctx.saved_tensors
-        return grad_sums[segment_ids], None, None
+        return grad_sums.index_select(0, segment_ids), None, None
 
 
 class _Take(torch.autograd.Function):
@@ -423,7 +425,7 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def forward(values: Tensor, index: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
         """Return the value of each item, [num_items]."""
-        return values[index]
+        return values.index_select(0, index)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -435,4 +437,9 @@ class _Take(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of each value: a sum over the items that take it."""
         order, offsets = ctx.saved_tensors
-        return sum_segments(grad[order].double(), offsets).to(grad.dtype), None, None, None
+        return (
+            sum_segments(grad.index_select(0, order).double(), offsets).to(grad.dtype),
+            None,
+            None,
+            None,
+        )

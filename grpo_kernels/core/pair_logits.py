@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .autograd import WeightGradMemory, check_weight_is_present, without_second_derivative
@@ -56,7 +55,7 @@ class GivenPairLogits(torch.autograd.Function):
 
     logits             [A, T, V], A groups of T rows
     row_ids, columns   int64 [num_pairs]: rows are numbered from 0 to A * T - 1. A pair of the
-                       column -1 has the logit 0.
+                       column -1 has the logit 0. Other pairs are distinct.
     shard              this rank's part of the vocabulary, or None
     """
 
@@ -86,8 +85,7 @@ class GivenPairLogits(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return d loss / d logits [A, T, V], and None for the other inputs of `forward`.
 
-        The gradient of an element is the sum of `grad` over the pairs that selected it, and 0 if
-        there is none.
+        The gradient of an element is `grad` of the pair that selected it, and 0 if there is none.
 
         grad   d loss / d logit of each pair, [num_pairs]
         """
@@ -100,38 +98,25 @@ class GivenPairLogits(torch.autograd.Function):
             """
             (grad,) = upstream
             grad_logits = zeros(ctx.shape, ctx.dtype, grad.device)
-            if grad_logits.numel() > 0 and row_ids.numel() > 0:
-                write_pair_sums(grad_logits, row_ids, columns, grad)
+            if grad_logits.numel() > 0:
+                add_pairs(grad_logits, row_ids, columns, grad)
             return grad_logits
 
         return without_second_derivative(compute_gradient, [grad]), None, None, None
 
 
-def write_pair_sums(out: Tensor, row_ids: Tensor, columns: Tensor, values: Tensor) -> None:
-    """Write out[row, column] = sum of values[i] over the pairs i = (row, column), for each pair.
+def add_pairs(out: Tensor, row_ids: Tensor, columns: Tensor, values: Tensor) -> None:
+    """Add values[i] to out[row_ids[i], columns[i]] for each pair i. The host waits for no GPU.
 
-    Equal pairs are summed in fp64 and in a fixed order, and the sum is rounded once. The host does
-    not wait for a GPU.
-
-    out                [A, T, V] contiguous, A groups of T rows, 0 before. Not empty.
+    out                [A, T, V] contiguous, A groups of T rows, with V > 0
     row_ids, columns   int64 [num_pairs]: rows are numbered from 0 to A * T - 1. The column -1 marks
-                       an unused pair. There is at least one pair.
+                       an unused pair. Other pairs are distinct.
     values             float [num_pairs]
     """
-    # The key of a pair is its element of `out`, so equal pairs are neighbours when sorted. An
-    # unused pair adds 0 to the first element of its row.
-    values = values.masked_fill(columns < 0, 0.0)
-    keys = row_ids * out.shape[2] + columns.clamp(min=0)
-    sorted_keys, order = keys.sort(stable=True)
-    # Equal pairs are summed at the first of them, and the sum at the others is empty: pair i has
-    # the values from the end of the key before to the end of its own key. The host need not know
-    # how many keys differ.
-    ends = torch.searchsorted(sorted_keys, sorted_keys, right=True)
-    sums = torch.segment_reduce(
-        values[order].double(), "sum", offsets=F.pad(ends, (1, 0)), initial=0, unsafe=True
-    )
-    # An element gets one sum and zeros, so the order of the additions does not matter.
-    out.view(-1).index_add_(0, sorted_keys, sums.to(out.dtype))
+    # Only the device knows which pairs are unused. They add 0 to the first element of their row.
+    values = values.masked_fill(columns < 0, 0.0).to(out.dtype)
+    elements = row_ids * out.shape[2] + columns.clamp(min=0)
+    out.view(-1).index_add_(0, elements, values)
 
 
 def select_pairs(logits: Tensor, row_ids: Tensor, columns: Tensor) -> Tensor:
@@ -141,12 +126,21 @@ def select_pairs(logits: Tensor, row_ids: Tensor, columns: Tensor) -> Tensor:
     row_ids   int64 [num_pairs]
     columns   int64 [num_pairs]
     """
-    num_groups, rows_per_group, _ = logits.shape
-    if num_groups == 1 or logits.stride(0) == rows_per_group * logits.stride(1):
-        selected = logits.flatten(0, 1)[row_ids, columns]  # flatten makes a view
-    else:
-        selected = logits[row_ids // rows_per_group, row_ids % rows_per_group, columns]
-    return selected.float()
+    view, index = index_pairs(logits, row_ids, columns)
+    return view[index].float()
+
+
+def index_pairs(x: Tensor, row_ids: Tensor, columns: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return a view of x, and the index of each pair into this view.
+
+    x         [A, T, V], any strides: row t of group a has the number a * T + t
+    row_ids   int64 [num_pairs]
+    columns   int64 [num_pairs]
+    """
+    num_groups, rows_per_group, _ = x.shape
+    if num_groups == 1 or x.stride(0) == rows_per_group * x.stride(1):
+        return x.flatten(0, 1), (row_ids, columns)  # all groups as one
+    return x, (row_ids // rows_per_group, row_ids % rows_per_group, columns)
 
 
 class ProjectedPairLogits(torch.autograd.Function):

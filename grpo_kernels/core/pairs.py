@@ -21,25 +21,12 @@ class Pairs(NamedTuple):
     rows: Tensor
 
 
-class SortedPairs(NamedTuple):
-    """Pairs that were sorted by row.
+def pairs_of_rows(row_ids: Tensor, columns: Tensor, num_rows: int) -> Pairs:
+    """Return the pairs (row_ids[i], columns[i]), with the offsets of each row.
 
-    pairs   the pairs in their new order
-    order   int64 [num_pairs]: where each of them was before
-    """
-
-    pairs: Pairs
-    order: Tensor
-
-
-def sort_by_row(row_ids: Tensor, columns: Tensor, num_rows: int) -> SortedPairs:
-    """Return the pairs (row_ids[i], columns[i]) sorted by row. Pairs of a row keep their order.
-
-    row_ids   int64 [num_pairs], in [0, num_rows)
+    row_ids   int64 [num_pairs], in [0, num_rows), ascending
     columns   int64 [num_pairs]; -1 marks an unused pair
     """
-    sorted_rows, order = row_ids.sort(stable=True)
     bounds = torch.arange(num_rows + 1, device=row_ids.device)
-    offsets = torch.searchsorted(sorted_rows, bounds)
-    pairs = Pairs(ids=columns[order], offsets=offsets, rows=sorted_rows)
-    return SortedPairs(pairs=pairs, order=order)
+    offsets = torch.searchsorted(row_ids, bounds)
+    return Pairs(ids=columns, offsets=offsets, rows=row_ids)

@@ -22,8 +22,8 @@ from torch import Tensor
 from ..checks import plain
 from .backends import Backend, BackendWrapper
 from .backends.eager import blocks_of, rows_per_block
-from .pair_logits import local_ids, select_pairs
-from .pairs import Pairs, sort_by_row
+from .pair_logits import index_pairs, local_ids, select_pairs
+from .pairs import Pairs, pairs_of_rows
 from .softmax import GradientCoefficients, LogitRows, SoftmaxSums
 from .vocab_parallel import VocabParallel, VocabShard
 
@@ -47,14 +47,14 @@ def statistics_of_rest(
 
     source               `GivenLogits` or `ProjectedLogits`
     targets              int64 [num_rows]. A target may be left out of its row.
-    row_ids, token_ids   int64 [num_pairs]: the pairs (row, id) that are left out
+    row_ids, token_ids   int64 [num_pairs]: the pairs (row, id) that are left out, sorted by row
     mask                 bool [num_rows]: rows to process; None processes all
     names                the statistics in addition to "logps"
     detached             the names of statistics that get no gradient
     """
     shard: VocabShard | None = source.shard
     columns = local_ids(plain(token_ids), shard, source.num_columns)
-    left_out = sort_by_row(plain(row_ids), columns, source.num_rows).pairs
+    left_out = pairs_of_rows(plain(row_ids), columns, source.num_rows)
     kernels = source.kernels
     if shard is None:
         kernels = RestKernels(kernels, left_out)
@@ -209,12 +209,14 @@ def target_logits(rows: LogitRows) -> Tensor:
 
     rows   the rows of a kernel call
     """
-    columns = local_ids(rows.targets, shard=None, num_columns=rows.logits.shape[-1])
+    columns = rows.targets.clamp(0, rows.logits.shape[-1] - 1)
+    is_outside = columns != rows.targets
     row_ids = torch.arange(rows.num_rows, device=columns.device)
     # rows.logits may have rows of other calls before those of this one.
-    raw_logits = select_pairs(rows.logits, rows.first_row + row_ids, columns)
+    rows_of_logits = row_ids + rows.first_row if rows.first_row > 0 else row_ids
+    raw_logits = select_pairs(rows.logits, rows_of_logits, columns)
     logits = rows.transform.transform_pairs(raw_logits, row_ids)
-    return torch.where(columns >= 0, logits, torch.nan)
+    return logits.masked_fill(is_outside, torch.nan)
 
 
 def fill_pairs(x: Tensor, row_ids: Tensor, columns: Tensor, value: float) -> None:
@@ -226,15 +228,13 @@ def fill_pairs(x: Tensor, row_ids: Tensor, columns: Tensor, value: float) -> Non
     """
     if columns.numel() == 0 or x.numel() == 0:
         return
-    _, rows_per_group, num_columns = x.shape
+    num_columns = x.shape[2]
     # Only the device knows which pairs are unused, so they cannot be dropped. They write the same
     # value to the same element as the last used pair does. If no pair is used, all of them write
     # the first element, which keeps its value.
-    is_used = columns >= 0
-    keys = torch.where(is_used, row_ids * num_columns + columns, -1)
+    is_unused = columns < 0
+    keys = (row_ids * num_columns + columns).masked_fill_(is_unused, -1)
     last_used_key = keys.amax()
-    has_used = last_used_key >= 0
-    keys = torch.where(is_used, keys, last_used_key.clamp(min=0))
-    rows = keys // num_columns
-    index = (rows // rows_per_group, rows % rows_per_group, keys % num_columns)
-    x[index] = torch.where(has_used, value, x[index])
+    keys = torch.where(is_unused, last_used_key.clamp(min=0), keys)
+    view, index = index_pairs(x, keys // num_columns, keys % num_columns)
+    view[index] = view[index].masked_fill_(last_used_key >= 0, value)

@@ -48,7 +48,7 @@ from .linear import (
 from .loss_formulas import FormulaResult, SequenceFormula, TokenFormula, sum_losses
 from .memory import converted, empty_like, zeros
 from .pair_logits import GivenPairLogits, ProjectedPairLogits, local_ids
-from .pairs import sort_by_row
+from .pairs import pairs_of_rows
 from .rest_of_rows import statistics_of_rest
 from .softmax import (
     GradientCoefficients,
@@ -156,7 +156,7 @@ class RowSource(Protocol):
         them.
 
         targets              int64 [num_rows], ids of the vocabulary; any where mask is False
-        row_ids, token_ids   int64 [num_pairs], in any order: the pairs that are left out. An id
+        row_ids, token_ids   int64 [num_pairs], sorted by row: the pairs that are left out. An id
                              outside of the vocabulary leaves out nothing. Pairs may repeat.
         mask                 bool [num_rows]: rows to process; None processes all
         names                some of "entropy", "sum_squares", "top_prob", "logsumexp", of the rest
@@ -166,11 +166,11 @@ class RowSource(Protocol):
     def logits_at(self, row_ids: Tensor, token_ids: Tensor) -> Tensor:
         """Return the logit z of each (row, id) pair after `transform`, fp32 [num_pairs].
 
-        It is differentiable in the given logits, or in hidden states, weight and bias. The
-        gradients of equal pairs are summed in a fixed order, so that results are reproducible.
+        It is differentiable in the given logits, or in hidden states, weight and bias.
 
-        row_ids, token_ids   int64 [num_pairs], in any order. An id outside of the vocabulary gives
-                             -inf and no gradient.
+        row_ids, token_ids   int64 [num_pairs], sorted by row and distinct (`DistinctPairs`). An id
+                             outside of the vocabulary gives -inf and no gradient. Pairs of such
+                             ids may repeat.
         """
 
 
@@ -312,7 +312,8 @@ class GivenLogits:
         It is differentiable in the logits. With a vocabulary shard, each logit is on one rank, and
         all ranks get it.
 
-        row_ids, token_ids   int64 [num_pairs]. An id outside of the vocabulary gives -inf.
+        row_ids, token_ids   int64 [num_pairs], sorted by row and distinct. An id outside of the
+                             vocabulary gives -inf.
         """
         columns = local_ids(plain(token_ids), self.shard, self.num_columns)
         logits = apply_function(GivenPairLogits, self.logits, plain(row_ids), columns, self.shard)
@@ -667,17 +668,15 @@ class ProjectedLogits:
 
         That is one dot product for each pair. It is differentiable in hidden, weight and bias.
 
-        row_ids, token_ids   int64 [num_pairs]. An id outside of the vocabulary gives -inf.
+        row_ids, token_ids   int64 [num_pairs], sorted by row and distinct. An id outside of the
+                             vocabulary gives -inf.
         """
         columns = local_ids(plain(token_ids), self.shard, self.num_columns)
-        # The kernels take pairs that are sorted by row. The logits are put back into the caller's
-        # order below.
-        pairs, order = sort_by_row(plain(row_ids), columns, self.num_rows)
+        pairs = pairs_of_rows(plain(row_ids), columns, self.num_rows)
         logits = apply_function(
             ProjectedPairLogits, *self.tensors, pairs, self.kernels, self.shard, self.weight_memory
         )
-        in_given_order = logits[order.argsort()]
-        return transform_pairs(self, in_given_order, row_ids, token_ids)
+        return transform_pairs(self, logits, row_ids, token_ids)
 
     def fused_loss(
         self,

@@ -499,9 +499,9 @@ def test_an_id_outside_of_the_vocabulary_has_no_logit(is_projected):
         source = LinearInput(hidden, weight).make_source(layout, transform, Options())
     else:
         source = LogitsInput(hidden @ weight.t()).make_source(layout, transform, Options())
-    row_ids = torch.tensor([7, 2, 7, 0])
-    logits = source.logits_at(row_ids, torch.tensor([3, -1, V, 0]))
-    expected = (hidden @ weight.t()).view(B * T, V)[[7, 0], [3, 0]] / 0.5
+    row_ids = torch.tensor([0, 2, 7, 7])
+    logits = source.logits_at(row_ids, torch.tensor([0, -1, V, 3]))
+    expected = (hidden @ weight.t()).view(B * T, V)[[0, 7], [0, 3]] / 0.5
     assert_close(logits[[0, 3]].detach(), expected.detach())
     assert (logits[1:3] == -torch.inf).all()
     logits.backward(torch.ones(4))

@@ -426,10 +426,10 @@ OTHER_LAUNCHES = {
     "on-policy, hidden": (CallCase(source="hidden", given="on-policy"), 30),
     "frozen head": (CallCase(source="hidden", frozen="weight"), 32),
     "16 chunks": (CallCase(source="hidden"), 46),
-    "candidate sets": (CallCase(kept="all"), 130),
-    "candidate sets, hidden": (CallCase(source="hidden", kept="all"), 150),
-    "further ids": (CallCase(listed="some"), 270),
-    "further ids, hidden": (CallCase(source="hidden", listed="some"), 300),
+    "candidate sets": (CallCase(kept="all"), 125),
+    "candidate sets, hidden": (CallCase(source="hidden", kept="all"), 145),
+    "further ids": (CallCase(listed="some"), 250),
+    "further ids, hidden": (CallCase(source="hidden", listed="some"), 280),
     "dapo, exact jsd": (CallCase(objective="dapo, exact", other="whole", exact="jsd"), 50),
 }
 
