@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import Exact, TokenSets
+from grpo_kernels import Exact, LogitTransform, Options, TokenSets
 from grpo_kernels.candidates import (
     STATISTICS,
     candidate_divergence,
     candidate_logprobs,
     candidate_logprobs_with_extra_ids,
 )
+from grpo_kernels.inputs import LinearInput, LogitsInput, RowLayout
 from support.composition_cases import (
     NUM_ROWS,
     SOURCES,
@@ -317,8 +318,44 @@ def test_top_id_is_the_lowest_of_equal_ids():
     logits[1, 3] = -1e-30
     sets = TokenSets.from_lists([[9, 3, 5], [9, 3, 5]])
     source = Case.with_values("logits", logits).source(logits)
-    found = candidate_logprobs(source, torch.tensor([9, 9]), sets, names=("top_id",))
-    assert found["top_id"].tolist() == [3, 5]
+    for target in (9, 3, 5):
+        targets = torch.tensor([target, target])
+        found = candidate_logprobs(source, targets, sets, names=("top_id",))
+        assert found["top_id"].tolist() == [3, 5]
+
+
+@pytest.mark.parametrize("is_projected", [False, True])
+def test_tokens_of_one_row_round_its_gradient_once(is_projected):
+    """Also if the rows of the tokens do not ascend."""
+    g = torch.Generator().manual_seed(0)
+    num_tokens = 300
+    rows = torch.randint(2, (num_tokens,), generator=g)
+    targets = torch.randint(3, 5, (num_tokens,), generator=g)
+    sets = TokenSets.from_lists([[3, 4, 7]] * num_tokens)
+    weights = torch.rand(num_tokens, generator=g)
+    x = torch.randn(2, 8, generator=g).bfloat16()
+    # From hidden states, the head is the identity, so that the logits are the hidden states.
+    head = torch.eye(8)
+
+    def gradient(dtype):
+        leaf = x.to(dtype).requires_grad_()
+        layout = RowLayout(torch.Size([2]), leaf.device, are_shared=True)
+        if is_projected:
+            rows_input = LinearInput(leaf, head.to(dtype))
+        else:
+            rows_input = LogitsInput(leaf)
+        source = rows_input.make_source(layout, LogitTransform(), Options())
+        logps = candidate_logprobs(source, targets, sets, rows=rows)["logps"]
+        return torch.autograd.grad(logps, leaf, weights)[0]
+
+    log_p = x.double()[:, [3, 4, 7]].log_softmax(1)
+    expected = torch.zeros(2, 8, dtype=torch.float64)
+    for row, target, weight in zip(rows, targets, weights.double(), strict=True):
+        expected[row, [3, 4, 7]] -= weight * log_p[row].exp()
+        expected[row, target] += weight
+    torch.testing.assert_close(gradient(torch.float32).double(), expected, rtol=1e-6, atol=1e-6)
+    rounded = expected.bfloat16()
+    torch.testing.assert_close(gradient(torch.bfloat16), rounded, rtol=2**-8, atol=1e-6)
 
 
 # ---- what is read
