@@ -1,6 +1,7 @@
-"""The launches of our Triton kernels: a list of them, and how to compile them ahead of time without
-the GPU. Of one stream of rows, for rows next to a teacher's rows, and for the products over slots
-of kept sets.
+"""List the launches of our Triton kernels, and compile them for a GPU that is not there.
+
+The kernels read rows of logits, rows of logits with those of a teacher, or (row, id) pairs of
+candidate sets.
 """
 
 from __future__ import annotations
@@ -63,15 +64,18 @@ class Target:
     programs: int = 32
 
     def occupancy(self, warps: int, registers: int, shared: int) -> tuple[int, str]:
-        """(programs resident at a time, what limits them) of programs of so many warps and
-        registers per thread.
+        """Return (programs that fit on a multiprocessor, the resource that limits them).
+
+        warps       of a program
+        registers   of a thread
+        shared      bytes of shared memory of a program
         """
         # There are four partitions, each with a quarter of the registers. A warp gets a multiple of
         # 8 registers per thread.
         warp_registers = -(-registers // 8) * 8 * self.gpu.warp_size
-        held = 4 * (self.registers // 4 // warp_registers)
+        resident_warps = 4 * (self.registers // 4 // warp_registers)
         limits = {
-            "registers": held // warps,
+            "registers": resident_warps // warps,
             "threads": self.warps // warps,
             "programs": self.programs,
             "shared memory": self.shared // (shared + self.reserved) if shared else self.programs,
@@ -96,7 +100,7 @@ TARGETS = {
 
 
 class _Driver(NamedTuple):
-    """Replaces Triton's."""
+    """Replaces Triton's driver, which needs a GPU."""
 
     target: str
 
@@ -111,15 +115,16 @@ class _Driver(NamedTuple):
 
 
 def device_name(target: str) -> str:
-    """Keeps these kernels apart from those of a real GPU."""
+    """Return the device in Triton's cache of kernels, which no real GPU has."""
     return f"ahead-of-time {target}"
 
 
 @contextlib.contextmanager
 def compiling(target: str) -> Iterator[list[tuple[str, Any]]]:
-    """Inside, a launch compiles for `target` and does not run; (kernel name, compiled kernel) is
-    appended to the list. Signatures, specialisation and cache keys are therefore those of a real
-    call.
+    """Compile launches for `target` instead of running them, within a `with` block.
+
+    Yields a list that gets (kernel name, compiled kernel) of each launch. Signatures,
+    specialisation and cache keys are those of a real call.
     """
     launches: list[tuple[str, Any]] = []
     run = JITFunction.run
@@ -140,26 +145,28 @@ def compiling(target: str) -> Iterator[list[tuple[str, Any]]]:
 
 
 class Kind(NamedTuple):
-    """What budgets have to know about a kernel."""
+    """Facts about a kernel for its budget."""
 
-    launch: str  # the key of its launch
-    loops: str = (
-        "special"  # the pipe that its loops over a row issue to; "special" computes exponentials
-    )
-    # whether a loop does nothing but go over a row, so that its work can be counted per logit
+    launch: str  # the key of its launch in the package
+    #: The pipe that the loops over a row issue to. "special" computes exponentials.
+    loops: str = "special"
+    #: Whether its loops only go over a row, so that their work can be counted per logit.
     counted: bool = True
     stores: bool = False  # whether its loop stores a gradient
 
 
-#: The loop of scale_ also handles the end of a row; those of products read ids and values of slots,
-#: and store behind the loop.
+#: Kernels over (row, id) pairs. Their loops read ids and values too, and the store is behind them.
 PRODUCTS = ("slot_logits", "add_weight_rows", "add_hidden_rows")
 KINDS = {
-    "stats": Kind("one_pass"), "pull": Kind("one_pass", stores=True), "fused": Kind("fused", stores=True),
+    "stats": Kind("one_pass"),
+    "pull": Kind("one_pass", stores=True),
+    "fused": Kind("fused", stores=True),
     "scale_": Kind("one_pass", "memory", counted=False, stores=True),
-    "two_stats": Kind("reference"), "mixed": Kind("mixture"), "two_pull": Kind("reference", stores=True),
+    "two_stats": Kind("reference"),
+    "mixed": Kind("mixture"),
+    "two_pull": Kind("reference", stores=True),
     **dict.fromkeys(PRODUCTS, Kind("pairs", "fp32", counted=False)),
-}  # fmt: skip
+}
 DTYPE_NAMES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -171,34 +178,39 @@ SINGLE, HALF, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 @dataclass(frozen=True)
 class Case:
-    """One launch: the choices of a caller that select a compiled kernel. In a product of kept sets
-    `vocab` is the width of a row, `logits` the dtype of the rows that are read, `gradient` of those
-    that they are multiplied with or added to.
+    """The arguments of a launch that select a compiled kernel.
+
+    For a kernel over pairs, `vocab` is the width of a row, `logits` the dtype of the rows that are
+    read, and `gradient` that of the rows that they are multiplied with or added to.
     """
 
     kernel: str
     logits: torch.dtype = HALF
-    gradient: torch.dtype | None = HALF  # None: the fused loss without one
+    gradient: torch.dtype | None = HALF  # None: the fused loss without a gradient
     vocab: int = 151936
     stride: int = 151936
     transform: str = "linear"
-    entropy: bool = False  # of stats and pull; the bonus of the fused loss
-    squares: bool = (
-        False  # of stats and pull: sum of squares and, of one stream, largest probability
-    )
+    entropy: bool = False  # a sum of "stats" and "pull", the entropy bonus of "fused"
+    #: Of "stats" and "pull": the sum of squares and, without a teacher, the largest probability.
+    squares: bool = False
     objective: str = "grpo"  # a key of OBJECTIVES
-    without: str | None = None  # a tensor that the batch lacks: "mask", "old_logps"
-    teacher: torch.dtype | None = None  # of a second stream of rows
+    without: str | None = None  # a tensor that the batch lacks: "mask" or "old_logps"
+    teacher: torch.dtype | None = None  # dtype of the teacher's logits. None: no teacher
     divergence: str = ""
 
     @property
     def partials(self) -> tuple[str, ...]:
-        two = self.teacher is not None
-        squares = ("sum_squares",) if two else ("sum_squares", "top_id")
-        return sums_for(
-            ("divergence",) * two + ("entropy",) * self.entropy + squares * self.squares,
-            self.divergence,
-        )
+        """The softmax sums that the kernel computes or reads."""
+        wanted = []
+        if self.teacher is not None:
+            wanted.append("divergence")
+        if self.entropy:
+            wanted.append("entropy")
+        if self.squares:
+            wanted.append("sum_squares")
+            if self.teacher is None:
+                wanted.append("top_id")
+        return sums_for(tuple(wanted), self.divergence)
 
     @property
     def aligned(self) -> bool:
@@ -209,14 +221,13 @@ class Case:
 
     @property
     def choice(self) -> Choice:
+        """The package's launch parameters for it."""
         softcap = TRANSFORMS[self.transform](1).softcap
         if self.kernel == "fused":
             return choice_of(fused_kind(self.logits, softcap))
-        return LAUNCH[
-            reference_gradient_kind(softcap, softcap)
-            if self.kernel == "two_pull"
-            else self.kind.launch
-        ]
+        if self.kernel == "two_pull":
+            return LAUNCH[reference_gradient_kind(softcap, softcap)]
+        return LAUNCH[self.kind.launch]
 
     @property
     def kind(self) -> Kind:
@@ -228,20 +239,21 @@ class Case:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes that a pass reads per logit, for each stream; the first stream sets the width of an
-        access.
-        """
+        """Bytes per element of each matrix that a pass reads. The first sets the access width."""
         second = self.gradient if self.kind.launch == "pairs" else self.teacher
         return tuple(dtype.itemsize for dtype in (self.logits, second) if dtype is not None)
 
     @property
     def before_wait(self) -> float:
-        """The share of the loads of a tile that a thread issues before it waits for the first. Tanh
-        takes so long that half a tile, and two fifths of single elements, keep memory busy. The
-        gradient of an entropy in odd rows has registers for half a tile only. With a teacher: a
-        mixture takes eighty instructions per logit, which hide any load; a gradient with all slopes
-        leaves registers for three of four loads, and one with tanh, or all sums with it, for half
-        of them.
+        """The share of the loads of a tile that a thread issues before it waits for the first.
+
+        The shares below 1 are those at which memory is still busy:
+
+        - Tanh takes so long that half a tile suffices, or two fifths for single elements.
+        - The gradient of an entropy in odd rows has registers for half a tile only.
+        - A mixture with a teacher takes eighty instructions per logit, which hide any load.
+        - A gradient with a teacher and all coefficients leaves registers for three of four loads.
+          With tanh, or with all sums and tanh, half of them.
         """
         tanh = self.transform == "softcap"
         if self.teacher is None:
@@ -251,145 +263,159 @@ class Case:
             return 0.5 if self.aligned else 0.0
         if not self.aligned:
             return 0.4 if tanh else 0.5
-        if self.kernel != "two_pull":
-            return 0.5 if tanh and self.squares else 1.0
-        return 0.5 if tanh else 0.75 if self.squares else 1.0
+        if self.kernel == "two_pull" and not tanh:
+            return 0.75 if self.squares else 1.0
+        return 0.5 if tanh and (self.squares or self.kernel == "two_pull") else 1.0
 
     def __str__(self) -> str:
-        slots, dtypes = self.kind.launch == "pairs", [self.logits]
-        dtypes += [self.gradient] * ((slots or self.kind.stores) and self.gradient != self.logits)
-        words = [" -> ".join(DTYPE_NAMES[dtype] for dtype in dtypes)]
-        words += [
-            f"{'H' if slots else 'V'} {self.vocab}",
+        is_over_pairs = self.kind.launch == "pairs"
+        dtypes = DTYPE_NAMES[self.logits]
+        if (is_over_pairs or self.kind.stores) and self.gradient != self.logits:
+            dtypes += f" -> {DTYPE_NAMES[self.gradient]}"
+        words = [
+            dtypes,
+            f"{'H' if is_over_pairs else 'V'} {self.vocab}",
             "aligned" if self.aligned else "unaligned",
         ]
-        words += ["padded"] * (self.stride > self.vocab) + [self.transform] * (
-            self.transform != "linear"
-        )
-        words += (
-            ["entropy"] * self.entropy
-            + ["squares"] * self.squares
-            + [self.objective] * (self.kernel == "fused")
-        )
-        words += [f"no {self.without}"] * (self.without is not None)
-        return ", ".join(
-            [
-                *words,
-                *(
-                    [f"teacher {DTYPE_NAMES[self.teacher]}", self.divergence]
-                    if self.teacher
-                    else []
-                ),
-            ]
-        )
+        if self.stride > self.vocab:
+            words.append("padded")
+        if self.transform != "linear":
+            words.append(self.transform)
+        if self.entropy:
+            words.append("entropy")
+        if self.squares:
+            words.append("squares")
+        if self.kernel == "fused":
+            words.append(self.objective)
+        if self.without is not None:
+            words.append(f"no {self.without}")
+        if self.teacher is not None:
+            words += [f"teacher {DTYPE_NAMES[self.teacher]}", self.divergence]
+        return ", ".join(words)
 
     def launch(self) -> None:
+        """Call the kernel's function of the package with two rows of zeros."""
         if self.kind.launch == "pairs":
-            return self._multiply()
-        n, dtypes = 2, (self.logits, self.teacher, self.gradient)
-        logits, teacher, out = (
-            d and torch.zeros(1, n, self.stride, dtype=d)[..., : self.vocab] for d in dtypes
-        )
+            self._launch_over_pairs()
+            return
+        n = 2
+        logits = self._zeros(n, self.logits)
+        out = None if self.gradient is None else self._zeros(n, self.gradient)
         objective = replace(OBJECTIVES[self.objective], entropy_coef=0.01 if self.entropy else 0.0)
-        of_tokens, transform = (
-            token_inputs(n, objective, self.without),
-            TRANSFORMS[self.transform](n),
-        )
-        second = (
-            None
-            if teacher is None
-            else ReferenceRows(teacher, transform, DivergenceKind(self.divergence, 0.5))
-        )
-        read = of_tokens.processed if second is None else None
-        rows = LogitRows(logits, of_tokens.targets, read, transform, second)
-        partials = SoftmaxSums.masked(self.partials, n, logits.device, second)
-        slopes = (
-            "target",
-            *("constant", "logp") * self.entropy,
-            *("prob",) * self.squares,
-            *("divergence",) * (second is not None),
-        )
+        inputs = token_inputs(n, objective, self.without)
+        transform = TRANSFORMS[self.transform](n)
+        if self.teacher is None:
+            reference = None
+            rows = LogitRows(logits, inputs.targets, inputs.processed, transform, None)
+        else:
+            kind = DivergenceKind(self.divergence, 0.5)
+            reference = ReferenceRows(self._zeros(n, self.teacher), transform, kind)
+            rows = LogitRows(logits, inputs.targets, None, transform, reference)
+        sums = SoftmaxSums.masked(self.partials, n, logits.device, reference)
         match self.kernel:
             case "fused":
-                KERNELS.fused_loss(rows, objective.loss_formula(of_tokens), out)
+                KERNELS.fused_loss(rows, objective.loss_formula(inputs), out)
             case "stats" | "two_stats":
                 KERNELS.run_sums_kernel(rows, self.partials)
             case "mixed":
-                KERNELS.run_mixture_kernel(rows, partials)
+                KERNELS.run_mixture_kernel(rows, sums)
             case "pull" | "two_pull":
-                KERNELS.run_gradient_kernel(
-                    rows, partials, GradientCoefficients(torch.ones(len(slopes), n), slopes), out
-                )
+                KERNELS.run_gradient_kernel(rows, sums, self._coefficients(n), out)
             case "scale_":
                 KERNELS.scale_(logits, torch.ones(()))
 
-    def _multiply(self) -> None:
-        """Over the slots of kept sets.
+    def _zeros(self, n: int, dtype: torch.dtype) -> Tensor:
+        """Return zeros [1, n, vocab] with the row stride of the case."""
+        return torch.zeros(1, n, self.stride, dtype=dtype)[..., : self.vocab]
 
-        The weight, or the hidden states: the first matrix sets the width of an access.
-        """
-        n, m, ids = 4, 8, 16
-        slots = Pairs(*(torch.zeros(k, dtype=torch.int64) for k in (m, n + 1, m)))
+    def _coefficients(self, n: int) -> GradientCoefficients:
+        """Return the gradients of n rows with respect to the sums of the case."""
+        names = ["target"]
+        if self.entropy:
+            names += ["constant", "logp"]
+        if self.squares:
+            names.append("prob")
+        if self.teacher is not None:
+            names.append("divergence")
+        return GradientCoefficients(torch.ones(len(names), n), tuple(names))
+
+    def _launch_over_pairs(self) -> None:
+        """Call the kernel's function of the package with a few pairs of candidate sets."""
+        n, num_pairs, num_ids = 4, 8, 16
+        ids, offsets, rows = (
+            torch.zeros(size, dtype=torch.int64) for size in (num_pairs, n + 1, num_pairs)
+        )
+        pairs = Pairs(ids, offsets, rows)
+        values = torch.ones(num_pairs)
+        # The matrix that is read sets the width of an access.
         read, second = (
-            torch.zeros(ids, self.stride, dtype=dtype)[:, : self.vocab]
+            torch.zeros(num_ids, self.stride, dtype=dtype)[:, : self.vocab]
             for dtype in (self.logits, self.gradient)
         )
         match self.kernel:
             case "slot_logits":
-                KERNELS.pair_logits(second[:n], read, slots)
+                KERNELS.pair_logits(second[:n], read, pairs)
             case "add_weight_rows":
-                KERNELS.write_grad_hidden_of_pairs(torch.ones(m), slots, read, second[:n])
+                KERNELS.write_grad_hidden_of_pairs(values, pairs, read, second[:n])
             case "add_hidden_rows":
-                KERNELS.add_grad_weight_of_pairs(torch.ones(m), slots, read[:n], second)
+                KERNELS.add_grad_weight_of_pairs(values, pairs, read[:n], second)
 
 
 def token_inputs(
     n: int, objective: Objective, without: str | None = None, offset: int = 0
 ) -> TokenInputs:
-    """Vectors [n] that start at `offset` in their memory."""
-    targets, zeros = torch.zeros(1, n + offset, dtype=torch.int64), torch.zeros(1, n + offset)
+    """Return the inputs of an objective for n tokens.
+
+    without     a tensor that the batch lacks: "mask", "old_logps" or "ref_logps"
+    offset      elements in memory before the first token of each vector
+    """
+    targets = torch.zeros(1, n + offset, dtype=torch.int64)
+    zeros = torch.zeros(1, n + offset)
     optional: dict[str, Tensor] = {"mask": targets == 0, "old_logps": zeros, "ref_logps": zeros}
-    batch = TokenBatch(
-        targets, zeros, **{name: x for name, x in optional.items() if name != without}
-    )
+    if without is not None:
+        del optional[without]
+    batch = TokenBatch(targets, zeros, **optional)
     return objective.token_inputs(batch, normalizer=1.0).select(slice(offset, None))
 
 
 def _objectives() -> dict[str, Objective]:
-    """The formulas of all presets that need one pass, and of the other terms that a preset may
-    have.
+    """Return objectives that cover all formulas of the fused kernel, by a name.
+
+    They are the presets that need one pass, and GRPO with each other term that a preset may have.
     """
-    presets = {
+    found = {
         name: replace(preset, aggregate="token-mean")
         for name, preset in PRESETS.items()
         if preset.gradient_is_per_token and preset.exact is None
     }
-    grpo = presets["grpo"]
-    kls = [
-        *ESTIMATORS,
-        "k3+",
+    grpo = found["grpo"]
+    for estimator in (*ESTIMATORS, "k3+"):
+        found[f"grpo + {estimator}"] = replace(grpo, beta=0.04, kl=estimator)
+    for kl in (
         *(Kl("k3", weighting) for weighting in WEIGHTINGS),
         Kl("k3", clamp_log=20.0, clamp=10.0),
-    ]
-    every = presets | {
-        f"grpo + {kl if isinstance(kl, str) else _kl_name(kl)}": replace(grpo, beta=0.04, kl=kl)
-        for kl in kls
-    }
-    every["grpo, entropy floor"] = replace(grpo, filters=(EntropyFloor(1.0),))
-    every["grpo, bounded ratio"] = replace(grpo, log_ratio_bounds=(-20.0, 20.0))
-    # Presets with the same formula differ only in parameters, which do not cause a compilation:
-    # only the first is kept.
-    distinct = {
-        (
-            *o.formula.functions.values(),
-            o.beta != 0,
-            o.kl_spec.clamps is None,
-            o.filters == (),
-            o.log_ratio_bounds,
-        ): name
-        for name, o in reversed(every.items())
-    }
-    return {name: every[name] for name in reversed(distinct.values())}
+    ):
+        found[f"grpo + {_kl_name(kl)}"] = replace(grpo, beta=0.04, kl=kl)
+    found["grpo, entropy floor"] = replace(grpo, filters=(EntropyFloor(1.0),))
+    found["grpo, bounded ratio"] = replace(grpo, log_ratio_bounds=(-20.0, 20.0))
+    # Objectives that differ only in parameters share a compiled kernel. They are listed once, with
+    # the name of the first and in the place of the last.
+    distinct: dict[tuple, str] = {}
+    for name, objective in found.items():
+        key = _formula_key(objective)
+        distinct[key] = distinct.pop(key, name)
+    return {name: found[name] for name in distinct.values()}
+
+
+def _formula_key(objective: Objective) -> tuple:
+    """Return a key that is equal for objectives with the same compiled kernel."""
+    return (
+        *objective.formula.functions.values(),
+        objective.beta != 0,
+        objective.kl_spec.clamps is None,
+        objective.filters == (),
+        objective.log_ratio_bounds,
+    )
 
 
 def _kl_name(kl: Kl) -> str:
@@ -403,102 +429,101 @@ TRANSFORMS = {
     "mirrored": lambda n: RowTransform(-0.5, 0.0, 1.0),
     "softcap": lambda n: RowTransform(1.0, 30.0, 1.25),
 }
-#: (vocabulary, stride of a row): long and short rows; aligned, not aligned, and an odd vocabulary
-#: in padded rows.
 SHORT = 8192
+#: (vocabulary, stride of a row): long and short rows, aligned and not, and an odd vocabulary in
+#: padded rows.
 LAYOUTS = ((151936, 151936), (50257, 50257), (50257, 50272), (1024, 1024), (1001, 1001))
-#: Dtypes of logits and gradient at logits level; the last are those of a chunk of logits at hidden
-#: level. The gradient of fp16 logits has to wait for the loss scale, so the fused kernel does not
-#: compute it.
+#: Dtypes of logits and gradient. The last pair is that of a chunk of logits from hidden states.
+#: The fused kernel does not compute the gradient of fp16 logits, which needs the loss scale first.
 DTYPES = ((SINGLE, SINGLE), (HALF, HALF), (FP16, FP16), (SINGLE, HALF))
-#: (logits, teacher, gradient): of logits, of a chunk at hidden level, and with one stream of
-#: another width.
+#: Dtypes of logits, teacher logits and gradient. The fourth is for a chunk from hidden states, and
+#: the last two have a teacher of another width.
 PAIRS = (
     (HALF, HALF, HALF), (SINGLE, SINGLE, SINGLE), (FP16, FP16, FP16), (SINGLE, SINGLE, HALF), (SINGLE, HALF, HALF),
     (FP16, SINGLE, FP16),
 )  # fmt: skip
-#: The divergences that each kernel of two streams has code for.
+#: The divergences that each kernel with a teacher has code for.
 OF_TWO = {
     "two_stats": ("reverse", "forward"),
     "mixed": ("jsd", "tv"),
     "two_pull": ("reverse", "forward", "jsd", "tv"),
 }
-#: Dtypes of the two matrices of a product.
+#: Dtypes of the two matrices of a kernel over pairs.
 MATRICES = ((HALF, HALF), (FP16, FP16), (SINGLE, SINGLE), (HALF, SINGLE), (FP16, SINGLE))
 
 
 def _varied(case: Case) -> list[Case]:
-    """In every layout, and with every transform."""
-    return [
-        *(replace(case, vocab=v, stride=s) for v, s in LAYOUTS),
-        *(replace(case, transform=x) for x in TRANSFORMS),
-    ]
+    """Return the case in every layout, and with every transform."""
+    layouts = [replace(case, vocab=vocab, stride=stride) for vocab, stride in LAYOUTS]
+    return layouts + [replace(case, transform=transform) for transform in TRANSFORMS]
 
 
 def cases() -> list[Case]:
-    """The launches of the library. Layouts, transforms, objectives and further sums are varied one
-    at a time: the first two change the loops over a row, an objective changes only arithmetic on a
-    few scalars.
+    """Return the launches of the library, each once.
+
+    Layouts, transforms, objectives and further sums are varied one at a time. Layouts and
+    transforms change the loops over a row, an objective only changes arithmetic on a few scalars.
     """
+    found = [
+        *_without_teacher(),
+        *_with_teacher(),
+        *(
+            Case(kernel, read, second, vocab=width, stride=width)
+            for kernel, (read, second), width in product(PRODUCTS, MATRICES, (4096, 1001))
+        ),
+    ]
+    distinct: dict[Case, None] = {}
+    for case in found:
+        has_gradient = case.kind.stores or case.kind.launch == "pairs"
+        distinct[case if has_gradient else replace(case, gradient=None)] = None
+    return [*distinct]
+
+
+def _without_teacher() -> list[Case]:
+    """Return the launches of the kernels for rows of logits."""
     found: list[Case] = []
     for (logits, gradient), entropy in product(DTYPES, (False, True)):
         for case in _varied(Case("stats", logits, gradient, entropy=entropy)):
-            found += [case] * (logits == gradient)
-            found += [
-                replace(case, kernel="pull"),
-                replace(case, kernel="fused", gradient=None if logits == FP16 else gradient),
-            ]
+            if logits == gradient:
+                found.append(case)
+            found.append(replace(case, kernel="pull"))
+            fused_gradient = None if logits == FP16 else gradient
+            found.append(replace(case, kernel="fused", gradient=fused_gradient))
     for name in OBJECTIVES:
-        found += [
-            Case("fused", objective=name),
-            Case("fused", SINGLE, objective=name, entropy=True),
-        ]
-    found += [
-        Case("fused", without="mask"),
-        Case("fused", without="old_logps"),
-        Case("fused", gradient=None),
-    ]
-    found += [Case("stats", SINGLE, without="mask")]  # as from hidden states
+        found.append(Case("fused", objective=name))
+        found.append(Case("fused", SINGLE, objective=name, entropy=True))
+    found.append(Case("fused", without="mask"))
+    found.append(Case("fused", without="old_logps"))
+    found.append(Case("fused", gradient=None))
+    found.append(Case("stats", SINGLE, without="mask"))  # as from hidden states
     for logits in (HALF, SINGLE):
-        found += [
-            Case("stats", logits, squares=True),
-            Case("pull", logits, entropy=True, squares=True),
-        ]
-    found += [
-        Case("scale_", dtype, dtype, stride=151936 + pad)
-        for dtype, pad in product((SINGLE, HALF, FP16), (0, 16, 1))
-    ]
-    for kernel, divergence in ((kernel, x) for kernel, kinds in OF_TWO.items() for x in kinds):
-        pairs = [Case(kernel, x, d, teacher=y, divergence=divergence) for x, y, d in PAIRS]
-        # A softcap takes most registers: with every pair of dtypes, an odd vocabulary, and all
-        # other sums.
-        capped = [replace(case, transform="softcap") for case in pairs]
-        found += [
-            *pairs,
-            *_varied(pairs[0]),
-            *capped,
-            replace(capped[0], vocab=50257, stride=50257),
-        ]
-        if kernel != "mixed":
-            more = [
-                replace(pairs[0], entropy=True),
-                *(replace(case, entropy=True, squares=True) for case in [pairs[0], *capped]),
+        found.append(Case("stats", logits, squares=True))
+        found.append(Case("pull", logits, entropy=True, squares=True))
+    for dtype, padding in product((SINGLE, HALF, FP16), (0, 16, 1)):
+        found.append(Case("scale_", dtype, dtype, stride=151936 + padding))
+    return found
+
+
+def _with_teacher() -> list[Case]:
+    """Return the launches of the kernels for rows of logits with those of a teacher."""
+    found: list[Case] = []
+    for kernel, divergences in OF_TWO.items():
+        for divergence in divergences:
+            plain = [
+                Case(kernel, logits, gradient, teacher=teacher, divergence=divergence)
+                for logits, teacher, gradient in PAIRS
             ]
-            found += more
-    for kernel, (read, second), width in product(PRODUCTS, MATRICES, (4096, 1001)):
-        found.append(Case(kernel, read, second, vocab=width, stride=width))
-    # A gradient is of those that store one.
-    return list(
-        dict.fromkeys(
-            (
-                case
-                if case.kind.stores or case.kind.launch == "pairs"
-                else replace(case, gradient=None)
-            )
-            for case in found
-        )
-    )
+            # A softcap takes most registers, so that it meets every pair of dtypes, an odd
+            # vocabulary, and all other sums.
+            capped = [replace(case, transform="softcap") for case in plain]
+            found += [*plain, *_varied(plain[0]), *capped]
+            found.append(replace(capped[0], vocab=50257, stride=50257))
+            if kernel != "mixed":
+                found.append(replace(plain[0], entropy=True))
+                for case in (plain[0], *capped):
+                    found.append(replace(case, entropy=True, squares=True))
+    return found
 
 
-#: A few of each kernel, to compile in seconds.
+#: A few launches of each kernel, to compile in seconds.
 QUICK = [case for kernel in KINDS for case in [x for x in cases() if x.kernel == kernel][::23]]
