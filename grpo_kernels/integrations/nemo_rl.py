@@ -92,7 +92,7 @@ ADAPTER = Adapter(
 )
 #: NeMo-RL's truncated_importance_sampling_type -> the mode of `importance`.
 MODES = {None: "truncate", "tis": "truncate", "icepop": "mask", "seq-mask-tis": "sequence-mask"}
-#: The attributes of a `ClippedPGLossFn` that `PolicyLoss.like` reads,
+#: The attributes of a `ClippedPGLossFn` that `PolicyLoss.like` reads.
 READ = (
     "ratio_clip_min", "ratio_clip_max", "ratio_clip_c", "disable_ppo_ratio", "force_on_policy_ratio", "use_cispo",
     "sequence_level_importance_ratios", "loss_type", "reference_policy_kl_penalty", "reference_policy_kl_type",
@@ -100,7 +100,7 @@ READ = (
     "truncated_importance_sampling_ratio", "truncated_importance_sampling_ratio_min", "use_on_policy_kl_approximation",
     "positive_example_nll_weight", "seq_logprob_error_in_loss",
 )  # fmt: skip
-#: of a `DistillationLossFn` that `DistillationLoss.like` reads,
+#: The attributes of a `DistillationLossFn` that `DistillationLoss.like` reads.
 READ_OF_DISTILLATION = (
     "kl_type",
     "mixed_kl_weight",
@@ -108,7 +108,7 @@ READ_OF_DISTILLATION = (
     "log_infinitesimal",
     "loss_type",
 )
-#: and those that follow from others, or have no effect by themselves.
+#: Attributes of both that follow from other attributes, or have no effect by themselves.
 DERIVED = ("input_type", "metric_normalizations", "seq_logprob_error_threshold")
 #: Options of NeMo-RL that change what a loss gets or computes, and what to do instead.
 UNSUPPORTED = {
@@ -146,56 +146,57 @@ REVERSE = Exact("reverse", tail="ignore")
 
 
 def _refuse_other_options(theirs: Any, read: Sequence[str]) -> None:
-    """Raise ValueError if an attribute of NeMo-RL's loss is set that is not in `read`:
+    """Raise ValueError if a loss object of NeMo-RL has an option set that this module ignores.
 
-    a newer option may change the loss.
+    theirs   the object, whose attributes are its options. Private attributes do not count.
+    read     names of the attributes that the caller reads
+
+    A newer NeMo-RL may have an option that changes the loss. An option with an empty value (None,
+    False, 0, ...) is not set.
     """
     for name, value in vars(theirs).items():
-        unset = (
-            value is None
-            or value is False
-            or (not isinstance(value, Tensor) and value in (0, "", (), [], {}))
-        )
+        unset = value is None or value is False
+        if not isinstance(value, Tensor):
+            unset = unset or value in (0, "", (), [], {})
         if name not in (*read, *DERIVED) and not name.startswith("_") and not unset:
-            require(
-                False,
-                name,
-                value,
-                UNSUPPORTED.get(name, "this option is not known here: keep NeMo-RL's own loss."),
-            )
+            remedy = "this option is not known here: keep NeMo-RL's own loss."
+            require(False, name, value, UNSUPPORTED.get(name, remedy))
 
 
 @dataclass(eq=False)
 class PolicyLoss:
-    """A NeMo-RL loss function: (logits, data, global_valid_seqs, global_valid_toks) -> (loss,
-    metrics).
+    """A policy loss for NeMo-RL, computed from logits, for any objective.
 
-    objective    aggregate "token-mean" or "seq-mean-token-mean": NeMo-RL's two loss types, over its
-                 global counts.
-    importance   options of `corrections.importance_weights` between prev_logprobs and
-                 generation_logprobs, for example {"mode": "truncate", "high": 2.0}; None: no
-                 correction. The mode "sequence-mask", with low and high, drops the sequences whose
-                 geometric mean is outside, and the others keep their tokens' weights
-                 (seq-mask-tis).
-    inplace      True: the gradient overwrites the logits.
-    megatron     True: logits are Megatron's, [B, S, V / ranks], cut over its tensor-parallel group,
-                 for which the worker's megatron.core is asked on every call. Without it, plain
-                 logits are whole rows.
-    force_on_policy_ratio           NeMo-RL's: prev_logprobs are the policy's own.
-    use_on_policy_kl_approximation  NeMo-RL's: the KL is weighted by the ratio to the sampler. It is
-                                    computed from log-probs, in a second pass.
-    positive_example_nll_weight     NeMo-RL's: weight of the mean NLL of the micro-batch's tokens in
-                                    samples with a reward above 0.
+    Calling it returns (loss, metrics) of a micro-batch, as NeMo-RL's own loss functions do.
 
-    sampling_params  NeMo-RL's `TrainingSamplingParams`, of which top_k and top_p are read: the
-                     filter that prev_logprobs went through. None, or one that keeps everything: no
-                     filter.
-    seq_logprob_error_threshold  the largest error of a sequence, the mean over its trained tokens
-                                 of exp |log-prob - generation_logprobs|: sequences above it are
-                                 masked. As in NeMo-RL it needs force_on_policy_ratio and the
-                                 aggregate "token-mean". None: no sequence is.
+    objective    the loss. Its aggregate is "token-mean" or "seq-mean-token-mean", NeMo-RL's two
+                 loss types; the denominators are NeMo-RL's global counts.
+    importance   options of `importance_weights` for the weights exp(prev_logprobs -
+                 generation_logprobs), such as {"mode": "truncate", "high": 2.0}. The mode
+                 "sequence-mask", with low and high, drops the sequences whose geometric mean of
+                 weights is outside of [low, high]; other sequences keep the weights of their tokens
+                 (NeMo-RL's seq-mask-tis). None: no weights.
+    inplace      whether the gradient overwrites the logits
+    megatron     whether logits are sharded over Megatron's tensor-parallel group,
+                 [B, S, V / ranks]. If not, plain logits have the whole vocabulary.
+    force_on_policy_ratio
+                 whether the ratio of every token is 1, as if prev_logprobs were the policy's own
+    use_on_policy_kl_approximation
+                 whether the KL is weighted by the ratio to the sampler, which takes a second pass
+                 over the tokens
+    positive_example_nll_weight
+                 weight of an additional loss: the mean negative log-likelihood of the tokens of the
+                 micro-batch in samples with a reward above 0
+    sampling_params
+                 NeMo-RL's `TrainingSamplingParams`, whose top_k and top_p define the candidate set
+                 of each token. None: no candidate sets.
+    seq_logprob_error_threshold
+                 sequences whose error is above this number are masked. The error is the mean over
+                 the trained tokens of exp |log-prob - generation_logprobs|. As in NeMo-RL it needs
+                 force_on_policy_ratio and the aggregate "token-mean". None: no sequence is masked.
 
-    metric_normalizations tells NeMo-RL's split workers which metric has which denominator.
+    The attributes input_type, loss_type and metric_normalizations tell NeMo-RL what the loss takes,
+    how it is averaged, and by what each metric is divided.
     """
 
     objective: Objective
@@ -216,10 +217,11 @@ class PolicyLoss:
         require_one_of("aggregate", objective.aggregate, ("token-mean", "seq-mean-token-mean"))
         top_k = getattr(self.sampling_params, "top_k", None)
         top_p = getattr(self.sampling_params, "top_p", None)
-        #: What the filter keeps, as `TokenSets.from_logits` takes it; None without a filter.
-        self.rules: Any = (
-            None if (top_k or 0) <= 0 and top_p in (None, 1) else {"top_k": top_k, "top_p": top_p}
-        )
+        #: The arguments of `TokenSets.from_logits` that make the candidate sets; None without sets.
+        self.rules: Any = None
+        keeps_all = (top_k or 0) <= 0 and top_p in (None, 1)
+        if not keeps_all:
+            self.rules = {"top_k": top_k, "top_p": top_p}
         remedy = (
             "with sampling_params: the KL runs over the vocabulary, its weight over the sets: use"
             " the weighting 'score' or 'none', or use_on_policy_kl_approximation."
@@ -228,23 +230,22 @@ class PolicyLoss:
         require(not (self.rules and weighted), "kl", objective.kl, remedy)
         if self.seq_logprob_error_threshold is not None:
             self._check_threshold()
-        #: The correction with all of its options; without one, what its weights would be.
-        self.correction: dict[str, Any] = {
-            "level": "token",
-            "mode": "truncate",
-            "low": 0.0,
-            "high": 2.0,
-        } | (
-            {"level": "token" if objective.level == "token" else "sequence", "high": math.inf}
-            if self.importance is None
-            else self.importance
-        )
-        #: Whether the ratio of the correction is reported per sequence; whether it drops sequences,
-        #: or tokens, or nothing.
+        #: All options of `importance_weights`. Without importance= they are those of the unclamped
+        #: weights, which NeMo-RL reports among its metrics.
+        self.correction: dict[str, Any] = {"level": "token", "mode": "truncate", "low": 0.0}
+        if self.importance is not None:
+            self.correction |= {"high": 2.0, **self.importance}
+        else:
+            level = "token" if objective.level == "token" else "sequence"
+            self.correction |= {"level": level, "high": math.inf}
+        #: Whether the metric of the weights is a mean over sequences, and not over tokens.
         self.sequences = objective.level != "token" or self.correction["level"] != "token"
+        #: Whether whole sequences are dropped, and not tokens.
         self.drops_sequences = self.correction["mode"] == "sequence-mask"
+        #: Whether a weight can be outside of the bounds.
         self.bounded = self.correction["low"] > 0 or self.correction["high"] < math.inf
-        if self.force_on_policy_ratio:  # with a ratio of 1 the levels do not differ
+        if self.force_on_policy_ratio:
+            # The ratio of a token and of its sequence are both 1.
             self.objective = replace(objective, level="token")
         self.input_type = interfaces.LossInputType.LOGIT
         self.loss_type = interfaces.LossType.SEQUENCE_LEVEL
@@ -260,16 +261,19 @@ class PolicyLoss:
             divisors["outside_sampling_set"] = "TOKENS"
         if self.seq_logprob_error_threshold is None:
             divisors = {name: x for name, x in divisors.items() if name not in OF_SURVIVORS}
-        kinds = getattr(interfaces, "MetricNormalizer", {})  # which not every NeMo-RL has
+        # Older versions of NeMo-RL have no MetricNormalizer.
+        kinds = getattr(interfaces, "MetricNormalizer", {})
         self.metric_normalizations = {name: kinds[kind] for name, kind in divisors.items() if kinds}
 
     @property
     def requires_survivor_normalization(self) -> bool:
-        """Whether NeMo-RL's worker has to divide by the counts of the sequences that are left."""
+        """Whether NeMo-RL's worker rescales gradients by the share of tokens that are left."""
         return self.seq_logprob_error_threshold is not None
 
     def _check_threshold(self) -> None:
-        name, threshold = "seq_logprob_error_threshold", self.seq_logprob_error_threshold
+        """Raise ValueError if seq_logprob_error_threshold does not fit the other options."""
+        name = "seq_logprob_error_threshold"
+        threshold = self.seq_logprob_error_threshold
         remedy = "the mean of exp |difference of log-probs| is at least 1: pass a number above 1."
         require_number(name, threshold, remedy, 1.0, LARGEST)
         by_token = self.force_on_policy_ratio and self.objective.aggregate == "token-mean"
@@ -284,12 +288,12 @@ class PolicyLoss:
 
     @classmethod
     def like(cls, theirs: Any, **options: Any) -> PolicyLoss:
-        """Return this loss with the settings of `theirs`, a `ClippedPGLossFn`.
+        """Return our loss with the options of one of NeMo-RL's.
 
-        options   inplace, megatron, sampling_params
+        theirs    a `ClippedPGLossFn`
+        options   inplace=, megatron= and sampling_params=, which `theirs` does not have
 
-        Raises ValueError, with the name of the option, for settings that are not supported, and for
-        every option that is set and not known here.
+        Raises ValueError naming the option of `theirs` that is not supported or not known.
         """
         _refuse_other_options(theirs, READ)
         # force_on_policy_ratio has precedence in NeMo-RL.
@@ -351,55 +355,69 @@ class PolicyLoss:
         *,
         vocab_parallel_group: Any = None,
     ) -> LossAndMetrics:
-        """vocab_parallel_group:
+        """Return (loss, metrics) of a micro-batch.
 
-        what a prepare_fn of yours hands on, in the place of megatron=True.
+        logits                 [B, S, V], or [B, S, V / ranks]: a DTensor, or Megatron's with
+                               megatron=True. They are already divided by the temperature.
+        data                   NeMo-RL's columns of the micro-batch, [B, S] or [B]
+        global_valid_seqs      0-d, the number of sequences of all micro-batches and ranks
+        global_valid_toks      0-d, the number of trained tokens of all micro-batches and ranks
+        vocab_parallel_group   the tensor-parallel group of plain logits. A prepare_fn of yours may
+                               pass it in place of megatron=True.
+
+        The loss is 0-d, and the metrics are floats under NeMo-RL's names.
         """
         options = Options(shard=vocab_shard(logits, vocab_parallel_group, self.megatron))
         batch = self._batch(data)
-        tokens = global_valid_toks.float()
-        sequences = global_valid_seqs.float()
-        samples = data["sample_mask"]
-        filtered, dropped = self._filtered(logits, batch, options)
-        logps = self._logps_before(logits, filtered, options)
+        num_tokens = global_valid_toks.float()
+        num_sequences = global_valid_seqs.float()
+        counted_samples = data["sample_mask"]
+        batch_over_sets, outside_sets = self._with_candidate_sets(logits, batch, options)
+        logps = self._logps_before(logits, batch_over_sets, options)
         counts: dict[str, Tensor] = {}
         if self.seq_logprob_error_threshold is not None:
             assert logps is not None
             errors = sampler_errors(batch, logps.flatten())
             is_kept = errors <= self.seq_logprob_error_threshold  # False for NaN, as in NeMo-RL
-            counts = _counts_of_survivors(batch, samples, is_kept)
-            samples = samples * is_kept
+            counts = _counts_of_survivors(batch, counted_samples, is_kept)
+            counted_samples = counted_samples * is_kept
             survivors = batch.trained.view(batch.targets.shape) & is_kept[:, None]
             batch = replace(batch, mask=survivors)
-            filtered = replace(filtered, mask=survivors)
-        weights = outside = None
+            batch_over_sets = replace(batch_over_sets, mask=survivors)
+        weights = outside_bounds = None
         if self.importance is not None:
-            weights, outside = self._weights(_with_old_logps(batch, logps))
-        D = tokens if self.objective.aggregate == "token-mean" else sequences
-        out, kl = self._loss(logits, replace(filtered, weights=weights), D, options)
+            weights, outside_bounds = self._weights(_with_old_logps(batch, logps))
+            batch_over_sets = replace(batch_over_sets, weights=weights)
+        is_token_mean = self.objective.aggregate == "token-mean"
+        normalizer = num_tokens if is_token_mean else num_sequences
+        out, kl = self._loss(logits, batch_over_sets, normalizer, options)
         loss = out.loss if kl is None else out.loss + kl
-        named = self._metrics(out, batch, samples, (tokens, sequences), weights, outside) | {
-            "loss": loss,
-            **counts,
-        }
+
+        metrics = self._metrics(
+            out, batch, counted_samples, (num_tokens, num_sequences), weights, outside_bounds
+        )
+        metrics["loss"] = loss
+        metrics |= counts
         if batch.nll_weights is not None:
-            named["positive_nll_loss"] = (
-                -(batch.nll_weights * out.logps).sum() / self.positive_example_nll_weight
-            )
+            nll = -(batch.nll_weights * out.logps).sum()
+            metrics["positive_nll_loss"] = nll / self.positive_example_nll_weight
         if kl is not None:
-            named["kl_penalty"] = kl / self.objective.beta
-        if dropped is not None:
-            named["outside_sampling_set"] = (
-                dropped.flatten() & batch.trained
-            ).sum() / tokens.clamp(min=1)
-        return loss, to_floats(named)
+            metrics["kl_penalty"] = kl / self.objective.beta
+        if outside_sets is not None:
+            num_outside = (outside_sets.flatten() & batch.trained).sum()
+            metrics["outside_sampling_set"] = num_outside / num_tokens.clamp(min=1)
+        return loss, to_floats(metrics)
 
     def _batch(self, data: Any) -> TokenBatch:
-        """NeMo-RL's columns as a batch."""
+        """Return NeMo-RL's columns as a batch. Position t has the values of token t + 1.
+
+        data   has input_ids, token_mask, advantages and log-probs [B, S], sample_mask [B], and
+               optionally on_policy and rewards [B]
+        """
 
         def column(name: str) -> Tensor:
-            # The last position is masked. A view of the logits without it would cost a second copy
-            # of the gradient.
+            # The last position has no next token. It is kept and masked, because a view of the
+            # logits without it would cost a second copy of the gradient.
             return torch.nn.functional.pad(data[name][:, 1:], (0, 1))
 
         mask = (column("token_mask") * data["sample_mask"][:, None]) != 0
@@ -411,18 +429,20 @@ class PolicyLoss:
         if self.objective.beta != 0:
             fields["ref_logps"] = column("reference_policy_logprobs")
         if self.positive_example_nll_weight > 0 and "rewards" in data:
-            positive = mask & (data["rewards"] > 0)[:, None]
-            fields["nll_weights"] = positive * (
-                self.positive_example_nll_weight / positive.sum().clamp(min=1)
-            )
+            is_positive = mask & (data["rewards"] > 0)[:, None]
+            num_positive = is_positive.sum().clamp(min=1)
+            fields["nll_weights"] = is_positive * (self.positive_example_nll_weight / num_positive)
         return TokenBatch(column("input_ids"), column("advantages"), **fields)
 
     def _logps_before(self, logits: Tensor, batch: TokenBatch, options: Options) -> Tensor | None:
-        """Return the policy's log-probs [B, S] if they have to be known before the loss."""
-        corrects = self.importance is not None and (
-            self.force_on_policy_ratio or batch.on_policy is not None
-        )
-        if not corrects and self.seq_logprob_error_threshold is None:
+        """Return the policy's log-probs, fp32 [B, S], or None if the loss alone needs them.
+
+        They are needed for the error of sequences, and for importance weights of samples whose old
+        log-probs are the policy's own.
+        """
+        has_on_policy_samples = self.force_on_policy_ratio or batch.on_policy is not None
+        needed_for_weights = self.importance is not None and has_on_policy_samples
+        if not needed_for_weights and self.seq_logprob_error_threshold is None:
             return None
         with torch.no_grad():
             scored = token_logprobs(
@@ -430,12 +450,16 @@ class PolicyLoss:
             )
         return scored.logps
 
-    def _filtered(
+    def _with_candidate_sets(
         self, logits: Tensor, batch: TokenBatch, options: Options
     ) -> tuple[TokenBatch, Tensor | None]:
-        """(the batch with what the filter keeps of these logits, bool [B, S]: targets that it
-        drops), or (the batch, None). Where a target is dropped the set is the target alone:
-        log-prob 0, no gradient.
+        """Return the batch with the candidate sets of sampling_params, and targets outside of them.
+
+        logits   [B, S, V], whose top-k and top-p ids are the set of each row
+
+        The second result is bool [B, S]. The set of such a row is replaced by its target alone, so
+        that its log-prob is 0 and has no gradient, as in NeMo-RL. Without sampling_params, returns
+        (batch, None). Raises ValueError for sharded logits.
         """
         if not self.rules:
             return batch, None
@@ -445,77 +469,104 @@ class PolicyLoss:
                 " tensor-parallel ranks."
             )
         targets = batch.targets.flatten()
+        num_rows = len(targets)
         sets = TokenSets.from_logits(logits, order="vllm", **self.rules)
-        lacking = ~sets.contains(targets)
-        alone = TokenSets.from_padded(targets[:, None].to(sets.ids.dtype))
-        rows = torch.arange(len(targets), device=targets.device)
-        kept = TokenSets.cat([sets, alone]).take(rows + lacking * len(targets))
-        return replace(batch, kept=kept), lacking.view(batch.targets.shape)
+        is_outside = ~sets.contains(targets)
+        target_sets = TokenSets.from_padded(targets[:, None].to(sets.ids.dtype))
+        # Row i of the result is row i of sets, or if the target is outside, of target_sets.
+        row_numbers = torch.arange(num_rows, device=targets.device) + is_outside * num_rows
+        kept = TokenSets.cat([sets, target_sets]).take(row_numbers)
+        return replace(batch, kept=kept), is_outside.view(batch.targets.shape)
 
     def _loss(
-        self, logits: Tensor, batch: TokenBatch, D: Tensor, options: Options
+        self, logits: Tensor, batch: TokenBatch, normalizer: Tensor, options: Options
     ) -> tuple[LossOutput, Tensor | None]:
-        """(the loss without what follows, a KL over more than the sets or weighted by the ratio to
-        the sampler).
+        """Return the loss, and the KL term if it is not part of this loss.
+
+        normalizer   0-d, the denominator of both
+
+        The KL is separate, 0-d, in two cases: the batch has candidate sets (NeMo-RL's KL runs over
+        the vocabulary), and with use_on_policy_kl_approximation (its KL has other weights).
         """
-        spec = self.objective
-        whole = batch.kept is not None and self.objective.beta != 0
-        inplace = self.inplace and not whole
-        on_policy = spec.beta != 0 and self.use_on_policy_kl_approximation
-        if not whole and not on_policy:
-            return (
-                grpo_loss(logits, batch, spec, normalizer=D, inplace=inplace, options=options),
-                None,
+        objective = self.objective
+        has_kl = objective.beta != 0
+        has_sets = batch.kept is not None
+        is_weighted = has_kl and self.use_on_policy_kl_approximation
+        # A separate KL over the vocabulary needs the logits after the backward of the loss.
+        inplace = self.inplace and not (has_sets and has_kl)
+        if not (has_sets and has_kl) and not is_weighted:
+            out = grpo_loss(
+                logits, batch, objective, normalizer=normalizer, inplace=inplace, options=options
             )
+            return out, None
         scored = token_logprobs(
-            logits, batch.targets, mask=batch.mask, entropy=spec.needs_entropy, options=options, kept=batch.kept, inplace=inplace,
+            logits,
+            batch.targets,
+            mask=batch.mask,
+            entropy=objective.needs_entropy,
+            options=options,
+            kept=batch.kept,
+            inplace=inplace,
             also=("log_kept_mass",),
-        )  # fmt: skip
+        )
+        without_kl = replace(objective, beta=0.0)
         out = objective_loss(
-            scored.logps, batch, replace(spec, beta=0.0), entropy=scored.entropy, normalizer=D
+            scored.logps, batch, without_kl, entropy=scored.entropy, normalizer=normalizer
         )
-        kl = _by_ratio_to_the_sampler(spec.kl_spec) if on_policy else spec.kl
-        alone = replace(
-            spec, surrogate=NoPolicyTerm(), level="token", filters=(), entropy_coef=0.0, kl=kl
+        kl_alone = replace(
+            objective,
+            surrogate=NoPolicyTerm(),
+            level="token",
+            filters=(),
+            entropy_coef=0.0,
+            kl=_by_ratio_to_the_sampler(objective.kl_spec) if is_weighted else objective.kl,
         )
-        compared = replace(
+        kl_batch = replace(
             batch,
-            old_logps=batch.sampler_logps if on_policy else None,
+            old_logps=batch.sampler_logps if is_weighted else None,
             weights=None,
             nll_weights=None,
             kept=None,
         )
-        return (
-            out,
-            objective_loss(
-                scored.logps + scored.also["log_kept_mass"], compared, alone, normalizer=D
-            ).loss,
-        )
+        # log p(token) = log p(token | set) + log p(set)
+        logps_over_vocabulary = scored.logps + scored.also["log_kept_mass"]
+        kl = objective_loss(logps_over_vocabulary, kl_batch, kl_alone, normalizer=normalizer)
+        return out, kl.loss
 
     def _weights(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """The weights of the correction and which tokens are outside its bounds, both [B, S]."""
+        """Return (importance weights, is_outside), fp32 and bool [B, S].
+
+        batch   has old_logps and sampler_logps, whose difference is the log of the weight
+
+        is_outside marks tokens whose weight (or that of their sequence) is outside of the bounds of
+        `correction`.
+        """
         level = self.correction["level"]
         low = self.correction["low"]
         high = self.correction["high"]
-        x = torch.where(batch.mask, batch.old_logps - batch.sampler_logps, 0.0)
-        of_sequence = x.nansum(1, keepdim=True) / (
-            batch.mask.sum(1, keepdim=True).clamp(min=1) if level == "geometric" else 1
-        )
-        beyond = (
-            (x if level == "token" else of_sequence).exp().isinf()
-        )  # which is a weight of 0 to NeMo-RL
+        log_ratio = torch.where(batch.mask, batch.old_logps - batch.sampler_logps, 0.0)
+        # A weight that overflows is 0 in NeMo-RL.
+        if level == "token":
+            beyond = log_ratio.exp().isinf()
+        else:
+            log_ratio_of_sequence = log_ratio.nansum(1, keepdim=True)
+            if level == "geometric":
+                num_trained = batch.mask.sum(1, keepdim=True).clamp(min=1)
+                log_ratio_of_sequence = log_ratio_of_sequence / num_trained
+            beyond = log_ratio_of_sequence.exp().isinf()
         raw = importance_weights(batch, level=level, high=math.inf).masked_fill(beyond, 0.0)
         if self.drops_sequences:
-            # An infinite ratio adds 0 to its sequence's mean, as in NeMo-RL.
-            finite = replace(
-                batch, sampler_logps=batch.sampler_logps.masked_fill(x.isinf(), math.nan)
-            )
+            # An infinite ratio adds 0 to the mean of its sequence in NeMo-RL. So does a token that
+            # the sampler did not score (NaN) here.
+            finite_logps = batch.sampler_logps.masked_fill(log_ratio.isinf(), math.nan)
+            finite = replace(batch, sampler_logps=finite_logps)
             kept = rejection_mask(finite, metric="ratio", over="mean", low=low, high=high)
             return kept * raw, kept == 0
+        # The weight of 0 is clamped to low, or is masked.
+        overflow_weight = low if self.correction["mode"] == "truncate" else 0.0
         weights = importance_weights(batch, **self.correction)
-        return weights.masked_fill(beyond, low if self.correction["mode"] == "truncate" else 0.0), (
-            raw < low
-        ) | (raw > high)
+        weights = weights.masked_fill(beyond, overflow_weight)
+        return weights, (raw < low) | (raw > high)
 
     def _metrics(
         self, out: LossOutput, batch: TokenBatch, samples: Tensor, counts: tuple[Tensor, Tensor], weights: Tensor | None,
@@ -593,14 +644,26 @@ class PolicyLoss:
 
 
 def _counts_of_survivors(batch: TokenBatch, samples: Tensor, is_kept: Tensor) -> dict[str, Tensor]:
-    """Return NeMo-RL's counts of the sequences that are kept, bool [B], and of their tokens."""
+    """Return {metric of NeMo-RL: number}, 0-d: masked sequences, and tokens and sequences left.
+
+    samples   [B], 1 for samples that count
+    is_kept   bool [B], False for sequences that are masked
+    """
     tokens = batch.lengths * samples
-    counts = ((samples * ~is_kept).sum(), (tokens * is_kept).sum(), (samples * is_kept).sum())
-    return dict(zip(OF_SURVIVORS, counts, strict=True))
+    return {
+        "num_masked_seqs_by_logprob_error": (samples * ~is_kept).sum(),
+        "seq_logprob_error_valid_tokens": (tokens * is_kept).sum(),
+        "seq_logprob_error_valid_seqs": (samples * is_kept).sum(),
+    }
 
 
 def _with_old_logps(batch: TokenBatch, logps: Tensor | None) -> TokenBatch:
-    """Return the batch with the policy's log-probs [B, S] as old ones where it is on-policy."""
+    """Return the batch with the policy's log-probs as old log-probs of its on-policy samples.
+
+    logps   fp32 [B, S], the policy's log-probs; None if the batch has no on-policy samples
+
+    All samples are on-policy if the batch has no old log-probs.
+    """
     if logps is None or (batch.old_logps is not None and batch.on_policy is None):
         return batch
     old = logps
@@ -610,16 +673,21 @@ def _with_old_logps(batch: TokenBatch, logps: Tensor | None) -> TokenBatch:
 
 
 def _by_ratio_to_the_sampler(kl: Kl) -> Kl:
-    """NeMo-RL's KL of samples whose old log-probs are the sampler's. Unlike in a `Kl`, it bounds
-    the weighted value, and a weight that overflows fp32 is 0.
+    """Return NeMo-RL's KL that is weighted by the ratio of policy and sampler.
+
+    kl   the estimator, and the bound of its value (clamp)
+
+    The batch has the sampler's log-probs as old_logps. Two things differ from
+    `Kl(weighting="ratio")`: clamp bounds the value after the weight is multiplied, and a weight
+    that overflows fp32 counts as 0.
     """
     weighted = replace(kl, weighting="ratio", clamp=math.inf)
 
     def estimator(logp: Any, old_logp: Any, ref_logp: Any) -> tuple[Any, Any]:
-        terms = kl_terms(
-            logp, old_logp, ref_logp, logp - old_logp, weighted.clamps, **weighted.formula
-        )
-        fits = logp - old_logp < LARGEST_LOG
+        """Return (value, derivative in logp) for one token."""
+        log_ratio = logp - old_logp
+        terms = kl_terms(logp, old_logp, ref_logp, log_ratio, weighted.clamps, **weighted.formula)
+        fits = log_ratio < LARGEST_LOG
         near = fits & (ops.abs(terms.value) <= kl.clamp)
         value = ops.minimum(ops.maximum(terms.value, -kl.clamp), kl.clamp)
         return ops.where(fits, value, 0.0), ops.where(near, terms.grad_both, 0.0)
@@ -631,11 +699,12 @@ def _by_ratio_to_the_sampler(kl: Kl) -> Kl:
 
 
 def bind(**how: bool) -> Slots:
-    """Replace `nemo_rl.distributed.model_utils.from_parallel_hidden_states_to_logprobs`, which the
-    Megatron worker calls with use_fused_linear_logprobs. The result restores it, see `Slots`, which
-    has the errors too.
+    """Replace NeMo-RL's function of log-probs from hidden states, until `undo()` of the result.
 
-    how   strict and any_version of `Slots`
+    It is `nemo_rl.distributed.model_utils.from_parallel_hidden_states_to_logprobs`, which the
+    Megatron worker calls with use_fused_linear_logprobs.
+
+    how   strict= and any_version= of `Slots`, which also lists the errors
     """
     return ADAPTER.bind(from_parallel_hidden_states_to_logprobs, **how)
 
@@ -655,7 +724,7 @@ def from_parallel_hidden_states_to_logprobs(
     cp_group: Any = None,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """Compute the log-probs of the next tokens, fp32 [B, S - 1].
+    """Return the log-probs of the next tokens, fp32 [B, S - 1].
 
     tensor_parallel_hidden_states
                     [S / ranks, B, H]: this rank's part of the sequence. Its gradient is summed over
@@ -665,10 +734,14 @@ def from_parallel_hidden_states_to_logprobs(
     target          int64 [B, S], token ids that are not shifted
     vocab_start_index, vocab_end_index
                     the ids of this rank's rows
-    inference_only  True: no gradient
+    tp_group        the tensor-parallel group
+    inference_only  whether the result has no gradient
+    cp_group        the context-parallel group, or None. If it has several ranks, NeMo-RL computes
+                    the call (and refuses it).
+    runtime_gather_output, chunk_size
+                    not used
 
-    runtime_gather_output and chunk_size have no effect here. Raises ValueError for ids that are not
-    those of this rank of tp_group; context parallelism is left to NeMo-RL, which refuses it.
+    Raises ValueError if the ids are not those of this rank of tp_group.
     """
     if cp_group is not None and torch.distributed.get_world_size(cp_group) > 1:
         raise NotCovered("context parallelism")
@@ -690,37 +763,32 @@ def from_parallel_hidden_states_to_logprobs(
 
 
 class DistillationLoss:
-    """A NeMo-RL loss function: (logits, data, global_valid_seqs, global_valid_toks) -> (loss,
-    metrics).
+    """A distillation loss for NeMo-RL, computed from logits at the ids of the teacher's top-k.
 
         loss_fn = DistillationLoss.like(DistillationLossFn(config))
 
-    NeMo-RL hands it the logits in place of log-probs at the teacher's ids, and the teacher's
-    `topk_logits_k` largest logits and their ids in `data`. Both KLs are renormalised over these
-    ids, as with zero_outside_topk=False, from the logits at the ids alone: nothing of the size of
-    the vocabulary is read. With zero_outside_topk=True the policy's probabilities are over the
-    whole vocabulary, and the teacher's log-prob outside of its ids is -100: log-probs and entropy
-    come from one pass over each row. The value of that option's reverse KL has about 100 times the
-    mass outside in it, and that mass is the gradient: it is NeMo-RL's, for parity.
-    `Exact("reverse")`, whose tail is one outcome, has no such number. The sum of NeMo-RL's option
-    `forward` has no minimum at the teacher's row either way: its value may be negative. An id
-    counts as often as the teacher lists it.
+    Calling it returns (loss, metrics) of a micro-batch, as NeMo-RL's own loss functions do.
 
-    kl_type            "forward", KL(teacher, policy); "reverse"; "mixed": mixed_kl_weight of the
-                       forward, and the rest of the reverse.
-    mixed_kl_weight    in [0, 1].
-    zero_outside_topk  False: both sides are renormalised over the teacher's ids. True: see above.
-    megatron           True: logits are Megatron's, [B, S, V / ranks], cut over its tensor-parallel
-                       group.
-    topk_logits_k      NeMo-RL's `distillation.topk_logits_k`, the number of the teacher's ids. Pass
-                       it to have 0 refused here: NeMo-RL's `prepare_loss_input`, which refuses it
-                       for log-probs, does not look at the ids for a loss of logits. None: it is
-                       refused when the loss is called.
+    kl_type            "forward": KL(teacher || policy). "reverse": KL(policy || teacher). "mixed":
+                       mixed_kl_weight times the forward KL plus (1 - mixed_kl_weight) times the
+                       reverse KL.
+    mixed_kl_weight    in [0, 1]
+    zero_outside_topk  False: the probabilities of teacher and policy are renormalised over the
+                       teacher's k ids. True: the policy's are over the vocabulary, and the
+                       teacher's log-prob of all other ids is -100.
+    megatron           whether logits are sharded over Megatron's tensor-parallel group,
+                       [B, S, V / ranks]
+    topk_logits_k      NeMo-RL's `distillation.topk_logits_k`, the number k. If it is passed, 0 is
+                       refused here and not in the first step.
 
-    `data` has token_mask [B, S], sample_mask [B], input_ids, teacher_topk_logits and
-    teacher_topk_indices [B, S, k], k at least 1; the last row of each sequence predicts nothing.
-    Not covered: context parallelism, the loss across tokenizers. Raises ValueError naming the
-    argument that is wrong.
+    With zero_outside_topk=False only the logits at the k ids are read. With True log-probs and
+    entropy come from one pass over each row. The reverse KL then contains 100 times the policy's
+    probability of all other ids, as in NeMo-RL, and most of its gradient comes from this term.
+    `Exact("reverse")`, which counts all other ids as one outcome, has no such number.
+
+    The forward KL is a sum over the k ids and may be negative, as in NeMo-RL. An id counts as often
+    as the teacher lists it. Context parallelism, and losses across tokenizers, are not supported.
+    Raises ValueError naming the argument that is wrong.
     """
 
     def __init__(
@@ -744,9 +812,8 @@ class DistillationLoss:
             0.0,
             1.0,
         )
-        self.forward = {"forward": 1.0, "reverse": 0.0}.get(
-            kl_type, float(mixed_kl_weight)
-        )  # the share of that KL
+        #: The weight of the forward KL. The reverse KL has the rest.
+        self.forward = {"forward": 1.0, "reverse": 0.0}.get(kl_type, float(mixed_kl_weight))
         self.zero_outside_topk = zero_outside_topk
         self.megatron = megatron
         self.loss_type = interfaces.LossType.TOKEN_LEVEL
@@ -754,8 +821,12 @@ class DistillationLoss:
 
     @classmethod
     def like(cls, theirs: Any, **options: Any) -> DistillationLoss:
-        """This loss with the settings of `theirs`, a `DistillationLossFn`. options: megatron and
-        topk_logits_k. Raises ValueError for every other option of `theirs` that is set.
+        """Return our loss with the options of one of NeMo-RL's.
+
+        theirs    a `DistillationLossFn`
+        options   megatron= and topk_logits_k=, which `theirs` does not have
+
+        Raises ValueError naming an option of `theirs` that is set and not known here.
         """
         _refuse_other_options(theirs, READ_OF_DISTILLATION)
         return cls(theirs.kl_type, theirs.mixed_kl_weight, theirs.zero_outside_topk, **options)
@@ -771,42 +842,56 @@ class DistillationLoss:
         *,
         vocab_parallel_group: Any = None,
     ) -> LossAndMetrics:
-        """vocab_parallel_group:
+        """Return (loss, metrics) of a micro-batch.
 
-        what a prepare_fn of yours hands on, in the place of megatron=True.
+        logits                 [B, S, V], or [B, S, V / ranks]: a DTensor, or Megatron's with
+                               megatron=True
+        data                   NeMo-RL's columns: input_ids and token_mask [B, S], sample_mask [B],
+                               teacher_topk_logits and teacher_topk_indices [B, S, k]. Position t
+                               of the logits predicts token t + 1, and the last position nothing.
+        global_valid_seqs      not used
+        global_valid_toks      0-d, the number of trained tokens of all micro-batches and ranks. The
+                               denominator is that of this micro-batch if data has no masks.
+        vocab_parallel_group   the tensor-parallel group of plain logits. A prepare_fn of yours may
+                               pass it in place of megatron=True.
+
+        The loss is 0-d fp32.
         """
         ids = data["teacher_topk_indices"].to(logits.device)
         if ids.shape[-1] <= 0:
             raise ValueError(f"teacher_topk_indices has no id: topk_logits_k=0. {NO_IDS}")
-        masked = "token_mask" in data and "sample_mask" in data
-        if masked:
+        has_masks = "token_mask" in data and "sample_mask" in data
+        if has_masks:
             mask = data["token_mask"].roll(-1, 1) * data["sample_mask"][:, None] != 0
         else:
             mask = torch.ones_like(ids[..., 0], dtype=torch.bool)
         mask[:, -1] = False
-        teacher = torch.log_softmax(
-            data["teacher_topk_logits"].to(logits.device, torch.float32), -1
-        )
+        teacher_logits = data["teacher_topk_logits"].to(logits.device, torch.float32)
+        teacher = torch.log_softmax(teacher_logits, -1)
         shard = vocab_shard(logits, vocab_parallel_group, self.megatron)
+        entropy = None
         if shard is None and not self.zero_outside_topk:
-            at = logits.gather(-1, ids).float()
-            entropy = None
-        else:  # in one pass over each row that counts
-            at, entropy, _ = logps_at_ids(
+            # The log-softmax below runs over the k ids, so their logits are enough.
+            policy = logits.gather(-1, ids).float()
+        else:
+            policy, entropy, _ = logps_at_ids(
                 logits, ids, mask=mask, entropy=self.zero_outside_topk, options=Options(shard=shard)
             )
-        at = torch.where(mask[..., None], at, OUTSIDE)  # masked rows may hold anything
-        at = at if self.zero_outside_topk else torch.log_softmax(at, -1)
-        value = at.new_zeros(mask.shape)
+        policy = torch.where(mask[..., None], policy, OUTSIDE)  # masked rows may hold anything
+        if not self.zero_outside_topk:
+            policy = torch.log_softmax(policy, -1)
+        divergence = policy.new_zeros(mask.shape)
         if self.forward > 0:
-            value = value + self.forward * divergence_over_ids(FORWARD, at, teacher)
+            divergence = divergence + self.forward * divergence_over_ids(FORWARD, policy, teacher)
         if self.forward < 1:
             if entropy is None:
-                reverse = divergence_over_ids(REVERSE, at, teacher)
-            else:  # the sum of p log p over the vocabulary, less that of p log q, whose log q outside is one number
-                p = at.exp()
+                reverse = divergence_over_ids(REVERSE, policy, teacher)
+            else:
+                # sum of p log p - p log q over the vocabulary. The first sum is -entropy. In the
+                # second, log q is a constant for all ids outside of the teacher's k.
+                p = policy.exp()
                 reverse = -entropy - (p * teacher).sum(-1) - OUTSIDE * (1.0 - p.sum(-1))
-            value = value + (1.0 - self.forward) * reverse
-        total = (global_valid_toks.float() + 1e-8) if masked else mask.sum()
-        loss = torch.where(mask, value, 0.0).sum() / total
+            divergence = divergence + (1.0 - self.forward) * reverse
+        num_tokens = (global_valid_toks.float() + 1e-8) if has_masks else mask.sum()
+        loss = torch.where(mask, divergence, 0.0).sum() / num_tokens
         return loss, {"loss": float(loss.detach()), "num_valid_samples": data["input_ids"].shape[0]}
