@@ -998,7 +998,7 @@ FAULTS: list[Fault] = [
             "ids = {self.tokenizer.eos_token_id} - {None}",
         ),
         ("positions of generated tokens off by one", "position_ids = position_ids[:, -1:] + 1", "position_ids = position_ids[:, -1:] + 2"),
-        ("sampling never ends", "unfinished = unfinished & ~torch.isin(input_ids, torch.tensor(ends, device=device))", "pass"),
+        ("sampling never ends", "unfinished = unfinished & ~torch.isin(input_ids, end_ids)", "pass"),
         (
             "sets of other tokens", "token_rows = torch.arange(num_tokens, device=mask.device).view(width, num_completions).T",
             "token_rows = torch.arange(num_tokens, device=mask.device).view(num_completions, width)",

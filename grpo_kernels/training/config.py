@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import ast
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -55,15 +54,23 @@ TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 # ---- what can be set, in the order of `--help`
 
 
-def option(default: Any, text: str, unit: str | None = None, **more: Any) -> Any:
-    """Return a dataclass field for an option.
+def option(default: Any, text: str, unit: str | None = None, **arguments: Any) -> Any:
+    """Return a dataclass field for an option of the command line.
 
-    text   its help
-    unit   the unit or kind of its value, which --help shows
-    more   other arguments of argparse's add_argument
+    default     its default, which --help shows unless it is None; "": a value is required
+    text        what --help says about the option
+    unit        the unit or kind of its value, which --help shows in place of the value
+    arguments   other arguments of argparse's add_argument, such as choices
     """
-    shown = " (required)" if default == "" else "" if default is None else f" (default: {default})"
-    metadata = {"help": text + shown, **({"metavar": unit} if unit else {}), **more}
+    if default == "":
+        shown_default = " (required)"
+    elif default is None:  # the text says what None means
+        shown_default = ""
+    else:
+        shown_default = f" (default: {default})"
+    metadata = {"help": text + shown_default, **arguments}
+    if unit:
+        metadata["metavar"] = unit
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -377,7 +384,7 @@ class Computation:
     seed: int = option(0, "seed of the data order and of sampling", "N")
 
 
-# ---- what is right
+# ---- all options
 
 
 @dataclass(frozen=True)
@@ -415,98 +422,125 @@ class TrainConfig(
     )  # fmt: skip
 
     def __post_init__(self) -> None:
+        """Check all options. Raise ValueError, which names an option, if one is wrong."""
         super().__post_init__()
         for f in fields(self):
-            value = getattr(self, f.name)
             choices = f.metadata.get("choices", ())
-            for each in value if isinstance(value, list) else [value]:
-                if choices and each is not None:
-                    require_one_of(f.name, each, choices)
-        for name, right, remedy in self._relations():
-            require(right, name, getattr(self, name), remedy)
+            if not choices:
+                continue
+            value = getattr(self, f.name)
+            values = value if isinstance(value, list) else [value]
+            for one_value in values:
+                if one_value is not None:
+                    require_one_of(f.name, one_value, choices)
+        are_betas = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        self._require(are_betas, "betas", "give two numbers in [0, 1).")
+        has_place = "{prompt}" in self.prompt_template
+        self._require(has_place, "prompt_template", "it must contain {prompt}.")
+        self._check_rewards()
+        self._check_sampling()
+        self._check_objective()
         self._try_estimators()
 
-    def _relations(self) -> Iterator[tuple[str, bool, str]]:
-        """Yield each field, whether it fits the others, and the remedy."""
-        yield (
-            "betas",
-            len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
-            "give two numbers in [0, 1).",
-        )
-        yield "prompt_template", "{prompt}" in self.prompt_template, "it must contain {prompt}."
-        scorers = len(self.rewards) + (self.reward_model is not None)
-        yield "rewards", scorers > 0, "name a reward function, or set reward_model."
-        weighted = self.reward_weights is None or len(self.reward_weights) == scorers
-        yield "reward_weights", weighted, f"give one weight for each of the {scorers} rewards."
-        adaptive = self.entropy_target == 0 or 0 <= self.entropy_coef <= 1
-        yield (
-            "entropy_coef",
-            adaptive,
-            "with entropy_target it is where the weight starts, in [0, 1].",
-        )
+    def _require(self, is_right: bool, name: str, remedy: str) -> None:
+        """Raise ValueError with the value of the option `name` and the remedy, unless is_right."""
+        require(is_right, name, getattr(self, name), remedy)
+
+    def _check_rewards(self) -> None:
+        """Raise ValueError unless there is a reward function, and one weight for each."""
+        num_functions = len(self.rewards) + (self.reward_model is not None)
+        remedy = "name a reward function, or set reward_model."
+        self._require(num_functions > 0, "rewards", remedy)
+        remedy = f"give one weight for each of the {num_functions} rewards."
+        has_weights = self.reward_weights is None or len(self.reward_weights) == num_functions
+        self._require(has_weights, "reward_weights", remedy)
+
+    def _check_sampling(self) -> None:
+        """Raise ValueError unless the options of sampling fit the sets that are trained over.
+
+        They also must fit `ratio_to` and `corrections`.
+        """
         remedy = (
             "nothing is cut off at top_p=1, top_k=0, min_p=0: there are no sets to train over. Set"
             " one of them, or leave it out."
         )
-        yield "replay", not self.replay or self.truncates, remedy
+        self._require(not self.replay or self.truncates, "replay", remedy)
+        # top_k=1 and min_p=1 both leave only the likeliest token.
+        remedy = (
+            "it leaves one token to sample from, whose probability cannot change: there is"
+            " nothing to train over the sets. Sample from more, or set replay=False."
+        )
         for name in ("top_k", "min_p"):
-            several = getattr(self, name) != 1 or not self.replays
-            remedy = (
-                "it leaves one token to sample from, whose probability cannot change: there is"
-                " nothing to train over the sets. "
-            )
-            yield name, several, remedy + "Sample from more, or set replay=False."
+            self._require(getattr(self, name) != 1 or not self.replays, name, remedy)
         remedy = (
             f"the ratio to the sampler holds what corrections={self.corrections} weigh a second"
             " time: leave one of them out."
         )
-        yield "ratio_to", self.ratio_to == "policy" or not self.corrections, remedy
-        objective = self.objective  # which refuses more
+        self._require(self.ratio_to == "policy" or not self.corrections, "ratio_to", remedy)
+
+    def _check_objective(self) -> None:
+        """Raise ValueError unless the options that change the objective fit each other."""
+        if self.entropy_target != 0:
+            remedy = "with entropy_target it is where the weight starts, in [0, 1]."
+            self._require(0 <= self.entropy_coef <= 1, "entropy_coef", remedy)
+        objective = self.objective  # raises ValueError for options that the objective refuses
+        has_kl = objective.beta > 0
         remedy = f"its weight is 0 in preset={self.preset!r}: set beta as well, or leave kl out."
-        yield "kl", self.kl is None or self.beta is not None or objective.beta > 0, remedy
-        bonus = self.entropy_coef != 0 or self.entropy_target != 0
-        alone = (
-            objective.surrogate.zero_at_zero_advantage
-            and not objective.surrogate.selects
-            and self.entropy_share == 1
-        )
-        remedy = (
-            "this objective wants those completions too, for a KL, an entropy bonus or quantile, or"
-            " its surrogate."
-        )
-        yield (
-            "drop_zero_variance",
-            not self.drop_zero_variance or (alone and objective.beta == 0 and not bonus),
-            remedy,
-        )
+        self._require(self.kl is None or self.beta is not None or has_kl, "kl", remedy)
+        if self.drop_zero_variance:
+            # Completions without advantage are dropped, so they must not contribute to the loss.
+            surrogate = objective.surrogate
+            has_bonus = self.entropy_coef != 0 or self.entropy_target != 0
+            uses_all_tokens = surrogate.selects or self.entropy_share != 1
+            only_advantages_count = (
+                surrogate.zero_at_zero_advantage and not uses_all_tokens and not has_bonus
+            )
+            remedy = (
+                "this objective wants those completions too, for a KL, an entropy bonus or quantile,"
+                " or its surrogate."
+            )
+            is_free_to_drop = only_advantages_count and objective.beta == 0
+            self._require(is_free_to_drop, "drop_zero_variance", remedy)
         remedy = "there is no reference to refresh at beta=0: set beta above 0."
-        yield "ref_refresh_steps", self.ref_refresh_steps == 0 or objective.beta > 0, remedy
+        self._require(self.ref_refresh_steps == 0 or has_kl, "ref_refresh_steps", remedy)
 
     def _try_estimators(self) -> None:
-        """Refuse unknown names, options and values, by using them on a batch of zeros."""
-        two = torch.zeros(2)
-        tokens = torch.zeros(2, 1)
-        mask = tokens == 0
-        evidence = Evidence(
-            two, group_size=2, columns=tokens, reward_weights=[1.0], mask=mask, greedy_rewards=two, old_logps=tokens,
-            sum_squares=tokens + 1.0,
-        )  # fmt: skip
-        batch = TokenBatch(mask.long(), two, mask=mask, old_logps=tokens, sampler_logps=tokens)
+        """Call the estimator of advantages and the corrections on 2 completions of 1 token each.
+
+        Raises ValueError for unknown names and options, for values that are out of range, and for
+        an estimator that needs something that this trainer does not have.
+        """
+        per_completion = torch.zeros(2)
+        per_token = torch.zeros(2, 1)
+        mask = torch.ones(2, 1, dtype=torch.bool)
         estimate = self.estimator(self.advantages)
-        lacking = ", ".join(name for name in estimate.func.needs if name not in KNOWN)
-        require(
-            not lacking,
-            "advantages",
-            self.advantages,
-            f"it takes {lacking}, of which this trainer has none.",
+        missing = [name for name in estimate.func.needs if name not in KNOWN]
+        remedy = f"it takes {', '.join(missing)}, of which this trainer has none."
+        self._require(not missing, "advantages", remedy)
+        evidence = Evidence(
+            per_completion,
+            group_size=2,
+            columns=torch.zeros(2, 1),  # one reward function
+            reward_weights=[1.0],
+            mask=mask,
+            greedy_rewards=per_completion,
+            old_logps=per_token,
+            sum_squares=per_token + 1.0,
+        )
+        batch = TokenBatch(
+            torch.zeros(2, 1, dtype=torch.int64),
+            per_completion,
+            mask=mask,
+            old_logps=per_token,
+            sampler_logps=per_token,
         )
         try:
             estimate(evidence)
-            self.corrected(batch, finished=mask[:, 0])
-        except TypeError as error:  # an option that they do not have
+            self.corrected(batch, finished=torch.ones(2, dtype=torch.bool))
+        except TypeError as error:  # an unknown option; a config raises ValueError for all errors
             raise ValueError(str(error)) from error
 
-    # ---- what follows
+    # ---- values that follow from the options
 
     @property
     def truncates(self) -> bool:
@@ -533,63 +567,70 @@ class TrainConfig(
         }
         if PRESETS[self.preset].aggregate == "constant":
             changes["max_tokens"] = self.max_new_tokens
-        given = {name: value for name, value in changes.items() if value is not None}
-        objective = Objective.preset(self.preset, numerics=self.numerics, **given)
-        if self.entropy_share < 1:
-            # Over the tokens of all ranks, as that of one process is over its whole batch.
-            group = torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
-            objective = replace(
-                objective,
-                filters=(
-                    *objective.filters,
-                    EntropyQuantile(self.entropy_share, process_group=group),
-                ),
-            )
-        return objective
+        # None: the value of the preset.
+        changes = {name: value for name, value in changes.items() if value is not None}
+        objective = Objective.preset(self.preset, numerics=self.numerics, **changes)
+        if self.entropy_share == 1:
+            return objective
+        # The quantile is over the tokens of all ranks, so that a run with several ranks trains on
+        # the same tokens as a run with one.
+        is_distributed = torch.distributed.is_initialized()
+        group = torch.distributed.group.WORLD if is_distributed else None
+        quantile = EntropyQuantile(self.entropy_share, process_group=group)
+        return replace(objective, filters=(*objective.filters, quantile))
 
     def estimator(self, text: str) -> Any:
-        """Return the estimator of advantages for a text such as "rloo" or "group:scale=none".
+        """Return a function from `Evidence` to advantages: an `Estimator` with its options set.
 
-        Its arguments are, in this order of priority: the options in the text, advantage_baseline
-        and advantage_scale, and the constants of the trainer `numerics`.
+        If an option is set several times, the text has priority, then advantage_baseline and
+        advantage_scale, then the constants of the trainer `numerics`.
+
+        text   name and options of the estimator, such as "rloo" or "group:scale=none"
+
+        Raises ValueError for an unknown name.
         """
-        name, options = with_options(text)
-        function = lookup(ADVANTAGES, name, "advantages")
+        name, options_in_text = with_options(text)
+        estimator = lookup(ADVANTAGES, name, "advantages")
+        # The options of an estimator, such as the baseline of "rloo", define it. Constants of a
+        # trainer must not change them.
+        free_options = estimator.option_names - estimator.options.keys()
         constants = CONSTANTS.get(self.numerics or "", {})
-        own = {
-            n: value
-            for n, value in constants.items()
-            if n in function.option_names - function.options.keys()
-        }
-        chosen = {"baseline": self.advantage_baseline, "scale": self.advantage_scale}
-        return partial(
-            function,
-            **own | {n: value for n, value in chosen.items() if value is not None} | options,
-        )
+        options = {option: value for option, value in constants.items() if option in free_options}
+        if self.advantage_baseline is not None:
+            options["baseline"] = self.advantage_baseline
+        if self.advantage_scale is not None:
+            options["scale"] = self.advantage_scale
+        options |= options_in_text
+        return partial(estimator, **options)
 
-    def corrected(self, batch: TokenBatch, **known: Any) -> TokenBatch:
+    def corrected(self, batch: TokenBatch, **arguments: Any) -> TokenBatch:
         """Return a batch with all `corrections` applied in their order.
 
-        known   arguments of each correction (finished, process_group)
+        arguments   `finished` and `process_group`, which each `Correction` gets
         """
         for text in self.corrections:
             name, options = with_options(text)
-            batch = lookup(CORRECTIONS, name, "corrections")(batch, **known, **options)
+            correction = lookup(CORRECTIONS, name, "corrections")
+            batch = correction(batch, **arguments, **options)
         return batch
 
     def lr_at(self, update: int) -> float:
-        """Return the learning rate of an optimizer step, which depends only on its number."""
+        """Return the learning rate of an optimizer step, which depends only on its number.
+
+        It rises linearly over `warmup_steps`, then follows `lr_schedule` until the end of the run.
+
+        update   number of the optimizer step, from 0; a training step makes `num_updates` of them
+        """
         if update < self.warmup_steps:
             return self.lr * (update + 1) / self.warmup_steps
-        done = (update - self.warmup_steps) / max(
-            self.steps * self.num_updates - self.warmup_steps, 1
-        )
-        left = {
-            "constant": 1.0,
-            "linear": 1.0 - done,
-            "cosine": 0.5 * (1.0 + math.cos(math.pi * min(done, 1.0))),
-        }
-        return self.lr * max(left[self.lr_schedule], 0.0)
+        num_after_warmup = max(self.steps * self.num_updates - self.warmup_steps, 1)
+        progress = (update - self.warmup_steps) / num_after_warmup
+        if self.lr_schedule == "constant":
+            return self.lr
+        if self.lr_schedule == "linear":
+            return self.lr * max(1.0 - progress, 0.0)
+        assert self.lr_schedule == "cosine", self.lr_schedule
+        return self.lr * max(0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0))), 0.0)
 
 
 #: Dataclasses of options, in the order of `--help`.
@@ -599,11 +640,14 @@ GROUPS = TrainConfig.__bases__[:-1]
 def with_options(text: str) -> tuple[str, dict[str, Any]]:
     """Return (name, options) of a text such as "name:key=value,key=value".
 
-    Values are Python literals, or else texts. Raises ValueError for a pair without "=".
+    Values become Python literals: numbers, bools, None. "inf" becomes infinity. Anything else
+    remains a text. Raises ValueError for a pair without "=".
     """
-    name, _, rest = text.partition(":")
+    name, _, pairs = text.partition(":")
     options = {}
-    for pair in filter(None, rest.split(",")):
+    for pair in pairs.split(","):
+        if not pair:  # "name" and "name:" have no options
+            continue
         if "=" not in pair:
             raise ValueError(f"{text!r}: options are written as name:key=value,key=value.")
         key, value = map(str.strip, pair.split("=", 1))
@@ -633,6 +677,19 @@ def parse(argv: list[str]) -> TrainConfig:
     Options come from the YAML file of --config, which options on the command line override. Raises
     ValueError for a wrong option.
     """
+    parser = _make_parser()
+    # The first pass only finds --config.
+    path = _read(parser, argv, argparse.Namespace()).config
+    options = argparse.Namespace()
+    if path:
+        _read(parser, _arguments_of_file(path), options, f"config={path!r}: ")
+    # Options of the command line are read last, so they replace those of the file.
+    _read(parser, argv, options)
+    return TrainConfig(**{f.name: getattr(options, f.name) for f in fields(TrainConfig)})
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line, with a group of options for each of `GROUPS`."""
     parser = package("transformers").HfArgumentParser(
         GROUPS,
         formatter_class=argparse.HelpFormatter,
@@ -658,42 +715,42 @@ def parse(argv: list[str]) -> TrainConfig:
         "--no-replay", dest="replay", action="store_false", help="the same as --replay false"
     )
     for action in parser._actions:
-        action.nargs = "*" if action.nargs == "+" else action.nargs  # a list may be empty
-    found = argparse.Namespace()
-    path = _read(parser, argv, argparse.Namespace()).config
-    if path:
-        _read(parser, _of_file(path), found, f"config={path!r}: ")
-    _read(parser, argv, found)
-    return TrainConfig(**{f.name: getattr(found, f.name) for f in fields(TrainConfig)})
+        if action.nargs == "+":  # HfArgumentParser's choice for lists, which may be empty here
+            action.nargs = "*"
+    return parser
 
 
 def _read(
-    parser: argparse.ArgumentParser, argv: list[str], into: argparse.Namespace, where: str = ""
+    parser: argparse.ArgumentParser, argv: list[str], namespace: argparse.Namespace, where: str = ""
 ) -> argparse.Namespace:
-    """Parse arguments into a namespace, and return it.
+    """Parse arguments into a namespace, and return it. Options that it has are overridden.
 
-    Raises ValueError, which begins with `where`, for a wrong value or an unknown option.
+    where   the beginning of errors: the file that the arguments come from; "": the command line
+
+    Raises ValueError for a wrong value or an unknown option.
     """
     try:
-        _, unknown = parser.parse_known_args(argv, into)
+        _, unknown = parser.parse_known_args(argv, namespace)
     except argparse.ArgumentError as error:
         raise ValueError(f"{where}{error}.") from error
-    if unknown:
-        name = unknown[0].partition("=")[0].lstrip("-").replace("-", "_")
-        meant = ELSEWHERE.get(name) or near_name(name, [f.name for f in fields(TrainConfig)])
-        remedy = (
-            f"did you mean {meant}?"
-            if meant
-            else "`python -m grpo_kernels train --help` lists all."
-        )
-        raise ValueError(f"{where}there is no option {name!r}: {remedy}")
-    return into
+    if not unknown:
+        return namespace
+    # "--learning-rate=1" -> "learning_rate"
+    name = unknown[0].partition("=")[0].lstrip("-").replace("-", "_")
+    meant = ELSEWHERE.get(name) or near_name(name, [f.name for f in fields(TrainConfig)])
+    if meant:
+        remedy = f"did you mean {meant}?"
+    else:
+        remedy = "`python -m grpo_kernels train --help` lists all."
+    raise ValueError(f"{where}there is no option {name!r}: {remedy}")
 
 
-def _of_file(path: str) -> list[str]:
-    """Return the options of a YAML file as arguments of the command line.
+def _arguments_of_file(path: str) -> list[str]:
+    """Return the options of a YAML file as arguments of the command line, ["--lr=1e-6", ...].
 
-    null is the default. Raises ValueError if the file cannot be read.
+    An option that is null in the file is left out, and so gets its default.
+
+    Raises ValueError if the file cannot be read, or has no options.
     """
     yaml = package("yaml")
     try:
@@ -702,15 +759,13 @@ def _of_file(path: str) -> list[str]:
         raise ValueError(f"config={path!r} cannot be read: {error}.") from error
     if not isinstance(options, dict):
         raise ValueError(f"config={path!r}: it must be lines of `option: value`.")
-    argv = []
+    arguments = []
     for name, value in options.items():
-        if value is not None:
-            argv += (
-                [f"--{name}", *map(str, value)]
-                if isinstance(value, list)
-                else [f"--{name}={value}"]
-            )
-    return argv
+        if isinstance(value, list):
+            arguments += [f"--{name}", *map(str, value)]
+        elif value is not None:
+            arguments.append(f"--{name}={value}")
+    return arguments
 
 
 def write(config: TrainConfig, path: Path) -> None:

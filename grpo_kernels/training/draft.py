@@ -65,6 +65,12 @@ class DraftTrainer:
     """The draft head of a run and its optimizer.
 
     Each rank has a copy of the head. Gradients are summed over all ranks.
+
+    config   the options of the run
+    policy   the policy, which the head reads and does not change
+    ranks    the ranks of the run
+
+    Raises ValueError if it is not known how the policy computes its logits (`check_projection`).
     """
 
     def __init__(self, config: TrainConfig, policy: ParallelModel, ranks: Ranks) -> None:
@@ -85,31 +91,26 @@ class DraftTrainer:
     def update(self, completions: Completions) -> dict[str, float]:
         """Make one optimizer step on the completions of all ranks.
 
-        completions   those of this rank
+        The step is skipped if there are no positions, or if the gradient is not finite.
 
-        Returns the means over all positions before the step: "draft_loss", "draft_acceptance" (the
-        probability that speculative sampling accepts the draft's token) and "draft_top1_agreement".
+        completions   the completions of this rank
+
+        Returns means over all positions, computed before the step: "draft_loss", "draft_acceptance"
+        (the probability that speculative sampling accepts the draft's token) and
+        "draft_top1_agreement" (the share of positions where both have the same likeliest token).
         """
-        every = torch.arange(len(completions.ids), device=self.ranks.device)
-        sums = torch.zeros(4, dtype=torch.float64, device=self.ranks.device)
-        for rows in pieces(every, self.config.micro_batch, self.ranks):
-            # All ranks make the same number of forwards. One without rows left takes any row.
-            part = completions[rows if len(rows) else every[:1]]
-            out = self.policy.without_gradients(self.loss, part)
-            if len(rows):
-                out.loss.backward()
-                sums += summed_metrics(out)
-        gradients = [p.grad for p in self.head.parameters() if p.grad is not None]
+        sums = self.accumulate_gradients(completions)
         if self.ranks.world > 1:
-            for x in (sums, *self.complete_gradients()):
-                dist.all_reduce(x)
-            gradients = self.complete_gradients()
-        loss, acceptance, agreement, positions = sums.tolist()
-        count = max(positions, 1.0)
+            dist.all_reduce(sums)
+            self.sum_gradients_over_ranks()
+        loss, acceptance, agreement, num_positions = sums.tolist()
+        count = max(num_positions, 1.0)
+        # The loss is a sum over positions, and so are its gradients.
+        gradients = [p.grad for p in self.head.parameters() if p.grad is not None]
         for gradient in gradients:
             gradient /= count
         norm = nn.utils.clip_grad_norm_(self.head.parameters(), self.config.max_grad_norm)
-        if positions and math.isfinite(norm):
+        if num_positions > 0 and math.isfinite(norm):
             self.optimizer.step()
         self.optimizer.zero_grad()
         return {
@@ -118,20 +119,44 @@ class DraftTrainer:
             "draft_top1_agreement": agreement / count,
         }
 
-    def complete_gradients(self) -> list[Tensor]:
-        """Return the gradient of each parameter, zeros for a rank without completions."""
-        for p in self.head.parameters():
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-        return [p.grad for p in self.head.parameters() if p.grad is not None]
+    def accumulate_gradients(self, completions: Completions) -> Tensor:
+        """Run forward and backward of each micro-batch, and add up the gradients in `.grad`.
+
+        completions   the completions of this rank
+
+        Returns the sums of `summed_metrics` over this rank, fp64 [4].
+        """
+        row_ids = torch.arange(len(completions.ids), device=self.ranks.device)
+        sums = torch.zeros(4, dtype=torch.float64, device=self.ranks.device)
+        for rows in pieces(row_ids, self.config.micro_batch, self.ranks):
+            # All ranks must make the same number of forwards. A rank without rows left takes its
+            # first row again, without a backward.
+            has_rows = len(rows) > 0
+            part = completions[rows if has_rows else row_ids[:1]]
+            out = self.policy.without_gradients(self.loss, part)
+            if has_rows:
+                out.loss.backward()
+                sums += summed_metrics(out)
+        return sums
+
+    def sum_gradients_over_ranks(self) -> None:
+        """Replace the gradient of each parameter by the sum over all ranks."""
+        for parameter in self.head.parameters():
+            if parameter.grad is None:  # this rank has no completions
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
 
     def loss(self, model: Any, completions: Completions) -> DraftLoss:
         """Return the loss of the draft, summed over positions.
 
         Only the draft's parameters get a gradient. This function runs inside a forward of the
         policy (`ParallelModel.without_gradients`), so that sharded weights are gathered.
+
+        model         the policy
+        completions   completions with their prompts; the draft is trained on all of these tokens
         """
         config = self.config
+        options = Options(backend="eager" if config.loss == "eager" else config.backend)
         with self.policy.autocast(config.dtype):
             hidden = model.get_decoder()(**completions.inputs, use_cache=False).last_hidden_state
             embeddings = model.get_input_embeddings()(completions.ids[:, 1:])
@@ -144,7 +169,7 @@ class DraftTrainer:
                     head,
                     mask=completions.attention[:, :-1],
                     normalizer=1.0,
-                    options=Options(backend="eager" if config.loss == "eager" else config.backend),
+                    options=options,
                 )
 
     def state(self) -> dict[str, Any]:
@@ -152,13 +177,17 @@ class DraftTrainer:
         return {"head": self.head.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Load what `state` returned."""
+        """Restore a state that `state` returned."""
         self.head.load_state_dict(state["head"])
         self.optimizer.load_state_dict(state["optimizer"])
 
 
 def summed_metrics(out: DraftLoss) -> Tensor:
-    """Return the sums over positions of loss, acceptance and agreement, and their number, fp64."""
-    positions = out.metrics["positions"].double()
+    """Return sums over the positions of a micro-batch, fp64 [4].
+
+    They are the sums of loss, acceptance and top-1 agreement, and the number of positions.
+    """
+    num_positions = out.metrics["positions"].double()
     means = [out.metrics[name] for name in ("loss", "acceptance", "top1_agreement")]
-    return torch.cat([*(x.double() * positions for x in means), positions])
+    sums = [mean.double() * num_positions for mean in means]
+    return torch.cat([*sums, num_positions])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -24,7 +25,7 @@ from ..objective import Objective
 from . import Ranks, require
 from .config import TRACKERS, TrainConfig, write
 from .data import Row
-from .rewards import Scores, pair
+from .rewards import Scores, show_pair
 
 Line = dict[str, Any]
 
@@ -37,16 +38,20 @@ def update_metrics(
 ) -> dict[str, float]:
     """Return the metrics of an update from the metrics of its micro-batches on all ranks.
 
-    parts      metrics and "loss" of each micro-batch of this rank, 0-d tensors
-    weighted   whether the tokens have weights. The effective sample size "ess" is then left out,
-               because the sum of weighted ratios is not known.
+    parts       for each micro-batch of this rank, "loss" and the metrics of `LossOutput`, 0-d
+    objective   the objective of the update
+    ranks       the ranks of the run; all of them must call this
+    weighted    whether the tokens have weights. The effective sample size "ess" is then left out,
+                because the sum of weighted ratios is not known.
     """
     # One transfer for all metrics: the host waits once.
     table = torch.stack([torch.stack([*part.values()]) for part in parts]).tolist()
-    own_parts = [dict(zip(parts[0], values, strict=True)) for values in table]
-    metrics = combine_metrics([part for rank in ranks.gather(own_parts) for part in rank])
+    parts_of_rank = [dict(zip(parts[0], values, strict=True)) for values in table]
+    parts_of_all_ranks = itertools.chain(*ranks.gather(parts_of_rank))
+    metrics = combine_metrics(list(parts_of_all_ranks))
     if ranks.world > 1 and objective.filter(EntropyQuantile):
-        del metrics["kept"]  # a quantile over ranks is not counted in it
+        # "kept" does not count a filter that communicates with other ranks.
+        del metrics["kept"]
     if weighted:
         del metrics["ess"]
     if "clip_low" in metrics:  # a custom loss may not have it
@@ -57,11 +62,14 @@ def update_metrics(
 def combine_metrics(parts: list[dict[str, float]]) -> dict[str, float]:
     """Return the metrics of a batch from those of its micro-batches.
 
-    "loss" and "tokens" are summed, names with "_max" and "_min" are extremes, "ess" is computed
-    anew, and all others are means over the tokens.
+    "loss" and "tokens" are summed. Names that end in "_max" and "_min" are the largest and the
+    smallest value. "ess" is computed from the sums of the ratios and of their squares. All others
+    are means over the tokens.
+
+    parts   for each micro-batch, "loss", "tokens", "ratio_mean", "ess" and any other metrics
     """
     loss = math.fsum(part["loss"] for part in parts)
-    # A micro-batch without tokens has no extremes.
+    # A micro-batch without tokens has no extremes. If none has tokens, the first one is used.
     parts = [part for part in parts if part["tokens"] > 0] or parts[:1]
     columns = {
         name: torch.tensor([part[name] for part in parts], dtype=torch.float64) for name in parts[0]
@@ -90,30 +98,35 @@ class Stopwatch:
     """
 
     def __init__(self) -> None:
-        self.began = self.last = time.perf_counter()
+        self.start_time = time.perf_counter()
+        self.last_time = self.start_time
         self.seconds = defaultdict[str, float](float)
 
     def lap(self, part: str) -> None:
-        """Add the time since the last lap to `part`."""
+        """Add the time since the last lap to the seconds of a part, such as "sampling"."""
         now = time.perf_counter()
-        self.seconds[f"{part}_seconds"] += now - self.last
-        self.last = now
+        self.seconds[f"{part}_seconds"] += now - self.last_time
+        self.last_time = now
 
     def metrics(self, tokens: int, device: torch.device) -> dict[str, float]:
         """Return the metrics of a step that ends now.
 
         tokens   number of sampled tokens
+        device   where the model is
 
-        "peak_memory_gb" is the peak of the GPU since the start, on a CPU of the process.
+        "peak_memory_gb" is the largest memory since the start: of torch on a GPU, of the whole
+        process on a CPU.
         """
-        seconds = time.perf_counter() - self.began
-        process = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else process
+        seconds = time.perf_counter() - self.start_time
+        if device.type == "cuda":
+            peak_bytes = torch.cuda.max_memory_allocated(device)
+        else:
+            peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return {
             "seconds": seconds,
             **self.seconds,
             "tokens_per_second": tokens / seconds,
-            "peak_memory_gb": peak / 1e9,
+            "peak_memory_gb": peak_bytes / 1e9,
         }
 
 
@@ -121,7 +134,7 @@ class Stopwatch:
 
 
 def append(file: IO[str], line: Line) -> None:
-    """Append a line to a file, and wait until it is on the disk.
+    """Write a line to the end of a file as JSON, and wait until it is on the disk.
 
     NaN and infinity become null, because JSON does not have them.
     """
@@ -135,7 +148,7 @@ def append(file: IO[str], line: Line) -> None:
 
 
 def read_metrics(path: Path) -> list[Line]:
-    """Return all complete lines of a file.
+    """Return all complete lines of a file, one dictionary for each.
 
     A crash during a write may leave a partial last line or NUL bytes, which are skipped.
     """
@@ -162,21 +175,27 @@ class Tracker(Protocol):
 class Dashboard:
     """A tracker of accelerate ("wandb", ...), whose run has the name of the output folder.
 
-    name        its name in accelerate
-    resume_at   first step of this run. TensorBoard, which writes to out/tensorboard, hides later
-                steps of the run that is resumed.
+    name        the tracker: "tensorboard", "wandb", "trackio" or "mlflow"
+    config      the options of the run, which the tracker shows
+    out         the output folder. TensorBoard writes to out/tensorboard.
+    resume_at   first step of this run. TensorBoard hides the steps of an interrupted run from this
+                one on, because they are repeated.
     """
 
     def __init__(self, name: str, config: TrainConfig, out: Path, resume_at: int) -> None:
+        project = "grpo_kernels"
+        options: Line
         if name == "tensorboard":
             project = "tensorboard"
-            options: Line = {"logging_dir": out, "purge_step": resume_at or None}
+            options = {"logging_dir": out, "purge_step": resume_at or None}
+        elif name == "mlflow":
+            options = {"run_name": out.name}
         else:
-            project = "grpo_kernels"
-            options = {"run_name" if name == "mlflow" else "name": out.name}
+            options = {"name": out.name}
         tracker_class = require("accelerate.tracking").LOGGER_TYPE_TO_CLASS[name]
         self.tracker = tracker_class(project, **options)
         self.tracker.start()
+        # Trackers store numbers and texts, but no lists and no None.
         settings = {
             key: value if isinstance(value, (bool, int, float)) else str(value)
             for key, value in asdict(config).items()
@@ -199,18 +218,18 @@ class RunLog:
 
     With `config.progress` it also prints a line for each step.
 
-    out            folder of the files
-    own_trackers   trackers of the caller, in addition to `config.log_to`
-    files          the open files, by name: "metrics" and "samples"
-    sizes          size of each file when the last step was written
-    trackers       all trackers that have not failed
-    samples        the samples of the current step
+    out              folder of the files
+    custom_trackers  trackers of the caller, in addition to `config.log_to`
+    files            the open files, by name: "metrics" and "samples"
+    sizes            size of each file in bytes when the last step was written
+    trackers         all trackers that have not failed
+    samples          the samples of the current step
     """
 
     config: TrainConfig
     out: Path
     ranks: Ranks
-    own_trackers: Sequence[Tracker]
+    custom_trackers: Sequence[Tracker]
     files: dict[str, IO[str]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     trackers: list[Tracker] = field(default_factory=list)
@@ -218,10 +237,12 @@ class RunLog:
 
     @contextmanager
     def opened(self, step: int) -> Iterator[None]:
-        """Open the files and trackers for the steps of a run from `step` on, and close them after.
+        """Return a context in which files and trackers are open.
 
-        A resumed run repeats the steps after its checkpoint. Their lines, beyond `sizes`, are cut
-        off.
+        A resumed run repeats the steps after its checkpoint. Lines of these steps, which are beyond
+        `sizes`, are cut off.
+
+        step   the first step of the run that will be written
         """
         self.ranks.on_main(lambda: self._open(step))
         try:
@@ -230,7 +251,7 @@ class RunLog:
             for file in self.files.values():
                 file.close()
             self.files = {}
-            self.ask_trackers("is not closed", lambda tracker: tracker.close())
+            self.call_trackers(lambda tracker: tracker.close(), problem="is not closed")
 
     def _open(self, step: int) -> None:
         """Write config.yaml, and open files and trackers; see `opened`."""
@@ -241,47 +262,48 @@ class RunLog:
         }
         for name, file in self.files.items():
             file.truncate(min(self.sizes.get(name, 0), file.tell()))
-        named = [
-            Dashboard(name, self.config, self.out, step)
-            for name in self.config.log_to
-            if name in TRACKERS
-        ]
-        self.trackers = [*named, *self.own_trackers]
+        # "jsonl" is not a tracker: metrics.jsonl is always written.
+        names = [name for name in self.config.log_to if name in TRACKERS]
+        dashboards = [Dashboard(name, self.config, self.out, step) for name in names]
+        self.trackers = [*dashboards, *self.custom_trackers]
 
-    def ask_trackers(self, failed: str, act: Callable[[Tracker], None]) -> None:
-        """Call `act` with each tracker. A tracker that raises is removed with a message.
-
-        failed   what the message says of the tracker
+    def call_trackers(self, function: Callable[[Tracker], None], problem: str) -> None:
+        """Call a function with each tracker. If it raises, print a message and drop the tracker.
 
         The run goes on, because it is worth more than its tracker.
+
+        problem   what the message says about the tracker, such as "gets no more metrics"
         """
         for tracker in [*self.trackers]:
             try:
-                act(tracker)
-            except Exception as error:  # trackers are foreign code
+                function(tracker)
+            except Exception as error:  # a tracker may raise exceptions of any type
                 self.trackers.remove(tracker)
                 print(
-                    f"{type(tracker).__name__} {failed}: {type(error).__name__}: {error}",
+                    f"{type(tracker).__name__} {problem}: {type(error).__name__}: {error}",
                     file=sys.stderr,
                 )
 
     def keep_samples(self, step: int, rows: list[Row], scores: Scores, advantages: Tensor) -> None:
-        """Keep the first `config.sample_count` completions of a batch; `write` writes them.
+        """Store the first `config.sample_count` completions of a batch, for `write`.
 
         This happens every `config.sample_every` steps, on rank 0, which has the first completions.
+        On other steps and ranks nothing is stored.
 
-        rows         the rows of the prompts
-        advantages   [B], or [B, T] of tokens, of which the sample has the mean
+        rows         the rows of the prompts, of all ranks
+        scores       the scores of the completions, of all ranks
+        advantages   [B], or [B, T] of tokens. A sample has the mean over its tokens.
         """
         config = self.config
         totals = scores.totals
         self.samples = []
-        if not self.ranks.main or not config.sample_every or step % config.sample_every:
+        is_due = config.sample_every > 0 and step % config.sample_every == 0
+        if not is_due or not self.ranks.main:
             return
         for i, text in enumerate(scores.texts[: config.sample_count]):
             length = scores.lengths[i]
-            per_token = advantages.dim() > 1
-            advantage = advantages[i, :length].mean() if per_token else advantages[i]
+            is_per_token = advantages.dim() > 1
+            advantage = advantages[i, :length].mean() if is_per_token else advantages[i]
             sample = {
                 "prompt": rows[i // config.group_size]["prompt"],
                 "completion": text,
@@ -300,20 +322,25 @@ class RunLog:
         self.ranks.on_main(lambda: self._write(**line))
 
     def _write(self, step: int, **metrics: Any) -> None:
-        """Do the work of `write` on rank 0."""
+        """Write a line on rank 0, see `write`."""
         is_training_step = "loss" in metrics
-        for sample in self.samples if is_training_step else ():
-            append(self.files["samples"], {"step": step, **sample})
-            summary = _text_of({**sample["rewards"], "advantage": sample["advantage"]})
-            self.show(f"step {step}: {summary}{pair(sample['prompt'], sample['completion'])}")
+        if is_training_step:
+            for sample in self.samples:
+                append(self.files["samples"], {"step": step, **sample})
+                summary = _text_of({**sample["rewards"], "advantage": sample["advantage"]})
+                self.show(
+                    f"step {step}: {summary}{show_pair(sample['prompt'], sample['completion'])}"
+                )
         append(self.files["metrics"], {"step": step, **metrics})
-        self.ask_trackers("gets no more metrics", lambda tracker: tracker.log(step, metrics))
+        self.call_trackers(
+            lambda tracker: tracker.log(step, metrics), problem="gets no more metrics"
+        )
         if "accuracy" in metrics:
             self.show(
                 f"step {step}: held-out accuracy {metrics['accuracy']:.3f}"
                 f" ({metrics['accuracy_counts']})"
             )
-        # A resumed run repeats the last evaluation, so its line must not count.
+        # A resumed run repeats the evaluation after the last step, so its line must not count.
         if is_training_step:
             self.sizes = {name: os.path.getsize(file.fileno()) for name, file in self.files.items()}
             names = ("reward", "kl", "entropy", "completion_length")
@@ -330,7 +357,7 @@ class RunLog:
 
 
 def _text_of(numbers: dict[str, float]) -> str:
-    """Return "name value, name value"."""
+    """Return numbers with their names as a text, "reward 0.5, kl 0.012"."""
     return ", ".join(f"{name} {value:.3g}" for name, value in numbers.items())
 
 
@@ -338,7 +365,10 @@ def _text_of(numbers: dict[str, float]) -> str:
 
 
 def write_summary(out: Path) -> None:
-    """Write summary.txt: accuracy and reward at the start and at the end, time and speed."""
+    """Write out/summary.txt from out/metrics.jsonl.
+
+    It has the accuracy and the reward at the start and at the end, the time, and the speed.
+    """
     lines = read_metrics(out / "metrics.jsonl")
     steps = [line for line in lines if "seconds" in line]
     evaluations = [line for line in lines if "accuracy" in line]
@@ -351,12 +381,12 @@ def write_summary(out: Path) -> None:
             f" ({last['accuracy_counts']})"
         )
     if steps:
+        # The rewards of single steps vary, so means over the first and last tenth are compared.
         tenth = max(1, len(steps) // 10)
+        first_reward = fmean(line["reward"] for line in steps[:tenth])
+        last_reward = fmean(line["reward"] for line in steps[-tenth:])
+        texts.append(f"reward {first_reward:.4g} -> {last_reward:.4g} (means of {tenth})")
         seconds = math.fsum(line["seconds"] for line in steps)
-        begin, end = (
-            fmean(line["reward"] for line in some) for some in (steps[:tenth], steps[-tenth:])
-        )
         tokens = math.fsum(line["tokens_per_second"] * line["seconds"] for line in steps)
-        texts.append(f"reward {begin:.4g} -> {end:.4g} (means of {tenth})")
         texts.append(f"{seconds:.1f} s, {tokens / seconds:.0f} sampled tokens a second")
     (out / "summary.txt").write_text("".join(f"{text}\n" for text in texts))

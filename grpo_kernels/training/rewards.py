@@ -45,26 +45,41 @@ RewardFunction = Callable[..., list[Any]]
 def exact(
     prompts: list[str], completions: list[str], *, answer: list[str], **_: Any
 ) -> list[float]:
-    """Return 1 for each completion that equals its answer, apart from outer white space, else 0."""
+    """Return 1 for each completion that equals its answer, apart from outer white space, else 0.
+
+    prompts, completions   texts; the prompts are not used
+    answer                 the right answer of each completion, a column of the data set
+
+    Raises ValueError if an answer is None.
+    """
+    answers = _require_answers(answer)
     return [
-        float(c.strip() == a.strip())
-        for c, a in zip(completions, _require_answers(answer), strict=True)
+        float(completion.strip() == right_answer.strip())
+        for completion, right_answer in zip(completions, answers, strict=True)
     ]
 
 
 def number(
     prompts: list[str], completions: list[str], *, answer: list[str], **_: Any
 ) -> list[float]:
-    """Return 1 for each completion whose final number equals that of the answer, else 0."""
+    """Return 1 for each completion whose final number equals that of the answer, else 0.
+
+    prompts, completions   texts; the prompts are not used
+    answer                 the right answer of each completion, a column of the data set
+
+    Raises ValueError if an answer is None.
+    """
     rewards = []
     for completion, right_answer in zip(completions, _require_answers(answer), strict=True):
         result = _final_number(completion)
-        rewards.append(float(result is not None and result == _final_number(right_answer)))
+        # A completion without a number is wrong, also if the answer has none.
+        is_right = result is not None and result == _final_number(right_answer)
+        rewards.append(float(is_right))
     return rewards
 
 
 def _require_answers(answers: list[Any]) -> list[str]:
-    """Return the answers. Raises ValueError if one is None."""
+    """Return the answers unchanged. Raises ValueError, naming the completion, if one is None."""
     if None in answers:
         raise ValueError(
             f"the answer of completion {answers.index(None)} is None: leave rows without an answer"
@@ -74,18 +89,18 @@ def _require_answers(answers: list[Any]) -> list[str]:
 
 
 def _final_number(text: str) -> float | None:
-    r"""Return the final number of a text, None if there is none.
+    r"""Return the number that a text gives as its answer, None if the text has no number.
 
-    This is the first number after the last "####", or the last number in the last \boxed{}, or the
-    last number of the text.
+    It is the first number after the last "####" (gsm8k), else the last number in the last \boxed{},
+    else the last number of the text.
     """
-    boxed = re.findall(r"\\boxed\{([^{}]*)\}", text)
     has_marker = "####" in text
+    boxes = re.findall(r"\\boxed\{([^{}]*)\}", text)
     if has_marker:
         text = text.rsplit("####", 1)[1]
-    elif boxed:
-        text = boxed[-1]
-    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
+    elif boxes:
+        text = boxes[-1]
+    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)  # such as "-1,234.5"
     if not numbers:
         return None
     final = numbers[0] if has_marker else numbers[-1]
@@ -130,7 +145,7 @@ class RewardModel:
             model=path,
             device=device,
             batch_size=32,
-            function_to_apply="none",
+            function_to_apply="none",  # the reward is the logit itself, without a sigmoid
         )
         config = self.pipeline.model.config
         tokenizer = self.pipeline.tokenizer
@@ -156,11 +171,11 @@ class RewardModel:
 SHOWN = 240
 
 
-class Asked(NamedTuple):
+class RewardArguments(NamedTuple):
     """The arguments of a reward function, with one entry for each of B completions.
 
     prompts, completions   texts
-    tokens                 the sampled ids
+    tokens                 the sampled ids of each completion, with its end token
     columns                the columns of the data set, by name
     """
 
@@ -170,39 +185,42 @@ class Asked(NamedTuple):
     columns: dict[str, list[Any]]
 
 
-def pair(prompt: str, completion: str) -> str:
+def show_pair(prompt: str, completion: str) -> str:
     """Return two lines with a prompt and its completion, to append to a message.
 
-    Only the first `SHOWN` characters are shown. Characters that cannot be printed are escaped.
+    Only the first `SHOWN` characters of each are shown. Characters that cannot be printed are
+    escaped.
     """
     return f"\n  prompt     {prompt[:SHOWN]!r}\n  completion {completion[:SHOWN]!r}"
 
 
 def name_of(function: RewardFunction) -> str:
-    """Return the name of a reward function: of the function, or of the class of an instance."""
+    """Return the name of a reward function. A callable object has the name of its class."""
     return getattr(function, "__name__", type(function).__name__)
 
 
-def call(function: RewardFunction, asked: Asked) -> list[float | list[float]]:
+def call(function: RewardFunction, arguments: RewardArguments) -> list[float | list[float]]:
     """Call a reward function, and return its rewards: a number or a list for each completion.
 
     Without completions the function is not called.
 
-    asked   the arguments of the function, for the completions of this rank
+    arguments   the arguments of the function, for the completions of this rank
 
     Raises RuntimeError if the function raises. Raises ValueError if it does not return a list with
     one entry for each completion, which is a finite number, or a list with one entry for each token
     (a finite number or None). The error names the function and shows the completion.
     """
     name = name_of(function)
-    count = len(asked.completions)
-    if not count:
+    prompts = arguments.prompts
+    completions = arguments.completions
+    if not completions:
         return []
     try:
         values = function(
-            asked.prompts, asked.completions, completion_ids=asked.tokens, **asked.columns
+            prompts, completions, completion_ids=arguments.tokens, **arguments.columns
         )
-        values = list(values) if isinstance(values, Iterable) else values
+        if isinstance(values, Iterable):  # a tuple, an array or a generator may raise here
+            values = list(values)
     except Exception as error:
         raise RuntimeError(f"reward {name} raised {type(error).__name__}: {error}") from error
     if not isinstance(values, list):
@@ -210,53 +228,65 @@ def call(function: RewardFunction, asked: Asked) -> list[float | list[float]]:
             f"reward {name} returned {_describe(values)}: return a list, with an entry for each"
             " completion."
         )
-    if len(values) != count:
+    if len(values) != len(completions):
         raise ValueError(
-            f"reward {name} returned {len(values)} values for {count} completions: return one for"
-            " each."
+            f"reward {name} returned {len(values)} values for {len(completions)} completions:"
+            " return one for each."
         )
     rewards = []
     for i, value in enumerate(values):
         try:
-            rewards.append(_checked(value, len(asked.tokens[i])))
+            rewards.append(_check_reward(value, num_tokens=len(arguments.tokens[i])))
         except ValueError as error:
             raise ValueError(
                 f"reward function {name}, completion {i}: got"
-                f" {error}{pair(asked.prompts[i], asked.completions[i])}"
+                f" {error}{show_pair(prompts[i], completions[i])}"
             ) from None
     return rewards
 
 
-def _checked(value: Any, length: int) -> float | list[float]:
-    """Return the reward of a completion of `length` tokens as a number or a list of numbers.
+def _check_reward(value: Any, num_tokens: int) -> float | list[float]:
+    """Return what a function returned for one completion, as a float or a list of floats.
 
-    None in a list, where no step ends, becomes NaN. Raises ValueError for anything else.
+    value        a number (outcome reward), or one entry for each token (process rewards): a number
+                 where a step of the reasoning ends, else None, which becomes NaN
+    num_tokens   number of sampled tokens of the completion
+
+    Raises ValueError for another value.
     """
     if not isinstance(value, (list, tuple)):
-        return _number(value, "return a finite number, or a list of process rewards.")
-    if len(value) != length:
-        raise ValueError(f"{len(value)} process rewards for {length} tokens: one entry per token.")
+        return _to_float(value, "return a finite number, or a list of process rewards.")
+    if len(value) != num_tokens:
+        raise ValueError(
+            f"{len(value)} process rewards for {num_tokens} tokens: one entry per token."
+        )
     remedy = "a process reward is a finite number; None where no step ends."
-    return [math.nan if v is None else _number(v, remedy) for v in value]
+    return [math.nan if entry is None else _to_float(entry, remedy) for entry in value]
 
 
-def _number(value: Any, remedy: str) -> float:
-    """Return a Python, NumPy or torch number as a float.
+def _to_float(value: Any, remedy: str) -> float:
+    """Return a finite Python, NumPy or torch number as a float.
 
-    Raises ValueError, which ends with the remedy, unless it is a finite number.
+    remedy   what to return instead, the end of the error
+
+    Raises ValueError for a text, NaN, infinity and anything that is not a number.
     """
-    try:
-        number = math.nan if isinstance(value, (str, bytes)) else float(value)
-    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with several numbers
-        number = math.nan
-    if not math.isfinite(number):
+    if isinstance(value, (str, bytes)):  # float("1") would accept it
         raise ValueError(f"{_describe(value)}: {remedy}")
-    return number
+    try:
+        result = float(value)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with several numbers
+        result = math.nan
+    if not math.isfinite(result):
+        raise ValueError(f"{_describe(value)}: {remedy}")
+    return result
 
 
 def _describe(value: Any) -> str:
-    """Return the type of a value and the beginning of its content, for an error."""
-    return "None" if value is None else f"a {type(value).__name__} ({value!r:.40})"
+    """Return the type of a value and the first 40 characters of its repr, for an error."""
+    if value is None:
+        return "None"
+    return f"a {type(value).__name__} ({value!r:.40})"
 
 
 # ---- scores and advantages
@@ -346,13 +376,16 @@ class Scores:
 
 
 def score(
-    functions: list[RewardFunction], weights: list[float], asked: Asked, ranks: Ranks
+    functions: list[RewardFunction],
+    weights: list[float],
+    arguments: RewardArguments,
+    ranks: Ranks,
 ) -> Scores:
     """Call the reward functions for the completions of this rank. Return the scores of all ranks.
 
     functions   the K reward functions
     weights     their weights in the sum of rewards
-    asked       the completions of this rank
+    arguments   the arguments of each function, for the completions of this rank
     ranks       the ranks of the run; all of them must call this
 
     Raises the errors of `call` on all ranks, and ValueError if a function returns numbers for some
@@ -360,12 +393,12 @@ def score(
     """
 
     def lengths_and_rewards() -> list[list[Any]]:
-        """Return lists with an entry for each completion: its length, then one reward each."""
-        lengths = [len(ids) for ids in asked.tokens]
-        return [lengths, *(call(function, asked) for function in functions)]
+        """Return [lengths, rewards of each function], lists with an entry for each completion."""
+        lengths = [len(ids) for ids in arguments.tokens]
+        return [lengths, *(call(function, arguments) for function in functions)]
 
     lists_of_ranks = ranks.together(lengths_and_rewards)
-    # Concatenate the lists of all ranks.
+    # Concatenate each of the K + 1 lists over the ranks.
     lengths, *rewards_of_functions = (
         list(itertools.chain(*parts)) for parts in zip(*lists_of_ranks, strict=True)
     )
@@ -393,7 +426,7 @@ def score(
         lengths=lengths,
         each=torch.stack(each),
         steps=steps,
-        texts=asked.completions,
+        texts=arguments.completions,
     )
 
 
@@ -403,5 +436,7 @@ def _distinct_names(functions: list[RewardFunction]) -> list[str]:
     distinct = list[str]()
     for k, name in enumerate(names):
         num_earlier = names[:k].count(name)
-        distinct.append(f"{name}#{num_earlier + 1}" if num_earlier else name)
+        if num_earlier > 0:
+            name = f"{name}#{num_earlier + 1}"
+        distinct.append(name)
     return distinct

@@ -50,6 +50,8 @@ class OutputFolder:
     """The output folder of a run, locked against other runs from `take` to `release`.
 
     The lock ends with the process, even in a crash.
+
+    path   the folder; `take` creates it
     """
 
     def __init__(self, path: Path) -> None:
@@ -72,9 +74,9 @@ class OutputFolder:
             raise ValueError(
                 f"out={str(self.path)!r} cannot be written ({error}): choose another folder."
             ) from error
-        if not resume and (
-            checkpoint_paths(self.checkpoints) or (self.path / "metrics.jsonl").exists()
-        ):
+        has_metrics = (self.path / "metrics.jsonl").exists()
+        has_run = has_metrics or bool(checkpoint_paths(self.checkpoints))
+        if has_run and not resume:
             self.release()
             raise ValueError(
                 f"out={str(self.path)!r} holds a run: continue it with resume, or choose another"
@@ -82,7 +84,10 @@ class OutputFolder:
             )
 
     def hold(self) -> None:
-        """Lock the folder, unless it is locked already. Raises ValueError if another run has it."""
+        """Lock the folder, unless it is locked already. Raises ValueError if another run has it.
+
+        On a file system without locks, a message is printed, and the folder is not locked.
+        """
         try:
             if not self.lock.is_locked:
                 self.lock.acquire()
@@ -92,8 +97,9 @@ class OutputFolder:
                 " choose another folder."
             ) from error
         except (NotImplementedError, OSError) as error:
-            # On a file system without locks the run goes on. Other errors are raised.
-            if getattr(error, "errno", errno.ENOSYS) not in WITHOUT_LOCKS:
+            # NotImplementedError has no errno. filelock raises it if the system has no locks.
+            code = getattr(error, "errno", errno.ENOSYS)
+            if code not in WITHOUT_LOCKS:
                 raise
             print(
                 f"out={str(self.path)!r} is not safe from a second run: it cannot be locked"
@@ -110,21 +116,28 @@ class OutputFolder:
 
 
 def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> None:
-    """Write the checkpoint of a step, then delete all but the newest `keep` checkpoints."""
+    """Write the checkpoint of a step, then delete all but the newest `keep` checkpoints.
+
+    folder   folder of the checkpoints
+    step     number of steps done
+    state    what `read` will return: tensors, numbers, texts, dictionaries and lists
+    """
     temporary = folder / "draft.pt"
     with open(temporary, "wb") as file:
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
-    final = temporary.rename(folder / f"step-{step:08d}.pt")
+    written = temporary.rename(folder / f"step-{step:08d}.pt")
+    # Before older checkpoints are deleted, the new name must be on the disk too, in case the
+    # machine crashes.
     descriptor = os.open(folder, os.O_RDONLY)
-    # Before older ones are deleted, the new name must be on the disk, in case the machine crashes.
     with contextlib.suppress(OSError):  # some file systems cannot do this for folders
         os.fsync(descriptor)
     os.close(descriptor)
-    # A resumed run skips damaged checkpoints. Those newer than this one were skipped.
-    good = [path for path in checkpoint_paths(folder) if path <= final]
-    for path in set(checkpoint_paths(folder)) - set(good[-keep:]):
+    # A checkpoint with a later step is damaged: this run skipped it when it resumed.
+    all_paths = checkpoint_paths(folder)
+    intact = [path for path in all_paths if path <= written]
+    for path in set(all_paths) - set(intact[-keep:]):
         try:
             path.unlink()
         except OSError as error:  # a full disk is better than a lost run
@@ -140,7 +153,7 @@ def load_newest(folder: Path) -> dict[str, Any]:
     for path in reversed(checkpoint_paths(folder)):
         try:
             return read(path)
-        except Exception as error:  # whatever the bytes of a file may lead to
+        except Exception as error:  # a damaged file may raise exceptions of any type
             print(f"checkpoint passed over: {path}: {error}", file=sys.stderr)
     if any(folder.glob("step-*")):
         raise ValueError(
@@ -151,9 +164,9 @@ def load_newest(folder: Path) -> dict[str, Any]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the state in a checkpoint.
+    """Return the state that `save` wrote to a checkpoint.
 
-    Raises an error of any type if `save` did not write this file.
+    Raises an error of any type if the file is damaged, or if `save` did not write it.
     """
     with zipfile.ZipFile(path) as archive:
         if archive.testzip() is not None:
@@ -215,48 +228,56 @@ class Saved:
         self.newest = step
 
     def restore(self) -> tuple[int, dict[str, Any], dict[str, int]]:
-        """Restore the newest intact checkpoint, and return (step, rng, sizes), see `save`.
+        """Restore the newest intact checkpoint. All ranks must call this.
 
-        Without a checkpoint this is (0, the present random state, {}).
+        Returns (number of steps done, random state of this rank, sizes of the files of `RunLog`),
+        as `save` got them. Without a checkpoint this is (0, the present random state, {}).
         """
-        checkpoint = {}  # remains empty on other ranks than rank 0, which reads the file
+        # Only rank 0 reads the file. It sends small entries to the other ranks as Python objects.
+        # `ParallelModel.load_state` sends the parameters.
+        checkpoint = {}
 
-        def read() -> dict[str, Any]:
+        def read_on_main() -> dict[str, Any]:
+            """Fill `checkpoint`, and return its small entries, None for each that it lacks."""
             checkpoint.update(load_newest(self.folder.checkpoints))
             self.warn_of_changes(checkpoint.get("config", {}))
-            sent = {name: checkpoint.get(name) for name in SENT_ENTRIES}
-            return sent | {"has_reference": bool(checkpoint.get("reference"))}
+            small_entries = {name: checkpoint.get(name) for name in SENT_ENTRIES}
+            return small_entries | {"has_reference": bool(checkpoint.get("reference"))}
 
-        sent = self.ranks.on_main(read)
+        entries = self.ranks.on_main(read_on_main)
         rng = random_state(self.ranks.device)
-        if sent["step"] is None:
+        if entries["step"] is None:
             return 0, rng, {}
-        nothing: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
-        self.policy.load_state(checkpoint.get("policy", nothing), self.optimizer)
-        if self.reference is not None and sent["has_reference"]:
-            self.reference.load_state(checkpoint.get("reference", nothing))
-        if self.entropy_coef is not None and sent["entropy_coef"] is not None:
-            self.entropy_coef.load_state_dict(sent["entropy_coef"])
-        if self.draft is not None and sent["draft"] is not None:
-            self.draft.load_state(sent["draft"])
-        if self.ranks.rank < len(sent["rng"]):  # the saved run may have had fewer ranks
-            rng = sent["rng"][self.ranks.rank]
+        no_state: tuple[dict[str, Any], dict[str, Any]] = ({}, {})  # on other ranks than rank 0
+        self.policy.load_state(checkpoint.get("policy", no_state), self.optimizer)
+        if self.reference is not None and entries["has_reference"]:
+            self.reference.load_state(checkpoint.get("reference", no_state))
+        if self.entropy_coef is not None and entries["entropy_coef"] is not None:
+            self.entropy_coef.load_state_dict(entries["entropy_coef"])
+        if self.draft is not None and entries["draft"] is not None:
+            self.draft.load_state(entries["draft"])
+        if self.ranks.rank < len(entries["rng"]):  # the saved run may have had fewer ranks
+            rng = entries["rng"][self.ranks.rank]
             set_random_state(rng, self.ranks.device)
-        self.newest = sent["step"]
-        return self.newest, rng, sent["sizes"]
+        self.newest = entries["step"]
+        return self.newest, rng, entries["sizes"]
 
-    def warn_of_changes(self, before: dict[str, Any]) -> None:
-        """Print which options differ from those of the checkpoint, if they change the steps.
+    def warn_of_changes(self, saved_options: dict[str, Any]) -> None:
+        """Print the names of options that differ from the checkpoint's and that change the steps.
 
-        before   the options of the checkpoint
+        saved_options   the options of the run that wrote the checkpoint, {} without a checkpoint
         """
         free = set(FREE_TO_CHANGE)
-        if self.config.lr_schedule != "constant":
+        if self.config.lr_schedule != "constant":  # the learning rate then depends on `steps`
             free -= {"steps"}
         if os.path.isfile(self.config.dataset):  # its last rows are held out for evaluation
             free -= {"eval_steps", "eval_prompts"}
-        now = asdict(self.config)
-        changed = [name for name in before if name not in free and before[name] != now.get(name)]
+        options = asdict(self.config)
+        changed = [
+            name
+            for name, saved_value in saved_options.items()
+            if name not in free and saved_value != options.get(name)
+        ]
         if changed:
             print(
                 f"resuming with other values of {', '.join(changed)}: not the run that was"
@@ -268,16 +289,17 @@ class Saved:
         """Raise ValueError unless the disk has space for all that the run will write.
 
         That is the final model, and the checkpoints. A new checkpoint is complete before an old one
-        is deleted, so `keep_checkpoints` + 1 exist for a moment. Those that an interrupted run left
-        are on the disk already.
+        is deleted, so `keep_checkpoints` + 1 exist for a moment. Checkpoints that an interrupted
+        run left are on the disk already.
         """
-        model = _num_bytes(self.policy.model)
-        reference = 0 if self.reference is None else _num_bytes(self.reference.model)
-        checkpoint = 3 * model + reference  # with AdamW's two moments of each parameter
+        model_bytes = _num_bytes(self.policy.model)
+        reference_bytes = 0 if self.reference is None else _num_bytes(self.reference.model)
+        # A checkpoint has the parameters, and AdamW's two moments of each.
+        checkpoint_bytes = 3 * model_bytes + reference_bytes
         num_present = len(checkpoint_paths(self.folder.checkpoints))
         # At least 1: the next checkpoint is written before an old one is deleted.
         num_new = max(self.config.keep_checkpoints + 1 - num_present, 1)
-        needed = model + num_new * checkpoint
+        needed = model_bytes + num_new * checkpoint_bytes
         free = shutil.disk_usage(self.folder.path).free
         if free < needed:
             raise ValueError(
@@ -294,6 +316,7 @@ class Saved:
 
     def save_model(self, tokenizer: Any) -> None:
         """Write the policy and its tokenizer to out/model, as transformers loads them."""
+        # The parameters of a sharded model are gathered on rank 0, for which all ranks are needed.
         state = self.policy.state()[0] if self.policy.sharded else None
 
         def write() -> None:
@@ -304,7 +327,7 @@ class Saved:
 
 
 def _num_bytes(model: torch.nn.Module) -> int:
-    """Return the size of the parameters of a model, not divided by its shards."""
+    """Return the size of all parameters of a model in bytes, also if they are sharded."""
     return sum(p.nbytes for p in model.parameters())
 
 
@@ -312,13 +335,17 @@ def _num_bytes(model: torch.nn.Module) -> int:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the global random states of torch, Python and NumPy, in types for a checkpoint."""
-    kind, keys, *rest = require("numpy").random.get_state()
+    """Return the global random states of torch, Python and NumPy, in types for a checkpoint.
+
+    device   if it is a GPU, torch's state of this GPU is included
+    """
+    # weights_only loading refuses NumPy arrays, so the keys become a list.
+    algorithm, keys, *position = require("numpy").random.get_state()
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
-        "numpy": (kind, keys.tolist(), *rest),
+        "numpy": (algorithm, keys.tolist(), *position),
         "cuda": cuda,
     }
 
@@ -337,20 +364,22 @@ def set_random_state(states: dict[str, Any], device: torch.device) -> None:
 
 @contextlib.contextmanager
 def stop_after_step() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM in this context, so that the present step can end.
+    """Return a context in which SIGINT and SIGTERM do not end the process at once.
 
-    Yields the list of received signals. A signal more than `ECHO` seconds after the first one acts
-    at once. Outside the main thread signals are not collected.
+    The value of the context is the list of received signals, by number. The caller looks at it
+    after each step. A signal more than `ECHO` seconds after the first one acts at once. Outside the
+    main thread signals act as usual.
     """
     received = list[int]()
     first_time = math.inf
-    before: dict[signal.Signals, Any] = {}
+    previous_handlers: dict[signal.Signals, Any] = {}
 
-    def restore() -> None:
-        for number, handler in before.items():
+    def restore_handlers() -> None:
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
-    def note(number: int, frame: Any) -> None:
+    def receive(number: int, frame: Any) -> None:
+        """Handle a signal: add it to `received`, or let it act if it is a second request."""
         nonlocal first_time
         received.append(number)
         if len(received) == 1:
@@ -360,15 +389,15 @@ def stop_after_step() -> Iterator[list[int]]:
                 file=sys.stderr,
             )
         elif time.monotonic() - first_time > ECHO:
-            restore()
+            restore_handlers()
             signal.raise_signal(number)
 
     try:
-        for known in (signal.SIGINT, signal.SIGTERM):
-            before[known] = signal.signal(known, note)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            previous_handlers[number] = signal.signal(number, receive)
     except ValueError:  # not the main thread, where Python allows no handlers
-        before.clear()
+        previous_handlers.clear()
     try:
         yield received
     finally:
-        restore()
+        restore_handlers()

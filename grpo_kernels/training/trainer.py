@@ -31,6 +31,7 @@ from torch import Tensor
 from ..batch import TokenBatch
 from ..checks import require as check
 from ..distributed import global_normalizer
+from ..objective import Denominators
 from ..rewards.entropy import AdaptiveEntropyCoef
 from . import Ranks, data, require
 from .config import TrainConfig, parse
@@ -39,7 +40,7 @@ from .draft import DraftTrainer
 from .policy import Completions, Losses, LossParts, ParallelModel, check_recomputing, recomputing
 from .report import RunLog, Stopwatch, Tracker, update_metrics, write_summary
 from .rewards import RewardFunction, Scores
-from .rollouts import Rollouts, micro_batches, pieces
+from .rollouts import Part, Rollouts, micro_batches, pieces
 from .saving import OutputFolder, Saved, random_state, stop_after_step
 
 __all__ = ["LossParts", "TrainConfig", "Trainer"]
@@ -98,23 +99,25 @@ class Trainer:
         self.mid_update = False  # whether parameters may be between two steps
         self.rng = random_state(self.device)
 
-    def start(self, given: data.Start) -> None:
-        """Make all parts of the run: models on the ranks, optimizer, losses, sampling, saving."""
+    def start(self, parts: data.Start) -> None:
+        """Make the parts of the run: models on all ranks, optimizer, losses, sampling, checkpoints.
+
+        parts   the models, rows and reward functions, after `data.load`
+        """
         config = self.config
         ranks = self.ranks
-        self.model = given.model
-        self.tokenizer = given.tokenizer
-        self.train_rows, self.eval_rows = given.rows
-        self.reference = (
-            None
-            if given.reference is None
-            else ParallelModel(given.reference, ranks, config.parallel, frozen=True)
-        )
+        self.model = parts.model
+        self.tokenizer = parts.tokenizer
+        self.train_rows, self.eval_rows = parts.rows
+        self.reference: ParallelModel | None = None
+        if parts.reference is not None:
+            self.reference = ParallelModel(parts.reference, ranks, config.parallel, frozen=True)
         self.policy = ParallelModel(self.model, ranks, config.parallel)
+        beta1, beta2 = config.betas
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=config.lr,
-            betas=(config.betas[0], config.betas[1]),
+            betas=(beta1, beta2),
             weight_decay=config.weight_decay,
         )
         self.entropy_coef: AdaptiveEntropyCoef | None = None
@@ -125,19 +128,19 @@ class Trainer:
         self.losses = Losses(config, self.policy, self.reference)
         if config.gradient_checkpointing:
             self.policy.without_gradients(check_recomputing)
-        self.rollouts = Rollouts(config, self.policy, self.tokenizer, given.rewards, ranks)
+        self.rollouts = Rollouts(config, self.policy, self.tokenizer, parts.rewards, ranks)
         self.draft: DraftTrainer | None = None
         if config.draft_lr > 0:
             self.draft = DraftTrainer(config, self.policy, ranks)
         self.saved = Saved(
-            config,
-            self.folder,
-            ranks,
-            self.policy,
-            self.reference,
-            self.optimizer,
-            self.entropy_coef,
-            self.draft,
+            config=config,
+            folder=self.folder,
+            ranks=ranks,
+            policy=self.policy,
+            reference=self.reference,
+            optimizer=self.optimizer,
+            entropy_coef=self.entropy_coef,
+            draft=self.draft,
         )
         ranks.on_main(self.saved.check_space)
 
@@ -181,16 +184,22 @@ class Trainer:
                     if config.eval_steps and self.step % config.eval_steps == 0:
                         line |= self.rollouts.evaluate(self.eval_rows)
                     self.log.write(line | self.train_step())
-                    self.stopped_by = max(self.ranks.gather(signals[0] if signals else 0))
-                    due = config.checkpoint_steps > 0 and self.step % config.checkpoint_steps == 0
-                    if due or self.stopped_by or self.step == config.steps:
+                    # Only some ranks may have got the signal, but all must stop at the same step.
+                    signal_of_rank = signals[0] if signals else 0
+                    self.stopped_by = max(self.ranks.gather(signal_of_rank))
+                    is_last = self.step == config.steps
+                    is_due = (
+                        config.checkpoint_steps > 0 and self.step % config.checkpoint_steps == 0
+                    )
+                    if is_due or is_last or self.stopped_by:
                         self.saved.save(self.step, self.rng, self.log.sizes)
                 if self.step == config.steps and config.eval_steps:
                     self.log.write({"step": self.step, **self.rollouts.evaluate(self.eval_rows)})
             except BaseException as error:
-                # All ranks must save together, so all of them must have raised.
-                all_raise = self.ranks.world == 1 or error is self.ranks.shared_error
-                if self.step > self.saved.newest and not self.mid_update and all_raise:
+                # Saving communicates, so it would hang unless all ranks have raised.
+                all_raised = self.ranks.world == 1 or error is self.ranks.shared_error
+                has_new_steps = self.step > self.saved.newest
+                if has_new_steps and all_raised and not self.mid_update:
                     self.saved.save(self.step, self.rng, self.log.sizes)
                 raise
 
@@ -239,7 +248,8 @@ class Trainer:
     def update(self, completions: Completions, advantages: Tensor) -> dict[str, float]:
         """Make `num_updates` optimizer steps on one batch, and return the metrics of the last one.
 
-        completions, advantages   those of this rank
+        completions   the completions of this rank
+        advantages    their advantages, fp32 [B] or of tokens [B, T]
 
         The first step is on-policy: its ratios are 1. Its log-probs are the old log-probs of the
         next steps, unless the ratio is to the sampler (`config.ratio_to`).
@@ -247,28 +257,16 @@ class Trainer:
         config = self.config
         whole = self.corrected(completions, advantages)
         parts, dropped = micro_batches(completions, whole, config, self.ranks)
-        if config.ratio_to == "sampler":
-            parts = [(part, replace(batch, old_logps=part.logps)) for part, batch in parts]
-        if self.reference is not None and self.objective.exact is None:
-            for i, (part, batch) in enumerate(parts):
-                ref_logps = self.reference.without_gradients(self.losses.logps, part)
-                parts[i] = (part, replace(batch, ref_logps=ref_logps))
+        parts = [(part, self.with_given_logps(part, batch)) for part, batch in parts]
         # One denominator for the whole batch of all ranks, with the completions that were dropped.
         # Gradients are averaged over the ranks instead of summed, so it is divided by their number.
         normalizer = global_normalizer(self.objective, whole) / self.ranks.world
         metrics = {}
         self.mid_update = True
         for k in range(config.num_updates):
-            logps = list[Tensor]()
-            part_metrics = list[dict[str, Tensor]]()
             if self.entropy_coef is not None:
                 self.objective = replace(self.objective, entropy_coef=self.entropy_coef.coef)
-            for i, (part, batch) in enumerate(parts):
-                with self.policy.reduction(i == len(parts) - 1), recomputing(self.model):
-                    out = self.policy(self.losses.loss, part, batch, self.objective, normalizer)
-                    out.loss.backward()
-                logps.append(out.logps)
-                part_metrics.append({"loss": out.loss.detach() / self.ranks.world, **out.metrics})
+            logps, part_metrics = self.accumulate_gradients(parts, normalizer)
             if k == 0 and config.ratio_to == "policy":
                 parts = [
                     (part, replace(batch, old_logps=old_logps))
@@ -286,49 +284,102 @@ class Trainer:
         self.mid_update = False
         return metrics | {"dropped": dropped}
 
+    def with_given_logps(self, part: Completions, batch: TokenBatch) -> TokenBatch:
+        """Return the batch of a micro-batch with the log-probs that are known before its forward.
+
+        These are the sampler's as old log-probs, if the ratio is to the sampler, and the
+        reference's, if the objective estimates a KL from them.
+
+        part    the completions of the micro-batch
+        batch   their targets and advantages
+        """
+        if self.config.ratio_to == "sampler":
+            batch = replace(batch, old_logps=part.logps)
+        # An exact divergence needs all log-probs of the reference. The loss computes these itself.
+        if self.reference is not None and self.objective.exact is None:
+            ref_logps = self.reference.without_gradients(self.losses.logps, part)
+            batch = replace(batch, ref_logps=ref_logps)
+        return batch
+
+    def accumulate_gradients(
+        self, parts: list[Part], normalizer: Tensor | Denominators
+    ) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+        """Run forward and backward of each micro-batch, and add up the gradients in `.grad`.
+
+        parts        the micro-batches of this rank
+        normalizer   the denominator of the loss, see `global_normalizer`
+
+        Returns, with one entry for each micro-batch, the log-probs of the policy [B, T], and the
+        metrics, 0-d tensors.
+        """
+        logps = list[Tensor]()
+        metrics = list[dict[str, Tensor]]()
+        for i, (part, batch) in enumerate(parts):
+            is_last = i == len(parts) - 1
+            # Gradients are reduced over the ranks once, in the backward of the last micro-batch.
+            with self.policy.reduction(is_last), recomputing(self.model):
+                out = self.policy(self.losses.loss, part, batch, self.objective, normalizer)
+                out.loss.backward()
+            logps.append(out.logps)
+            metrics.append({"loss": out.loss.detach() / self.ranks.world, **out.metrics})
+        return logps, metrics
+
     def move(self, lr: float) -> dict[str, float]:
-        """Make an optimizer step with clipped gradients, and return its metrics.
+        """Make an optimizer step with clipped gradients.
 
         The step is skipped if the gradient is not finite: one bad batch must not end in NaN
         parameters.
+
+        lr   the learning rate of this step
+
+        Returns the metrics "grad_norm" (before clipping), "lr" and "skipped" (0 or 1).
         """
-        norm = self.policy.clip_gradients(self.config.max_grad_norm)
+        grad_norm = self.policy.clip_gradients(self.config.max_grad_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        finite = math.isfinite(norm)
+        finite = math.isfinite(
+            grad_norm
+        )  # waits for the device, so the lap below includes backward
         self.watch.lap("gradient")
         if finite:
             self.optimizer.step()
         self.optimizer.zero_grad()
-        return {"grad_norm": norm.item(), "lr": lr, "skipped": float(not finite)}
+        return {"grad_norm": grad_norm.item(), "lr": lr, "skipped": float(not finite)}
 
     # ---- what a step needs
 
     def advantages(self, rows: list[Row], completions: Completions, scores: Scores) -> Tensor:
         """Return the advantages of this rank's completions on the CPU, [B] or of tokens [B, T].
 
-        rows, scores   of all ranks. Whitening and groups use the scores of all ranks.
-        completions    of this rank
+        rows          the rows of all ranks
+        completions   the completions of this rank
+        scores        the scores of all ranks, over which groups and whitening are computed
         """
         config = self.config
-        evidence = dict[str, Tensor]()
-        estimate = config.estimator(config.advantages)
-        if "greedy_rewards" in estimate.func.needs:
+        group_size = config.group_size
+        estimator = config.estimator(config.advantages)
+        needs = estimator.func.needs
+        evidence = dict[str, Tensor]()  # for the completions of all ranks
+        if "greedy_rewards" in needs:
             evidence["greedy_rewards"] = self.rollouts.greedy_rewards(rows)
-        for name, function in (
-            ("old_logps", self.losses.logps),
-            ("sum_squares", self.losses.sum_squares),
-        ):
-            if name in estimate.func.needs:
-                part = self.per_token_values(function, completions).cpu()
-                padded = torch.nn.functional.pad(part, (0, max(scores.lengths) - part.shape[1]))
+        functions = {"old_logps": self.losses.logps, "sum_squares": self.losses.sum_squares}
+        longest = max(scores.lengths)
+        for name, function in functions.items():
+            if name in needs:
+                values = self.per_token_values(function, completions).cpu()
+                # The completions of other ranks may be longer.
+                padding = longest - values.shape[1]
+                padded = torch.nn.functional.pad(values, (0, padding))
                 evidence[name] = torch.cat(self.ranks.gather(padded))
         all_advantages = scores.advantages(
-            estimate, config.estimator("process"), group_size=config.group_size, **evidence
+            estimator, config.estimator("process"), group_size=group_size, **evidence
         )
-        own = self.ranks.share(config.prompts_per_step)
-        part = all_advantages[own.start * config.group_size : own.stop * config.group_size]
-        return part if part.dim() == 1 else part[:, : completions.targets.shape[1]]
+        prompts = self.ranks.share(config.prompts_per_step)
+        advantages = all_advantages[prompts.start * group_size : prompts.stop * group_size]
+        if advantages.dim() == 1:
+            return advantages
+        width = completions.targets.shape[1]
+        return advantages[:, :width]
 
     def corrected(self, completions: Completions, advantages: Tensor) -> TokenBatch:
         """Return the batch of these completions, with the corrections that the config names.
@@ -354,15 +405,20 @@ class Trainer:
         return replace(batch, old_logps=None, sampler_logps=None)
 
     def per_token_values(self, function: Any, completions: Completions) -> Tensor:
-        """Call a method of `Losses` for each micro-batch. Return the results, [B, T]."""
-        every = torch.arange(len(completions.ids), device=self.device)
-        parts = [
-            completions[rows if len(rows) else every[:1]]
-            for rows in pieces(every, self.config.micro_batch, self.ranks)
-        ]
-        return torch.cat([self.policy.without_gradients(function, part) for part in parts])[
-            : len(every)
-        ]
+        """Return the results of a method of `Losses` for all completions of this rank, [B, T].
+
+        Runs micro-batches of `config.micro_batch` completions, without gradients.
+
+        function   `Losses.logps` or `Losses.sum_squares`
+        """
+        row_ids = torch.arange(len(completions.ids), device=self.device)
+        results = []
+        for rows in pieces(row_ids, self.config.micro_batch, self.ranks):
+            # All ranks must make the same number of forwards. A rank without rows left takes its
+            # first row again. The last line drops such results.
+            part = completions[rows if len(rows) > 0 else row_ids[:1]]
+            results.append(self.policy.without_gradients(function, part))
+        return torch.cat(results)[: len(row_ids)]
 
 
 def main(argv: list[str]) -> int:

@@ -20,7 +20,7 @@ import transformers
 
 from examples import demo
 from grpo_kernels.training import Ranks
-from grpo_kernels.training.rewards import Asked, call, exact, number, score
+from grpo_kernels.training.rewards import RewardArguments, call, exact, number, score
 from support.advantage_oracle import group_advantages
 from support.plain_trainer import Watch
 from support.runs import lines, read, tiny, trainer, varied
@@ -136,7 +136,7 @@ def test_samples_are_the_first_completions_with_rewards_and_advantage(tok, tmp_p
 # ---- reward functions: what they are given, what they must not return, and how their errors are
 # told
 
-ASKED = Asked(list("abcd"), ["x", "y\n", "z", "w"], [[1], [2, 3], [4, 5, 6], [7]], {})
+ASKED = RewardArguments(list("abcd"), ["x", "y\n", "z", "w"], [[1], [2, 3], [4, 5, 6], [7]], {})
 
 
 def shown(i):
