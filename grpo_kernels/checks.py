@@ -125,14 +125,18 @@ class Checked:
     ranges: ClassVar[tuple[tuple[Any, ...], ...]] = ()
 
     def __new__(cls: type[C], *values: Any, **named: Any) -> C:
-        """Make an instance, and raise TypeError for a keyword that the constructor does not have.
+        """Return a new instance. Raise TypeError for a keyword that the constructor does not have.
 
-        Python calls this before the constructor, which would raise a TypeError without suggestion.
+        Python calls this before the constructor. The constructor would raise a TypeError as well,
+        but without suggesting a field.
         """
         # The keywords are read from the constructor itself: a user's subclass may have one whose
-        # arguments are not the fields. One with **kwargs accepts any keyword.
+        # arguments are not the fields.
         code: Any = getattr(cls.__init__, "__code__", None)
-        if named and code is not None and not code.co_flags & inspect.CO_VARKEYWORDS:
+        if code is None or not named:
+            return super().__new__(cls)
+        accepts_any_keyword = bool(code.co_flags & inspect.CO_VARKEYWORDS)
+        if not accepts_any_keyword:
             num_arguments = code.co_argcount + code.co_kwonlyargcount
             names_without_self = list(code.co_varnames[1:num_arguments])
             refuse_unknown(cls.__name__, named, names_without_self)
@@ -156,7 +160,9 @@ class Checked:
 
 
 def warn_once(message: str, key: str | None = None) -> None:
-    """Issue a RuntimeWarning, once per process and key, at the line of the user that called us.
+    """Issue a RuntimeWarning, once per process and key.
+
+    The warning shows the line of the user's code that called this package.
 
     key   identifies the warning; None: the message itself. Pass a key if the message contains
           numbers that differ from call to call.
@@ -165,7 +171,7 @@ def warn_once(message: str, key: str | None = None) -> None:
     if key in _warned:
         return
     _warned.add(key)
-    # Go up to the first frame outside of this package and torch, for the line that is shown.
+    # Go up to the first frame outside of this package and torch, which may call this package.
     frame = sys._getframe(1)
     stacklevel = 2
     while frame.f_back is not None and _top_package(frame) in (_PACKAGE, "torch"):
@@ -195,19 +201,21 @@ def require_whole(name: str, value: object, remedy: str, low: int = 1) -> None:
     require(is_whole and value >= low, name, value, remedy)  # type: ignore[operator]
 
 
-def check_temperature(t: Any) -> None:
-    """Raise ValueError unless t is a finite number above 0, or a float tensor without gradient.
+def check_temperature(temperature: Any) -> None:
+    """Raise ValueError unless the temperature is a finite number above 0, or a float tensor.
 
-    The values of a tensor are checked later, when the shape of targets is known
+    A tensor must not require grad. Its values are checked later, when the shape of targets is known
     (`inverse_temperatures`).
     """
-    if not isinstance(t, torch.Tensor):
+    if not isinstance(temperature, torch.Tensor):
         remedy = "it divides the logits and must be a finite number above 0."
-        require_number("temperature", t, remedy, low=SMALLEST, high=LARGEST)
+        require_number("temperature", temperature, remedy, low=SMALLEST, high=LARGEST)
         return
-    if not t.is_floating_point():
-        raise ValueError(f"temperature has dtype {t.dtype}: pass a floating-point tensor.")
-    if t.requires_grad:
+    if not temperature.is_floating_point():
+        raise ValueError(
+            f"temperature has dtype {temperature.dtype}: pass a floating-point tensor."
+        )
+    if temperature.requires_grad:
         raise ValueError(
             "temperature requires grad, but no gradient flows to it: pass temperature.detach()."
         )
@@ -527,26 +535,29 @@ def check_token_shape(
         per sequence   [B] or [B, 1]; refused if the sequences are not known
         for all        0-d
 
-    name         the argument that the message names
-    shape        the shape of targets: [B, T], or [N] for packed sequences
-    cu_seqlens   [B + 1], boundaries of packed sequences. Without them those are not known.
+    name          the argument that the message names
+    value_shape   the shape of the value
+    shape         the shape of targets: [B, T], or [N] for packed sequences
+    cu_seqlens    int [B + 1], boundaries of packed sequences. Without them those are not known.
     """
-    is_packed = len(shape) == 1
-    num_sequences = shape[:1] if cu_seqlens is None else (cu_seqlens.numel() - 1,)  # [B]
-    column = (*num_sequences, *(1,) * max(1, len(shape) - 1))  # [B, 1]
-    has_sequences = cu_seqlens is not None or not is_packed
     if value_shape == shape or len(value_shape) == 0:
         return
-    if has_sequences and value_shape in (num_sequences, column):
-        return
-    if has_sequences:
-        allowed = f", {list(num_sequences)} or {list(column)}: one per token, or per sequence."
-    else:
-        allowed = ". (Packed sequences take one per sequence in a TokenBatch with cu_seqlens.)"
-    raise ValueError(
-        f"{name} has shape {list(value_shape)}, but targets of shape {list(shape)} want"
-        f" {list(shape)}{allowed}"
-    )
+    is_packed = len(shape) == 1
+    if is_packed and cu_seqlens is None:
+        raise ValueError(
+            f"{name} has shape {list(value_shape)}, but targets of shape {list(shape)} want"
+            f" {list(shape)}. (Packed sequences take one per sequence in a TokenBatch with"
+            " cu_seqlens.)"
+        )
+    per_sequence = shape[:1] if cu_seqlens is None else (cu_seqlens.numel() - 1,)  # [B]
+    # One dimension of size 1 for each dimension of targets after the first, at least one.
+    column = (*per_sequence, *(1,) * max(1, len(shape) - 1))  # [B, 1]
+    if value_shape not in (per_sequence, column):
+        raise ValueError(
+            f"{name} has shape {list(value_shape)}, but targets of shape {list(shape)} want"
+            f" {list(shape)}, {list(per_sequence)} or {list(column)}: one per token, or per"
+            " sequence."
+        )
 
 
 def expand_to_tokens(value: Tensor, shape: torch.Size, cu_seqlens: Tensor | None) -> Tensor:
@@ -555,49 +566,54 @@ def expand_to_tokens(value: Tensor, shape: torch.Size, cu_seqlens: Tensor | None
     value        a number for each token, each sequence or all tokens, of a shape that
                  `check_token_shape` accepts
     shape        the shape of targets
-    cu_seqlens   boundaries of packed sequences, or None
+    cu_seqlens   int [B + 1], boundaries of packed sequences, or None
 
     Values per sequence of packed targets are copied to [N]. Any other result is a view of the value
     if it is fp32.
     """
+    # Both calls return the tensor itself if it needs no change, but they cost some microseconds.
     if value.requires_grad:
         value = value.detach()
     if value.dtype != torch.float32:
         value = value.float()
     if value.shape == shape:
         return value
-    if cu_seqlens is not None and value.dim() > 0:
+    if cu_seqlens is not None and value.dim() > 0:  # one value per packed sequence
         return value.flatten()[sequence_ids(cu_seqlens, shape.numel())]
-    return value.reshape(-1, *(1,) * (len(shape) - 1)).expand(shape)
+    # [B], [B, 1] or 0-d -> [B, 1, ...] or [1, 1, ...], which broadcasts to the shape of targets.
+    num_other_dims = len(shape) - 1
+    return value.reshape(-1, *(1,) * num_other_dims).expand(shape)
 
 
 def inverse_temperatures(
-    t: float | Tensor,
+    temperature: float | Tensor,
     shape: torch.Size,
     mask: Tensor | None,
     cu_seqlens: Tensor | None,
     device: torch.device,
 ) -> float | Tensor:
-    """Return 1 / t, the inverse temperature: a float, or fp32 [num_tokens] if t is a tensor.
+    """Return 1 / temperature: a float, or fp32 [num_tokens] if the temperature is a tensor.
 
-    t            a number, or a tensor with a number for each token, each sequence or all tokens
-    shape        the shape of targets
-    mask         bool of that shape: tokens whose temperature is checked; None: all
-    cu_seqlens   boundaries of packed sequences, or None
-    device       of the other tensors of the call, where a tensor t must be
+    temperature   a number, or a float tensor with a number for each token, each sequence or all
+                  tokens
+    shape         the shape of targets
+    mask          bool of that shape: tokens whose temperature is checked; None: all
+    cu_seqlens    int [B + 1], boundaries of packed sequences, or None
+    device        device of the other tensors of the call, where the temperature must be too
 
-    Raises ValueError if t has another shape or device, or a value that is not finite and above 0.
+    Raises ValueError if a tensor has another shape or device, or a value that is not finite and
+    above 0.
     """
-    if not isinstance(t, Tensor):
-        return 1.0 / float(t)
-    require_device("temperature", t, device, "the input")
-    t = per_token("temperature", t, shape, cu_seqlens)
-    if values_are_checked(t):
-        is_bad = ~((t > 0) & torch.isfinite(t))
+    if not isinstance(temperature, Tensor):
+        return 1.0 / float(temperature)
+    require_device("temperature", temperature, device, "the input")
+    per_token_values = per_token("temperature", temperature, shape, cu_seqlens)
+    if values_are_checked(per_token_values):
+        is_bad = ~((per_token_values > 0) & torch.isfinite(per_token_values))
         if mask is not None:
             is_bad = is_bad & mask.flatten()
-        refuse_where(is_bad, "temperature", t, ": it must be finite and above 0.")
-    return t.reciprocal().contiguous()
+        refuse_where(is_bad, "temperature", per_token_values, ": it must be finite and above 0.")
+    return per_token_values.reciprocal().contiguous()
 
 
 def is_leaf_or_view_of_leaf(logits: Tensor) -> bool:

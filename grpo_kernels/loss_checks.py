@@ -157,34 +157,65 @@ def refuse_infinite_terms(
     term of `logp_terms` is also not finite if the id is outside of the token's candidate set, where
     the log-prob is -inf, and the value is not 0.
 
-    rows   the inputs of the loss as flat tensors [num_tokens]
+    batch     has the terms and the candidate sets
+    rows      the inputs of the loss as flat tensors [num_tokens]
+    options   says whether the call is strict
     """
     if not refuses_values(options):
         return
+    if batch.prob_terms is not None:
+        _refuse_infinite_values("prob_terms", batch.prob_terms, rows, batch)
     # `Objective(listed=)` is a function of the user, which may give any value a meaning.
-    logp_terms = None if objective.listed is not None else batch.logp_terms
-    for name, sets in (("logp_terms", logp_terms), ("prob_terms", batch.prob_terms)):
-        if sets is None or sets.values is None:
-            continue
-        remedy = (
-            "the loss would be infinite or NaN, which strict mode refuses. Pass finite values, and"
-            " 0 for an id without one."
-        )
-        has_infinity = any_of_token(sets.values.isinf(), sets, batch.tokens)
-        refuse_tokens(has_infinity, f"{name} has an infinite value", remedy, rows, batch)
-        if name == "logp_terms" and batch.kept is not None:
-            token_of_id = sets.row_of  # int64 [num_ids]: the token that lists each id
-            # The target is added to its set, and a token without a set uses the whole vocabulary.
-            is_outside = ~batch.kept.holds(token_of_id, sets.ids)
-            is_outside &= sets.ids != rows.targets[token_of_id]
-            is_outside &= ~batch.without_set[token_of_id]
-            remedy = (
-                "its log-prob is -inf there, and the loss would be infinite, which strict mode "
-                "refuses. List ids of the set, or give the others the value 0."
-            )
-            lists_outside = any_of_token(is_outside & (sets.values != 0), sets, batch.tokens)
-            what = "logp_terms lists an id that the kept set lacks"
-            refuse_tokens(lists_outside, what, remedy, rows, batch)
+    if batch.logp_terms is not None and objective.listed is None:
+        _refuse_infinite_values("logp_terms", batch.logp_terms, rows, batch)
+        if batch.kept is not None:
+            _refuse_ids_outside(batch.logp_terms, batch.kept, rows, batch)
+
+
+def _refuse_infinite_values(
+    name: str, terms: TokenSets, rows: TokenInputs, batch: TokenBatch
+) -> None:
+    """Raise ValueError if a processed token has an id with an infinite value.
+
+    name    "logp_terms" or "prob_terms", for the message
+    terms   the ids of each token and their values
+    rows    has the masks of the tokens
+    """
+    if terms.values is None:
+        return
+    remedy = (
+        "the loss would be infinite or NaN, which strict mode refuses. Pass finite values, and"
+        " 0 for an id without one."
+    )
+    has_infinity = any_of_token(terms.values.isinf(), terms, batch.tokens)
+    refuse_tokens(has_infinity, f"{name} has an infinite value", remedy, rows, batch)
+
+
+def _refuse_ids_outside(
+    terms: TokenSets, candidates: TokenSets, rows: TokenInputs, batch: TokenBatch
+) -> None:
+    """Raise ValueError if a processed token has an id outside of its candidate set.
+
+    An id with the value 0 may be outside. All tokens without a candidate set use the whole
+    vocabulary.
+
+    terms        `batch.logp_terms`: the ids of each token and their values
+    candidates   `batch.kept`: the candidate set of each token
+    rows         has the targets and the masks of the tokens
+    """
+    if terms.values is None:
+        return
+    token_of_id = terms.row_of  # int64 [num_ids]: the token that lists each id
+    is_outside = ~candidates.holds(token_of_id, terms.ids)
+    is_outside &= terms.ids != rows.targets[token_of_id]  # the target is added to its set
+    is_outside &= ~batch.without_set[token_of_id]
+    remedy = (
+        "its log-prob is -inf there, and the loss would be infinite, which strict mode "
+        "refuses. List ids of the set, or give the others the value 0."
+    )
+    lists_outside = any_of_token(is_outside & (terms.values != 0), terms, batch.tokens)
+    what = "logp_terms lists an id that the kept set lacks"
+    refuse_tokens(lists_outside, what, remedy, rows, batch)
 
 
 def any_of_token(is_marked: Tensor, sets: TokenSets, num_tokens: int) -> Tensor:
@@ -204,7 +235,7 @@ def refuse_tokens(
     """Raise ValueError if a processed token is bad, with the positions of the first five.
 
     On a GPU the host would have to wait for the values. An assertion on the device stops the
-    program instead, unless GRPO_KERNELS_CHECK=1 asks for the check (`values_are_checked`).
+    program instead, unless GRPO_KERNELS_CHECK=1 requests the check (`values_are_checked`).
 
     is_bad   bool [num_tokens]
     what     what is bad, the beginning of the message, for example "advantages is NaN"
@@ -216,10 +247,14 @@ def refuse_tokens(
         is_bad = is_bad & rows.processed
     if not values_are_checked(is_bad):
         torch._assert_async(~is_bad.any(), f"{what} at a trained token, which strict mode refuses")
-    elif is_bad.any():
-        positions = is_bad.view(batch.targets.shape).nonzero().tolist()
-        shown = ", ".join(map(str, positions[:5])) + ", ..." * (len(positions) > 5)
-        num_trained = is_bad.numel() if rows.loss_mask is None else int(rows.loss_mask.sum())
-        raise ValueError(
-            f"{what} at {len(positions)} of {num_trained} trained tokens, {shown}: {remedy}"
-        )
+        return
+    if not is_bad.any():
+        return
+    positions = is_bad.view(batch.targets.shape).nonzero().tolist()
+    shown = ", ".join(map(str, positions[:5]))
+    if len(positions) > 5:
+        shown += ", ..."
+    num_trained = is_bad.numel() if rows.loss_mask is None else int(rows.loss_mask.sum())
+    raise ValueError(
+        f"{what} at {len(positions)} of {num_trained} trained tokens, {shown}: {remedy}"
+    )

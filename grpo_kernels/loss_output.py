@@ -92,16 +92,17 @@ def masked_max(x: Tensor, mask: Tensor, has_tokens: Tensor) -> Tensor:
 def metric_meant_by(name: str, metrics: Iterable[str], form: str = "{}") -> str:
     """Return " Did you mean ...?" with the metrics that a wrong name may mean, "" if there is none.
 
-    name      the name that was asked for, for example "clip_frac"
+    name      the unknown name, for example "clip_frac"
     metrics   the names of the metrics that exist
     form      how a metric is written in the message: a format string with one {} for its name
     """
-    near = near_name(name, metrics)
-    names = [near] if near else []
     if "clip" in name.lower():  # clip_frac, pg_clipfrac: the share of both sides together
         names = ["clip_low", "clip_high"]
     elif name == "ratio":
         names = ["ratio_mean", "ratio_min", "ratio_max"]
+    else:
+        near = near_name(name, metrics)
+        names = [near] if near else []
     if not names:
         return ""
     return f" Did you mean {' and '.join(form.format(x) for x in names)}?"
@@ -136,12 +137,12 @@ class LossOutput:
         The suggestion is an attribute of the output, the attribute of the loss tensor (for example
         `backward`), or a metric. Python calls this only for attributes that do not exist.
         """
-        attributes = [*(f.name for f in fields(self) if not f.name.startswith("_")), "metrics"]
-        remedy = nearest(name, attributes)
+        public_fields = [f.name for f in fields(self) if not f.name.startswith("_")]
+        remedy = nearest(name, [*public_fields, "metrics"])
         if hasattr(Tensor, name):
             remedy = f" out.loss.{name} is the attribute of the loss."
         if name in METRICS or not remedy:
-            remedy = metric_meant_by(name, METRICS, 'out.metrics["{}"]')
+            remedy = metric_meant_by(name, METRICS, form='out.metrics["{}"]')
         raise AttributeError(f"a LossOutput has no {name!r}.{remedy}")
 
     def __iter__(self) -> NoReturn:
@@ -245,10 +246,11 @@ class LossOutput:
         processed        bool [num_tokens]: tokens that the loss processed
         """
         is_kept = processed
-        for f in self._objective.filters:
+        for loss_filter in self._objective.filters:
+            has_group = getattr(loss_filter, "process_group", None) is not None
             # With a context_group, sums over a sequence are sums over ranks.
-            sums_over_ranks = self._batch.context_group is not None and not f.is_per_token
-            if sums_over_ranks or getattr(f, "process_group", None) is not None:
+            sums_over_ranks = self._batch.context_group is not None and not loss_filter.is_per_token
+            if has_group or sums_over_ranks:
                 continue
-            is_kept = is_kept & f.keep(logps, entropy, self.rows, self._batch)
+            is_kept = is_kept & loss_filter.keep(logps, entropy, self.rows, self._batch)
         return is_kept

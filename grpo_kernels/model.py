@@ -142,10 +142,17 @@ def _hidden_and_head(
     inputs: dict[str, Any],
     model_kwargs: dict[str, Any],
 ) -> tuple[Tensor, Head]:
-    """Run the base model. Return (hidden states of the rows that predict the targets, the head).
+    """Run the base model. Return (hidden states at the positions that predict the targets, head).
 
-    transform              None: temperature, and the softcap and scale of a known model
-    inputs, model_kwargs   arguments of the base model, see `loss_from_model`
+    temperature    divides the logits, if `transform` is None
+    transform      temperature, softcap and scale of the logits. None: the temperature, and the
+                   softcap and scale of a known model.
+    input_ids      int64 [B, T], [1, N] or [N]
+    inputs         named arguments of the base model, see `loss_from_model`
+    model_kwargs   arguments that the base model accepts as **kwargs
+
+    The hidden states are float [B, T, H], or fewer if there are fewer targets, or [N, H] for packed
+    targets.
 
     Raises ValueError if the model has a wrapper, hook or patch that this call would skip.
     """
@@ -163,6 +170,8 @@ def _hidden_and_head(
     remedy = f"What a {type(base).__name__} takes without naming it goes into model_kwargs={{...}}."
     refuse_keywords(loss_from_model, inputs, [*_KEYWORDS, *parameter_names], remedy)
     if "use_cache" in parameter_names and "use_cache" not in model_kwargs:
+        # A cache of keys and values would take memory, and nothing reads it. The caller may pass
+        # another value.
         inputs = {"use_cache": False, **inputs}
     batch_of_ids = input_ids if input_ids.dim() > 1 else input_ids[None]
     hidden = base(input_ids=batch_of_ids, **inputs, **model_kwargs)[0]
@@ -185,10 +194,11 @@ def _check_wrappers(model: Any) -> None:
             f"model has a {type(config).__name__}, whose prompt is put in front by PEFT's own"
             " forward: compute its logits, and call grpo_loss."
         )
-    if hasattr(model, "get_base_model"):
+    if hasattr(model, "get_base_model"):  # PEFT, whose adapters act in the base model
         for wrapper in (model, model.base_model):
             _check_untouched("model", wrapper)
         return
+    # DDP and FSDP1 have the model as `module`, torch.compile as `_orig_mod`.
     for name in ("module", "_orig_mod"):
         if isinstance(getattr(model, name, None), nn.Module):
             raise ValueError(
@@ -270,9 +280,15 @@ def _base_model(model: Any) -> Any:
 
 
 def _predicting_rows(hidden: Tensor, input_ids: Tensor, batch: TokenBatch) -> Tensor:
-    """Return the rows of hidden states [B, T, H] that predict the targets.
+    """Return the hidden states at the positions that predict the targets.
 
-    If the batch chooses rows itself (`batch.rows`), all rows are returned.
+    hidden      float [B, T, H], of all positions; B is 1 for packed sequences
+    input_ids   int64 [B, T], [1, N] or [N]
+
+    The result has the shape of targets, and H. It is all of `hidden` if the batch chooses the rows
+    itself (`batch.rows`).
+
+    Raises ValueError if the base model changes the number of positions.
     """
     expected_shape = input_ids.shape if input_ids.dim() > 1 else (1, *input_ids.shape)
     if hidden.shape[:-1] != expected_shape:
@@ -291,17 +307,22 @@ def _predicting_rows(hidden: Tensor, input_ids: Tensor, batch: TokenBatch) -> Te
 def _predicting_positions(input_ids: Tensor, batch: TokenBatch) -> slice:
     """Return the positions of input_ids whose next tokens are the targets.
 
-    These are all positions, or if the targets are the last K of T tokens, T - K - 1 to T - 2.
+    If there are as many targets as positions (T), these are all positions. If the targets are the
+    last K tokens, these are the K positions before them, T - K - 1 to T - 2.
     """
     total = input_ids.shape[-1]
     count = batch.targets.shape[-1]
-    return slice(None) if count == total else slice(total - 1 - count, total - 1)
+    if count == total:
+        return slice(None)
+    return slice(total - 1 - count, total - 1)
 
 
 def _check_alignment(input_ids: Tensor, batch: TokenBatch) -> None:
-    """Raise ValueError unless batch.targets are the next tokens of input_ids, in trained tokens.
+    """Raise ValueError unless the targets of trained tokens are the next tokens of input_ids.
 
     On a GPU the tokens are compared by an asynchronous assertion, unless `values_are_checked`.
+
+    input_ids   what the caller passed: int64 [B, T], [1, N] or [N]
     """
     require_tensor("input_ids", input_ids, INTEGRAL, "an int64 tensor of token ids, [B, T]")
     if batch.context_group is not None:
@@ -309,13 +330,25 @@ def _check_alignment(input_ids: Tensor, batch: TokenBatch) -> None:
             "batch has a context_group, but a rank's input_ids do not show what follows its last"
             " token: call the base model yourself, and linear_grpo_loss."
         )
-    if batch.rows is not None:
+    if batch.rows is not None:  # the caller says which row predicts each target
         return
-    targets, mask = batch.targets, batch.mask
     ids = input_ids
     # A model takes packed sequences [1, N] as a batch of one.
-    if targets.dim() == 1 and input_ids.dim() == 2 and input_ids.shape[0] == 1:
+    if batch.targets.dim() == 1 and input_ids.dim() == 2 and input_ids.shape[0] == 1:
         ids = input_ids[0]
+    _check_target_shape(input_ids, ids, batch)
+    if torch.compiler.is_compiling() or batch.targets.numel() == 0:
+        return
+    _check_next_tokens(ids, batch)
+
+
+def _check_target_shape(input_ids: Tensor, ids: Tensor, batch: TokenBatch) -> None:
+    """Raise ValueError unless there is a target for each position, or for each of the last ones.
+
+    input_ids   what the caller passed, for messages
+    ids         the same ids with the number of dimensions that targets have
+    """
+    targets = batch.targets
     if (
         ids.dim() != targets.dim()
         or ids.shape[:-1] != targets.shape[:-1]
@@ -332,20 +365,26 @@ def _check_alignment(input_ids: Tensor, batch: TokenBatch) -> None:
             f"batch.targets has {len(targets)} packed tokens and input_ids {len(ids)}: pass one for"
             " each, see shift_targets."
         )
-    if has_all_positions and mask is None:
+    if has_all_positions and batch.mask is None:
         raise ValueError(
             "batch.mask is None, but the last token of input_ids predicts nothing: pass the mask of"
             " shift_targets."
         )
-    if torch.compiler.is_compiling() or targets.numel() == 0:
-        return
+
+
+def _check_next_tokens(ids: Tensor, batch: TokenBatch) -> None:
+    """Raise ValueError if a trained target is not the next token of its position.
+
+    ids   int64, [B, T] or packed [N], with the number of dimensions that targets have
+    """
+    targets = batch.targets
     positions = _predicting_positions(ids, batch)
     next_ids, has_next = shift_targets(ids, cu_seqlens=batch.cu_seqlens)
     next_ids = next_ids[..., positions].to(targets.device)
     has_next = has_next[..., positions].to(targets.device)
     wrong = (targets != next_ids) | ~has_next
-    if mask is not None:
-        wrong = wrong & mask
+    if batch.mask is not None:
+        wrong = wrong & batch.mask
     if not values_are_checked(targets):
         torch._assert_async(
             ~wrong.any(),
@@ -601,26 +640,38 @@ def forward_of(module: nn.Module) -> Any:
 
     This is the forward of its class, or a function that replaces it on the instance. Wrappers by
     accelerate are removed: autocast, the cast of outputs to fp32, and its own hooks, which move
-    weights.
+    weights. They are not removed if the module has a hook of accelerate's kind that another library
+    defines, because it may do anything.
     """
     hook = getattr(module, "_hf_hook", None)
     hooks = getattr(hook, "hooks", (hook,))  # a SequentialHook has several
     has_foreign_hook = any(
-        type(one).__module__ != "accelerate.hooks" for one in hooks if one is not None
+        type(one_hook).__module__ != "accelerate.hooks"
+        for one_hook in hooks
+        if one_hook is not None
     )
-    forward = vars(module).get("forward", type(module).forward)
+    class_forward = type(module).forward
+    forward = vars(module).get("forward", class_forward)
     while True:
-        forward = getattr(forward, "__func__", forward)
-        function = getattr(forward, "func", forward)  # of a functools.partial
-        made_in = getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
+        forward = getattr(forward, "__func__", forward)  # the function of a bound method
+        defined_in = _defining_module(forward)
         is_wrapper = (
-            forward is not type(module).forward
-            and made_in in _HARMLESS_WRAPPERS
+            forward is not class_forward
+            and defined_in in _HARMLESS_WRAPPERS
             and hasattr(forward, "__wrapped__")
         )
-        if not is_wrapper or (has_foreign_hook and made_in == "accelerate.hooks"):
+        runs_foreign_hook = has_foreign_hook and defined_in == "accelerate.hooks"
+        if not is_wrapper or runs_foreign_hook:
             return forward
         forward = forward.__wrapped__
+
+
+def _defining_module(forward: Any) -> str:
+    """Return the name of the Python module that defines a function, or the class of a callable."""
+    function = getattr(forward, "func", forward)  # the function of a functools.partial
+    # The attribute __module__ does not serve: functools.wraps copies it from the wrapped function.
+    namespace = getattr(function, "__globals__", {})
+    return namespace.get("__name__", type(function).__module__)
 
 
 def check_linear(head: Any, known_forward: Any = None) -> None:
@@ -629,63 +680,52 @@ def check_linear(head: Any, known_forward: Any = None) -> None:
     W and b are its own weight and bias. A FusedLMHead passes, and so does a head that FSDP2 or
     ZeRO-3 has sharded or that accelerate has hooked.
 
+    head            the output embeddings of a language model
     known_forward   a function on the instance that may replace the forward, because the caller
-                    knows that it computes the same
+                    knows that it computes the same; None: no such function
     """
     if hasattr(head, "token_adapter"):
-        _refuse(
-            head,
-            "PEFT's trainable tokens",
-            "without trainable_token_indices, or with modules_to_save for the embeddings.",
-        )
-    if hasattr(head, "base_layer"):
+        remedy = "without trainable_token_indices, or with modules_to_save for the embeddings."
+        _refuse(head, "PEFT's trainable tokens", remedy)
+    if hasattr(head, "base_layer"):  # a layer of PEFT such as LoRA
         remedy = (
             "take it out of the adapter's target_modules, or merge the adapter (merge_and_unload)."
         )
         _refuse(head, "which carries an adapter", remedy)
     linear_forwards = (nn.Linear.forward, FusedLMHead.forward)
-    if (
-        not isinstance(head, nn.Linear)
-        or type(head).forward not in linear_forwards
-        or forward_of(head) not in (*linear_forwards, known_forward)
-    ):
-        _refuse(
-            head,
-            "whose forward is not torch.nn.Linear.forward",
-            "its logits may be more than hidden @ weight.T.",
-        )
-    if [*head.children()] or set(head._parameters) - {"weight", "bias"} or head._buffers:
-        _refuse(
-            head,
-            "with parameters or modules besides weight and bias",
-            "a parametrised layer has to be made plain first.",
-        )
+    is_linear = isinstance(head, nn.Linear) and type(head).forward in linear_forwards
+    if not is_linear or forward_of(head) not in (*linear_forwards, known_forward):
+        remedy = "its logits may be more than hidden @ weight.T."
+        _refuse(head, "whose forward is not torch.nn.Linear.forward", remedy)
+    has_children = any(True for _ in head.children())
+    has_other_parameters = bool(set(head._parameters) - {"weight", "bias"})
+    if has_children or has_other_parameters or head._buffers:
+        reason = "with parameters or modules besides weight and bias"
+        _refuse(head, reason, "a parametrised layer has to be made plain first.")
     weight_type = type(head.weight.data)
     is_dtensor = hasattr(head.weight, "placements")
     if weight_type is not torch.Tensor and not is_dtensor:
-        _refuse(
-            head,
-            f"whose weight is a {weight_type.__module__}.{weight_type.__name__}",
-            "a quantised weight has to be made plain first.",
-        )
+        reason = f"whose weight is a {weight_type.__module__}.{weight_type.__name__}"
+        _refuse(head, reason, "a quantised weight has to be made plain first.")
 
 
-def plain_head(model: Any, known_forward: Callable[[Any], Any] = lambda head: None) -> Any:
+def plain_head(model: Any, known_forward: Callable[[Any], Any] | None = None) -> Any:
     """Return the output embeddings of a language model, whose weight and bias make the logits.
 
-    known_forward   takes the head, and returns the `known_forward` of `check_linear`
+    known_forward   takes the head, and returns a function that may replace its forward, see
+                    `check_linear`; None: no function may
 
     Raises ValueError if a call of the head does more than multiply with its weight and add its
     bias.
     """
     head = model.get_output_embeddings()
-    # PEFT's modules_to_save trains a copy of the head, and has the weight of the copy.
+    # PEFT's modules_to_save wraps the head. The attribute `weight` of the wrapper is the weight of
+    # the copy that is trained. The original module tells what a call computes.
     inner = head.original_module if hasattr(head, "modules_to_save") else head
-    check_linear(inner, known_forward(inner))
-    weight = head.weight
+    check_linear(inner, None if known_forward is None else known_forward(inner))
     require_tensor(
         "the weight of the head",
-        weight,
+        head.weight,
         MATMUL_DTYPES,
         "a model whose head is float32, bfloat16 or float16",
     )
@@ -708,20 +748,15 @@ def _check_plain(head: Any) -> None:
         _refuse(head, "installed already", "use it as it is.")
     check_linear(head)
     if "forward" in vars(head) or any(getattr(head, hooks) for hooks in HOOKS):
-        _refuse(
-            head,
-            "with hooks, which would be lost",
-            "install the fused head first, and register them on it.",
-        )
+        remedy = "install the fused head first, and register them on it."
+        _refuse(head, "with hooks, which would be lost", remedy)
     if hasattr(head.weight, "placements"):
-        _refuse(
-            head, "whose weight is a DTensor",
-            "install before fully_shard. A head that a tensor-parallel plan has cut: linear_grpo_loss(..., options=Options(shard=VocabShard.of(weight))).",
-        )  # fmt: skip
+        remedy = (
+            "install before fully_shard. A head that a tensor-parallel plan has cut:"
+            " linear_grpo_loss(..., options=Options(shard=VocabShard.of(weight)))."
+        )
+        _refuse(head, "whose weight is a DTensor", remedy)
     # ZeRO-3 leaves an empty weight, FSDP1 a view that is not a parameter.
     if head.weight.dim() != 2 or "weight" not in head._parameters:
-        _refuse(
-            head,
-            f"whose weight has shape {list(head.weight.shape)}",
-            "install before ZeRO-3 or FSDP shards it.",
-        )
+        reason = f"whose weight has shape {list(head.weight.shape)}"
+        _refuse(head, reason, "install before ZeRO-3 or FSDP shards it.")

@@ -27,6 +27,8 @@ def refuse_overlap(
     """Raise ValueError if `written` shares memory with a tensor that the same call reads.
 
     name                the argument that is written, for messages
+    written             its tensor
+    remedy              what to pass instead, the end of the message
     read                the other arguments by name: tensors, and dataclasses, tuples and lists of
                         tensors
     read_before_write   likewise, for arguments of which each element is read only before the
@@ -37,6 +39,7 @@ def refuse_overlap(
     are accepted. The answer is exact, except for interleaved views with different row strides that
     take more than MAX_POSITIONS steps to compare. These are refused.
     """
+    # A subclass that wraps a tensor, such as DTensor, is replaced by the tensor.
     ((_, written),) = _named_tensors(name, written)
     for argument, value in read.items():
         for part_name, part in _named_tensors(argument, value):
@@ -58,11 +61,15 @@ class Step(NamedTuple):
 def overlap(x: Tensor, y: Tensor) -> bool:
     """Return whether an element of x and an element of y have a byte in common.
 
-    A byte of x has the address start_x + sum of step * index over its steps: one for each dimension
-    and one for the bytes of an element. Count the indices of y from the end. Then a byte of x and
-    one of y have the same address if
+    The address of a byte of x is start_x + the sum of step * index over the dimensions of x, where
+    a step is a stride in bytes. The bytes within an element are one more dimension, with step 1.
+    The same holds for y. If the indices of y are counted from the end, an address of y is the
+    address of its last byte minus such a sum. So x and y have a byte in common if there are indices
+    with
 
-        sum of step * index over the steps of both = last byte of y - start_x
+        sum of step * index over the dimensions of both = address of y's last byte - start_x
+
+    Returns True if this search takes more than MAX_POSITIONS steps.
     """
     start_x = x.data_ptr()
     start_y = y.data_ptr()
@@ -70,6 +77,7 @@ def overlap(x: Tensor, y: Tensor) -> bool:
         return False
     if x.numel() == 0 or y.numel() == 0 or x.device != y.device or x.is_meta:
         return False
+    # Dimensions with the same step are one dimension, whose last index is the sum of theirs.
     last_index_of_step: Counter[int] = Counter()
     for tensor in (x, y):
         element_size = tensor.element_size()
@@ -78,24 +86,32 @@ def overlap(x: Tensor, y: Tensor) -> bool:
             last_index_of_step[element_size * stride] += size - 1
     del last_index_of_step[0]  # expanded dimensions
     steps = [Step(step, last) for step, last in sorted(last_index_of_step.items(), reverse=True)]
-    distance = start_y + _num_bytes_spanned(y) - 1 - start_x
-    return _SumSearch(MAX_POSITIONS).can_reach(distance, steps)
+    last_byte_y = start_y + _num_bytes_spanned(y) - 1
+    return _SumSearch(MAX_POSITIONS).can_reach(last_byte_y - start_x, steps)
 
 
 class _SumSearch:
-    """Search whether a distance is a sum of step * index, with the largest steps first."""
+    """A search for indices that make the sum of step * index equal to a distance.
+
+    max_positions   number of indices to try before the search gives up
+    """
 
     def __init__(self, max_positions: int) -> None:
         self.positions_left = max_positions
 
     def can_reach(self, distance: int, steps: list[Step]) -> bool:
-        """Return whether the distance can be reached. True if the search takes too long."""
+        """Return whether such indices exist. Return True if the search gives up.
+
+        distance   the sum that the indices must make
+        steps      the steps and their largest indices, the largest step first
+        """
         if not steps:
             return distance == 0
         first, *others = steps
+        # The other steps add 0 to longest_of_others. So the first one must reach at least
+        # distance - longest_of_others and at most distance.
         longest_of_others = sum(other.step * other.last_index for other in others)
-        # The rest of the distance must be within 0 and longest_of_others.
-        lowest_index = max(0, -((longest_of_others - distance) // first.step))
+        lowest_index = max(0, -((longest_of_others - distance) // first.step))  # rounded up
         highest_index = min(first.last_index, distance // first.step)
         indices = range(lowest_index, highest_index + 1)
         self.positions_left -= len(indices)
@@ -115,14 +131,16 @@ def _num_bytes_spanned(x: Tensor) -> int:
 
 
 def overlaps_itself(x: Tensor) -> bool:
-    """Return whether elements of x may share memory.
+    """Return whether two elements of x may have the same memory, such as in an expanded tensor.
 
-    They may if the stride of a dimension is less than what the dimensions of smaller strides span.
+    The dimensions are looked at from the smallest stride to the largest. Elements have different
+    memory if each stride is at least as long as the memory that the smaller strides span.
     """
+    # A dimension of size 1 has one index, so its stride does not matter.
     dimensions = [
         (stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1
     ]
-    extent = 1
+    extent = 1  # of the dimensions so far, in elements
     for step, size in sorted(dimensions):
         if step < extent:
             return True
@@ -131,9 +149,10 @@ def overlaps_itself(x: Tensor) -> bool:
 
 
 def _same_elements(x: Tensor, y: Tensor) -> bool:
-    """Return whether x and y have each element at the same index in the same memory."""
+    """Return whether x[index] and y[index] are the same memory for each index."""
     if (x.data_ptr(), x.dtype, x.shape) != (y.data_ptr(), y.dtype, y.shape):
         return False
+    # The stride of a dimension of size 1 does not matter.
     strides = zip(x.shape, x.stride(), y.stride(), strict=True)
     return all(size == 1 or stride_x == stride_y for size, stride_x, stride_y in strides)
 

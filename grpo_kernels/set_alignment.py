@@ -18,10 +18,11 @@ FEWEST_TARGETS = 100
 
 
 class _Reading(NamedTuple):
-    """What a metric was. `numbers` is fp32 [2]: the share outside of the sets, and the number of
-    trained targets.
+    """The metrics of an earlier call, which have not been compared with the limits yet.
 
-    sent   the copy of `numbers` to the host; None for tensors on a CPU.
+    numbers   fp32 [2]: the share of targets outside of their sets, and the number of trained
+              targets
+    sent      the copy of `numbers` to the host, which may be under way; None for tensors on a CPU
     """
 
     numbers: Tensor
@@ -32,21 +33,25 @@ _earlier: _Reading | None = None
 
 
 def warn_of_misaligned_sets(share: Tensor, tokens: Tensor) -> None:
-    """Warn once per process if an earlier call had a share of more than MOST_OUTSIDE.
+    """Warn once per process if many targets of an earlier call are outside of their sets.
 
-    share, tokens   0-d fp32, `metrics["outside_set"]` and `metrics["tokens"]`.
+    The numbers of a call are only stored, and a later call compares them with the limits. By then
+    they have been copied from the GPU, so that the host does not wait for it.
 
-    The numbers of a call are looked at in a later call. On a GPU they are copied to the host
-    without waiting, and looked at once the copy has arrived.
+    share    0-d fp32, `metrics["outside_set"]`: share of trained targets outside of their sets
+    tokens   0-d fp32, `metrics["tokens"]`: number of trained targets
     """
     global _earlier
     if _earlier is not None:
         sent = _earlier.sent
         if sent is not None and not sent.event.query():
-            return
-        _judge(*(_earlier.numbers if sent is None else sent.sent).tolist())
+            return  # the copy has not arrived yet
+        numbers = _earlier.numbers if sent is None else sent.sent
+        earlier_share, earlier_tokens = numbers.tolist()
+        _warn_above_limits(earlier_share, earlier_tokens)
         _earlier = None
     device = share.device
+    # The host can read nothing while a CUDA graph is captured or torch.compile traces.
     if is_capturing(device) or torch.compiler.is_compiling():
         return
     if sends_counts_early(device):
@@ -56,7 +61,8 @@ def warn_of_misaligned_sets(share: Tensor, tokens: Tensor) -> None:
         _earlier = _Reading(torch.stack([share, tokens]), None)
 
 
-def _judge(share: float, tokens: float) -> None:
+def _warn_above_limits(share: float, tokens: float) -> None:
+    """Warn once per process if the share is above MOST_OUTSIDE, with enough tokens to tell."""
     if share <= MOST_OUTSIDE or tokens < FEWEST_TARGETS:
         return
     warn_once(

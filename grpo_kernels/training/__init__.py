@@ -66,11 +66,15 @@ class Ranks:
 
         The slices of all ranks follow each other. Their lengths differ by at most one.
         """
-        start, stop = (math.ceil(count * rank / self.world) for rank in (self.rank, self.rank + 1))
+        start = math.ceil(count * self.rank / self.world)
+        stop = math.ceil(count * (self.rank + 1) / self.world)
         return slice(start, stop)
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, on every rank."""
+        """Return the values of all ranks, in the order of ranks, on every rank.
+
+        value   any object that can be pickled
+        """
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
@@ -84,27 +88,34 @@ class Ranks:
     def together(self, function: Callable[[], T]) -> list[T]:
         """Call a function on all ranks. Return its results on all ranks, on every rank.
 
-        If it raises on one rank, all ranks raise, so that none waits for a rank that has failed.
-        Ranks where it did not raise raise ValueError if the cause is a ValueError or an OSError
-        (wrong arguments, or the machine), else RuntimeError.
+        If it raises on one rank, all ranks raise, so that none waits for a rank that has failed. A
+        rank where the function raised raises the same exception. The other ranks raise ValueError
+        if the cause is a ValueError or an OSError (wrong arguments, or the machine), else
+        RuntimeError.
+
+        function   its result must be possible to pickle
         """
         if self.world == 1:
             return [function()]
         result: Any = None
-        error = None
+        own_error: Exception | None = None
         message = ""
+        error_type: type[Exception] = RuntimeError
         try:
             result = function()
-        except Exception as caught:  # it may not be possible to pickle, so its text is sent
-            error = caught
-            message = f"{type(caught).__name__}: {caught}"
-        kind = ValueError if isinstance(error, (ValueError, OSError)) else RuntimeError
-        outcomes = self.gather((result, message, kind))
-        for rank, (_, text, kind) in enumerate(outcomes):
-            if text:
-                self.shared_error = error or kind(f"process {rank} of the run failed: {text}")
+        except Exception as error:
+            own_error = error
+            # The exception itself may not be possible to pickle, so only its text is sent.
+            message = f"{type(error).__name__}: {error}"
+            if isinstance(error, (ValueError, OSError)):
+                error_type = ValueError
+        outcomes = self.gather((result, message, error_type))
+        for rank, (_, rank_message, rank_error_type) in enumerate(outcomes):
+            if rank_message:
+                text = f"process {rank} of the run failed: {rank_message}"
+                self.shared_error = own_error or rank_error_type(text)
                 raise self.shared_error
-        return [outcome for outcome, _, _ in outcomes]
+        return [rank_result for rank_result, _, _ in outcomes]
 
     def on_main(self, function: Callable[[], T]) -> T:
         """Call a function on rank 0 only. Return its result on every rank.
@@ -134,10 +145,12 @@ class Ranks:
             self.made_group = False
 
     def leave(self, status: int) -> int:
-        """Return the exit status of the program, or end this process if there are others."""
+        """Return the exit status of the program. With several ranks, end this process with it.
+
+        A normal exit may hang: DDP still has the process group, whose destructor waits for a thread
+        of gloo that waits for Python.
+        """
         if self.world > 1:
-            # A normal exit may hang: DDP still has the process group, whose destructor waits for a
-            # thread of gloo that waits for Python.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status)

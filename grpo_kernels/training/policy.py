@@ -46,7 +46,7 @@ class FunctionOfModel(nn.Module):
         self.model = model
 
     def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return function(model, *arguments)."""
+        """Return function(model, *arguments), inside the hooks of DDP or FSDP2."""
         return function(self.model, *arguments)
 
 
@@ -101,13 +101,17 @@ class ParallelModel:
 
     @torch.no_grad()
     def without_gradients(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return function(model, *arguments), computed without gradients. It may be anything."""
+        """Return function(model, *arguments), computed without gradients.
+
+        The result of the function may have any type.
+        """
         if not self.sharded:
             return function(self.model, *arguments)
         try:
             return self.wrapped(function, *arguments)
         finally:
-            self.wrapped.reshard()  # after a forward, FSDP2 reshards the root in its backward only
+            # FSDP2 frees the gathered parameters of the root only in a backward. None follows here.
+            self.wrapped.reshard()
 
     def autocast(self, dtype: str) -> AbstractContextManager:
         """Return a context in which a forward computes in `dtype`.
@@ -121,22 +125,24 @@ class ParallelModel:
             self.ranks.device.type, getattr(torch, dtype), cache_enabled=not self.sharded
         )
 
-    def reduction(self, wanted: bool) -> AbstractContextManager:
-        """Return a context for forward and backward in which gradients may not be reduced.
+    def reduction(self, is_needed: bool) -> AbstractContextManager:
+        """Return a context for forward and backward, after which DDP has reduced gradients or not.
 
-        wanted   False: keep the gradient of this rank, for a later backward to reduce. Only DDP
-                 does so; FSDP2 always reduces, because unreduced gradients are not sharded.
+        is_needed   True: reduce the gradients over the ranks in the backward. False: only add this
+                    rank's gradient to `.grad`, for a later backward to reduce. FSDP2 always
+                    reduces, because unreduced gradients are not sharded.
         """
-        if wanted or self.layout != "ddp":
+        if is_needed or self.layout != "ddp":
             return nullcontext()
         return self.wrapped.no_sync()
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scale gradients to a norm of at most `max_norm`.
 
-        Returns the norm of the gradient of the whole model before that.
+        Returns the norm of the gradient of the whole model before scaling, 0-d.
         """
         norm: Any = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        # With FSDP2 it is a DTensor, whose shards add up to the norm of the whole model.
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def state(self, *optimizers: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -150,16 +156,22 @@ class ParallelModel:
     def load_state(
         self, state: tuple[dict[str, Any], dict[str, Any]], *optimizers: torch.optim.Optimizer
     ) -> None:
-        """Load states that `state` returned on rank 0. All ranks must call this."""
+        """Load states that `ParallelModel.state` returned. All ranks must call this.
+
+        state        (states of the model, states of the optimizers) on rank 0, two empty
+                     dictionaries on other ranks
+        optimizers   the optimizers whose states were saved
+        """
         model_state, optimizer_state = state
-        flags: dict[str, Any] = {
-            "full_state_dict": True,
-            "broadcast_from_rank0": self.ranks.world > 1,
-        }
-        options = checkpoint.StateDictOptions(**flags)
+        has_other_ranks = self.ranks.world > 1
+        options = checkpoint.StateDictOptions(
+            full_state_dict=True, broadcast_from_rank0=has_other_ranks
+        )
         checkpoint.set_model_state_dict(self.model, model_state, options=options)
         # Not strict, because only rank 0 has the names of the optimizer's state.
-        options = checkpoint.StateDictOptions(**flags, strict=False)
+        options = checkpoint.StateDictOptions(
+            full_state_dict=True, broadcast_from_rank0=has_other_ranks, strict=False
+        )
         for optimizer in optimizers:
             checkpoint.set_optimizer_state_dict(
                 self.model, optimizer, optimizer_state, options=options
@@ -211,9 +223,13 @@ class Completions:
         return [ids[:length] for ids, length in rows]
 
     def __getitem__(self, rows: slice | Tensor) -> Completions:
-        """Return some of the completions."""
+        """Return some of the completions.
+
+        rows   a slice, or int64 [number of completions to return]: their indices
+        """
         kept = self.kept
         if kept is not None:
+            # The sets of completion b are the rows b * T to (b + 1) * T - 1.
             token_rows = torch.arange(kept.rows, device=self.ids.device).view(self.targets.shape)
             kept = kept.take(token_rows[rows].flatten())
         return Completions(
@@ -240,7 +256,12 @@ class Completions:
 
 
 def positions(attention: Tensor) -> Tensor:
-    """Return the position of each token, int64 in the shape of `attention`, without padding."""
+    """Return the position ids of tokens: how many real tokens precede each one in its row.
+
+    attention   bool [B, L]: False for padding, whose position does not matter
+
+    The result is int64 [B, L].
+    """
     return (attention.long().cumsum(1) - 1).clamp(min=0)
 
 
@@ -272,6 +293,10 @@ class Losses:
     """Losses and log-probs of a run, from hidden states or from logits as `config.loss` says.
 
     The methods run inside a forward of the policy or of its reference, see `ParallelModel`.
+
+    reference   the frozen reference of the KL term, or None
+
+    Raises ValueError with config.loss="linear" if it is not known how a model computes its logits.
     """
 
     def __init__(
@@ -291,14 +316,23 @@ class Losses:
         self.inplace = config.loss == "logits" and softcap is None
 
     def loss(
-        self, model: Any, completions: Completions, batch: TokenBatch, objective: Objective, normalizer: Tensor | Denominators
-    ) -> LossParts:  # fmt: skip
+        self,
+        model: Any,
+        completions: Completions,
+        batch: TokenBatch,
+        objective: Objective,
+        normalizer: Tensor | Denominators,
+    ) -> LossParts:
         """Return the loss of one micro-batch.
 
         With config.loss="linear" it is computed from hidden states, and the logits never exist as a
         whole.
+
+        model         the policy
+        completions   the completions of the micro-batch
+        batch         their targets, advantages and log-probs
+        normalizer    the denominator of the loss, see `global_normalizer`
         """
-        options: dict[str, Any] = {"normalizer": normalizer, "options": self.options}
         with self.policy.autocast(self.config.dtype):
             rows = self.rows(model, completions)
             reference_rows = None
@@ -306,29 +340,35 @@ class Losses:
                 assert self.reference is not None
                 reference_rows = self.reference.without_gradients(self.rows, completions)
         if self.linear:
-            options["reference"] = reference_rows
+            hidden, head = rows
+            with self.policy.autocast(self.config.dtype):
+                out = linear_grpo_loss(
+                    hidden,
+                    head,
+                    batch,
+                    objective,
+                    reference=reference_rows,
+                    normalizer=normalizer,
+                    options=self.options,
+                )
         else:
-            options["ref_logits"] = reference_rows
-            # With candidate sets the logits are read twice, so they must not be overwritten.
-            options["inplace"] = self.inplace and batch.kept is None
-        out = self._call(linear_grpo_loss, grpo_loss, rows, batch, objective, **options)
+            out = grpo_loss(
+                rows,
+                batch,
+                objective,
+                ref_logits=reference_rows,
+                transform=LogitTransform(self.config.temperature),
+                normalizer=normalizer,
+                # With candidate sets the logits are read twice, so they must not be overwritten.
+                inplace=self.inplace and batch.kept is None,
+                options=self.options,
+            )
         return LossParts(out.loss, out.logps, out.metrics)
 
-    def _call(
-        self, linear_function: Any, logits_function: Any, rows: Any, *arguments: Any, **options: Any
-    ) -> Any:
-        """Call the function of hidden states and head, or the function of logits, with `rows`."""
-        if not self.linear:
-            transform = LogitTransform(self.config.temperature)
-            return logits_function(rows, *arguments, transform=transform, **options)
-        hidden, head = rows
-        with self.policy.autocast(self.config.dtype):
-            return linear_function(hidden, head, *arguments, **options)
-
     def rows(self, model: Any, completions: Completions) -> Any:
-        """Return (hidden states [B, T, H], head), or logits [B, T, V].
+        """Return (hidden states [B, T, H], head) with config.loss="linear", else logits [B, T, V].
 
-        Row t predicts token t of the completion.
+        Position t predicts token t of the completion.
         """
         if not self.linear:
             return completion_logits(model, completions)
@@ -337,32 +377,45 @@ class Losses:
         return hidden[:, -width:], head_of(model, self.config.temperature)
 
     def logps(self, model: Any, completions: Completions) -> Tensor:
-        """Return log-probs of the sampled tokens, [B, T].
+        """Return log-probs of the sampled tokens, fp32 [B, T], 0 for padding.
 
         They are over the set that each token was sampled from, if `completions` has these sets.
         """
         return self._logprobs(model, completions).logps
 
     def sum_squares(self, model: Any, completions: Completions) -> Tensor:
-        """Return the sum of the squared probabilities at each sampled token, [B, T].
+        """Return the sum of the squared probabilities at each sampled token, fp32 [B, T].
 
         It is over the same ids as in `logps`.
         """
         return self._logprobs(model, completions, also=("sum_squares",)).also["sum_squares"]
 
-    def _logprobs(self, model: Any, completions: Completions, **options: Any) -> Any:
-        """Return the result of `linear_logprobs` or `token_logprobs`."""
-        options |= {"mask": completions.mask, "kept": completions.kept, "options": self.options}
+    def _logprobs(self, model: Any, completions: Completions, also: tuple[str, ...] = ()) -> Any:
+        """Return the result of `linear_logprobs` or `token_logprobs` for the sampled tokens.
+
+        also   names of statistics that the result has in addition
+        """
+        arguments: dict[str, Any] = {
+            "mask": completions.mask,
+            "kept": completions.kept,
+            "also": also,
+            "options": self.options,
+        }
+        targets = completions.targets
         with self.policy.autocast(self.config.dtype):
             rows = self.rows(model, completions)
-        return self._call(linear_logprobs, token_logprobs, rows, completions.targets, **options)
+            if self.linear:
+                hidden, head = rows
+                return linear_logprobs(hidden, head, targets, **arguments)
+        transform = LogitTransform(self.config.temperature)
+        return token_logprobs(rows, targets, transform=transform, **arguments)
 
 
 def head_of(model: Any, temperature: float) -> Head:
     """Return the head of a causal language model, with its softcap, scale and temperature.
 
-    For a model that is not known, no softcap and scale are assumed; `check_projection` compares the
-    result with the model's own logits.
+    If the class of the model is not known, the head has no softcap and no scale. `check_projection`
+    finds out whether this is wrong.
     """
     try:
         transform = LogitTransform.of(model, temperature=temperature)
