@@ -45,6 +45,8 @@ def global_normalizer(
     Do not split sequences or groups: a micro-batch has all tokens of a sequence, and for
     "group-mean" all sequences of a group.
 
+    objective       decides what the denominators are: tokens, sequences or groups
+    batches         the micro-batches of this rank, at least one
     process_group   the ranks that have different rows. None: the default group. Ranks with the same
                     rows and different parts of the vocabulary (`VocabShard`) must count once, so
                     pass the data-parallel group. All ranks that share sequences
@@ -53,22 +55,15 @@ def global_normalizer(
                     torch.distributed is not initialised. False: count this rank only. None: reduce
                     if torch.distributed is initialised.
     """
-    require(
-        isinstance(objective, Objective),
-        "objective",
-        type(objective).__name__,
-        "pass an Objective.",
-    )
+    is_objective = isinstance(objective, Objective)
+    require(is_objective, "objective", type(objective).__name__, "pass an Objective.")
     batches = [batches] if isinstance(batches, TokenBatch) else list(batches)
-    require(
-        bool(batches),
-        "batches",
-        batches,
-        "pass the micro-batches of the step, at least one on every rank.",
-    )
+    remedy = "pass the micro-batches of the step, at least one on every rank."
+    require(bool(batches), "batches", batches, remedy)
     device = batches[0].targets.device
 
     def as_fp64(x: float | Tensor | None) -> Tensor:
+        """Return a number as a 0-d fp64 tensor on the device of the batches."""
         assert x is not None
         if isinstance(x, Tensor):
             return x.double()
@@ -87,11 +82,14 @@ def global_normalizer(
         )
     if is_distributed and reduce is not False:
         dist.all_reduce(total, group=process_group)
-    # A plain sum has no denominator, however many micro-batches there are.
-    denominators = [
-        (torch.ones_like(x) if kind == "token-sum" else x.clamp(min=1.0)).float()
-        for x, kind in zip(total, objective.aggregates, strict=True)
-    ]
+    denominators = []
+    for sum_over_batches, aggregate in zip(total, objective.aggregates, strict=True):
+        if aggregate == "token-sum":
+            # A plain sum is divided by 1, not by the number of micro-batches and ranks.
+            denominator = torch.ones_like(sum_over_batches)
+        else:
+            denominator = sum_over_batches.clamp(min=1.0)
+        denominators.append(denominator.float())
     kl_differs = objective.beta != 0 and objective.kl_aggregate
     entropy_differs = objective.entropy_coef != 0 and objective.entropy_aggregate
     if kl_differs or entropy_differs:

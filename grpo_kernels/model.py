@@ -105,7 +105,7 @@ def loss_from_model(
     model_inputs = (input_ids, batch, inputs, model_kwargs)
     hidden, head = _hidden_and_head(model, temperature, transform, *model_inputs)
     if isinstance(reference, nn.Module):
-        # The softcap and scale of the reference are its own.
+        # Both use the same temperature. The reference may have another softcap and scale.
         if transform is not None:
             temperature = transform.temperature
         with torch.no_grad():
@@ -523,7 +523,11 @@ class FusedLMHead(nn.Linear):
                      raise ValueError, because the head has them. With also= or at= the result is
                      (logps, entropy, dict).
         """
-        targets, objective, temperature = map(_NotCast.unwrap, (targets, objective, temperature))
+        # `__call__` has wrapped the arguments.
+        targets = _NotCast.unwrap(targets)
+        objective = _NotCast.unwrap(objective)
+        temperature = _NotCast.unwrap(temperature)
+        metrics = _NotCast.unwrap(metrics)
         others = {name: _NotCast.unwrap(x) for name, x in others.items()}
         for name in ("weight", "bias", "transform"):
             if name in others:
@@ -539,7 +543,7 @@ class FusedLMHead(nn.Linear):
                     " or a TokenBatch."
                 )
             return super().forward(hidden)
-        if isinstance(objective, TokenBatch):
+        if isinstance(objective, TokenBatch):  # the two may have been passed in the wrong order
             check_batch_and_objective(targets, objective)
         if isinstance(targets, TokenBatch) != (objective is not None):
             raise ValueError(
@@ -552,18 +556,30 @@ class FusedLMHead(nn.Linear):
                 raise ValueError(
                     "metrics=True: only a loss has them, pass a TokenBatch and an Objective."
                 )
-            results = linear_logprobs(hidden, head, targets, **others)
-            # Copies, not views: FSDP2 loses its hook on a view when the caller writes to it in
-            # place, and warns of it.
-            logps = results.logps.clone()
-            entropy = None if results.entropy is None else results.entropy.clone()
-            if results.also:  # hooks look for tensors in plain tuples and dicts
-                return logps, entropy, {name: x.clone() for name, x in results.also.items()}
-            return HeadLogprobs(logps, entropy)
+            return self._logprobs(hidden, head, targets, others)
         assert objective is not None
         self._check_not_cast(targets, others.get("normalizer"))
         out = linear_grpo_loss(hidden, head, targets, objective, **others)
         return HeadLoss(out.loss, out.logps, out.entropy, dict(out.metrics) if metrics else None)
+
+    @staticmethod
+    def _logprobs(
+        hidden: Tensor, head: Head, targets: Tensor, options: dict[str, Any]
+    ) -> HeadLogprobs | tuple[Any, ...]:
+        """Return `HeadLogprobs`, or (logps, entropy, dict) if `linear_logprobs` has more results.
+
+        hidden    [..., H]
+        targets   int64, the leading shape of hidden
+        options   keyword arguments of `linear_logprobs`
+        """
+        results = linear_logprobs(hidden, head, targets, **options)
+        # Copies, not views: FSDP2 loses its hook on a view when the caller writes to it in
+        # place, and warns of it.
+        logps = results.logps.clone()
+        entropy = None if results.entropy is None else results.entropy.clone()
+        if results.also:  # hooks look for tensors in plain tuples and dicts
+            return logps, entropy, {name: x.clone() for name, x in results.also.items()}
+        return HeadLogprobs(logps, entropy)
 
     def _check_not_cast(self, batch: TokenBatch, normalizer: Any) -> None:
         """Raise ValueError if FSDP has cast a tensor of the batch, or the normalizer, to 16 bits.

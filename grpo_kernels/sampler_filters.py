@@ -171,17 +171,14 @@ class SamplerFilters:
 
         refuse_infinite_maxima(logits.amax(-1), first_row)
         is_kept = logits > -math.inf
-        for index, keeps in enumerate(self.filters):
+        for index, sampler_filter in enumerate(self.filters):
             if self.is_sequential and index > 0:
-                is_kept &= keeps(logits.masked_fill(~is_kept, -math.inf))
+                remaining_logits = logits.masked_fill(~is_kept, -math.inf)
+                is_kept &= sampler_filter(remaining_logits)
             else:
-                is_kept &= keeps(logits)
+                is_kept &= sampler_filter(logits)
         if targets is not None:
-            vocab_size = logits.shape[-1]
-            targets = targets[:, None]
-            columns = targets.long().clamp(0, vocab_size - 1)
-            is_in_vocabulary = columns == targets
-            is_kept.scatter_(-1, columns, is_kept.gather(-1, columns) | is_in_vocabulary)
+            add_targets(is_kept, targets)
         return KeptIds(ids=is_kept.nonzero()[:, 1].to(torch.int32), counts=is_kept.sum(-1))
 
 
@@ -194,6 +191,20 @@ class KeptIds(NamedTuple):
 
     ids: Tensor
     counts: Tensor
+
+
+def add_targets(is_kept: Tensor, targets: Tensor) -> None:
+    """Set is_kept[row, targets[row]] to True for each row, in place.
+
+    is_kept   bool [num_rows, V]
+    targets   integers [num_rows]. Ids outside of [0, V) are ignored.
+    """
+    vocab_size = is_kept.shape[-1]
+    targets = targets[:, None]
+    # An id outside of the vocabulary gets the nearest column, which keeps its value.
+    columns = targets.long().clamp(0, vocab_size - 1)
+    is_in_vocabulary = columns == targets
+    is_kept.scatter_(-1, columns, is_kept.gather(-1, columns) | is_in_vocabulary)
 
 
 def keep_top_k(logits: Tensor, k: int, first_row: int) -> KeptIds | None:

@@ -167,10 +167,12 @@ def merge_prefixes(token_lists: list[list[int]]) -> TreeRows:
 
 
 def unpacked(batch: TokenBatch) -> tuple[Tensor, TokenBatch]:
-    """Return (index, plain): a batch in which each token has its own row, and the shared rows.
+    """Return (index, plain): the row of each token, and the batch without `rows`.
 
-    index   int64, the shape of targets: the row that each token had, 0 where masked
-    plain   the batch without `rows`
+    Several tokens of the batch may have the same row. hidden[index] has one row for each token.
+
+    index   int64, the shape of targets: the row of each token, 0 where masked
+    plain   the same batch, in which row i predicts token i
 
         index, plain = unpacked(batch)
         linear_grpo_loss(hidden[index], weight, plain, objective)  # hidden: [N, H]

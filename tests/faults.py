@@ -922,13 +922,13 @@ FAULTS: list[Fault] = [
     *of("grpo_kernels/rewards/estimators.py", "tests/rewards/test_advantages.py",
         ("maxrl: the wrong default eps", '{"scale": "mean", "eps": 0.0}', '{"scale": "mean"}'),
         (
-            "reinforce_pp forgets gamma", "discounted_returns(token_rewards, gamma=gamma, **e.token_arguments)",
-            "discounted_returns(token_rewards, **e.token_arguments)",
+            "reinforce_pp forgets gamma", "discounted_returns(token_rewards, gamma=gamma, **evidence.token_arguments)",
+            "discounted_returns(token_rewards, **evidence.token_arguments)",
         ),
         (
             "packed rows taken for one sequence",
-            "gae(token_rewards, e.values, gamma=gamma, lam=lam, **e.token_arguments)",
-            "gae(token_rewards, e.values, gamma=gamma, lam=lam, mask=e.mask)",
+            "gae(token_rewards, values, gamma=gamma, lam=lam, **evidence.token_arguments)",
+            "gae(token_rewards, values, gamma=gamma, lam=lam, mask=evidence.mask)",
         ),
     ),
     *of("grpo_kernels/rewards/corrections.py", "tests/rewards/test_corrections.py",

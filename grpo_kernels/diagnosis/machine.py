@@ -313,32 +313,45 @@ def environment_variables() -> dict[str, str]:
 
 
 def setting_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield a finding for each setting that has a wrong value or an unknown name."""
-    engines = cpu_matmuls.engines()
-    usable_engines = [name for name, reason in engines.items() if reason is None]
+    """Yield a finding for each setting of this package that has a wrong value or an unknown name.
+
+    environ   environment variables
+    """
+    for name, value in environ.items():
+        if name in SETTINGS:
+            finding = _setting_finding(name, value)
+            if finding is not None:
+                yield finding
+        elif name.startswith("GRPO_KERNELS_") and not name.startswith("GRPO_KERNELS_TEST"):
+            names = ", ".join(known for known in SETTINGS if known.startswith("GRPO_KERNELS_"))
+            yield Finding(f"{name} is not a setting of this version", f"there are {names}")
+
+
+def _setting_finding(name: str, value: str) -> Finding | None:
+    """Return a finding if a setting has a wrong value, else None.
+
+    name   a key of `SETTINGS`
+    """
+    engines = cpu_matmuls.engines()  # the reason why an engine cannot run here, or None
+    usable_engines = [engine for engine, reason in engines.items() if reason is None]
     allowed_values = {
         "GRPO_KERNELS_BACKEND": ["auto", *BACKENDS],
         cpu_matmuls.SETTING: ["", "auto", *usable_engines],
         ISA_SETTING: ["", *ISAS],
     }
-    for name, value in environ.items():
-        if name in SETTINGS:
-            is_switch = name not in allowed_values
-            allowed = ["", "0", "1"] if is_switch else allowed_values[name]
-            if value in allowed:
-                continue
-            if is_switch:
-                consequence = "it has no effect"
-            else:
-                reason = engines.get(value) or "there is no such value"
-                effect = "the C++ module does not load" if name == ISA_SETTING else "calls raise"
-                consequence = f"{reason}, and {effect}"
-            choices = ", ".join(choice for choice in allowed if choice)
-            remedy = f"set it to one of {choices}, or unset it"
-            yield Finding(f"{name}={value}: {consequence}", remedy, grave=not is_switch)
-        elif name.startswith("GRPO_KERNELS_") and not name.startswith("GRPO_KERNELS_TEST"):
-            names = ", ".join(known for known in SETTINGS if known.startswith("GRPO_KERNELS_"))
-            yield Finding(f"{name} is not a setting of this version", f"there are {names}")
+    is_switch = name not in allowed_values  # on or off
+    allowed = ["", "0", "1"] if is_switch else allowed_values[name]
+    if value in allowed:
+        return None
+    if is_switch:
+        consequence = "it has no effect"
+    else:
+        reason = engines.get(value) or "there is no such value"
+        effect = "the C++ module does not load" if name == ISA_SETTING else "calls raise"
+        consequence = f"{reason}, and {effect}"
+    choices = ", ".join(choice for choice in allowed if choice)
+    remedy = f"set it to one of {choices}, or unset it"
+    return Finding(f"{name}={value}: {consequence}", remedy, grave=not is_switch)
 
 
 # ---- the findings

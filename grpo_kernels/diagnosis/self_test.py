@@ -56,30 +56,40 @@ SHAPES = ((12, 64, 1003, tuple(CASES)), (4, 8, 128_257, BASIC_CASES))
 def self_test(backend: str, device: torch.device) -> dict[str, Any]:
     """Run all checks of one backend with data on `device`.
 
+    backend   "eager", "cpu" or "triton"
+
     Returns the entry of the backend in the report of `doctor --json`, see
     grpo_kernels/diagnosis/doctor.py. A check that raises is reported as failed.
     """
     start = time.perf_counter()
+    checks = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        checks = [
-            run_check(
-                case,
-                Step(level, rows, None if level == "logits" else hidden, vocab, dtype),
-                backend,
-                device,
-            )
-            for (rows, hidden, vocab, cases), dtype, level in itertools.product(
-                SHAPES, ("float32", "bfloat16"), ("logits", "hidden")
-            )
-            for case in cases
-            if can_be_checked(case, level, backend)
-        ]
+        for rows, hidden, vocab, cases in SHAPES:
+            for dtype, level in itertools.product(("float32", "bfloat16"), ("logits", "hidden")):
+                step = Step(
+                    level,
+                    rows,
+                    hidden=None if level == "logits" else hidden,
+                    vocab=vocab,
+                    dtype=dtype,
+                )
+                checks += [
+                    run_check(case, step, backend, device)
+                    for case in cases
+                    if can_be_checked(case, level, backend)
+                ]
     worst = dict.fromkeys(LIMITS, 0.0)
     for check in checks:
         for name, error in check["errors"].items():
             kind = error_kind(name, check["dtype"])
             worst[kind] = max(worst[kind], error)
+    # Warnings of other packages are left out.
+    own_warnings = {
+        str(warning.message)
+        for warning in caught
+        if "grpo_kernels" in f"{warning.message} {warning.filename}"
+    }
     return {
         "available": True,
         "reason": None,
@@ -87,9 +97,7 @@ def self_test(backend: str, device: torch.device) -> dict[str, Any]:
         "value_error": worst.pop("value"),
         "gradient_error": worst,
         "seconds": round(time.perf_counter() - start, 2),
-        "warnings": sorted(
-            {str(w.message) for w in caught if "grpo_kernels" in f"{w.message} {w.filename}"}
-        ),
+        "warnings": sorted(own_warnings),
         "checks": checks,
     }
 
@@ -97,11 +105,15 @@ def self_test(backend: str, device: torch.device) -> dict[str, Any]:
 def can_be_checked(case: str, level: str, backend: str) -> bool:
     """Return whether a case can be computed at this level, and compared with something else.
 
-    An exact divergence is only tested from logits: `make_case` has no reference hidden states.
+    case      a key of `CASES`
+    level     "logits" or "hidden": what the loss is computed from
+    backend   the backend that is tested
     """
-    needs_reference_logits = "kl" in CASES[case]
-    compares_eager_with_itself = backend == "eager" and case in COMPARED_WITH_EAGER
-    return not compares_eager_with_itself and not (level == "hidden" and needs_reference_logits)
+    if backend == "eager" and case in COMPARED_WITH_EAGER:  # it would be compared with itself
+        return False
+    # `make_case` makes logits of a reference, but no hidden states of one.
+    has_exact_divergence = "kl" in CASES[case]
+    return level == "logits" or not has_exact_divergence
 
 
 def run_check(case: str, step: Step, backend: str, device: torch.device) -> dict[str, Any]:
@@ -192,17 +204,19 @@ def make_case(case: str, step: Step) -> CaseInputs:
 
 
 def make_candidate_sets(targets: Tensor, vocab: int) -> TokenSets:
-    """Return a set of 0, 1 or 20 ids for each target, which contains the target if it has any id.
+    """Return sets of 0, 1 or 20 ids in turn, one for each target.
 
-    An empty set stands for the whole vocabulary.
+    A set that is not empty contains its target. An empty set stands for the whole vocabulary.
+
+    targets   int64 [rows]
+    vocab     number of ids
     """
     sizes = (0, 1, 20)
-    return TokenSets.from_lists(
-        [
-            sorted((target + 7 * k) % vocab for k in range(sizes[row % 3]))
-            for row, target in enumerate(targets.tolist())
-        ]
-    )
+    sets = []
+    for row, target in enumerate(targets.tolist()):
+        size = sizes[row % len(sizes)]
+        sets.append(sorted((target + 7 * k) % vocab for k in range(size)))
+    return TokenSets.from_lists(sets)
 
 
 # ---- expected results, and those of a backend
@@ -235,13 +249,15 @@ def plain_results(inputs: CaseInputs) -> dict[str, Tensor]:
 
 
 def plain_divergence(p: Tensor, q: Tensor, direction: str) -> Tensor:
-    """Return the divergence of each row from the log-probs p and q [rows, vocab].
+    """Return the divergence of each row, float64 [rows].
 
+    p, q        float64 [rows, vocab]: log-probs of the policy and of the reference
     direction   "reverse": KL(p || q). "forward": KL(q || p). "jsd": the mean of KL(p || m) and
                 KL(q || m) for m = (p + q) / 2. "tv": half the sum of |p - q|.
     """
 
     def kl(a: Tensor, b: Tensor) -> Tensor:
+        """Return KL(a || b) of each row from log-probs [rows, vocab]."""
         return (a.exp() * (a - b)).sum(-1)
 
     if direction == "reverse":
@@ -260,9 +276,12 @@ def backend_results(
 ) -> dict[str, Tensor]:
     """Compute loss, log-probs, entropy and gradients of a case with a backend.
 
+    inputs    the inputs of the case, on the CPU
+    backend   "eager", "cpu" or "triton"
+    dtype     dtype of logits or of hidden states and head, a name of torch
+
     Returns {"loss", "logps", "entropy", "d_logits"}, or "d_hidden" and "d_weight" in place of the
-    last, as float64 on the CPU. Strict mode raises instead of falling back to the eager backend,
-    which would then be tested in place of this one.
+    last, as float64 on the CPU.
     """
     leaves = [
         x.to(device, getattr(torch, dtype), copy=True).requires_grad_() for x in inputs.leaves
@@ -272,6 +291,7 @@ def backend_results(
         for name, x in inputs.loss_arguments.items()
     }
     loss_function: Any = grpo_loss if len(leaves) == 1 else linear_grpo_loss
+    # strict: a fallback to the eager backend raises. Otherwise eager would be tested instead.
     with use(backend=backend, strict=True):
         out = loss_function(*leaves, inputs.batch.to(device), inputs.objective, **arguments)
         return with_gradients(leaves, loss=out.loss, logps=out.logps, entropy=out.entropy)
@@ -280,8 +300,9 @@ def backend_results(
 def with_gradients(leaves: list[Tensor], **values: Tensor) -> dict[str, Tensor]:
     """Return the values and the gradients of values["loss"], as float64 on the CPU.
 
-    The gradient of [logits] is named "d_logits", those of [hidden states, head] "d_hidden" and
-    "d_weight".
+    leaves   [logits], whose gradient is named "d_logits", or [hidden states, head], whose gradients
+             are named "d_hidden" and "d_weight"
+    values   tensors by name
     """
     names = ("d_logits",) if len(leaves) == 1 else ("d_hidden", "d_weight")
     gradients = torch.autograd.grad(values["loss"], leaves)
@@ -312,9 +333,9 @@ def largest_errors(
 def largest_error(name: str, result: Tensor, expected: Tensor) -> float:
     """Return the largest absolute error of a value, or the largest relative error of a gradient.
 
-    The error of d_weight is relative to its largest entry. The errors of d_logits and d_hidden are
-    relative to the largest entry of the same row, so that a missing row shows. Rows below 1 % of
-    the largest entry, such as rows of zeros, are compared with the largest entry.
+    name               "loss", "logps" or "entropy" for a value, "d_logits", "d_hidden" or
+                       "d_weight" for a gradient
+    result, expected   float64, of one shape; gradients are [rows, columns]
     """
     error = (result - expected).abs()
     if not name.startswith("d_"):
@@ -322,6 +343,8 @@ def largest_error(name: str, result: Tensor, expected: Tensor) -> float:
     largest = expected.abs().max()
     if name == "d_weight":
         return float((error / largest).max())
+    # Errors are relative to the largest entry of the same row, so that a missing row shows.
+    # Rows below 1 % of the largest entry, such as rows of zeros, are compared with that entry.
     row_largest = expected.abs().amax(-1)
     scale = torch.where(row_largest > 1e-2 * largest, row_largest, largest)
     return float((error.amax(-1) / scale).max())

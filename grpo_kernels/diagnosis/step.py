@@ -51,7 +51,8 @@ DIVIDED_WITH_GRAD_SCALE = "the same with grad_scale"
 class Timing:
     """The time of one contender.
 
-    ms     median over the rounds
+    name   what was timed, see `make_contenders`
+    ms     median over the rounds, in milliseconds
     runs   number of rounds
     gain   how many times as fast it was as the first contender: lower quartile, median and upper
            quartile over the rounds. None for the first contender.
@@ -64,10 +65,10 @@ class Timing:
 
     @property
     def verdict(self) -> str:
-        """Whether the contender is "slower" or "faster" than the first one.
+        """How the contender compares with the first one.
 
-        It is if it is so by more than 5 % in three quarters of the rounds. "unsteady": the rounds
-        do not agree. Otherwise the two are "alike".
+        "faster" or "slower": by more than 5 % in three quarters of the rounds. "unsteady": the
+        rounds differ too much to compare. "alike": otherwise.
         """
         if self.gain is None:
             return "alike"
@@ -110,8 +111,9 @@ class Step:
 
 
 def measure(level: str, backend: str, device: torch.device) -> Step:
-    """Time all contenders of a level, see `Step`.
+    """Time all contenders of a level, and return the step with its timings.
 
+    level     "logits", "hidden" or "matmuls", see `Step`
     backend   the backend of our losses
 
     Raises MemoryError if no size fits into half of the free memory.
@@ -119,10 +121,16 @@ def measure(level: str, backend: str, device: torch.device) -> Step:
     step = largest_step(level, device)
     times = time_in_turns(make_contenders(step, backend, device), device)
     first_times = next(iter(times.values()))
-    for name, own_times in times.items():
-        gain = None if own_times is first_times else quartiles_of_gain(first_times, own_times)
-        timing = Timing(name, statistics.median(own_times), len(own_times), gain)
-        step.timings.append(timing)
+    for name, contender_times in times.items():
+        is_first = contender_times is first_times
+        step.timings.append(
+            Timing(
+                name,
+                ms=statistics.median(contender_times),
+                runs=len(contender_times),
+                gain=None if is_first else quartiles_of_gain(first_times, contender_times),
+            )
+        )
     return step
 
 
@@ -205,19 +213,29 @@ def make_contenders(step: Step, backend: str, device: torch.device) -> list[Cont
 
 
 def contenders_by_engine(leaves: list[Tensor], batch: TokenBatch, backend: str) -> list[Contender]:
-    """Return our loss from hidden states with each engine of matmuls, the one in use first."""
+    """Return our loss from hidden states with each engine of matmuls, the one in use first.
+
+    leaves    [hidden states [rows, hidden], head [vocab, hidden]]
+    backend   the backend of the loss
+    """
 
     def run_with(engine: str) -> object:
         with cpu_matmuls.using(engine):
             return torch.autograd.grad(our_loss(leaves, batch, backend), leaves)
 
+    in_use = cpu_matmuls.engine()
+    # `engines` gives the reason why an engine cannot run here, or None.
     usable = [name for name, reason in cpu_matmuls.engines().items() if reason is None]
-    usable.sort(key=lambda name: name != cpu_matmuls.engine())
+    usable.sort(key=lambda name: name != in_use)
     return [Contender(name, functools.partial(run_with, name)) for name in usable]
 
 
 def contenders_from_logits(logits: Tensor, batch: TokenBatch, backend: str) -> list[Contender]:
-    """Return our loss from logits: as it is, in place, and divided with and without grad_scale."""
+    """Return our loss from logits: as it is, in place, and divided with and without grad_scale.
+
+    logits    [rows, vocab], a leaf that requires grad
+    backend   the backend of the loss
+    """
     overwritten = logits.detach().clone().requires_grad_()
 
     def run(**arguments: Any) -> object:
@@ -228,22 +246,22 @@ def contenders_from_logits(logits: Tensor, batch: TokenBatch, backend: str) -> l
         loss = our_loss([output], batch, backend, inplace=True)
         return torch.autograd.grad(loss, overwritten)
 
+    def restore_logits() -> object:
+        return overwritten.detach().copy_(logits)
+
     def run_divided(**arguments: Any) -> object:
         loss = our_loss([logits], batch, backend, **arguments) * ACCUMULATION_SCALE
         return torch.autograd.grad(loss, logits)
 
+    def run_divided_with_grad_scale() -> object:
+        return run_divided(grad_scale=ACCUMULATION_SCALE)
+
     return [
         Contender("grpo_loss", run),
-        Contender(
-            "grpo_loss, in place",
-            run_in_place,
-            restore=lambda: overwritten.detach().copy_(logits),
-        ),
+        Contender("grpo_loss, in place", run_in_place, restore=restore_logits),
         Contender(DIVIDED, run_divided, loss_scale=ACCUMULATION_SCALE),
         Contender(
-            DIVIDED_WITH_GRAD_SCALE,
-            lambda: run_divided(grad_scale=ACCUMULATION_SCALE),
-            loss_scale=ACCUMULATION_SCALE,
+            DIVIDED_WITH_GRAD_SCALE, run_divided_with_grad_scale, loss_scale=ACCUMULATION_SCALE
         ),
     ]
 
@@ -261,7 +279,12 @@ class ModelOutput(torch.autograd.Function):
 
 
 def our_loss(leaves: list[Tensor], batch: TokenBatch, backend: str, **arguments: Any) -> Tensor:
-    """Return the loss of this package from logits, or from hidden states and a head."""
+    """Return the DAPO loss of this package, 0-d fp32.
+
+    leaves      [logits] or [hidden states, head]
+    backend     the backend that computes it; a fallback to another one raises
+    arguments   other arguments of `grpo_loss` or `linear_grpo_loss`
+    """
     loss_function: Any = grpo_loss if len(leaves) == 1 else linear_grpo_loss
     with use(backend=backend, strict=True):
         return loss_function(*leaves, batch, Objective.preset("dapo"), **arguments).loss
@@ -308,7 +331,10 @@ def plain_logps(leaves: list[Tensor], targets: Tensor) -> Tensor:
 
 
 def clipped_loss(logps: Tensor, old_logps: Any, advantages: Tensor) -> Tensor:
-    """Return the clipped loss of each token, with the bounds of DAPO."""
+    """Return the clipped loss of each token, with the bounds of DAPO.
+
+    logps, old_logps, advantages   float, of one shape, which the result has too
+    """
     ratio = torch.exp(logps - old_logps)
     return -torch.min(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
 
@@ -340,25 +366,27 @@ def time_in_turns(contenders: list[Contender], device: torch.device) -> dict[str
 
 
 def time_run(contender: Contender, device: torch.device) -> float:
-    """Return the time of one run in milliseconds."""
+    """Return the time of one run in milliseconds. Restoring its inputs does not count."""
     synchronize = torch.get_device_module(device).synchronize
     contender.restore()
     synchronize()
     start = time.perf_counter()
-    result = contender.run()
+    gradients = contender.run()
     synchronize()
     ms = 1e3 * (time.perf_counter() - start)
-    del result
+    del gradients  # frees their memory after the time is taken
     return ms
 
 
 def quartiles_of_gain(
     first_times: list[float], other_times: list[float]
 ) -> tuple[float, float, float]:
-    """Return the quartiles over the rounds of how many times as fast the other one was.
+    """Return (lower quartile, median, upper quartile) of first time / other time over the rounds.
 
     A stall of the machine in one round does not change them much.
+
+    first_times, other_times   times of two contenders in the same rounds
     """
     gains = [first / other for first, other in zip(first_times, other_times, strict=True)]
-    lower, middle, upper = statistics.quantiles(gains, n=4, method="inclusive")
-    return lower, middle, upper
+    lower, median, upper = statistics.quantiles(gains, n=4, method="inclusive")
+    return lower, median, upper

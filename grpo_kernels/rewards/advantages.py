@@ -108,27 +108,16 @@ def group_advantages(
     require_one_of("scale", scale, SCALES)
     require_one_of("combine", combine, COMBINATIONS)
     require_one_of("singleton", singleton, ("zero", "raw"))
-    require(
-        baseline != "none" or scale == "none",
-        "scale",
-        scale,
-        "without a baseline it must be 'none'; see returns.whiten.",
-    )
-    require(
-        combine == "sum" or reward_weights is not None,
-        "combine",
-        combine,
-        "it takes rewards [B, K] and reward_weights.",
-    )
+    remedy = "without a baseline it must be 'none'; see returns.whiten."
+    require(baseline != "none" or scale == "none", "scale", scale, remedy)
+    remedy = "it takes rewards [B, K] and reward_weights."
+    require(combine == "sum" or reward_weights is not None, "combine", combine, remedy)
     _check_eps(eps)
+    # fp64 [B] or [B, K], and a bool mask of the rewards that are not missing.
     r, scored = read_rewards(rewards, missing_rewards, several=reward_weights is not None)
-    given = "None" if lengths is None else "given"
-    require(
-        (lengths is None) == (baseline != "length"),
-        "lengths",
-        given,
-        "baseline='length' takes it, no other does.",
-    )
+    shown_lengths = "None" if lengths is None else "given"  # not the whole tensor
+    remedy = "baseline='length' takes it, no other does."
+    require((lengths is None) == (baseline != "length"), "lengths", shown_lengths, remedy)
     num_tokens = None if lengths is None else read_lengths(lengths, len(r), r.device)
     factors = [] if reward_weights is None else read_weights(reward_weights, r)
     same_prompt = Groups(group_ids(len(r), r.device, group_size, groups))
@@ -136,7 +125,11 @@ def group_advantages(
         warn_of_single_completions(same_prompt, group_size)
 
     def normalise(r: Tensor, scored: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (advantages [B] for one reward each, bool [B]: advantages that are exactly 0)."""
+        """Return (advantages fp64 [B], whether an advantage is exactly 0, bool [B]).
+
+        r        fp64 [B]: one reward for each completion
+        scored   bool [B]: completions whose reward is not missing
+        """
         g = GroupStatistics(same_prompt, r, scored)
         above_baseline, is_zero = _above_baseline(g, baseline, num_tokens)
         divisor = _divisor(g, scale, unbiased, eps)
@@ -146,14 +139,18 @@ def group_advantages(
             is_alone = scored & (g.size == 1)
             above_baseline = torch.where(is_alone, r, above_baseline)
             is_zero = is_zero & ~is_alone
+            # The scales of a group are 1 for a single reward.
             if scale not in ("none", "batch"):
                 divisor = torch.where(is_alone, 1.0 + eps, divisor)
         return torch.where(is_zero, 0.0, above_baseline / divisor), is_zero
 
     if r.dim() == 1:
-        return normalise(r, scored)[0].to(dtype)
+        advantages, _ = normalise(r, scored)
+        return advantages.to(dtype)
     if combine == "sum":
-        return normalise(weighted_sum(r.unbind(1), factors), scored.any(1))[0].to(dtype)
+        summed_rewards = weighted_sum(r.unbind(1), factors)
+        advantages, _ = normalise(summed_rewards, scored.any(1))
+        return advantages.to(dtype)
     # "gdpo": normalise each reward function, then their weighted sum over the whole batch.
     columns = [normalise(r[:, k], scored[:, k]) for k in range(r.shape[1])]
     column_advantages = [advantages for advantages, _ in columns]
@@ -166,9 +163,11 @@ def group_advantages(
 def _above_baseline(
     g: GroupStatistics, baseline: str, num_tokens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return (rewards minus the baseline, bool: advantages that are exactly 0), each [B].
+    """Return (rewards minus the baseline, whether the advantage is exactly 0), each [B].
 
-    num_tokens   tokens of each completion, the weights of baseline "length", else None
+    g            the groups of rewards and their statistics
+    baseline     "mean", "leave-one-out", "length" or "none", see `group_advantages`
+    num_tokens   fp64 [B]: tokens of each completion, with baseline="length"; else None
     """
     if baseline == "none":
         return g.values, ~g.counted
@@ -176,7 +175,7 @@ def _above_baseline(
     if baseline == "leave-one-out":
         # r - (mean of the others) = (r - mean) n / (n - 1)
         return g.centred * g.size / (g.size - 1.0).clamp(min=1.0), is_zero
-    if num_tokens is None:
+    if num_tokens is None:  # baseline="mean"
         return g.centred, is_zero
     # r - (weighted mean) = (r - mean) - (weighted mean of r - mean)
     weights = torch.where(g.counted, num_tokens, 0.0)
@@ -185,7 +184,13 @@ def _above_baseline(
 
 
 def _divisor(g: GroupStatistics, scale: str, unbiased: bool, eps: float) -> Tensor | float:
-    """Return what rewards minus the baseline are divided by, see `group_advantages`."""
+    """Return what rewards minus the baseline are divided by: fp64 [B], 0-d, or the number 1.
+
+    g          the groups of rewards and their statistics
+    scale      "group", "batch", "none", "mean" or "others", see `group_advantages`
+    unbiased   whether a std divides by n - 1
+    eps        is added to the scale
+    """
     if scale == "group":
         return g.std(unbiased) + eps
     if scale == "batch":
@@ -195,27 +200,30 @@ def _divisor(g: GroupStatistics, scale: str, unbiased: bool, eps: float) -> Tens
     if scale == "others":
         std, others_are_equal = _std_of_others(g, unbiased)
         return torch.where(others_are_equal, 1.0, std + eps)
+    assert scale == "none", scale
     return 1.0
 
 
 def _std_of_others(g: GroupStatistics, unbiased: bool) -> tuple[Tensor, Tensor]:
-    """Return for each reward (std of the other rewards of its group, whether they are all equal).
+    """Return (std of the other rewards of the group, whether these are all equal), each [B].
 
-    Both are [B]. Fewer than 2 other rewards are equal. Equality is returned in addition to the std,
-    because rounding may give equal rewards a std other than 0.
+    Fewer than 2 other rewards are equal. Equality is returned in addition to the std, because
+    rounding may give equal rewards a std other than 0.
 
-    Leaving out r subtracts n / (n - 1) (r - mean)^2 from the sum of squares of a group of n. If r
-    alone is furthest from the mean, this difference cancels. The sum over the other rewards is then
-    computed directly.
+    g          the groups of rewards and their statistics
+    unbiased   whether the std divides by the number of other rewards minus 1
     """
     groups = g.groups
     num_others = (g.size - 1.0).clamp(min=1.0)
     highest = groups.max_of_others(torch.where(g.counted, g.values, -math.inf))
     lowest = -groups.max_of_others(torch.where(g.counted, -g.values, -math.inf))
 
+    # Leaving out r subtracts n / (n - 1) (r - mean)^2 from the sum of squares of a group of n.
     squares = g.centred * g.centred
     sum_squares = (groups.sum(squares) - squares * g.size / num_others).clamp(min=0.0)
 
+    # If r alone is furthest from the mean, its square may be nearly the whole sum, and the
+    # difference is mostly rounding error. So the sum over the others is computed directly for it.
     distance = g.centred.abs()
     is_furthest = distance == groups.max(distance)
     is_furthest &= groups.sum(is_furthest.double()) == 1
@@ -230,9 +238,8 @@ def _std_of_others(g: GroupStatistics, unbiased: bool) -> tuple[Tensor, Tensor]:
 
 def _check_eps(eps: float) -> None:
     """Raise ValueError unless eps is finite and >= 0."""
-    require_number(
-        "eps", eps, "it is added to a standard deviation and must be finite and >= 0.", 0, LARGEST
-    )
+    remedy = "it is added to a standard deviation and must be finite and >= 0."
+    require_number("eps", eps, remedy, low=0, high=LARGEST)
 
 
 def pass_at_k_advantages(
@@ -247,9 +254,16 @@ def pass_at_k_advantages(
     """Compute the advantages of pass@k, fp32 [B] (arXiv 2503.19595).
 
     The best completion of a group gets (its reward - the second best) / (std + eps). All others get
-    0. Arguments are as in `group_advantages`, with scale "group" or "none". If two completions
-    share the best reward, or a group has one completion, the result is 0 (verl raises for a group
-    of one). Raises ValueError as `group_advantages` does.
+    0. If two completions share the best reward, or a group has one completion, the result is 0
+    (verl raises for a group of one).
+
+    rewards              float [B]
+    group_size, groups   which completions share a prompt, as in `group_advantages`
+    scale                "group": divide by the group's std + eps. "none": do not divide.
+    unbiased             True: std divides by n - 1. False: by n.
+    eps                  added to the std
+
+    Raises ValueError as `group_advantages` does.
     """
     require_one_of("scale", scale, ("group", "none"))
     _check_eps(eps)
@@ -282,17 +296,22 @@ def gpg_scale(
 ) -> Tensor:
     """Return the factor of GPG, B / max(number of samples that count, 1), 0-d fp32.
 
-    Without group_size and groups (see `zero_variance`), samples with a reward other than 0 count
-    (verl). With one of them, samples count whose group has different rewards, because only those
-    have a gradient. verl's GPG is gpg_scale(r) * group_advantages(r, ..., scale="none",
-    singleton="raw"). Source: arXiv 2504.02546.
+    Without group_size and groups, samples with a reward other than 0 count (verl). With one of
+    them, samples count whose group has different rewards, because only those have a gradient.
+    verl's GPG is gpg_scale(r) * group_advantages(r, ..., scale="none", singleton="raw").
+
+    rewards              float [B]
+    group_size, groups   which completions share a prompt, as in `group_advantages`
+
+    Source: arXiv 2504.02546.
     """
     if group_size is None and groups is None:
         r, _ = read_rewards(rewards)
         is_counted = r != 0
     else:
         is_counted = ~zero_variance(rewards, group_size=group_size, groups=groups)
-    return (is_counted.numel() / is_counted.sum().clamp(min=1).double()).float()
+    num_counted = is_counted.sum().clamp(min=1).double()
+    return (is_counted.numel() / num_counted).float()
 
 
 def a2po_values(
@@ -304,18 +323,15 @@ def a2po_values(
 ) -> Tensor:
     """Compute V* = beta log mean exp(reward / beta) over the group of each reward, fp32 [B].
 
-    beta   above 0 (TRL's beta1). For a small beta the result approaches the best reward, for a
-           large beta the mean.
+    rewards              float [B]
+    group_size, groups   which completions share a prompt, as in `group_advantages`
+    beta                 above 0 (TRL's beta1). For a small beta the result approaches the best
+                         reward, for a large beta the mean.
 
     Raises ValueError as `group_advantages` does. Source: A*-PO, arXiv 2505.20686.
     """
-    require_number(
-        "beta",
-        beta,
-        "it divides the rewards and must be a finite number above 0.",
-        SMALLEST,
-        LARGEST,
-    )
+    remedy = "it divides the rewards and must be a finite number above 0."
+    require_number("beta", beta, remedy, low=SMALLEST, high=LARGEST)
     g = reward_statistics(rewards, group_size, groups)
     # Relative to the highest reward, so that exp does not overflow.
     mean = g.groups.sum(torch.exp((g.values - g.highest) / beta)) / g.size
@@ -325,9 +341,14 @@ def a2po_values(
 def zero_variance(
     rewards: Tensor, *, group_size: int | None = None, groups: Tensor | None = None
 ) -> Tensor:
-    """Return where all rewards of the group are exactly equal (max == min), bool [B].
+    """Return for each reward whether all rewards of its group are exactly equal, bool [B].
 
-    Such a group has no gradient. A NaN counts as not scored. A group without any reward is True.
+    Such a group has no gradient. A NaN is a missing reward, which is left out. A group without any
+    reward is True.
+
+    rewards              float [B]
+    group_size, groups   which completions share a prompt, as in `group_advantages`
+
     Raises ValueError as `group_advantages` does.
     """
     return reward_statistics(rewards, group_size, groups, missing_rewards="skip").equal

@@ -110,6 +110,7 @@ def importance_weights(
 
     The result is fp32 in the shape of targets, 0 in masked tokens.
 
+    batch       has old_logps and sampler_logps
     level       "token": the ratio w_t of the token. "sequence": the product of w_t over its
                 sequence. "geometric": their geometric mean.
     mode        "truncate": the weight is clamped to [low, high] (TIS). "mask": it is 0 outside of
@@ -130,19 +131,21 @@ def importance_weights(
     require_number(
         "high", high, f"the upper bound is a ratio above 0 and >= low={low!r}.", max(low, SMALLEST)
     )
-    # x = log w of each token, then of each sequence unless level is "token".
-    x = _log_weights(batch)
+    log_weights = _log_weights(batch)  # fp64 [N]
     counted = batch.trained
     if level != "token":
+        # [B] from here on: one weight for each sequence.
         reduction = "mean" if level == "geometric" else "sum"
-        x = _reduce_over_sequences(batch, x, reduction, f'level="{level}" needs')
+        needs = f'level="{level}" needs'
+        log_weights = _reduce_over_sequences(batch, log_weights, reduction, needs)
         counted = batch.lengths > 0
-    w = x.clamp(max=LOG_RATIO_BOUND).exp()
+    w = log_weights.clamp(max=LOG_RATIO_BOUND).exp()
     if mode == "truncate":
         w = w.clamp(low, high)
     else:
         w = torch.where((w >= low) & (w <= high), w, 0.0)
     if normalize:
+        # The sum of the weights and their number, in one tensor for one all-reduce.
         total = torch.stack([torch.where(counted, w, 0.0).sum(), counted.sum()])
         if process_group is not None:
             torch.distributed.all_reduce(total, group=process_group)
@@ -166,6 +169,7 @@ def rejection_mask(
     The result is fp32 in the shape of targets, 0 in masked tokens. Multiply several masks to
     combine them.
 
+    batch       has old_logps and sampler_logps
     metric      "ratio": w = pi_old / pi_sampler. "k1", "k2", "k3": the estimates -log w, (log w)^2
                 / 2 and w - 1 - log w of KL(sampler || old) (Schulman 2020)
     over        "token": each token is kept or dropped alone. "sum", "mean", "max", "min" over the
@@ -191,8 +195,9 @@ def rejection_mask(
     elif metric == "k3":
         x = x.exp() - 1.0 - x
     if over != "token":
-        x = _reduce_over_sequences(batch, x, over, f'over="{over}" needs')
+        x = _reduce_over_sequences(batch, x, over, f'over="{over}" needs')  # [B]
     if metric == "ratio":
+        # After the reduction, because the product of ratios may overflow.
         x = x.clamp(max=LOG_RATIO_BOUND).exp()
     keep = (x >= low) & (x <= high)
     return _in_shape_of_targets(batch, keep if over == "token" else batch.spread(keep))
@@ -200,7 +205,7 @@ def rejection_mask(
 
 def off_policy_sequence_mask(
     batch: TokenBatch, logps: Tensor, *, delta: float, advantage_of: str = "sequence"
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return 0 for tokens with A < 0 of sequences that the policy has moved away from, otherwise 1.
 
     The policy has moved away if the mean of sampler_logp - logp over the trained tokens of the
@@ -221,15 +226,12 @@ def off_policy_sequence_mask(
     require_number("delta", delta, *DELTA)
     require_one_of("advantage_of", advantage_of, ADVANTAGES_OF)
     batch.check_sequences("off_policy_sequence_mask needs")
-    return _in_shape_of_targets(
-        batch,
-        near_sampler(batch, _flat_argument(batch, "logps", logps).float(), delta, advantage_of),
-    )
+    flat_logps = _flat_argument(batch, "logps", logps).float()
+    keep = near_sampler(batch, flat_logps, delta, advantage_of)
+    return _in_shape_of_targets(batch, keep)
 
 
-def sampler_mismatch_mask(
-    batch: TokenBatch, logps: Tensor, *, threshold: float = 2.0
-) -> Tensor:  # fmt: skip
+def sampler_mismatch_mask(batch: TokenBatch, logps: Tensor, *, threshold: float = 2.0) -> Tensor:
     """Return 1 for tokens of sequences whose log-probs are near the sampler's, otherwise 0.
 
     A sequence is near if the mean of exp |logp - sampler_logp| over its trained tokens is at most
@@ -248,38 +250,37 @@ def sampler_mismatch_mask(
     remedy = "the mean of exp |difference| is at least 1."
     require_number("threshold", threshold, remedy, 1, LARGEST)
     batch.check_sequences("sampler_mismatch_mask needs")
-    errors = sampler_errors(batch, _flat_argument(batch, "logps", logps).float())
-    return _in_shape_of_targets(batch, batch.spread(~(errors > threshold)))
+    flat_logps = _flat_argument(batch, "logps", logps).float()
+    errors = sampler_errors(batch, flat_logps)  # [B]
+    keep = ~(errors > threshold)  # not errors <= threshold, which is False for NaN
+    return _in_shape_of_targets(batch, batch.spread(keep))
 
 
 def second_moment_mask(batch: TokenBatch, *, threshold: float) -> Tensor:
-    """Return 1 for the tokens with the smallest (log w)^2, otherwise 0, with w = pi_old /
-    pi_sampler.
+    """Return 1 for the tokens with the smallest (log w)^2, otherwise 0.
 
-    It keeps as many tokens as possible while their mean of (log w)^2 is below `threshold`, and at
-    least one. Of equal tokens the later ones are dropped first. The result is fp32 in the shape of
-    targets, 0 in masked tokens.
+    w is pi_old / pi_sampler. The mask keeps as many tokens as possible while their mean of
+    (log w)^2 is below `threshold`, and at least one. Of equal tokens the later ones are dropped
+    first. The result is fp32 in the shape of targets, 0 in masked tokens.
 
+    batch       has old_logps and sampler_logps
     threshold   above 0 (0.04 in the paper)
 
     Raises ValueError like `importance_weights`. Source: M2PO, arXiv 2510.01161; AReaL's
     `m2_threshold`.
     """
-    require_number(
-        "threshold",
-        threshold,
-        "the bound of the mean (log w)^2 is a number above 0.",
-        SMALLEST,
-        LARGEST,
-    )
-    x = _log_weights(batch)
+    remedy = "the bound of the mean (log w)^2 is a number above 0."
+    require_number("threshold", threshold, remedy, SMALLEST, LARGEST)
+    log_weights = _log_weights(batch)
     trained = batch.trained
-    ordered, order = torch.sort(torch.where(trained, x * x, torch.inf), stable=True)
-    rank = torch.arange(batch.tokens, device=x.device)
+    # Masked tokens are sorted behind all others.
+    squares = torch.where(trained, log_weights * log_weights, torch.inf)
+    ordered, order = torch.sort(squares, stable=True)
+    rank = torch.arange(batch.tokens, device=squares.device)
     # The mean of the k smallest rises with k, so bisection finds the last k below the threshold.
     # Each step is a plain sum, whose order is fixed on a GPU, unlike that of a cumulative sum, and
     # there is no host sync.
-    num_kept = torch.ones((), dtype=torch.int64, device=x.device)
+    num_kept = torch.ones((), dtype=torch.int64, device=squares.device)
     upper = trained.sum()
     for _ in range(batch.tokens.bit_length()):
         middle = (num_kept + upper + 1) // 2
@@ -295,29 +296,27 @@ def without_truncated(
 ) -> Tensor:
     """Return `mask` without the completions that the token budget cut off: bool, the shape of mask.
 
-    mask        bool (or 0/1 integer) [B, T], or packed [N] with cu_seqlens
-    finished    bool (or 0/1 integer) [B]: True if the completion ended by itself
+    mask         bool (or 0/1 integer) [B, T], or packed [N] with cu_seqlens
+    finished     bool (or 0/1 integer) [B]: True if the completion ended by itself
+    cu_seqlens   int [B + 1], boundaries of packed sequences; None for a mask [B, T]
 
     Tokens that are removed from the mask do not count in the denominators either (TRL's
     `mask_truncated_completions`; overlong filtering in DAPO, arXiv 2503.14476). Raises ValueError
     for shapes or dtypes that do not fit.
     """
-    require_tensor("mask", mask, DTYPES, "a bool tensor [B, T], or packed [N] with cu_seqlens")
-    dims = 2 if cu_seqlens is None else 1
-    require(
-        mask.dim() == dims,
-        "mask.shape",
-        list(mask.shape),
-        "pass [B, T], or packed [N] with cu_seqlens.",
-    )
-    sequences = len(mask) if cu_seqlens is None else cu_seqlens.numel() - 1
-    require_tensor("finished", finished, INTEGRAL, f"one bool per sequence, [{sequences}]")
+    remedy = "a bool tensor [B, T], or packed [N] with cu_seqlens"
+    require_tensor("mask", mask, DTYPES, remedy)
+    num_dims = 2 if cu_seqlens is None else 1
+    remedy = "pass [B, T], or packed [N] with cu_seqlens."
+    require(mask.dim() == num_dims, "mask.shape", list(mask.shape), remedy)
+    num_sequences = len(mask) if cu_seqlens is None else cu_seqlens.numel() - 1
+    require_tensor("finished", finished, INTEGRAL, f"one bool per sequence, [{num_sequences}]")
     require_shape(
-        "finished", finished, torch.Size([sequences]), "a tensor of one number a sequence"
+        "finished", finished, torch.Size([num_sequences]), "a tensor of one number a sequence"
     )
-    return as_mask("mask", mask, mask.shape) & (
-        expand_to_tokens(finished[:, None], mask.shape, cu_seqlens) != 0
-    )
+    is_trained = as_mask("mask", mask, mask.shape)
+    is_finished = expand_to_tokens(finished[:, None], mask.shape, cu_seqlens) != 0
+    return is_trained & is_finished
 
 
 def correction_metrics(
@@ -466,10 +465,14 @@ def _in_shape_of_targets(batch: TokenBatch, values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Correction:
-    """A correction of a `TokenBatch` for the mismatch to its sampler, under a `name`.
+    """A named correction of a `TokenBatch` for the mismatch to its sampler.
 
     A call runs `function` with `options`, which the call may override. The result multiplies the
     weights of the batch, or becomes its mask.
+
+    name       its name in `CORRECTIONS`
+    function   one of the functions above. It returns weights or a mask, in the shape of targets.
+    options    keyword arguments of the function that differ from its defaults
     """
 
     name: str
@@ -486,30 +489,29 @@ class Correction:
     ) -> TokenBatch:
         """Return the corrected batch.
 
-        finished        bool [B]: True if the completion ended by itself
-        process_group   the ranks over which a correction normalises
+        finished        bool [B]: True if the completion ended by itself; only "without_truncated"
+                        needs it
+        process_group   the ranks over which a correction normalises; None: this process
+        options         keyword arguments of the function, in place of those in `self.options`
 
         Raises TypeError for an option that the function does not have, and ValueError as the
         function does.
         """
         parameters = inspect.signature(self.function).parameters
         refuse_unknown(f"the correction {self.name!r}", options, parameters)
-        chosen = {**self.options, **options}
-        if self.function is without_truncated:
-            require(
-                finished is not None,
-                "finished",
-                None,
-                f"the correction {self.name!r} needs to know which completions ended.",
-            )
+        if self.function is without_truncated:  # it changes the mask, not the weights
+            remedy = f"the correction {self.name!r} needs to know which completions ended."
+            require(finished is not None, "finished", None, remedy)
+            assert finished is not None
             mask = batch.trained.view(batch.targets.shape)
-            mask = without_truncated(mask, finished, cu_seqlens=batch.cu_seqlens)  # type: ignore[arg-type]
+            mask = without_truncated(mask, finished, cu_seqlens=batch.cu_seqlens)
             return dataclasses.replace(batch, mask=mask)
+        arguments = {**self.options, **options}
         if self.function in (off_policy_sequence_mask, sampler_mismatch_mask):
-            chosen["logps"] = batch.old_logps
+            arguments["logps"] = batch.old_logps
         if "process_group" in parameters:
-            chosen["process_group"] = process_group
-        weights = self.function(batch, **chosen)
+            arguments["process_group"] = process_group
+        weights = self.function(batch, **arguments)
         earlier_weights = batch.flat("weights")
         if earlier_weights is not None:
             weights = weights * earlier_weights.view(weights.shape)

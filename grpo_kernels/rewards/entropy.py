@@ -45,8 +45,10 @@ def entropy_threshold(
     values = torch.where((mask.flatten() != 0) & values.isfinite(), values, torch.inf)
     if process_group is not None:
         values = _gather(values, process_group)
+    # One more infinity, so that position 0 exists without any value.
     values = torch.nn.functional.pad(values, (0, 1), value=torch.inf).sort().values
     count = values.isfinite().sum()
+    # The quantile is between the values at two positions, without reading `count` on the host.
     position = (1.0 - share) * (count - 1).clamp(min=0).double()
     neighbours = torch.stack([position.floor(), position.ceil()]).long()
     below, above = values.index_select(0, neighbours).double().unbind()
@@ -104,34 +106,28 @@ class AdaptiveEntropyCoef(Checked):
     )
 
     def __post_init__(self) -> None:
+        """Check the fields, and start with the coefficient `initial`."""
         super().__post_init__()
-        require_number(
-            "high",
-            self.high,
-            f"the upper end of the range is a finite number >= low={self.low!r}.",
-            self.low,
-            LARGEST,
-        )
-        self._move("initial", self.initial, math.inf)
+        remedy = f"the upper end of the range is a finite number >= low={self.low!r}."
+        require_number("high", self.high, remedy, low=self.low, high=LARGEST)
+        # An infinite entropy is above the target, so the bonus is off before the first update.
+        self._set_state("initial", self.initial, entropy=math.inf)
 
-    def _move(self, name: str, coef: float, entropy: float) -> None:
+    def _set_state(self, name: str, coef: float, entropy: float) -> None:
         """Set the coefficient and the last entropy.
 
-        Raises ValueError, which names the argument `name`, if the coefficient is out of range.
+        name   the argument or field that the coefficient comes from, for the error
+
+        Raises ValueError if the coefficient is out of range.
         """
-        require_number(
-            name,
-            coef,
-            f"the coefficient is in the range [{self.low!r}, {self.high!r}].",
-            self.low,
-            self.high,
-        )
+        remedy = f"the coefficient is in the range [{self.low!r}, {self.high!r}]."
+        require_number(name, coef, remedy, low=self.low, high=self.high)
         self._coef = float(coef)
         self._entropy = float(entropy)
 
     @property
     def coef(self) -> float:
-        """Return the coefficient for the next optimiser step."""
+        """The coefficient for the next optimizer step: 0 while the entropy is above the target."""
         return self._coef if self._entropy <= self.target else 0.0
 
     def update(self, entropy: float | Tensor) -> None:
@@ -139,22 +135,19 @@ class AdaptiveEntropyCoef(Checked):
 
         entropy   the mean over the trained tokens of all micro-batches and ranks of the step: a
                   number, or a 0-d tensor, for which the host waits
+
+        Raises ValueError if the entropy is not a finite number.
         """
         value: Any = entropy
         if isinstance(entropy, Tensor) and entropy.numel() == 1:
             value = float(entropy)
-        require_number(
-            "entropy",
-            value,
-            "pass the mean entropy of the window's tokens, a finite number.",
-            -LARGEST,
-            LARGEST,
-        )
+        remedy = "pass the mean entropy of the window's tokens, a finite number."
+        require_number("entropy", value, remedy, low=-LARGEST, high=LARGEST)
         if value <= self.target:
             coef = min(self._coef + self.step, self.high)
         else:
             coef = max(self._coef - self.step, self.low)
-        self._move("coef", coef, value)
+        self._set_state("coef", coef, entropy=value)
 
     def state_dict(self) -> dict[str, float]:
         """Return the state for a checkpoint: the coefficient and the last entropy."""
@@ -165,15 +158,8 @@ class AdaptiveEntropyCoef(Checked):
 
         Raises ValueError for other keys, and for a coefficient out of range.
         """
-        require(
-            set(state) == {"coef", "entropy"},
-            "state",
-            state,
-            "pass what state_dict() returned: coef and entropy.",
-        )
-        require_number(
-            "entropy",
-            state["entropy"],
-            "the last entropy is a number, infinite before the first update.",
-        )
-        self._move("coef", **state)
+        remedy = "pass what state_dict() returned: coef and entropy."
+        require(set(state) == {"coef", "entropy"}, "state", state, remedy)
+        remedy = "the last entropy is a number, infinite before the first update."
+        require_number("entropy", state["entropy"], remedy)
+        self._set_state("coef", state["coef"], entropy=state["entropy"])

@@ -80,6 +80,7 @@ class Evidence:
 class Estimator:
     """A named estimator of advantages, called with an `Evidence`.
 
+    name        its name in `ADVANTAGES`
     function    called with the evidence and the options, returns the advantages
     passes_to   functions whose keyword arguments are options of this estimator too
     options     options that differ from the defaults of the functions; a call may override them
@@ -97,26 +98,24 @@ class Estimator:
     @property
     def option_names(self) -> set[str]:
         """Return the names of all options: keyword arguments that are not fields of Evidence."""
-        parameters = [
-            parameter
-            for function in (self.function, *self.passes_to)
-            for parameter in inspect.signature(function).parameters.values()
-        ]
-        keywords = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+        keywords = set[str]()
+        for function in (self.function, *self.passes_to):
+            for parameter in inspect.signature(function).parameters.values():
+                if parameter.kind is parameter.KEYWORD_ONLY:
+                    keywords.add(parameter.name)
         return keywords - {f.name for f in fields(Evidence)}
 
     def __call__(self, evidence: Evidence, **options: Any) -> Tensor:
         """Return the advantages, fp32 [B], or per token.
 
+        evidence   the data of B completions
+        options    options of the estimator, in place of those in `self.options`
+
         Raises ValueError if the evidence lacks a field, TypeError for an unknown option.
         """
+        remedy = f"the advantages {self.name!r} are estimated from it."
         for name in self.needs:
-            require(
-                getattr(evidence, name) is not None,
-                name,
-                None,
-                f"the advantages {self.name!r} are estimated from it.",
-            )
+            require(getattr(evidence, name) is not None, name, None, remedy)
         refuse_unknown(f"the advantages {self.name!r}", options, sorted(self.option_names))
         return self.function(evidence, **{**self.options, **options})
 
@@ -124,81 +123,114 @@ class Estimator:
 # ---- estimators that combine several functions
 
 
-def _group(e: Evidence, **options: Any) -> Tensor:
-    """Return `group_advantages`, of rewards [B] or of the rewards [B, K] of K functions."""
-    if isinstance(e.rewards, Tensor) and e.rewards.dim() == 2:
-        options["reward_weights"] = e.reward_weights
+def _group(evidence: Evidence, **options: Any) -> Tensor:
+    """Return `group_advantages`, of rewards [B] or of the rewards [B, K] of K functions.
+
+    options   keyword arguments of `group_advantages`
+    """
+    rewards = evidence.rewards
+    if isinstance(rewards, Tensor) and rewards.dim() == 2:
+        options["reward_weights"] = evidence.reward_weights
     if options.get("baseline") == "length":
-        options["lengths"] = e.lengths
-        if e.lengths is None and e.mask is not None:
-            options["lengths"] = e.mask.reshape(len(e.rewards), -1).sum(1)
-    return group_advantages(e.rewards, **e.group_arguments, **options)
+        options["lengths"] = evidence.lengths
+        if evidence.lengths is None and evidence.mask is not None:
+            # The number of trained tokens of each completion.
+            options["lengths"] = evidence.mask.reshape(len(rewards), -1).sum(1)
+    return group_advantages(rewards, **evidence.group_arguments, **options)
 
 
-def _gdpo(e: Evidence, **options: Any) -> Tensor:
-    """Return advantages that normalise each reward function alone (GDPO, arXiv 2601.05242)."""
-    assert e.columns is not None
+def _gdpo(evidence: Evidence, **options: Any) -> Tensor:
+    """Return advantages that normalise each reward function alone (GDPO, arXiv 2601.05242).
+
+    options   keyword arguments of `group_advantages`
+    """
+    assert evidence.columns is not None
     return group_advantages(
-        e.columns, reward_weights=e.reward_weights, **e.group_arguments, **options
+        evidence.columns,
+        reward_weights=evidence.reward_weights,
+        **evidence.group_arguments,
+        **options,
     )
 
 
-def _gpg(e: Evidence, **options: Any) -> Tensor:
-    """Return centred rewards times the factor of `gpg_scale` (GPG, arXiv 2504.02546)."""
-    scale = gpg_scale(e.rewards, **e.group_arguments)
-    return scale * group_advantages(e.rewards, **e.group_arguments, **options)
+def _gpg(evidence: Evidence, **options: Any) -> Tensor:
+    """Return centred rewards times the factor of `gpg_scale` (GPG, arXiv 2504.02546).
+
+    options   keyword arguments of `group_advantages`
+    """
+    scale = gpg_scale(evidence.rewards, **evidence.group_arguments)
+    return scale * group_advantages(evidence.rewards, **evidence.group_arguments, **options)
 
 
 def _reinforce_pp(
-    e: Evidence, *, baseline: str = "none", gamma: float = 1.0, **whitening: Any
+    evidence: Evidence, *, baseline: str = "none", gamma: float = 1.0, **whitening: Any
 ) -> Tensor:
     """Return whitened returns of tokens (REINFORCE++, arXiv 2501.03262).
 
     The reward of a completion, minus the baseline of its group, is the reward of its last token.
+
+    baseline    see `group_advantages`
+    gamma       discount of `discounted_returns`
+    whitening   keyword arguments of `whiten`
     """
-    centred = group_advantages(e.rewards, **e.group_arguments, baseline=baseline, scale="none")
-    token_rewards = at_last_token(centred, **e.token_arguments)
-    returns = discounted_returns(token_rewards, gamma=gamma, **e.token_arguments)
-    return whiten(returns, e.mask, **whitening)
+    centred = group_advantages(
+        evidence.rewards, **evidence.group_arguments, baseline=baseline, scale="none"
+    )
+    token_rewards = at_last_token(centred, **evidence.token_arguments)
+    returns = discounted_returns(token_rewards, gamma=gamma, **evidence.token_arguments)
+    return whiten(returns, evidence.mask, **whitening)
 
 
 def _gae(
-    e: Evidence, *, gamma: float = 1.0, lam: float | Tensor = 0.95, **whitening: Any
+    evidence: Evidence, *, gamma: float = 1.0, lam: float | Tensor = 0.95, **whitening: Any
 ) -> Tensor:
-    """Return whitened advantages of `gae` from rewards of completions and a critic's values."""
-    assert e.values is not None
-    token_rewards = at_last_token(e.rewards, **e.token_arguments)
-    advantages, _ = gae(token_rewards, e.values, gamma=gamma, lam=lam, **e.token_arguments)
-    return whiten(advantages, e.mask, **whitening)
+    """Return whitened advantages of `gae` from rewards of completions and a critic's values.
+
+    gamma, lam   see `gae`
+    whitening    keyword arguments of `whiten`
+    """
+    values = evidence.values
+    assert values is not None
+    token_rewards = at_last_token(evidence.rewards, **evidence.token_arguments)
+    advantages, _ = gae(token_rewards, values, gamma=gamma, lam=lam, **evidence.token_arguments)
+    return whiten(advantages, evidence.mask, **whitening)
 
 
-def _process(e: Evidence, **options: Any) -> Tensor:
-    """Return `process_advantages` of the rewards of reasoning steps."""
-    assert e.steps is not None
-    return process_advantages(e.steps, **e.group_arguments, cu_seqlens=e.cu_seqlens, **options)
+def _process(evidence: Evidence, **options: Any) -> Tensor:
+    """Return `process_advantages` of the rewards of reasoning steps.
 
-
-def _optimal_token(e: Evidence) -> Tensor:
-    """Return `optimal_token_advantages` of the rewards of completions."""
-    assert e.old_logps is not None and e.sum_squares is not None
-    return optimal_token_advantages(
-        at_last_token(e.rewards, **e.token_arguments),
-        e.old_logps,
-        e.sum_squares,
-        **e.group_arguments,
-        **e.token_arguments,
+    options   keyword arguments of `process_advantages` and `group_advantages`
+    """
+    assert evidence.steps is not None
+    return process_advantages(
+        evidence.steps, **evidence.group_arguments, cu_seqlens=evidence.cu_seqlens, **options
     )
 
 
-def _pass_at_k(e: Evidence, **options: Any) -> Tensor:
-    """Return `pass_at_k_advantages` of the rewards of completions."""
-    return pass_at_k_advantages(e.rewards, **e.group_arguments, **options)
+def _optimal_token(evidence: Evidence) -> Tensor:
+    """Return `optimal_token_advantages` of the rewards of completions."""
+    assert evidence.old_logps is not None and evidence.sum_squares is not None
+    return optimal_token_advantages(
+        at_last_token(evidence.rewards, **evidence.token_arguments),
+        evidence.old_logps,
+        evidence.sum_squares,
+        **evidence.group_arguments,
+        **evidence.token_arguments,
+    )
 
 
-def _remax(e: Evidence) -> Tensor:
+def _pass_at_k(evidence: Evidence, **options: Any) -> Tensor:
+    """Return `pass_at_k_advantages` of the rewards of completions.
+
+    options   keyword arguments of `pass_at_k_advantages`
+    """
+    return pass_at_k_advantages(evidence.rewards, **evidence.group_arguments, **options)
+
+
+def _remax(evidence: Evidence) -> Tensor:
     """Return `greedy_baseline_advantages`: rewards minus those of greedy completions."""
-    assert e.greedy_rewards is not None
-    return greedy_baseline_advantages(e.rewards, e.greedy_rewards)
+    assert evidence.greedy_rewards is not None
+    return greedy_baseline_advantages(evidence.rewards, evidence.greedy_rewards)
 
 
 _GROUP_OPTIONS = (group_advantages,)
@@ -239,6 +271,9 @@ ADVANTAGES: dict[str, Estimator] = {
 
 def lookup(table: Mapping[str, Any], name: str, argument: str) -> Any:
     """Return table[name].
+
+    table      a dictionary whose keys are the valid names
+    argument   the argument that has this name as its value, for the error
 
     Raises ValueError, which names the argument and lists the choices, for an unknown name.
     """

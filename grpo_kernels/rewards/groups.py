@@ -55,13 +55,15 @@ def read_rewards(
 
     rewards           numbers [B] for B completions; if `several`, [B, K] for K reward functions
     missing_rewards   "skip": a NaN is a missing reward. "raise": a NaN is an error.
+    several           whether there are several reward functions
     name              the argument that errors name
 
     Raises ValueError for another shape, and for values that are not finite (if
     `values_are_checked`).
     """
     rewards = as_rewards(name, rewards)
-    if rewards.dim() != (2 if several else 1):
+    num_dims = 2 if several else 1
+    if rewards.dim() != num_dims:
         _refuse_shape(name, rewards, several)
     require_one_of("missing_rewards", missing_rewards, ("raise", "skip"))
     r = rewards.detach().double()
@@ -107,19 +109,18 @@ def require_float(name: str, x: Any) -> Tensor:
     return x
 
 
-def read_lengths(lengths: Tensor, n: int, device: torch.device) -> Tensor:
-    """Return the number of tokens of each of n completions on a device, fp64 [n].
+def read_lengths(lengths: Tensor, num_completions: int, device: torch.device) -> Tensor:
+    """Return the number of tokens of each completion on a device, fp64 [num_completions].
+
+    lengths   what the caller passed as the argument `lengths`
 
     Raises ValueError for another shape or dtype, and for negative numbers (if
     `values_are_checked`).
     """
-    require_tensor(
-        "lengths",
-        lengths,
-        FLOATING | INTEGRAL,
-        f"the number of tokens of each completion, a tensor [{n}]",
-    )
-    require_shape("lengths", lengths, torch.Size([n]), "a tensor of one number a completion")
+    remedy = f"the number of tokens of each completion, a tensor [{num_completions}]"
+    require_tensor("lengths", lengths, FLOATING | INTEGRAL, remedy)
+    expected_shape = torch.Size([num_completions])
+    require_shape("lengths", lengths, expected_shape, "a tensor of one number a completion")
     num_tokens = lengths.detach().to(device=device, dtype=torch.float64)
     require_finite("lengths", num_tokens, "a number of tokens is finite and >= 0.", low=0.0)
     return num_tokens
@@ -168,20 +169,24 @@ class Groups:
     """
 
     def __init__(self, ids: Tensor | None = None) -> None:
-        #: Indices that sort values by group, None if there is only one group.
+        #: int64 [n], indices that sort values by group; None if there is only one group.
         self.order = None
         if ids is not None:
             self.order = torch.argsort(ids, stable=True)
             sorted_ids = ids[self.order]
+            # Number the groups from 0: the number rises where the id changes.
             sorted_groups = (sorted_ids.diff(prepend=sorted_ids[:1]) != 0).cumsum(0)
-            #: The group of each value, a number from 0.
+            #: int64 [n], the number of the group of each value.
             self.group = sorted_groups[torch.argsort(self.order)]
             numbers = torch.arange(len(ids) + 1, device=ids.device)
-            #: First position of each group in the sorted values.
+            #: int64 [n + 1], the first position of each group in the sorted values.
             self.offsets = torch.searchsorted(sorted_groups, numbers)
 
     def _reduce(self, reduction: str, values: Tensor) -> Tensor:
-        """Return "sum" or "max" of the group of each value."""
+        """Return the sum or maximum of the group of each value, [n].
+
+        reduction   "sum" or "max"
+        """
         sorted_values = values[self.order]
         results = torch.segment_reduce(sorted_values, reduction, offsets=self.offsets, unsafe=True)
         return results[self.group]
@@ -201,6 +206,7 @@ class Groups:
         best = self.max(values)
         is_best = values == best
         second = self.max(torch.where(is_best, -math.inf, values))
+        # If several values are the best, the largest of the others is the best too.
         is_only_best = is_best & (self.sum(is_best.double()) == 1)
         return torch.where(is_only_best, second, best)
 
@@ -257,14 +263,17 @@ def reward_statistics(
 
 
 def group_ids(
-    n: int, device: torch.device, group_size: int | None, groups: Tensor | None
+    num_rewards: int, device: torch.device, group_size: int | None, groups: Tensor | None
 ) -> Tensor:
-    """Return int64 [n], equal for two of n rewards if they share a prompt.
+    """Return a number for each reward, equal for rewards of the same prompt, int64 [num_rewards].
 
-    group_size   consecutive runs of so many rewards share a prompt. Or
-    groups       integer [n]: rewards with equal ids share a prompt.
+    Exactly one of the last two arguments must be given.
 
-    Raises ValueError unless exactly one of the two is given and fits n.
+    device       device of the result
+    group_size   consecutive runs of so many rewards share a prompt
+    groups       integer [num_rewards]: rewards with equal ids share a prompt
+
+    Raises ValueError unless exactly one of the two is given and fits the number of rewards.
     """
     if (group_size is None) == (groups is None):
         raise ValueError(
@@ -272,22 +281,19 @@ def group_ids(
             " exactly one of them."
         )
     if groups is not None:
-        require_tensor(
-            "groups",
-            groups,
-            INTEGRAL - {torch.bool},
-            f"an integer tensor, one integer id per reward, [{n}]",
-        )
-        require_shape("groups", groups, torch.Size([n]), "a tensor of one number a completion")
+        remedy = f"an integer tensor, one integer id per reward, [{num_rewards}]"
+        require_tensor("groups", groups, INTEGRAL - {torch.bool}, remedy)
+        expected_shape = torch.Size([num_rewards])
+        require_shape("groups", groups, expected_shape, "a tensor of one number a completion")
         return groups.to(device=device, dtype=torch.int64)
     require_whole("group_size", group_size, "it must be a whole number of at least 1.")
     assert group_size is not None
-    if n % group_size:
+    if num_rewards % group_size:
         raise ValueError(
-            f"group_size={group_size} does not divide the {n} rewards: every prompt needs"
+            f"group_size={group_size} does not divide the {num_rewards} rewards: every prompt needs"
             " group_size completions."
         )
-    return torch.arange(n, device=device) // group_size
+    return torch.arange(num_rewards, device=device) // group_size
 
 
 def warn_of_single_completions(groups: Groups, group_size: int | None) -> None:

@@ -56,8 +56,8 @@ def discounted_returns(
 ) -> Tensor:
     """Compute G_t = r_t + gamma G_{t+1} over the trained tokens of each sequence, fp32.
 
-    The result is 0 in masked tokens. With gamma = 1 and whitening this is REINFORCE++ (arXiv
-    2501.03262).
+    The result has the shape of rewards, and is 0 in masked tokens. With gamma = 1 and whitening
+    this is REINFORCE++ (arXiv 2501.03262).
 
     rewards            float [B, T] or [N], finite at trained tokens
     gamma              in [0, 1]
@@ -67,7 +67,8 @@ def discounted_returns(
     """
     tokens = _Tokens("rewards", rewards, mask, cu_seqlens)
     require_number("gamma", gamma, SHARE, 0, 1)
-    return tokens.to_result(tokens.discounted_sums(gamma, tokens.values("rewards", rewards)))
+    flat_rewards = tokens.values("rewards", rewards)
+    return tokens.to_result(tokens.discounted_sums(gamma, flat_rewards))
 
 
 def gae(
@@ -88,10 +89,11 @@ def gae(
     Token t + 1 is the next trained token of the sequence, and V = A = 0 after the last one. Masked
     tokens get 0. The advantages are not whitened: verl and NeMo-RL do that next, see `whiten`.
 
-    rewards, values   float [B, T] or [N], finite at trained tokens. values are those of the critic
-                      before the token is chosen.
-    gamma, lam        in [0, 1]. lam may also be a float tensor [B] or per token (length-adaptive,
-                      VAPO, arXiv 2504.05118).
+    rewards            float [B, T] or [N], finite at trained tokens
+    values             the same: the critic's values V_t, before token t is chosen
+    gamma, lam         in [0, 1]. lam may also be a float tensor [B] or per token (length-adaptive,
+                       VAPO, arXiv 2504.05118).
+    mask, cu_seqlens   as in a `TokenBatch`
 
     Raises ValueError naming the argument.
     """
@@ -131,36 +133,41 @@ def process_advantages(
 
     rewards              float [B, T] or [N]: the reward of the step that ends at this token, NaN if
                          no step ends there
-    group_size, groups   of the B sequences, as in `group_advantages`, which takes `options` (scale,
-                         unbiased, eps, ...)
+    group_size, groups   which of the B sequences share a prompt, as in `group_advantages`
+    gamma                in [0, 1]
+    mask, cu_seqlens     as in a `TokenBatch`
+    options              other arguments of `group_advantages`: scale, unbiased, eps, ...
 
     Raises ValueError naming the argument. Source: DeepSeekMath, arXiv 2402.03300, section 4.1.3.
     """
     tokens = _Tokens("rewards", rewards, mask, cu_seqlens)
     require_number("gamma", gamma, SHARE, 0, 1)
-    ids = group_ids(tokens.num_sequences, rewards.device, group_size, groups)[tokens.sequence_ids]
-    steps = torch.where(tokens.trained, rewards.detach().flatten(), math.nan)
+    prompt_of_sequence = group_ids(tokens.num_sequences, rewards.device, group_size, groups)
+    prompt_of_token = prompt_of_sequence[tokens.sequence_ids]
+    # Each token is one reward for `group_advantages`. Where no step ends it is NaN, which is a
+    # missing reward: it counts in no mean, and its result is 0.
+    step_rewards = torch.where(tokens.trained, rewards.detach().flatten(), math.nan)
+    options = {"missing_rewards": "skip", **options}
     normalised = group_advantages(
-        steps, groups=ids, **{"missing_rewards": "skip", **options}, dtype=torch.float64
+        step_rewards, groups=prompt_of_token, dtype=torch.float64, **options
     )
     return tokens.to_result(tokens.discounted_sums(gamma, normalised))
 
 
 def at_last_token(rewards: Tensor, *, mask: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Place `rewards` [B] at the last trained token of each sequence, fp32 in the shape of the
-    mask.
+    """Place the reward of each sequence at its last trained token, fp32 in the shape of the mask.
 
     All other tokens get 0. The reward of a sequence without a trained token is lost.
 
+    rewards            numbers [B], finite
     mask, cu_seqlens   as in a `TokenBatch`
 
     Raises ValueError naming the argument.
     """
     tokens = _Tokens("mask", mask.float(), mask, cu_seqlens)
     r, _ = read_rewards(rewards)
-    require_shape(
-        "rewards", r, torch.Size([tokens.num_sequences]), "a tensor of one number a sequence"
-    )
+    expected_shape = torch.Size([tokens.num_sequences])
+    require_shape("rewards", r, expected_shape, "a tensor of one number a sequence")
     return tokens.to_result(tokens.place_at_last(r.to(mask.device)))
 
 
@@ -245,13 +252,14 @@ def optimal_token_advantages(
     other completion of the group is as long. Masked tokens get 0. If all returns that share a
     baseline are equal, the result is exactly 0.
 
-    rewards       float [B, T] or [N]
-    old_logps     the same shape: log pi of the tokens under the policy that sampled
-    sum_squares   the same shape: sum of pi^2 over the vocabulary, from `token_logprobs(...,
-                  also=("sum_squares",))`
-    weights       the same shape, or None: truncated importance weights w for the mismatch to the
-                  sampler
-    group_size, groups   of the B sequences, as in `group_advantages`
+    rewards              float [B, T] or [N]
+    old_logps            the same shape: log pi of the tokens under the policy that sampled
+    sum_squares          the same shape: sum of pi^2 over the vocabulary, from
+                         `token_logprobs(..., also=("sum_squares",))`
+    group_size, groups   which of the B sequences share a prompt, as in `group_advantages`
+    weights              the shape of rewards, or None: truncated importance weights w for the
+                         mismatch to the sampler
+    mask, cu_seqlens     as in a `TokenBatch`
 
     Raises ValueError naming the argument.
     """
@@ -262,14 +270,18 @@ def optimal_token_advantages(
     if weights is not None:
         token_variance = token_variance * tokens.values("weights", weights).square()
     variance = tokens.sums_up_to(torch.where(tokens.trained, token_variance, 0.0))
-    step = tokens.sums_up_to(tokens.trained.double()).long()  # 1 at the first trained token
-    ids = group_ids(tokens.num_sequences, rewards.device, group_size, groups)[tokens.sequence_ids]
-    # Tokens of one prompt and step share a baseline. Untrained tokens have step 0.
-    prompt = Groups(ids).group
-    same_step = Groups(prompt * (len(ids) + 1) + torch.where(tokens.trained, step, 0))
+    # The number of each trained token in its sequence, from 1. Other tokens get 0.
+    step = tokens.sums_up_to(tokens.trained.double()).long()
+    step = torch.where(tokens.trained, step, 0)
+    prompt_of_sequence = group_ids(tokens.num_sequences, rewards.device, group_size, groups)
+    prompt = Groups(prompt_of_sequence[tokens.sequence_ids]).group  # numbers from 0
+    # Tokens of one prompt and step share a baseline. A step is at most the number of tokens, so
+    # these ids are different for different pairs of prompt and step.
+    same_step = Groups(prompt * (len(step) + 1) + step)
     statistics = GroupStatistics(same_step, returns, tokens.trained)
     baseline = same_step.sum(returns * variance) / (same_step.sum(variance) + 1e-8)
     advantages = torch.where(statistics.equal, 0.0, returns - baseline)
+    # A token that is alone has no baseline.
     return tokens.to_result(torch.where(statistics.size == 1, returns, advantages))
 
 
@@ -341,9 +353,8 @@ def whiten(
     Raises ValueError naming the argument.
     """
     require_one_of("guard", guard, GUARDS)
-    require_number(
-        "eps", eps, "it keeps the divisor from 0 and must be finite and >= 0.", 0, LARGEST
-    )
+    remedy = "it keeps the divisor from 0 and must be finite and >= 0."
+    require_number("eps", eps, remedy, low=0, high=LARGEST)
     shape = require_float("values", values).shape
     if mask is None:
         trained = torch.ones_like(values, dtype=torch.bool)
@@ -359,6 +370,7 @@ def whiten(
         divisor = (variance + eps).sqrt()
     else:
         divisor = variance.clamp(min=eps).sqrt()
+    # The divisor may be 0 if all values are equal and eps is 0.
     white = torch.where(batch.equal, 0.0, batch.centred / divisor)
     if not shift_mean:
         # The rounded mean of equal values may differ from them.
@@ -436,30 +448,36 @@ class _Tokens:
     def scan_backwards(self, decay: Tensor, x: Tensor) -> Tensor:
         """Return y_t = x_t + decay_t y_{t+1} within each sequence, y = 0 after its last token.
 
-        Takes log2(longest) passes. After a pass, x_t is the sum over the next `reach` tokens, and
-        decay_t the product of their decays.
+        Takes log2(longest) passes. After a pass, x_t is the discounted sum over the next `reach`
+        tokens, and decay_t the product of their decays.
+
+        decay, x   fp64 [N]
         """
-        decay = torch.where(self.has_next, decay, 0.0)
+        decay = torch.where(self.has_next, decay, 0.0)  # nothing flows in from the next sequence
         reach = 1
         while reach < self.longest:
+            # The last `reach` tokens of the batch have their final values already.
             x = torch.cat((x[:-reach] + decay[:-reach] * x[reach:], x[-reach:]))
             decay = torch.cat((decay[:-reach] * decay[reach:], torch.zeros_like(decay[-reach:])))
             reach *= 2
         return x
 
     def discounted_sums(self, decay: float | Tensor, x: Tensor) -> Tensor:
-        """Return y_t = x_t + decay y_{t+1}, where t + 1 is the next trained token.
+        """Return y_t = x_t + decay_t y_{t+1}, fp64 [N], where t + 1 is the next trained token.
 
-        x is 0 at untrained tokens. The decay is 1 there, so that they pass on the next value.
+        decay   a number, or fp64 [N]
+        x       fp64 [N], 0 at untrained tokens
         """
+        # An untrained token passes the next value on unchanged.
         decays = torch.where(self.trained, decay * torch.ones_like(x), 1.0)
         return self.scan_backwards(decays, x)
 
     def sums_up_to(self, x: Tensor) -> Tensor:
-        """Return the sum of x over the tokens of the sequence up to and including each token.
+        """Return the sum of x over the tokens of the sequence up to and including each token, [N].
 
-        x is 0 at untrained tokens.
+        x   fp64 [N], 0 at untrained tokens
         """
+        # The sum of the sequence, minus the sum from this token on, plus this token.
         return self.sequence_sums(x)[self.sequence_ids] - self.discounted_sums(1.0, x) + x
 
     def place_at_last(self, x: Tensor) -> Tensor:

@@ -173,7 +173,7 @@ def check_name(option: str, name: str | None) -> None:
     require(name != "", option, name, remedy)
     if name is None or os.path.exists(name):
         return
-    # "name" or "owner/name". A name such as train.jsonl is a file that does not exist.
+    # "name" or "owner/name", but not the name of a data file that does not exist.
     has_hub_form = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) is not None
     is_file_name = os.path.splitext(name)[1] in FILE_LOADERS
     remedy = "there is no such file or folder, and the Hub has no such names."

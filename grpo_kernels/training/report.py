@@ -365,9 +365,9 @@ def _text_of(numbers: dict[str, float]) -> str:
 
 
 def write_summary(out: Path) -> None:
-    """Write out/summary.txt from out/metrics.jsonl.
+    """Write summary.txt: accuracy and reward at the start and at the end, time and speed.
 
-    It has the accuracy and the reward at the start and at the end, the time, and the speed.
+    out   the output folder, which has metrics.jsonl
     """
     lines = read_metrics(out / "metrics.jsonl")
     steps = [line for line in lines if "seconds" in line]
