@@ -1,10 +1,10 @@
-"""The stages of gpu_kit.py, each in a process of its own:
+"""The stages of gpu_kit.py. Each runs in its own process:
 
     python -m benchmarks.gpu_stages STAGE --work DIR [--seconds 60] [--wheels DIR] [--rehearse]
 
 A stage writes DIR/json/STAGE.json after each step, so that its results survive a crash or a
-timeout. `--rehearse` runs it with small shapes on a CPU, with Triton's interpreter in place of a
-GPU; what needs CUDA is then left out, with a note.
+timeout. `--rehearse` runs it with small shapes on a CPU, in Triton's interpreter. Parts that need
+CUDA are then left out, with a note.
 """
 
 from __future__ import annotations
@@ -50,71 +50,86 @@ class Kit:
         self.stage, self.work, self.wheels, self.rehearse = stage, work, wheels, rehearse
         self.device = "cpu" if rehearse else "cuda"
         self.deadline = time.monotonic() + seconds
-        self.found: dict[str, Any] = {"lines": []}
-        self.well = True  # the process ends with 1 otherwise
+        self.found: dict[str, Any] = {"lines": []}  # the content of the stage's JSON file
+        self.well = True  # False: the process ends with exit status 1
 
     @property
     def left(self) -> float:
+        """Seconds until the time limit, at least 1."""
         return max(1.0, self.deadline - time.monotonic())
 
     def add(self, **found: Any) -> None:
+        """Add results to the stage's JSON file."""
         self.found |= found
         save(self.work / "json" / f"{self.stage}.json", self.found)
 
     def say(self, line: str, well: bool = True) -> None:
-        """Adds a line to the summary."""
+        """Add a line to the summary. well: whether it reports a success."""
         self.well &= well
         print(line, flush=True)
         self.add(lines=[*self.found["lines"], line])
 
     def leave_out(self, *names: str) -> None:
-        """Notes what this machine cannot do, and why."""
+        """Note what this machine cannot do."""
         self.add(left_out=[*self.found.get("left_out", []), *names])
         for name in names:
             self.say(f"left out: {name}")
 
     def child(self, *command: str, seconds: float | None = None, **environment: str) -> int | None:
-        """The exit status of a command, whose output goes to this stage's log; None if it took too
-        long. "" unsets a variable.
+        """Run a command and return its exit status, or None if it took too long.
+
+        Its output goes to the log of this stage.
+
+        seconds     time limit. None: the time that is left
+        environment variables to set; "" unsets one
         """
-        values = {k: v for k, v in (os.environ | environment).items() if v or k not in environment}
+        variables = os.environ | environment
+        for name, value in environment.items():
+            if not value:
+                del variables[name]
         print(f"\n$ {' '.join(command)}", flush=True)
+        limit = min(seconds or self.left, self.left)
         try:
-            return subprocess.run(
-                command, cwd=ROOT, env=values, timeout=min(seconds or self.left, self.left)
-            ).returncode
+            return subprocess.run(command, cwd=ROOT, env=variables, timeout=limit).returncode
         except subprocess.TimeoutExpired:
             print("(took too long, ended)", flush=True)
             return None
 
     def python(self, *command: str, seconds: float | None = None, **environment: str) -> int | None:
+        """Run Python with a command line, see `child`."""
         return self.child(sys.executable, *command, seconds=seconds, **environment)
 
     def until_it_keeps_its_gpu(
         self, seconds: float, *command: str, **environment: str
     ) -> int | None:
-        """The exit status of one that may lose its GPU to a provider, and then goes on without that
-        one when it is run again.
+        """Run a command again until no provider breaks CUDA, and return its exit status.
+
+        The command leaves out the providers that broke CUDA in its earlier runs.
+
+        seconds     time limit of all runs together
         """
-        deadline, status = time.monotonic() + seconds, None
+        deadline = time.monotonic() + seconds
+        status = None
         for _ in range(8):
-            status = self.python(
-                *command, seconds=max(1.0, deadline - time.monotonic()), **environment
-            )
+            left = max(1.0, deadline - time.monotonic())
+            status = self.python(*command, seconds=left, **environment)
             if status != LOST_DEVICE:
                 break
         return status
 
 
 def outcome(status: int | None) -> str:
-    return "ok" if status == 0 else "took too long" if status is None else f"exit status {status}"
+    """Return an exit status in words. None means a timeout."""
+    if status is None:
+        return "took too long"
+    return "ok" if status == 0 else f"exit status {status}"
 
 
 # ---- env
 
 
 def install(kit: Kit) -> None:
-    """Unpacks the peers' wheels into the folder of this call."""
+    """Unpack the wheels of other projects into the folder of this call."""
     for wheel in sorted(kit.wheels.glob("*.whl")) if kit.wheels else ():
         try:
             zipfile.ZipFile(wheel).extractall(kit.work / "site")
@@ -125,7 +140,7 @@ def install(kit: Kit) -> None:
 
 
 def env(kit: Kit) -> None:
-    """Describes the machine, and measures its bandwidth and its rate of products."""
+    """Describe the machine, and measure its memory bandwidth and its matmul rate."""
     facts = machine(kit.device)
     kit.add(machine=facts)
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
@@ -159,28 +174,36 @@ def env(kit: Kit) -> None:
 
 
 def correctness(kit: Kit) -> None:
-    """Runs the cases of the tests on the device, one group after the other. Of each test, single
-    values of the parameters come first and combinations later, see tests/support/on_device.py.
-    Combinations that do not fit into the time are not a failure.
+    """Run the tests of CASES on the device, one group after the other.
+
+    Within a test, cases that cover single parameter values come before further combinations, see
+    tests/support/on_device.py. A group passes if the time suffices for the former.
     """
-    begin, whole, spent = time.monotonic(), 0.95 * kit.left, 0.0
+    begin = time.monotonic()
+    seconds = 0.95 * kit.left
     found = load(kit.work / "json" / "correctness.json").get("groups", {})  # of an earlier call
+    share = 0.0
     for name, cases in CASES.items():
-        before = found.get(name, {"failed": True})
-        if not before["failed"] and before["ran"] == before["collected"]:
+        earlier = found.get(name)
+        if earlier and not earlier["failed"] and earlier["ran"] == earlier["collected"]:
             kit.add(groups=found)
-            kit.say(f"{name}: {before['passed']} passed in an earlier call")
+            kit.say(f"{name}: {earlier['passed']} passed in an earlier call")
             continue
-        spent += cases.share  # time left over by earlier groups is given to this one
+        share += cases.share  # time that earlier groups left over is added
         report = kit.work / "json" / f"tests-{slug_of(name)}.jsonl"
         report.unlink(missing_ok=True)
         status = kit.python(
-            *pytest_command(cases.processes, kit.rehearse), *(f"tests/{file}" for file in cases.files),
+            *pytest_command(cases.processes, kit.rehearse),
+            *(f"tests/{file}" for file in cases.files),
+            seconds=max(1.0, share * seconds - (time.monotonic() - begin)),
             PYTHONPATH=os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
-            PYTEST_ADDOPTS="", GRPO_KERNELS_TEST_DEVICE=kit.device, GRPO_KERNELS_TEST_BACKENDS="triton",
-            GRPO_KERNELS_TEST_REPORT=str(report), seconds=max(1.0, spent * whole - (time.monotonic() - begin)),
-        )  # fmt: skip
-        group = found[name] = tally(report)
+            PYTEST_ADDOPTS="",
+            GRPO_KERNELS_TEST_DEVICE=kit.device,
+            GRPO_KERNELS_TEST_BACKENDS="triton",
+            GRPO_KERNELS_TEST_REPORT=str(report),
+        )
+        group = tally(report)
+        found[name] = group
         kit.add(groups=found)
         enough = 0 < group["first"] <= group["ran"] and not group["failed"]
         kit.say(
@@ -190,141 +213,136 @@ def correctness(kit: Kit) -> None:
             well=status == 0 or (status is None and enough),
         )
         for failure in group["failed"][:8]:
-            kit.say(
-                f"  {failure['test'].removeprefix('tests/')}:"
-                f" {' '.join(failure['message'].split())[:160]}"
-            )
+            test = failure["test"].removeprefix("tests/")
+            kit.say(f"  {test}: {' '.join(failure['message'].split())[:160]}")
         for what, value in group["largest"].items():
             kit.say(f"  largest error, {what}: {value:.1e}")
 
 
 def slug_of(name: str) -> str:
+    """Return the name of a group for a file."""
     return name.lower().replace(" ", "-")
 
 
 def pytest_command(processes: int, rehearse: bool) -> list[str]:
-    command = [
-        "-m",
-        "pytest",
-        "-q",
-        "--tb=short",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "support.on_device",
-    ]
-    if (
-        importlib.util.find_spec("xdist") and not rehearse
-    ):  # few at a time, so that they keep their order
+    """Return the arguments of Python that run pytest with as many processes as this has cores."""
+    command = ["-m", "pytest", "-q", "--tb=short"]
+    command += ["-p", "no:cacheprovider", "-p", "support.on_device"]
+    if importlib.util.find_spec("xdist") and not rehearse:
+        # Small portions, so that the tests keep their order.
         command += ["-n", str(min(processes, os.cpu_count() or 1)), "--maxschedchunk=2"]
     if importlib.util.find_spec("pytest_timeout"):
         command += ["--timeout=90"]
-    return command + (["-k", REHEARSED] if rehearse else [])
+    if rehearse:
+        command += ["-k", REHEARSED]
+    return command
 
 
 def tally(report: Path) -> dict:
-    """What tests/support/on_device.py wrote: {"collected", "first", "ran", "passed", "failed",
-    "skipped", "largest": {recorded property: its maximum}}.
+    """Summarise a file that tests/support/on_device.py wrote.
+
+    Returns the numbers "collected", "first" (cases that cover single parameter values), "ran" and
+    "passed", the lines of the "failed" and "skipped" tests, and "largest": {test and recorded
+    property: its maximum}.
     """
-    lines = (
-        [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
-    )
+    lines = []
+    if report.exists():
+        lines = [json.loads(line) for line in report.read_text().splitlines()]
     tests = [line for line in lines if "test" in line]
-    sizes = {
-        what: sum(sum(line.get(what, {}).values()) for line in lines)
-        for what in ("collected", "first")
-    }
-    by = {
-        how: [line for line in tests if line["outcome"] == how]
-        for how in ("passed", "failed", "skipped")
-    }
     largest: dict[str, float] = {}
     for line in tests:
         name = re.sub(r".*::|\[.*", "", line["test"])
         for what, value in line["properties"].items():
-            largest[f"{name}, {what}"] = max(value, largest.get(f"{name}, {what}", 0.0))
-    return (
-        sizes
-        | by
-        | {
-            "ran": len({line["test"] for line in tests}),
-            "passed": len(by["passed"]),
-            "largest": largest,
-        }
-    )
+            key = f"{name}, {what}"
+            largest[key] = max(value, largest.get(key, 0.0))
+    return {
+        "collected": sum(sum(line.get("collected", {}).values()) for line in lines),
+        "first": sum(sum(line.get("first", {}).values()) for line in lines),
+        "passed": sum(line["outcome"] == "passed" for line in tests),
+        "failed": [line for line in tests if line["outcome"] == "failed"],
+        "skipped": [line for line in tests if line["outcome"] == "skipped"],
+        "ran": len({line["test"] for line in tests}),
+        "largest": largest,
+    }
 
 
 # ---- counters
 
 
 def counters(kit: Kit) -> None:
-    """Counts compilations over lengths and schedules and waits of the host; times the host;
-    captures CUDA graphs; and reads off the kernels that have run by then. (The budgets of all
-    others are checked without a GPU: `python -m benchmarks.resources`.)
-    """
-    from benchmarks import gpu_counters as on  # needs the tests' pytest, as `small` does
+    """Count recompilations and host waits, time the host, and capture CUDA graphs.
 
-    rows, vocab, width = (
-        (8, 272, 8) if kit.rehearse else (64, 16384, 256)
-    )  # Python draws the sets of ids, row by row
-    few = {"lengths": 2, "schedules": 2, "longest": 2} if kit.rehearse else {}
+    Also reads the registers and the spills of the kernels that have run by then. The budgets of all
+    kernels are checked without a GPU: `python -m benchmarks.resources`.
+    """
+    from benchmarks import gpu_counters as on  # needs pytest, as `small` does
+
+    if kit.rehearse:
+        rows, vocab, width, dtype = 8, 272, 8, "float32"
+        few = {"lengths": 2, "schedules": 2, "longest": 2}
+    else:
+        # Few rows, because Python draws their candidate sets one by one.
+        rows, vocab, width, dtype = 64, 16384, 256, "bfloat16"
+        few = {}
     with on_triton(kit.rehearse):
-        kit.add(recompilations=on.recompilations(kit.device, min(vocab, 2048), width, **few))
-        count = kit.found["recompilations"]
+        count = on.recompilations(kit.device, min(vocab, 2048), width, **few)
+        kit.add(recompilations=count)
         kit.say(f"recompilations over random lengths and schedules: {count}", well=count == 0)
-        made = on.calls(kit.device, rows, vocab, width, "float32" if kit.rehearse else "bfloat16")
+        calls = on.calls(kit.device, rows, vocab, width, dtype)
         if kit.rehearse:
-            wrong = [
-                name
-                for name, one in made.items()
-                if not all(x.isfinite().all() for x in one.step())
-            ]
-            kit.say(
-                f"{len(made)} calls, run without a graph; not finite: {wrong or 'none'}",
-                well=not wrong,
-            )
-            kit.leave_out(
-                "waits of the host",
-                "host time of a call",
-                "CUDA graphs",
-                "registers of the kernels as loaded",
-            )
+            _check_without_cuda(kit, calls)
             return
-    steps = {name: one.step for name, one in made.items()} | on.batches(
-        kit.device, rows, vocab, width
-    )
+
+    steps = {name: call.step for name, call in calls.items()}
+    steps |= on.batches(kit.device, rows, vocab, width)
     waits = {}
     for name, step in steps.items():
         waits[name] = on.first_wait(step)
         kit.add(waits=waits, documented=on.WAITS)
-        reason = f" (documented: {on.WAITS[name]})" if name in on.WAITS else ""
+        is_documented = name in on.WAITS
+        reason = f" (documented: {on.WAITS[name]})" if is_documented else ""
         kit.say(
             f"host waits, {name}{reason}: {waits[name] or 'none'}"[:400],
-            well=waits[name] is None or name in on.WAITS,
+            well=waits[name] is None or is_documented,
         )
-    kit.add(host_ms={name: round(on.host_ms(step), 3) for name, step in steps.items()})
-    kit.say(
-        "host time, ms: "
-        + ", ".join(f"{name} {ms:.2f}" for name, ms in kit.found["host_ms"].items())
-    )
+    host_ms = {name: round(on.host_ms(step), 3) for name, step in steps.items()}
+    kit.add(host_ms=host_ms)
+    kit.say("host time, ms: " + ", ".join(f"{name} {ms:.2f}" for name, ms in host_ms.items()))
     graphs: dict[str, str | None] = {}
     for name in on.CAPTURED:
-        graphs[name] = on.replay_differs(made[name])
+        difference = on.replay_differs(calls[name])
+        graphs[name] = difference
         kit.add(graphs=graphs)
         kit.say(
-            f"CUDA graph, {name}: {graphs[name] or 'replayed as a plain call'}",
-            well=graphs[name] is None,
+            f"CUDA graph, {name}: {difference or 'replayed as a plain call'}",
+            well=difference is None,
         )
     kit.add(loaded=on.loaded_kernels())
-    for k in kit.found["loaded"]:
+    for kernel in kit.found["loaded"]:
         kit.say(
             "{kernel}: {registers} registers, {spills} spilled, {shared} bytes shared, {warps}"
-            " warps".format(**k)
+            " warps".format(**kernel)
         )
+
+
+def _check_without_cuda(kit: Kit, calls: dict[str, Any]) -> None:
+    """Run each call once and check that its results are finite. Notes what needs CUDA."""
+    wrong = [
+        name for name, call in calls.items() if not all(x.isfinite().all() for x in call.step())
+    ]
+    kit.say(
+        f"{len(calls)} calls, run without a graph; not finite: {wrong or 'none'}", well=not wrong
+    )
+    kit.leave_out(
+        "waits of the host",
+        "host time of a call",
+        "CUDA graphs",
+        "registers of the kernels as loaded",
+    )
 
 
 def on_triton(rehearse: bool) -> contextlib.AbstractContextManager[None]:
-    """In a rehearsal "auto" is Triton for tensors on the CPU too."""
+    """Make Triton the backend for tensors on a CPU too, in a rehearsal."""
     return tuning.on_triton() if rehearse else contextlib.nullcontext()
 
 
@@ -332,67 +350,67 @@ def on_triton(rehearse: bool) -> contextlib.AbstractContextManager[None]:
 
 
 def tune(kit: Kit) -> None:
-    """Each kind of launches in a process of its own: a candidate may break CUDA."""
+    """Tune each kind of launch in its own process, because a candidate may break CUDA.
+
+    The settings that are clearly faster than the package's are written for later stages.
+    """
     outcomes: dict[str, dict] = {}
-    to_do = sum(tuning.KINDS.values())
+    remaining_shares = sum(tuning.KINDS.values())
     for kind, share in tuning.KINDS.items():
         path = kit.work / "json" / f"tune-{kind}.json"
-        command = (
-            "-m",
-            "benchmarks.tune",
-            "--kind",
-            kind,
-            "--json",
-            str(path),
-            *(("--small",) if kit.rehearse else ()),
-        )
-        status = kit.until_it_keeps_its_gpu(kit.left * share / to_do, *command)
-        to_do -= share
+        command = ["-m", "benchmarks.tune", "--kind", kind, "--json", str(path)]
+        if kit.rehearse:
+            command.append("--small")
+        status = kit.until_it_keeps_its_gpu(kit.left * share / remaining_shares, *command)
+        remaining_shares -= share
         outcomes |= load(path)
         if status != 0:
             kit.say(f"tuning of {kind}: {outcome(status)}", well=False)
     for kind, result in outcomes.items():
-        for name, value in result["ranking"][:4]:
-            kit.say(f"{kind}: {value:6.3f} {name}")
+        for name, mean in result["ranking"][:4]:
+            kit.say(f"{kind}: {mean:6.3f} {name}")
     for line in tuning.summary(outcomes):
         kit.say(line)
     save(kit.work / "json" / CHOICES, tuning.winners(outcomes))
 
 
-#: The settings that the tuner has found clearly faster, for later stages.
+#: The file of the settings that `tune` has found.
 CHOICES = "choices.json"
-#: The suites of a stage, and options: first cells alone, without the providers that compile for
-#: long.
+#: The suites of each stage that compares, and options of `python -m benchmarks`.
 COMPARISONS = {"headline": (HEADLINE, "--first"), "comparison": (COMPARED,), "further": (FURTHER,)}
 
 
 def compare(kit: Kit) -> None:
-    """Runs suites of the benchmarks with the settings that the tuner has found, each suite in its
-    own process. A provider that breaks CUDA ends its process; the next process continues without
-    that provider.
+    """Run suites of the benchmarks with the tuned settings, each suite in its own process.
+
+    A provider that breaks CUDA ends its process. The next process continues without it.
     """
-    results, (names, *options) = kit.work / "results", COMPARISONS[kit.stage]
+    results = kit.work / "results"
+    names, *options = COMPARISONS[kit.stage]
     if kit.rehearse:
         kit.leave_out(*(f"suite {name}" for name in names if name not in REHEARSED_SUITES))
-        names, options = (
-            [name for name in names if name in REHEARSED_SUITES],
-            [*options, "--quick", "--without-native"],
-        )
+        names = tuple(name for name in names if name in REHEARSED_SUITES)
+        options = [*options, "--quick", "--without-native"]
     for i, name in enumerate(names):
-        seconds = max(0.4, 1 / (len(names) - i)) * kit.left  # a suite may hang
+        # A suite that hangs takes at most 40 % of the time that is left, unless few suites remain.
+        seconds = max(0.4, 1 / (len(names) - i)) * kit.left
+        command = ["-m", "benchmarks", "--suite", name, "--device", kit.device]
+        command += ["--out", str(results), "--choices", str(kit.work / "json" / CHOICES), *options]
         status = kit.until_it_keeps_its_gpu(
-            seconds, "-m", "benchmarks", "--device", kit.device, "--out", str(results), *options, "--suite", name,
-            "--choices", str(kit.work / "json" / CHOICES), TRITON_INTERPRET="", BENCHMARKS_COMMAND="python -m benchmarks.gpu_kit",
-        )  # fmt: skip
+            seconds,
+            *command,
+            TRITON_INTERPRET="",
+            BENCHMARKS_COMMAND="python -m benchmarks.gpu_kit",
+        )
         cells = [cell for path in results.glob(f"*/{name}.json") for cell in load(path)["cells"]]
         took = f"{len(cells)} cells, {sum(cell.get('seconds', 0) for cell in cells):.0f} s"
         kit.say(f"{name}: {took}, {outcome(status)}", well=status == 0)
 
 
 def memcheck(kit: Kit) -> None:
-    """compute-sanitizer over small calls of everything, where it is installed.
+    """Run small calls of every kernel under compute-sanitizer, if it is installed.
 
-    (racecheck sees shared memory only.)
+    Of its checks, racecheck sees shared memory only.
     """
     tool = shutil.which("compute-sanitizer")
     if tool is None:
@@ -408,7 +426,7 @@ def memcheck(kit: Kit) -> None:
 
 
 def small(kit: Kit) -> None:
-    """Runs every kernel once with aligned and once with unaligned rows, for the sanitizer."""
+    """Run every kernel once with aligned and once with unaligned rows, for compute-sanitizer."""
     from benchmarks import gpu_counters as on
 
     with on_triton(kit.rehearse):
@@ -418,49 +436,40 @@ def small(kit: Kit) -> None:
     kit.say("small calls: done")
 
 
-#: Of each, the cell of "logits" and the kernels that its call launches: bytes are counted in sizes
-#: of the logits.
+#: {provider of the contract "logits": the kernels that a call launches}
 TRAFFIC = {
-    "grpo_kernels, in place": ("fused_loss_kernel",), "grpo_kernels, layer 1 + loss": ("softmax_sums_kernel", "softmax_gradient_kernel"),
-}  # fmt: skip
+    "grpo_kernels, in place": ("fused_loss_kernel",),
+    "grpo_kernels, layer 1 + loss": ("softmax_sums_kernel", "softmax_gradient_kernel"),
+}
 LARGE = {torch.bfloat16: 8192, torch.float32: 2048}  # rows of 151,936 logits
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "gpu__time_duration.sum")
 
 
 def traffic(kit: Kit) -> None:
-    """Counts the bytes of device memory that the kernels from logits read and write, by Nsight
-    Compute.
+    """Count the bytes of device memory that kernels read and write, with Nsight Compute.
+
+    The bytes are reported as multiples of the size of the logits.
     """
     tool = shutil.which("ncu")
     if tool is None or kit.rehearse:
         kit.leave_out("bytes of device memory, which Nsight Compute counts")
         return
-    expected = [(dtype, name) for dtype in LARGE for some in TRAFFIC.values() for name in some]
-    names = "|".join({name for _, name in expected})
-    how = (
-        f"--clock-control none --csv --page raw --print-units base --metrics {','.join(METRICS)}"
-        f" --kernel-name regex:^({names})$"
-    )
-    command = [
-        tool,
-        *how.split(),
-        sys.executable,
-        *f"-m benchmarks.gpu_stages large --work {kit.work}".split(),
-    ]
+    expected = [(dtype, name) for dtype in LARGE for names in TRAFFIC.values() for name in names]
+    any_kernel = "|".join({name for _, name in expected})
+    command = [tool, "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base"]
+    command += ["--metrics", ",".join(METRICS), "--kernel-name", f"regex:^({any_kernel})$"]
+    command += [sys.executable, "-m", "benchmarks.gpu_stages", "large", "--work", str(kit.work)]
     printed = subprocess.run(
         command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=kit.left
     ).stdout
     print(printed, flush=True)
     lines = printed.splitlines()
-    table = csv.DictReader(
-        lines[next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines)) :]
-    )
-    launched = [row for row in table if row["ID"]]  # the first line has units
-    if [row["Kernel Name"] for row in launched] != [name for _, name in expected]:
-        kit.say(
-            f"bytes of device memory: {[row['Kernel Name'] for row in launched]} were launched",
-            well=False,
-        )
+    head = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
+    table = csv.DictReader(lines[head:])
+    launched = [row for row in table if row["ID"]]  # the line after the head has units
+    names = [row["Kernel Name"] for row in launched]
+    if names != [name for _, name in expected]:
+        kit.say(f"bytes of device memory: {names} were launched", well=False)
         return
     for (dtype, name), row in zip(expected, launched, strict=True):
         read, written, ns = (float(row[metric].replace(",", "")) for metric in METRICS)
@@ -474,7 +483,7 @@ def traffic(kit: Kit) -> None:
 
 
 def large(kit: Kit) -> None:
-    """Runs the kernels from logits once at a real size, for Nsight Compute."""
+    """Run the providers of TRAFFIC once at a real size, for Nsight Compute."""
     from benchmarks.cases import Cell, make_case
     from benchmarks.providers import providers
 
@@ -485,7 +494,7 @@ def large(kit: Kit) -> None:
 
 
 def plots(kit: Kit) -> None:
-    """Tables and pictures from the result files."""
+    """Make tables and pictures from the result files."""
     results = kit.work / "results"
     status = kit.python("-m", "benchmarks.report", "--write", "--results", str(results))
     kit.say(f"plots: {outcome(status)}", well=status == 0)
@@ -499,7 +508,7 @@ STAGES: dict[str, Callable[[Kit], None]] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0 if all went well."""
+    """Run a stage. Returns 0 if all went well."""
     parser = parser_of("benchmarks.gpu_stages", __doc__, {
         "stage": {"choices": STAGES},
         "--work": {"type": Path, "required": True, "help": "folder to write to"},

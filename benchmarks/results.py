@@ -1,6 +1,8 @@
-"""Result files, benchmarks/results/<machine>/<suite>.json: written after every cell, so that an
-interrupted run continues where it stopped. A cell is measured again when its fingerprint changes: a
-file never mixes figures of different code or machines.
+"""Read and write result files, benchmarks/results/<machine>/<suite>.json.
+
+A file is written after every cell, so that an interrupted run continues where it stopped. A cell is
+measured again when its fingerprint changes, so that a file never mixes figures of different code or
+machines.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ SOURCES = (
 
 
 def load(path: Path) -> Record:
-    """A result file; {} if there is none yet."""
+    """Return the content of a JSON file, or {} if it does not exist."""
     return json.loads(path.read_text()) if path.exists() else {}
 
 
 def save(path: Path, record: Record) -> None:
-    """Replaces the file at once, so that it is never half written."""
+    """Write a JSON file. It is replaced in one step, so that it is never half written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     part.write_text(json.dumps(record, indent=1) + "\n")
@@ -40,7 +42,7 @@ def save(path: Path, record: Record) -> None:
 
 
 def origin(machine: Record, command: str) -> Record:
-    """How a file, or a cell of one, was made."""
+    """Return the fields of a result file, or of a cell, that say how it was measured."""
     return {
         "command": command,
         "date": time.strftime("%Y-%m-%d"),
@@ -51,54 +53,48 @@ def origin(machine: Record, command: str) -> Record:
 
 @functools.cache
 def commit(root: Path = ROOT) -> str | None:
-    """The commit of the checkout, with "-dirty" if a tracked file differs from it; None without git
-    or outside of a repository.
+    """Return the commit of the checkout, or None without git or outside of a repository.
 
-    A result file that was written to the checkout before makes no difference.
+    It ends in "-dirty" if a tracked file has changed. Result files do not count, because the
+    benchmarks themselves write them.
     """
-    where = ["git", "-C", str(root)]
-    changes = [
-        *where,
-        "status",
-        "--porcelain",
-        "--untracked-files=no",
-        "--",
-        ".",
-        ":!benchmarks/results",
-    ]
+    git = ["git", "-C", str(root)]
+    files = ["--untracked-files=no", "--", ".", ":!benchmarks/results"]
+
+    def output(*command: str) -> str:
+        answer = subprocess.run([*git, *command], capture_output=True, text=True, check=True)
+        return answer.stdout.strip()
+
     try:
-        head, changed = (
-            subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-            for command in ([*where, "rev-parse", "HEAD"], changes)
-        )
+        head = output("rev-parse", "HEAD")
+        changed = output("status", "--porcelain", *files)
     except (OSError, subprocess.CalledProcessError):
         return None
     return f"{head}-dirty" if changed else head
 
 
 def fingerprint(cell: Cell, only: tuple[str, ...] | None, quick: bool, machine: Record) -> str:
-    """Changes with the cell, the providers that take part, the effort, the machine, the packages
-    and the code.
-    """
+    """Return a hash of the cell, its providers, the effort, and `setting`."""
     return _hash(cell, only, quick, setting(machine))
 
 
 def setting(machine: Record) -> str:
-    """Changes with the machine (`machine.machine`), the packages and the code."""
+    """Return a hash of the code and of the machine and its packages (machine.machine)."""
     return _hash(json.dumps(machine, sort_keys=True), _code())
 
 
 def _hash(*parts: Any) -> str:
+    """Return 16 hexadecimal digits that depend on the repr of all parts."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 @functools.cache
 def _code() -> str:
+    """Return a hash of the names and contents of all files of SOURCES."""
     digest = hashlib.sha256()
     for pattern in SOURCES:
         for path in sorted(ROOT.glob(pattern)):
             if path.is_file():
-                digest.update(
-                    path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes()
-                )
+                name = path.relative_to(ROOT).as_posix()
+                digest.update(name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()

@@ -190,7 +190,7 @@ def on_triton() -> Iterator[None]:
     On a CPU Triton's interpreter runs the kernels.
     """
     with (
-        mock.patch.object(backends, "_made", lambda name, strict: backend.Kernels(strict)),
+        mock.patch.object(backends, "_make_backend", lambda name, strict: backend.Kernels(strict)),
         mock.patch.object(backends, "unavailable", lambda name: None),
     ):
         yield

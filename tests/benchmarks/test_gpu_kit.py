@@ -258,6 +258,12 @@ def test_no_time_for_all_combinations_is_no_failure(ran, failed, well, stage, mo
 # ---- tuning
 
 
+def test_the_tuner_can_run_triton_on_a_cpu():
+    with tune.on_triton():
+        backend = tune.backends.pick("auto", torch.device("cpu"))
+    assert isinstance(backend, tune.backend.Kernels)
+
+
 def test_every_choice_of_a_launch_is_tuned_and_put_back():
     """Each entry of the package's tables has candidates that fit, its own first, and a workload
     that runs its kernel.
