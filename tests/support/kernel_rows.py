@@ -36,39 +36,40 @@ from support import oracle
 from support.bits import note
 from support.inside import executor, executors
 
-Found = tuple[
-    dict[str, Tensor], Tensor
-]  # statistics or values of a loss, [n] each, and the gradient of the logits
+#: (statistics or losses by name, [n] each; the gradient of the logits)
+Found = tuple[dict[str, Tensor], Tensor]
 
 TRITON = "triton" in os.environ.get("GRPO_KERNELS_TEST_BACKENDS", "").split()
 KERNELS = ["triton"] if TRITON else executors()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: One unit in the last place of 1: Triton's interpreter truncates.
+#: The distance from 1 to the next number. It bounds the rounding error, even if a number is truncated
+#: as in Triton's interpreter.
 UNIT = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 EPS = UNIT[torch.float32]
-PLAIN, COOL, CAPPED = (
-    RowTransform(1.0, 0.0, 1.0),
-    RowTransform(1.0, 0.0, 0.8),
-    RowTransform(-0.7, 9.0, 1.3),
-)
+PLAIN = RowTransform(1.0, 0.0, 1.0)
+COOL = RowTransform(1.0, 0.0, 0.8)
+CAPPED = RowTransform(-0.7, 9.0, 1.3)
 TRANSFORMS = {
     "plain": PLAIN,
     "temperature": COOL,
     "softcap": RowTransform(1.0, 5.0, 1.0),
     "everything": CAPPED,
 }
+#: (direction, mixture) of divergences.
 KINDS = [("reverse", 0.0), ("forward", 0.0), ("jsd", 0.5), ("jsd", 0.1), ("tv", 0.0)]
 
 
 def in_cpp(kernels: Backend) -> bool:
+    """Return whether these are the C++ kernels."""
     return type(kernels).__module__.endswith(".cpu")
 
 
 @contextmanager
 def kernels(name: str) -> Iterator[Backend]:
-    """A backend, with one instruction set.
+    """Load a backend for a `with` block.
 
-    Tiles of Triton are small, so that short rows have several.
+    name   "triton", or the instruction set of the C++ kernels. Triton gets small tiles, so that
+           short rows have several.
     """
     with executor(name) as backend, pytest.MonkeyPatch.context() as patch:
         if backend == "triton":
@@ -80,21 +81,33 @@ def kernels(name: str) -> Iterator[Backend]:
 
 
 def transformed(x: Tensor, transform: RowTransform) -> Tensor:
-    """z of rows [n, V] in x's dtype, by the formula."""
-    t = transform.inverse_temperature
+    """Return the transformed logits [n, V] in the dtype of x, by the formula.
+
+    x   logits [n, V]
+    """
     x = x * transform.scale
-    x = transform.softcap * torch.tanh(x / transform.softcap) if transform.softcap else x
-    return x * (t.to(x.dtype)[:, None] if isinstance(t, Tensor) else t)
+    if transform.softcap:
+        x = transform.softcap * torch.tanh(x / transform.softcap)
+    inverse_temperature = transform.inverse_temperature
+    if isinstance(inverse_temperature, Tensor):
+        return x * inverse_temperature.to(x.dtype)[:, None]
+    return x * inverse_temperature
 
 
 @dataclass
 class Rows:
-    """The rows of a kernel call. Targets and upstream gradients are random.
+    """The rows of a kernel call, n = A * T.
 
-    slopes   upstream gradients of the statistics by name, [num_rows] each, 0 in masked rows
+    logits      [A, T, V]
+    transform   temperature, softcap and scale
+    reference   the logits of a reference, or None
+    mask        bool [n], False: the row is not read. None: all are read.
+    targets     int64 [n], random if they are not given
+    slopes      upstream gradients of the statistics by name, [n] each, 0 in masked rows. Random if
+                they are not given.
     """
 
-    logits: Tensor  # [A, T, V]
+    logits: Tensor
     transform: RowTransform = PLAIN
     reference: ReferenceRows | None = None
     mask: Tensor | None = None
@@ -102,21 +115,20 @@ class Rows:
     slopes: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.slopes:
-            n, vocab = self.count, self.logits.shape[-1]
-            self.targets = (
-                torch.randint(max(vocab, 1), (n,))
-                if self.targets.dtype != torch.int64
-                else self.targets
-            )
-            names = ("logps", "entropy", "sum_squares") + ("divergence",) * (
-                self.reference is not None
-            )
-            live = torch.ones(n) if self.mask is None else self.mask.float()
-            self.slopes = {name: torch.randn(n) * live for name in names}
+        if self.slopes:
+            return
+        if self.targets.dtype != torch.int64:
+            vocab = self.logits.shape[-1]
+            self.targets = torch.randint(max(vocab, 1), (self.count,))
+        names = ["logps", "entropy", "sum_squares"]
+        if self.reference is not None:
+            names.append("divergence")
+        is_read = torch.ones(self.count) if self.mask is None else self.mask.float()
+        self.slopes = {name: torch.randn(self.count) * is_read for name in names}
 
     @property
     def count(self) -> int:
+        """Return the number of rows n."""
         return self.logits.shape[0] * self.logits.shape[1]
 
     def only(self, *names: str) -> Rows:
@@ -125,34 +137,27 @@ class Rows:
 
     @property
     def divergence_alone(self) -> Rows:
-        """The rows with an upstream gradient of the divergence alone, as for its loss."""
-        return replace(
-            self, slopes={"logps": torch.zeros(self.count), "divergence": self.slopes["divergence"]}
-        )
+        """Return the rows with an upstream gradient of the divergence alone, as for its loss."""
+        slopes = {"logps": torch.zeros(self.count), "divergence": self.slopes["divergence"]}
+        return replace(self, slopes=slopes)
 
-    def at(self, lo: int, hi: int) -> Rows:
-        """Return rows lo to hi as [hi - lo, 1, V], copied."""
+    def at(self, begin: int, end: int) -> Rows:
+        """Return a copy of the rows from begin to end, with logits [end - begin, 1, V]."""
+        rows = slice(begin, end)
 
-        def alone(x: Tensor) -> Tensor:
-            return x.reshape(self.count, 1, x.shape[-1])[rows].clone()
+        def copy_logits(logits: Tensor) -> Tensor:
+            return logits.reshape(self.count, 1, logits.shape[-1])[rows].clone()
 
-        rows = slice(lo, hi)
-        second = (
-            None
-            if self.reference is None
-            else self.reference.select(rows)._replace(logits=alone(self.reference.logits))
-        )
-        slopes, read = (
-            {name: x[rows] for name, x in self.slopes.items()},
-            None if self.mask is None else self.mask[rows],
-        )
+        reference = self.reference
+        if reference is not None:
+            reference = reference.select(rows)._replace(logits=copy_logits(reference.logits))
         return Rows(
-            alone(self.logits),
-            self.transform.select(rows),
-            second,
-            read,
-            self.targets[rows],
-            slopes,
+            logits=copy_logits(self.logits),
+            transform=self.transform.select(rows),
+            reference=reference,
+            mask=None if self.mask is None else self.mask[rows],
+            targets=self.targets[rows],
+            slopes={name: slope[rows] for name, slope in self.slopes.items()},
         )
 
 
@@ -161,87 +166,91 @@ def with_reference(
 ) -> Rows:
     """Return the rows with the logits of a reference, and new upstream gradients.
 
-    second   (direction, mixture) of the divergence
+    logits      of the reference, [n, V] or [A, T, V]
+    second      (direction, mixture) of the divergence
+    transform   of the reference
     """
-    return Rows(
-        r.logits,
-        r.transform,
-        ReferenceRows(logits.view(r.logits.shape), transform, DivergenceKind(*second)),
-        r.mask,
-        r.targets,
-    )
+    kind = DivergenceKind(*second)
+    reference = ReferenceRows(logits.view(r.logits.shape), transform, kind)
+    return Rows(r.logits, r.transform, reference, r.mask, r.targets)
 
 
-# ---- by the kernels
+# ---- results of the kernels. `part` is (begin, end) of the rows to compute, or None for all.
 
 
 def to_logit_rows(r: Rows, part: tuple[int, int] | None = None) -> LogitRows:
+    """Return the rows as the argument of a kernel."""
     rows = LogitRows(r.logits, r.targets, r.mask, r.transform, r.reference)
-    return rows.slice_rows(*part) if part else rows
+    return rows if part is None else rows.slice_rows(*part)
 
 
 def softmax_sums_of(kernels: Backend, r: Rows, part: tuple[int, int] | None = None) -> SoftmaxSums:
-    kind = r.reference.direction if r.reference else ""
-    statistics = ("entropy", "sum_squares", "top_id") + ("divergence",) * bool(kind)
-    return kernels.softmax_sums(to_logit_rows(r, part), sums_for(statistics, kind))
+    """Return the sums for all statistics, from one kernel call."""
+    statistics = ("entropy", "sum_squares", "top_id")
+    direction = ""
+    if r.reference is not None:
+        statistics += ("divergence",)
+        direction = r.reference.direction
+    return kernels.softmax_sums(to_logit_rows(r, part), sums_for(statistics, direction))
 
 
 def statistics_of(stats: SoftmaxSums, r: Rows) -> dict[str, Tensor]:
-    names = ("logps", "entropy", "sum_squares", "top_prob") + ("divergence",) * (
-        r.reference is not None
-    )
+    """Return the statistics by name, [n] each."""
+    names = ["logps", "entropy", "sum_squares", "top_prob"]
+    if r.reference is not None:
+        names.append("divergence")
     return {name: getattr(stats, name) for name in names}
 
 
 def make_coefficients(stats: SoftmaxSums, slopes: dict[str, Tensor]) -> GradientCoefficients:
+    """Return the coefficients of the backward kernel from upstream gradients of statistics."""
     return GradientCoefficients.from_gradients(stats, slopes, None)
+
+
+def _nan_like(logits: Tensor) -> Tensor:
+    """Return contiguous memory for a gradient, filled with NaN."""
+    return torch.full_like(logits, torch.nan, memory_format=torch.contiguous_format)
 
 
 def two_passes(
     kernels: Backend, r: Rows, out: Tensor | None = None, part: tuple[int, int] | None = None
 ) -> Found:
     """Return statistics and gradient of the logits, from a forward and a backward kernel call."""
-    stats, of = softmax_sums_of(kernels, r, part), slice(*part) if part else slice(None)
-    out = (
-        torch.full_like(r.logits, torch.nan, memory_format=torch.contiguous_format)
-        if out is None
-        else out
-    )
-    kernels.softmax_gradient(
-        to_logit_rows(r, part),
-        stats,
-        make_coefficients(stats, {name: x[of] for name, x in r.slopes.items()}),
-        out,
-    )
+    if out is None:
+        out = _nan_like(r.logits)
+    rows = slice(None) if part is None else slice(*part)
+    slopes = {name: slope[rows] for name, slope in r.slopes.items()}
+    stats = softmax_sums_of(kernels, r, part)
+    kernels.softmax_gradient(to_logit_rows(r, part), stats, make_coefficients(stats, slopes), out)
     return statistics_of(stats, r), out
 
 
 def loss_formula_of(r: Rows, surrogate: Surrogate | None = None) -> TokenLossFormula:
     """Return a loss whose gradients of log-prob, entropy and divergence are r.slopes."""
-    n, bonus = r.count, r.slopes.get("entropy")
-    rows = TokenInputs(
-        r.targets, r.mask, advantages=-r.slopes["logps"], policy_weight=torch.ones(n), divergence_weight=r.slopes.get("divergence"),
-        entropy_weight=None if bonus is None else -bonus,
-    )  # fmt: skip
-    return Objective(
-        surrogate or PolicyGradient(), entropy_coef=0.0 if bonus is None else 0.3
-    ).loss_formula(rows)
+    entropy_slope = r.slopes.get("entropy")
+    has_bonus = entropy_slope is not None
+    inputs = TokenInputs(
+        r.targets,
+        r.mask,
+        advantages=-r.slopes["logps"],
+        policy_weight=torch.ones(r.count),
+        divergence_weight=r.slopes.get("divergence"),
+        entropy_weight=-entropy_slope if has_bonus else None,
+    )
+    objective = Objective(surrogate or PolicyGradient(), entropy_coef=0.3 if has_bonus else 0.0)
+    return objective.loss_formula(inputs)
 
 
 def fused_loss_call(
     kernels: Backend, r: Rows, out: Tensor | None = None, part: tuple[int, int] | None = None
 ) -> Found:
     """Return statistics, losses and gradient of the logits, from one kernel call."""
-    out = (
-        torch.full_like(r.logits, torch.nan, memory_format=torch.contiguous_format)
-        if out is None
-        else out
-    )
-    values = kernels.fused_loss(
-        to_logit_rows(r, part),
-        loss_formula_of(r).select(slice(*part)) if part else loss_formula_of(r),
-        out,
-    )
+    if out is None:
+        out = _nan_like(r.logits)
+    formula = loss_formula_of(r)
+    if part is not None:
+        formula = formula.select(slice(*part))
+    values = kernels.fused_loss(to_logit_rows(r, part), formula, out)
     found = {"logps": values.logps, "entropy": values.entropy, "losses": values.losses}
     if values.divergence is not None:
         found["divergence"] = values.divergence
@@ -249,195 +258,257 @@ def fused_loss_call(
 
 
 def ways_to_compute(r: Rows) -> list[tuple[Callable[..., Found], Rows]]:
-    """What kernels make of rows, each with the slopes that it takes: all statistics in two visits;
-    losses in one call, with an entropy bonus and without, of the divergence alone where there is
-    one.
+    """Return functions of (kernels, rows), each with the rows for it.
+
+    These are: all statistics in two passes; losses in one pass with an entropy bonus; and losses
+    without a bonus, of the divergence alone if there is one.
     """
-    names = ("logps", "entropy") + ("divergence",) * (r.reference is not None)
-    return [
-        (two_passes, r),
-        (fused_loss_call, r.only(*names)),
-        (fused_loss_call, r.only("logps") if r.reference is None else r.divergence_alone),
-    ]
+    if r.reference is None:
+        with_bonus = r.only("logps", "entropy")
+        without_bonus = r.only("logps")
+    else:
+        with_bonus = r.only("logps", "entropy", "divergence")
+        without_bonus = r.divergence_alone
+    return [(two_passes, r), (fused_loss_call, with_bonus), (fused_loss_call, without_bonus)]
 
 
 # ---- in float64
 
 
 def exact(r: Rows, dtype: torch.dtype = torch.float64) -> Found:
-    """Statistics and losses, and the gradient [n, V], by autograd in a dtype: NaN of a target that
-    is no id, 0 where a row is not read.
+    """Return statistics and losses [n] and the gradient of the logits [n, V], in float64.
+
+    They are computed by autograd in `dtype`. The log-prob of a target outside the vocabulary is
+    NaN. In rows that are not read, everything is 0, except a top_prob of 1.
     """
-    live = torch.ones(r.count, dtype=torch.bool) if r.mask is None else r.mask
-    leaf = r.logits.detach().reshape(r.count, r.logits.shape[-1])[live].to(dtype).requires_grad_()
-    log_p = transformed(leaf, r.transform.select(live)).log_softmax(-1)
-    p, targets = log_p.exp(), r.targets[live]
-    finite, no_id = (
-        log_p.masked_fill(p == 0, 0.0),
-        torch.where((targets < 0) | (targets >= leaf.shape[-1]), torch.nan, 1.0),
-    )
+    is_read = torch.ones(r.count, dtype=torch.bool) if r.mask is None else r.mask
+    logits = r.logits.detach().reshape(r.count, r.logits.shape[-1])[is_read].to(dtype)
+    logits.requires_grad_()
+    log_p = transformed(logits, r.transform.select(is_read)).log_softmax(-1)
+    p = log_p.exp()
+    finite_log_p = log_p.masked_fill(p == 0, 0.0)
+    targets = r.targets[is_read]
+    is_id = (targets >= 0) & (targets < logits.shape[-1])
+    target_logps = log_p.gather(1, torch.where(is_id, targets, 0)[:, None])[:, 0]
     found = {
-        "logps": log_p.gather(1, torch.where(no_id.isnan(), 0, targets)[:, None])[:, 0] * no_id.to(dtype),
-        "entropy": -(p * finite).sum(-1), "sum_squares": p.square().sum(-1), "top_prob": p.amax(-1),
-    }  # fmt: skip
+        "logps": target_logps * torch.where(is_id, 1.0, torch.nan).to(dtype),
+        "entropy": -(p * finite_log_p).sum(-1),
+        "sum_squares": p.square().sum(-1),
+        "top_prob": p.amax(-1),
+    }
     if r.reference is not None:
-        w = r.reference.logits.reshape(r.count, leaf.shape[-1])[live].to(dtype)
-        log_q = transformed(w, r.reference.transform.select(live)).log_softmax(-1)
+        reference = r.reference.logits.reshape(r.count, logits.shape[-1])[is_read].to(dtype)
+        transform = r.reference.transform.select(is_read)
+        log_q = transformed(reference, transform).log_softmax(-1)
         found["divergence"] = oracle.divergence(
             log_p, log_q, r.reference.direction, r.reference.mixture
         )
-    slopes = {name: x[live].to(dtype) for name, x in r.slopes.items()}
-    found["losses"] = torch.zeros(len(leaf), dtype=dtype)
-    for name in slopes.keys() - {"sum_squares"}:
-        left_out = (slopes[name] == 0) & (name == "divergence")
-        found["losses"] = found["losses"] + torch.where(left_out, 0.0, slopes[name] * found[name])
-    (gradient,) = torch.autograd.grad(
-        sum((x * found[name]).sum() for name, x in slopes.items()), leaf
-    )  # type: ignore[union-attr]
+    slopes = {name: slope[is_read].to(dtype) for name, slope in r.slopes.items()}
+    found["losses"] = torch.zeros(len(logits), dtype=dtype)
+    for name, slope in slopes.items():
+        if name == "sum_squares":
+            continue
+        term = slope * found[name]
+        if name == "divergence":
+            # It may be inf where it has no part in the loss.
+            term = torch.where(slope == 0, 0.0, term)
+        found["losses"] = found["losses"] + term
+    total = sum((slope * found[name]).sum() for name, slope in slopes.items())
+    (gradient,) = torch.autograd.grad(total, logits)  # type: ignore[arg-type]
 
-    def spread(x: Tensor, elsewhere: float = 0.0) -> Tensor:
-        return torch.full((r.count, *x.shape[1:]), elsewhere, dtype=torch.float64).masked_scatter(
-            live.view(-1, *[1] * (x.dim() - 1)), x.detach().double()
-        )
+    def to_all_rows(x: Tensor, elsewhere: float = 0.0) -> Tensor:
+        """Return x in float64, with the rows that are not read."""
+        out = torch.full((r.count, *x.shape[1:]), elsewhere, dtype=torch.float64)
+        rows = is_read.view(-1, *[1] * (x.dim() - 1))
+        return out.masked_scatter(rows, x.detach().double())
 
-    return {name: spread(x, float(name == "top_prob")) for name, x in found.items()}, spread(
-        gradient
-    )
+    elsewhere = {"top_prob": 1.0}
+    statistics = {name: to_all_rows(x, elsewhere.get(name, 0.0)) for name, x in found.items()}
+    return statistics, to_all_rows(gradient)
 
 
 def first_order(r: Rows) -> tuple[Any, Any]:
-    """How far the value [n] and the gradient [n, V] of a total variation may be off, which a
-    log-ratio off by its rounding in fp32 is of first order in: of columns whose log-ratio is no
-    larger than that, either sign is right. 0 of other divergences.
+    """Return how far fp32 rounding may move a total variation [n] and its gradient [n, V].
+
+    Both depend on the sign of the log-ratio of each id. If a log-ratio is not larger than its
+    rounding error in fp32, either sign is right. Other divergences depend on small log-ratios
+    quadratically, so that (0.0, 0.0) is returned for them.
     """
     if r.reference is None or r.reference.direction != "tv" or "divergence" not in r.slopes:
         return 0.0, 0.0
-    transforms = (r.transform, r.reference.transform)
-    z, w = (
-        transformed(x.double().flatten(0, 1), t)
-        for x, t in zip((r.logits, r.reference.logits), transforms, strict=True)
-    )
-    (top, top_w), (p, q) = (
-        (x.amax(-1, keepdim=True) for x in (z, w)),
-        (x.softmax(-1) for x in (z, w)),
-    )
-    log_ratio, d, apart = (
-        z.log_softmax(-1) - w.log_softmax(-1),
-        (z - top) - (w - top_w),
-        (top - top_w).abs(),
-    )
-    size = (
-        (z - w).abs()
-        + apart
-        + (log_ratio - d).abs()
-        + (p * d.abs()).nan_to_num(0.0).sum(-1, keepdim=True)
-    )
-    of_each = z.abs() + w.abs() + top.abs() + top_w.abs() + 1.0
-    near_and_plain = (apart <= 4.0) & all(t is PLAIN for t in transforms)
-    rounding = 4 * EPS * torch.where(near_and_plain, size, size + of_each)
+    z = transformed(r.logits.double().flatten(0, 1), r.transform)
+    w = transformed(r.reference.logits.double().flatten(0, 1), r.reference.transform)
+    z_max = z.amax(-1, keepdim=True)
+    w_max = w.amax(-1, keepdim=True)
+    p = z.softmax(-1)
+    q = w.softmax(-1)
+    log_ratio = z.log_softmax(-1) - w.log_softmax(-1)
+
+    # The sizes of the numbers that are rounded on the way to the log-ratio.
+    difference = (z - z_max) - (w - w_max)
+    distance_of_maxima = (z_max - w_max).abs()
+    expected_difference = (p * difference.abs()).nan_to_num(0.0).sum(-1, keepdim=True)
+    size = (z - w).abs() + distance_of_maxima + (log_ratio - difference).abs() + expected_difference
+    size_of_logits = z.abs() + w.abs() + z_max.abs() + w_max.abs() + 1.0
+    is_plain = r.transform is PLAIN and r.reference.transform is PLAIN
+    # Logits of similar size that are not transformed are subtracted without a rounding error.
+    is_exact = (distance_of_maxima <= 4.0) & is_plain
+    rounding = 4 * EPS * torch.where(is_exact, size, size + size_of_logits)
     rounding = torch.where(log_ratio.isfinite(), rounding, 0.0)
-    near = ((log_ratio != 0) & (log_ratio.abs() <= rounding)).double()
-    t = r.transform.inverse_temperature
-    steep = (
-        abs(r.transform.scale)
-        * (t if isinstance(t, Tensor) else torch.tensor(t)).double().view(-1, 1).abs()
-    )
-    steep = steep * r.slopes["divergence"].double().abs()[:, None]
-    of_value = (torch.maximum(p, q) * rounding).sum(-1) / 2.0
-    of_gradient = p * (near + (p * near).sum(-1, keepdim=True))
-    return of_value.nan_to_num(0.0), (of_gradient * steep).nan_to_num(0.0)
+
+    is_near_zero = ((log_ratio != 0) & (log_ratio.abs() <= rounding)).double()
+    value_error = (torch.maximum(p, q) * rounding).sum(-1) / 2.0
+    gradient_error = p * (is_near_zero + (p * is_near_zero).sum(-1, keepdim=True))
+    factor = abs(r.transform.scale) * _inverse_temperatures(r)
+    factor = factor * r.slopes["divergence"].double().abs()[:, None]
+    return value_error.nan_to_num(0.0), (gradient_error * factor).nan_to_num(0.0)
+
+
+def _inverse_temperatures(r: Rows) -> Tensor:
+    """Return the absolute inverse temperature of each row, float64 [n, 1] or [1, 1]."""
+    return torch.as_tensor(r.transform.inverse_temperature).double().view(-1, 1).abs()
 
 
 def check(r: Rows, *found: Found) -> None:
-    """None of them is further from float64 than a careful computation in fp32, but for a rounding
-    or two. NaN shows, but in losses without a slope.
+    """Assert that each result is as near to float64 as a careful computation in fp32.
+
+    The tolerance is the error of `exact` in fp32, plus a few roundings. Where float64 is NaN, the
+    result is NaN or inf, except for losses.
     """
-    (right, exactly), (naive, theirs), (of_value, of_gradient) = (
-        exact(r),
-        exact(r, torch.float32),
-        first_order(r),
-    )
-    z = transformed(r.logits.double().reshape(exactly.shape), r.transform)
-    counts = z.isfinite() & (
-        z > z.nan_to_num(neginf=-1e300).amax(-1, keepdim=True) - 200.0
-    )  # others have no probability
-    size = torch.where(counts, z.abs(), 0.0).amax(-1, keepdim=True).clamp(min=1.0)
-    rounded = 0.0 if r.transform is PLAIN else 0.5 * EPS * size[:, 0]  # of transformed logits
+    right, right_gradient = exact(r)
+    naive, naive_gradient = exact(r, torch.float32)
+    value_error, gradient_error = first_order(r)
+    size = _size_of_logits(r, right_gradient.shape)
+    # The rounding of the transformed logits.
+    rounded = 0.0 if r.transform is PLAIN else 0.5 * EPS * size[:, 0]
     for values, _ in found:
         for name, x in values.items():
-            y, off = right[name], (naive[name] - right[name]).abs()
-            known, broken = y.isfinite(), y.isnan()
-            assert torch.equal(x[~broken].isinf(), y[~broken].isinf()), name
-            assert name == "losses" or not x[broken].isfinite().any(), name
-            slack = 1.5 * off[known].amax() if known.any() else 0.0
-            room = (
-                slack + 8 * EPS * (1 + y.abs()) + rounded
-                if name != "divergence"
-                else off + 3e-6 * y + 1e-12 + of_value + rounded * y.abs().sqrt()
-            )
-            error = (x.double() - y).abs()
-            assert (error <= room)[known].all(), (
-                f"{name}: off by {(error - room)[known].max():.3g} beyond the room"
-            )
-            assert name not in ("divergence", "entropy", "sum_squares") or (x[known] >= 0).all()
-            note(name, (error / (1 + y.abs()))[known])
-    t = r.transform.inverse_temperature
-    t = (t if isinstance(t, Tensor) else torch.tensor(t)).double().view(-1, 1).abs()
-    of_slopes = torch.zeros(r.count, 1, dtype=torch.float64)
+            expected = right[name]
+            naive_error = (naive[name] - expected).abs()
+            if name == "divergence":
+                tolerance = naive_error + 3e-6 * expected + 1e-12 + value_error
+                tolerance = tolerance + rounded * expected.abs().sqrt()
+            else:
+                is_finite = expected.isfinite()
+                slack = 1.5 * naive_error[is_finite].amax() if is_finite.any() else 0.0
+                tolerance = slack + 8 * EPS * (1 + expected.abs()) + rounded
+            _check_statistic(name, x, expected, tolerance)
+
+    gradient_size = torch.zeros(r.count, 1, dtype=torch.float64)
     for name, slope in r.slopes.items():
-        size_of = 1.0 if name == "logps" else 1 + right[name].abs()
-        of_slopes[:, 0] += torch.where(slope == 0, 0.0, slope.double().abs() * size_of)
-    steepest, fine = exactly.abs().amax(-1, keepdim=True), exactly.isfinite().all(-1)
-    room = (theirs - exactly).abs().amax(-1, keepdim=True) + EPS * (4 + size) * of_slopes * abs(
-        r.transform.scale
-    ) * t
-    if (
-        r.reference is not None
-    ):  # the divergence is taken off each log-ratio, which cancels where it is large
-        room = room + 1e-6 * steepest + of_gradient
+        statistic_size = 1.0 if name == "logps" else 1 + right[name].abs()
+        term = torch.where(slope == 0, 0.0, slope.double().abs() * statistic_size)
+        gradient_size[:, 0] += term
+    tolerance = (naive_gradient - right_gradient).abs().amax(-1, keepdim=True) + EPS * (
+        4 + size
+    ) * gradient_size * abs(r.transform.scale) * _inverse_temperatures(r)
+    if r.reference is not None:
+        # The divergence is subtracted from each log-ratio. Large ones cancel.
+        largest = right_gradient.abs().amax(-1, keepdim=True)
+        tolerance = tolerance + 1e-6 * largest + gradient_error
     for _, gradient in found:
-        gradient = gradient.reshape(exactly.shape)
-        stored = UNIT[gradient.dtype] * exactly.abs() + (
-            2.0**-24 if gradient.dtype == torch.float16 else 0.0
-        )
-        error = (gradient.double() - exactly).abs() - stored
-        note("gradients", (error / (of_slopes + 1e-30))[fine])
-        room = room.expand_as(error)
-        assert (error <= room)[fine].all(), (
-            f"gradient: {(error - room)[fine].max():.3g} beyond the room"
-        )
+        _check_gradient(gradient, right_gradient, tolerance, gradient_size)
+
+
+def _size_of_logits(r: Rows, shape: torch.Size) -> Tensor:
+    """Return the largest absolute transformed logit of each row, at least 1, float64 [n, 1].
+
+    Logits more than 200 below the maximum have no probability and are left out.
+
+    shape   (n, V)
+    """
+    z = transformed(r.logits.double().reshape(shape), r.transform)
+    largest = z.nan_to_num(neginf=-1e300).amax(-1, keepdim=True)
+    counts = z.isfinite() & (z > largest - 200.0)
+    return torch.where(counts, z.abs(), 0.0).amax(-1, keepdim=True).clamp(min=1.0)
+
+
+def _check_statistic(name: str, x: Tensor, expected: Tensor, tolerance: Tensor) -> None:
+    """Assert that a statistic [n] is within the tolerance, and inf or NaN where float64 is."""
+    is_finite = expected.isfinite()
+    is_nan = expected.isnan()
+    assert torch.equal(x[~is_nan].isinf(), expected[~is_nan].isinf()), name
+    assert name == "losses" or not x[is_nan].isfinite().any(), name
+    error = (x.double() - expected).abs()
+    excess = (error - tolerance)[is_finite]
+    assert (error <= tolerance)[is_finite].all(), (
+        f"{name}: off by {excess.max():.3g} beyond the room"
+    )
+    if name in ("divergence", "entropy", "sum_squares"):
+        assert (x[is_finite] >= 0).all()
+    note(name, (error / (1 + expected.abs()))[is_finite])
+
+
+def _check_gradient(
+    gradient: Tensor, expected: Tensor, tolerance: Tensor, gradient_size: Tensor
+) -> None:
+    """Assert that a gradient of logits is within the tolerance, in rows where float64 is finite.
+
+    expected        float64 [n, V]
+    tolerance       [n, 1] or [n, V], without the rounding to the dtype of the gradient
+    gradient_size   [n, 1], the size that noted errors are relative to
+    """
+    gradient = gradient.reshape(expected.shape)
+    # Of fp16, the smallest positive number is 2**-24.
+    smallest = 2.0**-24 if gradient.dtype == torch.float16 else 0.0
+    stored = UNIT[gradient.dtype] * expected.abs() + smallest
+    error = (gradient.double() - expected).abs() - stored
+    is_finite = expected.isfinite().all(-1)
+    note("gradients", (error / (gradient_size + 1e-30))[is_finite])
+    tolerance = tolerance.expand_as(error)
+    excess = (error - tolerance)[is_finite]
+    assert (error <= tolerance)[is_finite].all(), f"gradient: {excess.max():.3g} beyond the room"
 
 
 def same(found: Found, expected: Found, what: object = "") -> None:
-    """The same bits, NaN as NaN."""
-    theirs = {**expected[0], "gradient": expected[1]}
-    for name, x in {**found[0], "gradient": found[1]}.items():
-        assert torch.equal(x.nan_to_num(7e30), theirs[name].nan_to_num(7e30)), (what, name)
+    """Assert that two results are equal. NaN equals NaN."""
+    values = {**found[0], "gradient": found[1]}
+    expected_values = {**expected[0], "gradient": expected[1]}
+    for name, x in values.items():
+        y = expected_values[name]
+        assert torch.equal(x.nan_to_num(7e30), y.nan_to_num(7e30)), (what, name)
 
 
 def row_pairs(vocab: int) -> tuple[Tensor, Tensor]:
-    """fp32 [10, vocab] twice: flat, peaked, nearly one-hot rows, nearly disjoint ones, equal ones,
-    some far from 0, and a teacher that agrees but for one id; two maxima stand late in a row.
+    """Return ten rows of a policy and ten of a reference, fp32 [10, vocab] each.
+
+    There are flat and peaked rows, rows near one-hot, a disjoint pair, equal pairs, logits far from
+    0, and a reference that differs at one id. In a row of each, the maximum is the last id.
     """
-    flat, peaked = torch.randn(2, vocab) * 0.1, torch.randn(2, vocab) * 6.0
-    one_hot, other, half = torch.zeros(vocab), torch.zeros(vocab), torch.arange(vocab) < vocab // 2
-    one_hot[vocab // 2], other[vocab - 1] = 25.0, 25.0
-    best = torch.where(torch.arange(vocab) == int(peaked[1].argmax()), 2.0, 0.0)
-    z = [flat[0], peaked[0], flat[0], one_hot, peaked[0], one_hot, torch.where(half, 0.0, -60.0)]
-    w = [flat[1], peaked[1], peaked[1], flat[0], one_hot, other, torch.where(half, -60.0, 0.0)]
-    z, w = (
-        torch.stack([*z, peaked[0], peaked[0] + 80.0, peaked[1]]),
-        torch.stack([*w, peaked[0], peaked[0] - 3 + flat[1], peaked[1] + best]),
-    )
-    z[1, -1], w[2, -1] = z.max() + 3.0, w.max() + 3.0
-    return z, w
+    flat = torch.randn(2, vocab) * 0.1
+    peaked = torch.randn(2, vocab) * 6.0
+    one_hot = torch.zeros(vocab)
+    one_hot[vocab // 2] = 25.0
+    last_hot = torch.zeros(vocab)
+    last_hot[vocab - 1] = 25.0
+    ids = torch.arange(vocab)
+    first_half = torch.where(ids < vocab // 2, 0.0, -60.0)
+    second_half = torch.where(ids < vocab // 2, -60.0, 0.0)
+    more_at_top = torch.where(ids == int(peaked[1].argmax()), 2.0, 0.0)
+    pairs = [
+        (flat[0], flat[1]),
+        (peaked[0], peaked[1]),
+        (flat[0], peaked[1]),
+        (one_hot, flat[0]),
+        (peaked[0], one_hot),
+        (one_hot, last_hot),
+        (first_half, second_half),
+        (peaked[0], peaked[0]),
+        (peaked[0] + 80.0, peaked[0] - 3 + flat[1]),
+        (peaked[1], peaked[1] + more_at_top),
+    ]
+    policy = torch.stack([row for row, _ in pairs])
+    reference = torch.stack([row for _, row in pairs])
+    policy[1, -1] = policy.max() + 3.0
+    reference[2, -1] = reference.max() + 3.0
+    return policy, reference
 
 
-# ---- slots of sparse products, and matrices for them
+# ---- (row, id) pairs of sparse products, and matrices for them
 
 
 def slots_of(lists: Sequence[Sequence[int]]) -> Pairs:
-    """Pairs from the ids of each row; -1: a slot that is not used."""
+    """Return the pairs of each row with its ids. The id -1 is a pair that is not used."""
     counts = torch.tensor([len(ids) for ids in lists], dtype=torch.int64)
     ids = torch.tensor([i for ids in lists for i in ids], dtype=torch.int64)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
@@ -445,26 +516,33 @@ def slots_of(lists: Sequence[Sequence[int]]) -> Pairs:
 
 
 def random_slots(n: int, vocab: int) -> Pairs:
-    """Rows of 0 to 9 slots with repeated ids and some that are not used; id 0 is in every third
-    row, id 1 in none.
+    """Return pairs of n rows with 0 to 10 ids each.
+
+    Ids repeat, and every fourth one is not used. Id 0 is in every third row, id 1 in none.
     """
     g = torch.Generator().manual_seed(0)
     lists = []
     for i in range(n):
         count = int(torch.randint(0, 10, (), generator=g)) if i % 5 else 0
         ids = torch.randint(2, vocab, (count,), generator=g).tolist()
-        lists.append([-1 if k % 4 == 3 else x for k, x in enumerate(ids)] + [0] * (i % 3 == 0))
+        ids[3::4] = [-1] * len(ids[3::4])
+        if i % 3 == 0:
+            ids.append(0)
+        lists.append(ids)
     return slots_of(lists)
 
 
 def values_for(slots: Pairs) -> Tensor:
-    """Every seventh value is 0."""
+    """Return a random value for each pair, fp32. Every seventh value is 0."""
     values = torch.randn(slots.ids.shape, generator=torch.Generator().manual_seed(1))
     values[::7] = 0.0
     return values
 
 
 def matrix(rows: int, width: int, dtype: torch.dtype, seed: int, gap: int = 0) -> Tensor:
-    """Random numbers; with `gap` the rows lie further apart than they are wide."""
+    """Return random numbers [rows, width]. With a gap, there is unused memory between the rows.
+
+    gap   number of unused elements between rows
+    """
     numbers = torch.randn(rows, width + gap, generator=torch.Generator().manual_seed(seed)) / 2
     return numbers.to(dtype)[:, gap // 2 : gap // 2 + width]
