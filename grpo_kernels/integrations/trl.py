@@ -80,10 +80,11 @@ __all__ = [
 ]
 
 
-#: TRL's names: the method that computes the loss, the method that computes log-probs, and the
-#: autograd function of the LM head.
+#: TRL's method that computes the loss.
 LOSS = "GRPOTrainer._compute_loss"
+#: TRL's method that computes log-probs.
 SCORES = "_get_per_token_logps_and_entropies"
+#: TRL's autograd function of the LM head, in trl.trainer.utils.
 SLOT = "_ChunkedLogProbFunction"
 #: Results that TRL's function of the head can return besides the log-probs.
 EVERY_OUTPUT = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -199,6 +200,13 @@ class FusedLoss(Slots):
         return language_model(self.trainer.accelerator.unwrap_model(model))
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        """Return the loss of a micro-batch, 0-d, in place of TRL's method.
+
+        inputs   TRL's micro-batch
+
+        TRL's own method runs too. It calls the model, whose forward computes our loss, and then
+        computes TRL's metrics. Raises NotCovered for a configuration that is not supported.
+        """
         trainer = self.trainer
         try:
             objective = objective_of(trainer)
@@ -209,6 +217,7 @@ class FusedLoss(Slots):
             raise NotCovered(*reason.args) from reason
 
         batch = token_batch(trainer, inputs, objective)
+        # Whether the losses of TRL and ours have not been compared yet, under an untested version.
         first = self.trial.pending(LOSS)
         # If no token has a gradient, none is skipped: the mean entropy that TRL logs needs tokens.
         skip = (
@@ -217,18 +226,20 @@ class FusedLoss(Slots):
             and objective.gradient_is_per_token
             and batch.count_in_mask(objective.gradient_mask) > 0
         )
-        options = Options(skip_inactive=skip)
-        self._loss = call = LossCall(
+        call = LossCall(
             batch,
             objective,
-            denominator(trainer, inputs, batch, objective),
-            options,
-            self.strict or first,
+            normalizer=denominator(trainer, inputs, batch, objective),
+            options=Options(skip_inactive=skip),
+            compared=self.strict or first,
         )
+        self._loss = call
         try:
             theirs = self._theirs(model, inputs)
         finally:
             self._loss = None
+        # Element 0 of this output has the loss, see `LossCall.of_rows`. Taking it from the output
+        # of the model runs the hooks of DDP and FSDP in the backward.
         loss = call.output.log_sum_sq_probs.sum()
         if call.aux_loss is not None:
             loss = loss + trainer.router_aux_loss_coef * call.aux_loss / accumulation(trainer)
@@ -247,10 +258,13 @@ class FusedLoss(Slots):
         *more: Any,
         **options: Any,
     ) -> Any:
-        """Call TRL's method of log-probs with our function as the function of the head.
+        """Return TRL's log-probs and entropies, computed by our function of the head.
 
-        Ours is used within a loss that it computes, and in calls without gradients. Arguments and
-        results are those of TRL's method.
+        logits_to_keep   number of positions at the end whose log-probs are computed
+
+        Arguments and results are those of TRL's method, which calls the model. Within a loss, the
+        forward of the model also computes the loss. TRL's own function of the head is used for
+        other calls with gradients, and for calls that ours does not support.
         """
         from trl.trainer import utils
 
@@ -262,7 +276,8 @@ class FusedLoss(Slots):
         self._model = self._language_model(model)
         self._kept = None if self.replay is None else self.replay.kept(scored)
 
-        def through(**inputs: Any) -> Any:
+        def checked_model(**inputs: Any) -> Any:
+            """Call the model, check that it has called our function, and keep its output."""
             self._head_called = False
             out = model(**inputs)
             if not self._head_called:
@@ -279,13 +294,16 @@ class FusedLoss(Slots):
             with temporarily_replaced(
                 utils, **{SLOT: self._head, "_use_triton": rows_with_a_label}
             ):
-                found = self._scores(through, *given, **options)
+                scores = self._scores(checked_model, *given, **options)
         except NotCovered as reason:
             if loss is not None:  # the whole loss is left to TRL
                 raise
             self.leave_to_trainer(reason, SCORES, self._scores)
             return self._scores(model, *given, **options)
-        return found if loss is None else loss.detach_for_trl(scored, *found)
+        if loss is None:
+            return scores
+        logps, entropies, aux_loss = scores
+        return loss.detach_for_trl(scored, logps, entropies, aux_loss)
 
     def _of_rows(
         self,
@@ -300,11 +318,14 @@ class FusedLoss(Slots):
         outputs: tuple[str, ...] = EVERY_OUTPUT,
         sampling_mask: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:
-        """Compute what TRL's function of the head returns, for the positions that have a label.
+        """Return what TRL's function of the head returns, for the N positions that have a label.
 
-        The arguments are those of `log_probs`.
+        Within a loss it computes the loss too, see `LossCall.of_rows`. Otherwise the results are
+        (log-probs [N], entropies [N] or None, None, None, None). The arguments are those of
+        `log_probs`.
         """
-        if self.replay is None:  # log-probs are over the vocabulary, or over TRL's own sets
+        if self.replay is None:
+            # TRL's own function computes the same, so the first call can be compared with it.
             given = (
                 hidden,
                 weight,
@@ -343,6 +364,7 @@ class FusedLoss(Slots):
             return *logprobs_over_sets(hidden, head, targets, sets, entropy), None, None, None
         kept = self._kept
         if kept is not None:
+            # TRL may split a batch into several forwards. Each takes the sets of the next rows.
             rows = len(targets)
             kept, self._kept = kept[:rows], kept[rows:]
         scored = linear_logprobs(hidden, head, targets, kept=kept, entropy=entropy)
@@ -359,7 +381,14 @@ def logprobs_over_sets(
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probs over candidate sets and, as in TRL, entropies over the vocabulary.
 
-    entropy   as in `linear_logprobs`
+    hidden    [N, H]
+    head      the output head
+    targets   int64 [N]
+    sets      the candidate set of each row
+    entropy   whether the entropy is computed: False, True or "detached", as in `linear_logprobs`
+    mask      bool [N], rows to compute; None for all
+
+    The results are fp32 [N] each, 0 where mask is False. Without entropy the second is None.
     """
     logps = linear_logprobs(hidden, head, targets, mask=mask, kept=sets).logps
     if not entropy:
@@ -482,7 +511,12 @@ def accumulation(trainer: Any) -> float:
 
 
 def token_batch(trainer: Any, inputs: dict[str, Any], objective: Objective) -> TokenBatch:
-    """Return TRL's micro-batch as a packed batch of the tokens with completion_mask."""
+    """Return TRL's micro-batch as a packed batch of the tokens with completion_mask.
+
+    trainer     a GRPOTrainer
+    inputs      TRL's micro-batch, with values per token [B, T] or per sequence [B]
+    objective   the objective of the loss
+    """
     is_scored = inputs["completion_mask"] != 0
     places = is_scored.flatten().nonzero()[:, 0]
 
@@ -526,17 +560,23 @@ def offsets_of(lengths: Tensor) -> Tensor:
 def denominator(
     trainer: Any, inputs: dict[str, Any], batch: TokenBatch, objective: Objective
 ) -> float | Tensor:
-    """Return the denominator of this micro-batch's loss in TRL."""
+    """Return the denominator of this micro-batch's loss in TRL, a number or 0-d.
+
+    trainer     a GRPOTrainer
+    inputs      TRL's micro-batch
+    batch       the same as a `TokenBatch`
+    objective   the objective of the loss
+    """
     if trainer.loss_type not in BY_ITEMS:
         return at_least_one(objective.normalizer(batch)) * accumulation(trainer)
     # num_items_in_batch counts the tokens of a generation batch on all ranks, and gradients are
     # averaged over ranks.
     items = inputs["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
-    return (
-        items * accumulation(trainer) / trainer.args.steps_per_generation
-        if trainer.model.training
-        else items
-    )
+    if not trainer.model.training:
+        return items
+    # A generation batch has the tokens of steps_per_generation micro-batches, an optimiser step
+    # those of accumulation(trainer).
+    return items * accumulation(trainer) / trainer.args.steps_per_generation
 
 
 def tree_batch(inputs: dict[str, Tensor]) -> TokenBatch:
@@ -545,22 +585,23 @@ def tree_batch(inputs: dict[str, Tensor]) -> TokenBatch:
         ids = inputs["input_ids"][inputs["attention_mask"].bool()]  # [N], one id for each row
         out = linear_grpo_loss(hidden, weight, tree_batch(inputs), objective)  # hidden [N, H]
 
-    inputs   the argument of AsyncGRPOTrainer.compute_loss. Rollouts with a common prefix share the
-             positions of the prefix: one row of hidden states predicts a token of each rollout.
+    inputs   the argument of AsyncGRPOTrainer.compute_loss
+
+    Rollouts with a common prefix share the rows of the prefix, so one row of hidden states may
+    predict a token of several rollouts.
     """
-    scored = inputs["token_index"] >= 0
-    labels = inputs["shift_labels"][inputs["attention_mask"].bool()]
-    rows, advantages, old_logps, owner = (
-        inputs[name][scored]
-        for name in ("token_index", "advantages", "old_log_probs", "segment_id")
-    )
-    # Tokens of one rollout are contiguous.
+    # token_index has the row that predicts each token, and -1 for padding.
+    is_token = inputs["token_index"] >= 0
+    rows = inputs["token_index"][is_token]
+    row_labels = inputs["shift_labels"][inputs["attention_mask"].bool()]
+    # The tokens of one rollout are contiguous.
+    tokens_per_rollout = inputs["segment_id"][is_token].bincount()
     return TokenBatch(
-        labels[rows],
-        advantages,
-        old_logps=old_logps,
+        row_labels[rows],
+        inputs["advantages"][is_token],
+        old_logps=inputs["old_log_probs"][is_token],
         rows=rows,
-        cu_seqlens=offsets_of(owner.bincount()),
+        cu_seqlens=offsets_of(tokens_per_rollout),
     )
 
 
@@ -571,12 +612,20 @@ def tree_batch(inputs: dict[str, Tensor]) -> TokenBatch:
 class LossCall:
     """The state of one loss, from TRL's call of the model to its result.
 
-    compared  whether TRL's loss gets a graph from `read`, so that `check` can compare gradients
-    out       LossOutput of our loss
-    output    output of the outermost model wrapper: DDP and FSDP put hooks on its tensors
-    read      [log-probs, entropies] as TRL's code gets them, [B, T] each
-    scored    bool [B, T], tokens of the completions
-    aux_loss  auxiliary loss of a mixture of experts
+    batch       the micro-batch, packed
+    objective   what is minimised
+    normalizer  the denominator of the loss
+    options     backend and skip_inactive
+    compared    whether `check` will compare our loss with TRL's in value and gradient
+
+    The forward of the model sets
+
+    out         LossOutput of our loss
+    output      output of the outermost model wrapper: DDP and FSDP put hooks on its tensors
+    read        [log-probs, entropies] as TRL's code gets them, [B, T] each. They require a gradient
+                if `compared`.
+    scored      bool [B, T], tokens of the completions
+    aux_loss    auxiliary loss of a mixture of experts, 0-d, or None
     """
 
     batch: TokenBatch
@@ -593,13 +642,16 @@ class LossCall:
     def of_rows(
         self, hidden: Tensor, head: Head, kept: TokenSets | None = None
     ) -> tuple[Tensor, ...]:
-        """Compute the loss; return (log-probs, entropies without a graph, the loss), each [N].
+        """Compute the loss, and return (log-probs, entropies, the loss), fp32 [N] each.
 
-        The third has the loss in element 0 and zeros elsewhere. It takes the place of an output
-        that TRL's GRPO loss does not read, and so leaves the model through its wrappers.
+        hidden   [N, H], the hidden states of the tokens of the batch
+        head     the output head
+        kept     the candidate set of each token, if TRL passes sets to its head. The entropy is
+                 over the vocabulary, as in TRL.
 
-        kept   candidate sets that TRL passes to its head. The entropy is then over the vocabulary,
-               as in TRL.
+        Only the third result has a graph. It has the loss in element 0 and zeros elsewhere. It
+        takes the place of an output that TRL's GRPO loss does not read, so that the loss leaves the
+        model as one of its outputs.
         """
         if kept is None:
             out = linear_grpo_loss(
@@ -623,19 +675,28 @@ class LossCall:
         logps = out.logps
         entropy = out.entropy
         computed = self.batch.named_mask(self.objective.gradient_mask)
-        # Skipped tokens get ratio 1 and the mean entropy of the others, for TRL's metrics.
         if self.options.skip_inactive and computed is not None:
-            others = (
-                torch.zeros_like(logps) if self.batch.old_logps is None else self.batch.old_logps
-            )
-            logps = torch.where(computed, logps, others)
-            entropy = torch.where(computed, entropy, (entropy * computed).sum() / computed.sum())
-        return logps, entropy, torch.nn.functional.pad(out.loss[None], (0, len(logps) - 1))
+            # Skipped tokens get ratio 1 and the mean entropy of the others, for TRL's metrics.
+            old_logps = self.batch.old_logps
+            if old_logps is None:
+                old_logps = torch.zeros_like(logps)
+            logps = torch.where(computed, logps, old_logps)
+            mean_entropy = (entropy * computed).sum() / computed.sum()
+            entropy = torch.where(computed, entropy, mean_entropy)
+        loss_in_first_element = torch.nn.functional.pad(out.loss[None], (0, len(logps) - 1))
+        return logps, entropy, loss_in_first_element
 
     def detach_for_trl(
         self, scored: Tensor, logps: Tensor, entropies: Tensor, aux_loss: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Return the results of TRL's method without their graph, and remember them."""
+        """Return (log-probs, entropies, auxiliary loss) without their graph, and remember them.
+
+        scored             bool [B, T], tokens of the completions
+        logps, entropies   fp32 [B, T]
+        aux_loss           0-d, or None
+
+        These are the results of TRL's method of log-probs. TRL computes its metrics from them.
+        """
         self.scored = scored
         self.aux_loss = aux_loss
         self.read = [x.detach().requires_grad_(self.compared) for x in (logps, entropies)]
@@ -649,30 +710,45 @@ class LossCall:
         Differences are summed over tokens, so that one token whose ratio crosses the edge of the
         clip range by rounding does not raise.
 
-        theirs   TRL's loss
+        trial    raises the error
+        loss     our loss, 0-d
+        theirs   TRL's loss, 0-d
         """
         rows = self.out.rows
-        terms = (rows.policy_weight * rows.advantages).abs().sum()
-        terms = 1e-3 * (terms if rows.kl_weight is None else terms + rows.kl_weight.sum())
-        trial.require_close(LOSS, "the fused loss", [loss], [theirs], 1e-3, terms)
-        if theirs.requires_grad:
-            gradients = torch.autograd.grad(
-                theirs, self.read, allow_unused=True, materialize_grads=True
-            )
-            (logps, entropy), gradients = (
-                [x.detach()[self.scored] for x in of] for of in (self.read, gradients)
-            )
-            ours = self.objective.token_losses(logps, entropy, rows, self.batch)[1:3]
-            for name, mine, want, floor in zip(
-                ("log_probs", "entropy"), ours, gradients, (terms, 0.0), strict=True
-            ):
-                mine = torch.zeros_like(want) if mine is None else mine.expand_as(want)
-                what = f"the gradient with respect to the {name}"
-                trial.require_close(LOSS, what, [mine], [want], 1e-3, floor / max(want.numel(), 1))
+        size_of_terms = (rows.policy_weight * rows.advantages).abs().sum()
+        if rows.kl_weight is not None:
+            size_of_terms = size_of_terms + rows.kl_weight.sum()
+        floor = 1e-3 * size_of_terms
+        trial.require_close(LOSS, "the fused loss", [loss], [theirs], 1e-3, floor)
+        if not theirs.requires_grad:
+            return
+        grad_logps, grad_entropies = torch.autograd.grad(
+            theirs, self.read, allow_unused=True, materialize_grads=True
+        )
+        logps, entropies = self.read
+        ours = self.objective.token_losses(
+            logps.detach()[self.scored], entropies.detach()[self.scored], rows, self.batch
+        )
+
+        def require_close(name: str, our_gradient: Any, gradient: Tensor, floor: Any) -> None:
+            gradient = gradient[self.scored]
+            # None stands for no gradient, a scalar for the same gradient of all tokens.
+            if our_gradient is None:
+                our_gradient = torch.zeros_like(gradient)
+            our_gradient = our_gradient.expand_as(gradient)
+            what = f"the gradient with respect to the {name}"
+            floor_per_token = floor / max(gradient.numel(), 1)
+            trial.require_close(LOSS, what, [our_gradient], [gradient], 1e-3, floor_per_token)
+
+        require_close("log_probs", ours.grad_logps, grad_logps, floor)
+        require_close("entropy", ours.grad_entropy, grad_entropies, 0.0)
 
 
 def _fp32_cast(head: Any) -> Any:
-    """Return the forward that TRL's cast_lm_head_to_fp32 sets on a head, or None."""
+    """Return the forward that TRL's option cast_lm_head_to_fp32 sets on a head, or None.
+
+    head   the module of the LM head
+    """
     cast = vars(head).get("forward")
     return cast if getattr(cast, "__module__", "") == "trl.trainer.grpo_trainer" else None
 
@@ -687,7 +763,11 @@ KEY = "kept_ids"
 
 
 class Replay:
-    """Stores the candidate sets of a generation and adds them to TRL's batch of completions."""
+    """The candidate sets of one trainer's generations, which it adds to TRL's batches.
+
+    It replaces two methods of the trainer: `_generate`, whose candidate sets it stores, and
+    `_generate_and_score_completions`, to whose result it adds them.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -705,6 +785,11 @@ class Replay:
         return None if self._record is None else self._sets(scored.shape[1])[scored]
 
     def _generate(self, prompts: list[Any], *more: Any, **options: Any) -> Any:
+        """Call TRL's method, and store the candidate sets of its completions.
+
+        The sets come from the extra field `FIELD` of a rollout_func, or from vLLM's outputs, which
+        TRL passes to `extract_logprobs`. Raises RuntimeError if there are none.
+        """
         from trl.generation import vllm_generation
 
         seen: list[list[Any]] = []
@@ -718,6 +803,8 @@ class Replay:
 
         with temporarily_replaced(vllm_generation, extract_logprobs=extract):
             result = self._theirs["_generate"](prompts, *more, **options)
+        # TRL's results by position: 1 is the token ids of the completions, 2 their lists that mark
+        # generated tokens (None if all are), 5 the extra fields of a rollout_func.
         completions = result[1]
         environment = result[2]
         extra = result[5]
@@ -731,21 +818,24 @@ class Replay:
                 " process (vllm_mode='colocate') with return_sampling_mask and a top_k, and"
                 " without tools."
             )
-        self._record = (
-            [*record],
-            [[1] * len(ids) for ids in completions] if environment is None else environment,
-        )
+        if environment is None:
+            environment = [[1] * len(ids) for ids in completions]
+        self._record = ([*record], environment)
         return result
 
     def _sets(self, tokens: int) -> TokenSets:
-        """Return the sets of all completions, padded to this number of tokens."""
-        record, own = self._record
-        generated = torch.zeros(len(own), tokens, dtype=torch.bool)
-        for row, is_generated in zip(generated, own, strict=True):
+        """Return the candidate sets of all completions, with `tokens` positions each.
+
+        Positions without a recorded set (padding, and tokens of tools) have an empty one.
+        """
+        record, marks = self._record
+        generated = torch.zeros(len(marks), tokens, dtype=torch.bool)
+        for row, is_generated in zip(generated, marks, strict=True):
             row[: len(is_generated)] = torch.as_tensor(is_generated) != 0
         return TokenSets.from_lists(record, generated=generated).to(self.trainer.accelerator.device)
 
     def _complete(self, inputs: list[Any], *more: Any, **options: Any) -> dict[str, Any]:
+        """Call TRL's method, and add the candidate sets to its result under `KEY`."""
         try:
             output = self._theirs["_generate_and_score_completions"](inputs, *more, **options)
             batch, tokens = output["completion_ids"].shape
@@ -809,11 +899,12 @@ def rows_with_a_label(device: torch.device) -> bool:
 
 
 def function_of_head(*ours: Any) -> tuple[Any, Any]:
-    """Return (TRL's function of the head, our function with the same results).
+    """Return (TRL's autograd function of the head, our function with the same results).
 
-    ours   the functions to choose from
+    ours   our functions to choose from: `log_probs`, `log_probs_and_entropy`,
+           `log_probs_and_statistics`
 
-    Raises RuntimeError if none of them fits.
+    Raises RuntimeError if the function of the installed TRL has the results of none of them.
     """
     import trl
     from trl.trainer import utils
@@ -865,16 +956,16 @@ def log_probs(
     is_top1 is bool, the others fp32. Arguments and results are those of `apply` of TRL's autograd
     function.
     """
-    others = sorted(set(outputs) - {"log_probs", *FUSED_OUTPUTS})
-    if others:
-        raise NotCovered(f"{', '.join(others)} asked for")
+    unsupported = sorted(set(outputs) - {"log_probs", *FUSED_OUTPUTS})
+    if unsupported:
+        raise NotCovered(f"{', '.join(unsupported)} asked for")
     covered(weight, scales=(logit_scale,))
     require_supported(hidden, weight)
     average_gathered(weight, bias)
     also = tuple(
         statistic for output, statistic in FUSED_OUTPUTS.items() if statistic and output in outputs
     )
-    ids = targets.clamp(min=0)
+    ids = targets.clamp(min=0)  # any id for -100, whose results become 0 below
     head = Head(
         weight,
         bias,
@@ -896,11 +987,19 @@ def log_probs(
         with torch.no_grad():  # statistics over the vocabulary, without gradients
             statistics = log_probs_of(hidden, ids, head=head, also=also).also if also else {}
     squares = statistics.get("sum_squares")
-    top = statistics.get("top_id")
+    top_id = statistics.get("top_id")
     counted = targets >= 0
-    log_squares = None if squares is None else squares.detach().log()
-    shown = [None if x is None else torch.where(counted, x, 0.0) for x in (*found, log_squares)]
-    return *shown, None, None if top is None else (top == targets) & counted
+
+    def zero_unless_counted(x: Tensor | None) -> Tensor | None:
+        return None if x is None else torch.where(counted, x, 0.0)
+
+    return (
+        zero_unless_counted(found.logps),
+        zero_unless_counted(found.entropy),
+        None if squares is None else zero_unless_counted(squares.detach().log()),
+        None,  # TRL's mean_logits, which is not supported
+        None if top_id is None else (top_id == targets) & counted,
+    )
 
 
 def log_probs_and_entropy(
@@ -913,7 +1012,10 @@ def log_probs_and_entropy(
     final_logit_softcapping: float | None = None,
     logit_scale: float = 1.0,
 ) -> tuple[Tensor | None, ...]:
-    """Return the first two results of `log_probs`, as `apply` of TRL 1.14 does."""
+    """Return (log-probs, entropy), fp32 [N] each, as `apply` of TRL 1.14 does.
+
+    The arguments are those of `log_probs`.
+    """
     given = (
         hidden,
         weight,
@@ -955,7 +1057,12 @@ def log_probs_and_statistics(
 
 
 def covered(*weights: Tensor, scales: tuple[float, ...]) -> None:
-    """Raise NotCovered for a ZeRO-3 head in training, and for a logit scale of 0."""
+    """Raise NotCovered for a head or a scale that our functions do not support.
+
+    weights   weights of output heads. DeepSpeed ZeRO-3 marks a parameter that it shards by `ds_id`,
+              which is not supported in training.
+    scales    factors of the logits, of which 0 is not supported
+    """
     if torch.is_grad_enabled() and any(hasattr(weight, "ds_id") for weight in weights):
         raise NotCovered("a head under DeepSpeed ZeRO-3 is gathered for TRL's own backward only")
     if 0 in scales:
@@ -1065,17 +1172,19 @@ def divergence_loss(
         scales=(student_logit_scale, teacher_logit_scale),
     )
     mask = completion_mask != 0
+    student_head = Head(gathered(student_lm_head_weight), gathered(student_lm_head_bias))
+    teacher_head = Head(
+        gathered(teacher_lm_head_weight),
+        gathered(teacher_lm_head_bias),
+        LogitTransform(temperature, teacher_final_logit_softcapping, teacher_logit_scale),
+    )
     out = linear_grpo_loss(
-        student_hidden_states.reshape(*completion_mask.shape, -1), Head(gathered(student_lm_head_weight), gathered(student_lm_head_bias)), distillation_batch(mask, mask),
+        student_hidden_states.reshape(*mask.shape, -1),
+        student_head,
+        distillation_batch(mask, like=mask),
         Objective.preset("distillation", kl=divergence_of(beta)),
         transform=LogitTransform(temperature, student_final_logit_softcapping, student_logit_scale),
-        reference=(
-            teacher_hidden_states.reshape(*completion_mask.shape, -1),
-            Head(
-                gathered(teacher_lm_head_weight), gathered(teacher_lm_head_bias),
-                LogitTransform(temperature, teacher_final_logit_softcapping, teacher_logit_scale),
-            ),
-        ),
+        reference=(teacher_hidden_states.reshape(*mask.shape, -1), teacher_head),
         normalizer=num_items_in_batch,
-    )  # fmt: skip
+    )
     return out.loss, out.entropy.sum(), mask.sum()
