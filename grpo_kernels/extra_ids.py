@@ -406,18 +406,19 @@ def token_logprobs_in_float64(
     num_tokens = len(targets)
     num_rows = source.num_rows
     is_processed = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask
+    # The pairs of all targets, then the pairs of all further ids.
+    tokens = torch.arange(num_tokens, device=targets.device)
+    token_of_pair = torch.cat([tokens, extra.row_of])
+    is_used = is_processed.index_select(0, token_of_pair)
     if rows is None:
-        row_of_token = torch.arange(num_tokens, device=targets.device)
+        row_of_token = tokens
         row_mask = mask
+        pair_rows = token_of_pair
     else:
         check_row_numbers(rows, mask, num_rows)
         row_of_token = torch.where(is_processed, rows, 0)
         row_mask = mark_rows(row_of_token, is_processed, num_rows)
-
-    # The pairs of all targets, then the pairs of all further ids.
-    token_of_extra = extra.row_of
-    pair_rows = torch.cat([row_of_token, row_of_token[token_of_extra]])
-    is_used = torch.cat([is_processed, is_processed[token_of_extra]])
+        pair_rows = row_of_token.index_select(0, token_of_pair)
     # A target of -1 must give NaN, but the id -1 would mark its pair as unused. Use another id
     # outside of the vocabulary.
     target_ids = torch.where(targets < 0, source.vocab_size, targets)
@@ -496,12 +497,10 @@ def auxiliary_loss(terms: ExtraIdTerms, extra_logps: Tensor, advantages: Tensor)
 
     The result is differentiable in extra_logps.
     """
-    logps = extra_logps.detach()
-    token_of_id = terms.token_of_id()
-    result = terms.compute(logps, advantages)
+    result = terms.compute(extra_logps.detach(), advantages)
     losses = result.losses.float()  # [num_tokens]
     grad_logps = result.grad_logps  # [num_extra_ids]
-    return apply_function(_AuxiliaryLoss, extra_logps, losses, grad_logps, token_of_id)
+    return apply_function(_AuxiliaryLoss, extra_logps, losses, grad_logps, result.token_of_id)
 
 
 class _AuxiliaryLoss(torch.autograd.Function):

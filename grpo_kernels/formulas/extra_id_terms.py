@@ -84,12 +84,14 @@ def probability_outside(logp: Any, sum_over_ids: Callable[[Any], Any]) -> Any:
 class AuxiliaryLosses(NamedTuple):
     """The auxiliary loss of each token, which is the sum of the terms of its ids.
 
-    losses       float64 [num_tokens], the auxiliary losses
-    grad_logps   float64 [num_ids], d auxiliary loss / d log-prob of each id
+    losses        float64 [num_tokens], the auxiliary losses
+    grad_logps    float64 [num_ids], d auxiliary loss / d log-prob of each id
+    token_of_id   int64 [num_ids], the token that lists each id
     """
 
     losses: Tensor
     grad_logps: Tensor
+    token_of_id: Tensor
 
 
 class ExtraIdTerms(NamedTuple):
@@ -121,8 +123,6 @@ class ExtraIdTerms(NamedTuple):
         logps        float64 [num_ids], log-prob of each extra id under the policy
         advantages   fp32 [num_tokens]
 
-        Return `AuxiliaryLosses`: losses float64 [num_tokens] and grad_logps float64 [num_ids].
-
         Raises ValueError if a function returns anything but two tensors [num_ids], or passes
         anything but a tensor [num_ids] to `sum_over_ids`.
         """
@@ -146,7 +146,11 @@ class ExtraIdTerms(NamedTuple):
             term, slope = returned
             terms = terms + term
             grad_logps = grad_logps + slope
-        return AuxiliaryLosses(self.sum_of_tokens(terms), grad_logps)
+        return AuxiliaryLosses(
+            losses=self.sum_of_tokens(terms),
+            grad_logps=grad_logps,
+            token_of_id=token_of_id,
+        )
 
     def sum_of_tokens(self, x: Tensor) -> Tensor:
         """Return the sum of x [num_ids] over the ids of each token, [num_tokens] in the dtype of x.

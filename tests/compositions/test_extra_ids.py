@@ -228,6 +228,28 @@ def test_rows_that_are_not_finite():
     assert (grad[1:] == 0).all()
 
 
+def test_an_id_of_probability_0_leaves_the_entropy_of_the_others():
+    logits = torch.randn(2, VOCAB_SIZE, generator=torch.Generator().manual_seed(0)).double()
+    logits[0, 3] = -torch.inf
+    source = Float64Source(logits)
+    result = logprobs_at(source, torch.tensor([0]), torch.tensor([3]), names=("entropy",))
+    assert result.logps.item() == -torch.inf
+    probs = logits[0].softmax(0)
+    expected = torch.special.entr(probs).sum().float()
+    torch.testing.assert_close(result.statistics["entropy"][0], expected)
+
+
+def test_an_unused_pair_has_no_gradient():
+    logits = torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(0)).double()
+    leaf = logits.requires_grad_()
+    logps = logprobs_at(Float64Source(leaf), torch.tensor([0, 0]), torch.tensor([3, -1])).logps
+    gradients = [
+        torch.autograd.grad(logps, leaf, torch.tensor([1.0, upstream]), retain_graph=True)[0]
+        for upstream in (0.0, 5.0)
+    ]
+    assert torch.equal(*gradients)
+
+
 def test_ids_outside_of_the_vocabulary():
     """A target gives NaN, since a GPU does not check it. Extra ids are checked everywhere."""
     case = Case.of("exact float64")
