@@ -1,17 +1,22 @@
-r"""A pytest plugin that runs tests written for the CPU on another device, unchanged:
+r"""A pytest plugin that runs tests written for the CPU on another device, unchanged.
 
     GRPO_KERNELS_TEST_DEVICE=cuda GRPO_KERNELS_TEST_BACKENDS=triton python -m pytest -p
     support.on_device \
       tests/core/test_objectives.py
 
-Tensors that a test makes without naming a device are made there (the package has to name its own);
-random ones are drawn on the CPU and moved, so that the numbers are those the tests were written
-with.
+Tensors that a test makes without a device are made on this device. The package has to name the
+device of its tensors. Random tensors are drawn on the CPU and then moved, so that the numbers are
+the same as on the CPU.
 
-Tests run in an order for a run that may be cut off: each value of a parameter comes before its
-other combinations, which GRPO_KERNELS_TEST_FIRST=1 leaves out (what tests/repository/versions.py
-runs with --quick). With GRPO_KERNELS_TEST_REPORT=file, the number of tests and each outcome are
-appended to it as lines of JSON at once. benchmarks/gpu_kit.py uses all of it.
+Tests run in an order that suits a run which may be cut off: first come the cases that cover each
+value of each parameter, then their other combinations.
+
+GRPO_KERNELS_TEST_FIRST=1       leaves the other combinations out, as tests/repository/versions.py
+                                --quick does
+GRPO_KERNELS_TEST_REPORT=FILE   appends the number of tests and each outcome to this file at once,
+                                as lines of JSON
+
+benchmarks/gpu_kit.py uses all of these.
 """
 
 from __future__ import annotations
@@ -36,7 +41,8 @@ RANDOM = {torch.rand, torch.randn, torch.randint, torch.randperm}
 MADE = RANDOM | {
     torch.arange, torch.empty, torch.empty_strided, torch.eye, torch.full, torch.linspace, torch.ones, torch.tensor, torch.zeros,
 }  # fmt: skip
-FIRST: set[str] = set()  # the tests of the first wave
+#: Ids of the tests of the first wave, see `in_waves`.
+FIRST: set[str] = set()
 #: Errors after which a CUDA context cannot be used any more.
 FATAL = (
     "illegal memory access",
@@ -47,8 +53,10 @@ FATAL = (
 
 
 class OnDevice(TorchFunctionMode):
-    """Like torch.device as a context, but for random tensors (see above) and pinned memory, which
-    is the host's. Sets made of lists are tensors that a test makes.
+    """A context in which tensors are made on a device, like torch.device.
+
+    Differences: random tensors are drawn on the CPU and moved. Pinned memory stays on the host.
+    `TokenSets.from_lists` puts its sets on the device. Calls by the package are not changed.
     """
 
     def __init__(self, device: str) -> None:
@@ -56,15 +64,17 @@ class OnDevice(TorchFunctionMode):
         self.device = device
 
     def __enter__(self) -> Any:
-        made = TokenSets.from_lists.__func__  # type: ignore[attr-defined]
+        from_lists = TokenSets.from_lists.__func__  # type: ignore[attr-defined]
 
-        def of_lists(cls: type, *given: Any, device: Any = None, **named: Any) -> TokenSets:
-            beside = named.get("generated") is not None  # these say where
-            return made(
-                cls, *given, device=device if device is not None or beside else self.device, **named
-            )
+        def from_lists_on_device(
+            cls: type, *args: Any, device: Any = None, **kwargs: Any
+        ) -> TokenSets:
+            # The mask `generated` decides about the device by itself.
+            if device is None and kwargs.get("generated") is None:
+                device = self.device
+            return from_lists(cls, *args, device=device, **kwargs)
 
-        self.patch = mock.patch.object(TokenSets, "from_lists", classmethod(of_lists))
+        self.patch = mock.patch.object(TokenSets, "from_lists", classmethod(from_lists_on_device))
         self.patch.start()
         return super().__enter__()
 
@@ -76,11 +86,8 @@ class OnDevice(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if (
-            func not in MADE
-            or any(kwargs.get(name) is not None for name in ("device", "pin_memory", "out"))
-            or in_package()
-        ):
+        names_memory = any(kwargs.get(name) is not None for name in ("device", "pin_memory", "out"))
+        if func not in MADE or names_memory or in_package():
             return func(*args, **kwargs)
         if func not in RANDOM:
             return func(*args, **kwargs, device=self.device)
@@ -89,34 +96,37 @@ class OnDevice(TorchFunctionMode):
 
 
 def in_package() -> bool:
-    """Whether the function that `__torch_function__` stands in for was called by the package under
-    test.
+    """Return whether the package under test called the function that `__torch_function__` handles.
+
+    Only `__torch_function__` may call this, because it inspects the stack.
     """
     frame = sys._getframe(2)
-    while (
-        frame is not None and frame.f_globals.get("__name__") == "conftest"
-    ):  # which poisons new memory
+    # conftest.py wraps functions to fill new memory with NaN.
+    while frame is not None and frame.f_globals.get("__name__") == "conftest":
         frame = frame.f_back
-    return (
-        frame is not None and str(frame.f_globals.get("__name__")).split(".")[0] == "grpo_kernels"
-    )
+    if frame is None:
+        return False
+    return str(frame.f_globals.get("__name__")).split(".")[0] == "grpo_kernels"
 
 
 MODE = OnDevice(os.environ.get("GRPO_KERNELS_TEST_DEVICE", "cpu"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Enter the context before test modules are imported: some make tensors for parameters."""
     if MODE.device != "cpu":
-        MODE.__enter__()  # before modules are imported: some make tensors for their parameters
+        MODE.__enter__()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    """Leave the context."""
     if MODE.device != "cpu":
         MODE.__exit__(None, None, None)
 
 
-@pytest.hookimpl(trylast=True)  # of the tests that are left
+@pytest.hookimpl(trylast=True)  # after other plugins have deselected tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Sort the tests, and keep only the first wave if GRPO_KERNELS_TEST_FIRST is 1."""
     items[:] = in_waves(items)
     if os.environ.get("GRPO_KERNELS_TEST_FIRST") == "1":
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in FIRST])
@@ -124,9 +134,47 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def in_waves(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Sorts the tests. First come as many cases of each test as are needed for every value of each
-    parameter to occur, file by file. In a file they alternate between the tests. Then the remaining
-    cases follow in their order.
+    """Return the tests in two waves, and add the ids of the first wave to FIRST.
+
+    The first wave has cases of each test that cover every value of each parameter. It goes file by
+    file, and alternates between the tests of a file. The second wave has the remaining cases in
+    their order.
+    """
+    first = first_wave(items)
+    FIRST.update(item.nodeid for item in first)
+    taken = set(first)
+    return [*first, *(item for item in items if item not in taken)]
+
+
+def first_wave(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the sorted tests of the first wave.
+
+    Cases on the diagonal of the grid of parameters are taken first, because they cover many values
+    with few cases.
+    """
+    diagonal = diagonal_cases(items)
+    files = list(dict.fromkeys(item.path for item in items))
+    cases_of_test: Counter[str] = Counter()
+    covered: set[tuple[str, str, int]] = set()
+    order: dict[pytest.Item, tuple[int, int]] = {}
+    # A case on the diagonal that is not taken covers nothing new, so it is not taken later either.
+    for item in [*diagonal, *items]:
+        if item in order:
+            continue
+        test = test_of(item)
+        values = {(test, name, id(value)) for name, value in parameters(item).items()}
+        if values and values <= covered:
+            continue
+        covered |= values
+        cases_of_test[test] += 1
+        order[item] = (files.index(item.path), cases_of_test[test])
+    return sorted(order, key=order.__getitem__)
+
+
+def diagonal_cases(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the cases in which all parameters have the same index among their values.
+
+    A parameter with fewer values than the longest one starts again at its first value.
     """
     values: dict[tuple[str, str], list[int]] = {}
     for item in items:
@@ -135,82 +183,77 @@ def in_waves(items: list[pytest.Item]) -> list[pytest.Item]:
             if id(value) not in known:
                 known.append(id(value))
 
-    def on_the_diagonal(item: pytest.Item) -> bool:
-        known = [values[test_of(item), name] for name in parameters(item)]
-        places = [
-            k.index(id(value)) for k, value in zip(known, parameters(item).values(), strict=True)
-        ]
-        along = max(
-            zip(map(len, known), places, strict=True), default=(0, 0), key=lambda pair: pair[0]
-        )[1]
-        return all(place == along % len(k) for place, k in zip(places, known, strict=True))
+    def is_diagonal(item: pytest.Item) -> bool:
+        sizes = []
+        indices = []
+        for name, value in parameters(item).items():
+            known = values[test_of(item), name]
+            sizes.append(len(known))
+            indices.append(known.index(id(value)))
+        if not sizes:
+            return True
+        step = indices[sizes.index(max(sizes))]
+        return all(index == step % size for index, size in zip(indices, sizes, strict=True))
 
-    files, turn, seen = (
-        list(dict.fromkeys(item.path for item in items)),
-        Counter[str](),
-        set[tuple[str, str, int]](),
-    )
-    first: dict[pytest.Item, tuple[int, int]] = {}
-    for wanted in (on_the_diagonal, lambda item: item not in first):
-        for item in filter(wanted, items):
-            new = {(test_of(item), name, id(value)) for name, value in parameters(item).items()}
-            if new - seen or not new:
-                seen |= new
-                turn[test_of(item)] += 1
-                first[item] = files.index(item.path), turn[test_of(item)]
-    FIRST.update(item.nodeid for item in first)
-    return [*sorted(first, key=first.__getitem__), *(item for item in items if item not in first)]
+    return [item for item in items if is_diagonal(item)]
 
 
 def test_of(item: pytest.Item) -> str:
+    """Return the id of a test without the values of its parameters."""
     return item.nodeid.split("[")[0]
 
 
 def parameters(item: pytest.Item) -> dict[str, Any]:
+    """Return the parameters of a case by name."""
     callspec = getattr(item, "callspec", None)
     return {} if callspec is None else callspec.params
 
 
 def write(**line: Any) -> None:
-    if os.environ.get("GRPO_KERNELS_TEST_REPORT"):
-        with Path(os.environ["GRPO_KERNELS_TEST_REPORT"]).open("a") as file:
+    """Append a line of JSON to the report, if GRPO_KERNELS_TEST_REPORT names a file."""
+    report = os.environ.get("GRPO_KERNELS_TEST_REPORT")
+    if report:
+        with Path(report).open("a") as file:
             file.write(json.dumps(line) + "\n")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    if (
-        os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0" and session.items
-    ):  # the process that starts workers has none
+    """Report the number of tests of each file, and of those of the first wave."""
+    is_first_worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0"
+    # The process that starts workers has no items.
+    if is_first_worker and session.items:
         names = [item.nodeid for item in session.items]
-        files, first = (
-            Counter(name.split("::")[0] for name in some)
-            for some in (names, FIRST.intersection(names))
+        first_names = FIRST.intersection(names)
+        write(
+            collected=Counter(name.split("::")[0] for name in names),
+            first=Counter(name.split("::")[0] for name in first_names),
         )
-        write(collected=files, first=first)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    finished = report.when == "call" or report.outcome != "passed"
-    if (
-        finished and "PYTEST_XDIST_WORKER" not in os.environ
-    ):  # the process that started the workers hears of all
+    """Report the outcome of a test, or of a setup or teardown that did not pass."""
+    is_finished = report.when == "call" or report.outcome != "passed"
+    # The process that started the workers gets the reports of all workers.
+    if not is_finished or "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    message = ""
+    if not report.passed:
         crash = getattr(report.longrepr, "reprcrash", None)
-        message = (
-            ""
-            if report.passed
-            else str(report.longrepr if crash is None else crash.message).strip()[:500]
-        )
-        write(
-            test=report.nodeid, outcome=report.outcome, seconds=round(report.duration, 3), message=message,
-            properties=dict(report.user_properties),
-        )  # fmt: skip
+        message = str(report.longrepr if crash is None else crash.message).strip()[:500]
+    write(
+        test=report.nodeid,
+        outcome=report.outcome,
+        seconds=round(report.duration, 3),
+        message=message,
+        properties=dict(report.user_properties),
+    )
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown() -> None:
-    """Returns the memory of a test before the next one:
+    """Free the GPU memory of a test before the next one.
 
-    several processes share a GPU, and an oracle in float64 takes gigabytes.
+    Several processes share a GPU, and a float64 oracle takes gigabytes.
     """
     if MODE.device != "cpu":
         gc.collect()
@@ -219,7 +262,7 @@ def pytest_runtest_teardown() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_exception_interact(call: pytest.CallInfo[Any]) -> None:
-    """A worker of pytest-xdist whose CUDA context is broken ends, and another takes its place."""
+    """End a worker of pytest-xdist whose CUDA context is broken. pytest-xdist starts another."""
     text = "" if call.excinfo is None else str(call.excinfo.value)
     if "PYTEST_XDIST_WORKER" in os.environ and any(words in text for words in FATAL):
         os._exit(70)
