@@ -532,7 +532,7 @@ FAULTS: list[Fault] = [
             "an unknown argument without a name is dropped", '            if value is not None:\n                raise NotCovered(\n                    f"argument number',
             "            if False:\n                raise NotCovered(f\"argument number",
         ),
-        ("the trainer's default of an argument is lost", "        passed = dict(filled)", "        passed = {}"),
+        ("the trainer's default of an argument is lost", "        passed = dict(our_defaults)", "        passed = {}"),
         ("an argument under another name is not found", "            matched[parameter.name] = str(renamed)", "            pass"),
         ("a function with other required arguments is bound", "    if unknown or lacking:", "    if False:"),
         (

@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 
 def adapters() -> dict[str, Adapter]:
-    """Name of each module -> what its adapter declares: trainer, package, tested versions, what it
-    replaces, what a configuration names. Imports the adapters, and no trainer.
+    """Return {name of each adapter module: its declaration}, without importing a trainer.
+
+    A declaration has the trainer's name and package, the tested versions, the functions that the
+    adapter replaces, and the settings of the trainer's configuration that name it.
     """
-    names = [
-        module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")
-    ]
+    modules = pkgutil.iter_modules(__path__)
+    names = [module.name for module in modules if not module.name.startswith("_")]
     return {name: importlib.import_module(f"{__name__}.{name}").ADAPTER for name in names}

@@ -56,14 +56,15 @@ _REQUIRED = inspect.Parameter.empty
 def parameters_of(function: Any) -> list[inspect.Parameter] | None:
     """Return the parameters of a trainer's function, or None if it does not declare them.
 
-    An autograd function, its `apply` and the call of a module have the parameters of `forward`."""
-    owner = (
-        getattr(function, "__self__", None)
-        if getattr(function, "__name__", "") == "apply"
-        else function
-    )
-    if isinstance(owner, type) and hasattr(owner, "forward"):
-        return list(inspect.signature(owner.forward).parameters.values())[1:]  # without ctx
+    An autograd function, its `apply` and the call of a module have the parameters of `forward`.
+    Functions that are written in C may declare none.
+    """
+    autograd_function = function
+    if getattr(function, "__name__", "") == "apply":
+        autograd_function = getattr(function, "__self__", None)
+    if isinstance(autograd_function, type) and hasattr(autograd_function, "forward"):
+        parameters = inspect.signature(autograd_function.forward).parameters.values()
+        return list(parameters)[1:]  # without ctx
     if isinstance(function, torch.nn.Module):
         function = function.forward
     if inspect.isbuiltin(function):
@@ -75,42 +76,50 @@ def parameters_of(function: Any) -> list[inspect.Parameter] | None:
 
 
 def adapt_arguments(ours: Function, theirs: Any = None) -> Function:
-    """Return `ours` with the signature of `theirs`, the trainer's function that it replaces.
+    """Return a function that calls `ours` and takes the arguments of the trainer's `theirs`.
 
-    Arguments are matched by name, and an argument that a call leaves out has the trainer's default.
-    A required argument of ours that has another name in the trainer is matched by its position. A
-    call may pass arguments that ours does not have: None and the trainer's default are ignored, and
-    any other value raises NotCovered before ours is called. So a call of a newer trainer runs in
-    the trainer's own function, or ends in an error that names the argument, but never in a
+    ours     our function
+    theirs   the trainer's function that it replaces. None if it replaces no function, because users
+             or a registry call it.
+
+    Arguments are matched by name. A required argument of ours that has another name in the trainer
+    is matched by its position. An argument that a call leaves out has the trainer's default.
+
+    A call may pass arguments that ours does not have. None and the trainer's default are ignored,
+    and any other value raises NotCovered before ours is called. So a call of a newer trainer runs
+    in the trainer's own function, or ends in an error that names the argument, but never in a
     TypeError.
-
-    theirs   None if ours replaces no function: users or a registry call it
 
     Raises RuntimeError if theirs requires an argument that ours does not have, or lacks one that
     ours requires.
     """
-    taken = inspect.signature(ours).parameters
+    our_parameters = inspect.signature(ours).parameters
+    # Arguments that functools.partial has set are not replaced by the trainer's defaults.
     fixed = ours.keywords if isinstance(ours, functools.partial) else {}
-    by_position = [name for name, p in taken.items() if p.kind in _BY_POSITION]
+    our_positions = [name for name, p in our_parameters.items() if p.kind in _BY_POSITION]
     required = [
         name
-        for name, p in taken.items()
+        for name, p in our_parameters.items()
         if p.default is _REQUIRED and p.kind in (*_BY_POSITION, p.KEYWORD_ONLY)
     ]
     declared = parameters_of(theirs) if theirs is not None else None
-    given = [p for p in declared or () if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    positions = [p.name for p in given if p.kind in _BY_POSITION]
+    their_parameters = [
+        p for p in declared or () if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    # The names of the positional arguments of a call.
+    positions = [p.name for p in their_parameters if p.kind in _BY_POSITION]
     if declared is None or any(p.kind is p.VAR_POSITIONAL for p in declared):
-        positions += by_position[len(positions) :]
-    known = {p.name for p in given}
-    matched = {name: name for name in taken}
-    for i, parameter in enumerate(given):
+        positions += our_positions[len(positions) :]
+    # {name of an argument of a call: its name in ours}
+    matched = {name: name for name in our_parameters}
+    their_names = {p.name for p in their_parameters}
+    for i, parameter in enumerate(their_parameters):
         # The position decides only if neither side has the other's name.
-        renamed = by_position[i] if i < len(by_position) else None
-        if parameter.name not in matched and renamed in required and renamed not in known:
+        renamed = our_positions[i] if i < len(our_positions) else None
+        if parameter.name not in matched and renamed in required and renamed not in their_names:
             matched[parameter.name] = str(renamed)
-    defaults = {p.name: p.default for p in given if p.default is not _REQUIRED}
-    filled = {
+    defaults = {p.name: p.default for p in their_parameters if p.default is not _REQUIRED}
+    our_defaults = {
         matched[name]: value
         for name, value in defaults.items()
         if name in matched and matched[name] not in fixed
@@ -120,7 +129,7 @@ def adapt_arguments(ours: Function, theirs: Any = None) -> Function:
 
     @functools.wraps(ours)
     def call(*args: Any, **kwargs: Any) -> Any:
-        passed = dict(filled)
+        passed = dict(our_defaults)
         for name, value in [*zip(positions, args, strict=False), *kwargs.items()]:
             if name in matched:
                 passed[matched[name]] = value
@@ -149,7 +158,12 @@ def _check_arguments(
     matched: Mapping[str, str],
     required: Sequence[str],
 ) -> None:
-    """Raise RuntimeError if the required arguments of theirs and ours cannot be matched."""
+    """Raise RuntimeError if the required arguments of theirs and ours cannot be matched.
+
+    declared   the parameters of theirs
+    matched    {name of a parameter of theirs: its name in ours}
+    required   the names of the required parameters of ours
+    """
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     unknown = [
         p.name
@@ -185,11 +199,12 @@ def _described(value: Any) -> str:
 
 
 def unknown_option(theirs: Any, known: Collection[str]) -> tuple[str, Any] | None:
-    """Return (name, value) of an option of a trainer's object that is set and not in `known`, or
-    None.
+    """Return (name, value) of an option that is set but not known here, or None if there is none.
 
-    The options are the arguments of the object's class. An option that is None or has its default
-    is not set.
+    theirs   an object of a trainer, whose options are the arguments of its class
+    known    the names of the options that are known
+
+    An option that is None or has its default is not set.
     """
     for name, parameter in inspect.signature(type(theirs)).parameters.items():
         value = getattr(theirs, name, parameter.default)
@@ -200,19 +215,26 @@ def unknown_option(theirs: Any, known: Collection[str]) -> tuple[str, Any] | Non
 
 @contextlib.contextmanager
 def trainer_names(**names: str) -> Iterator[None]:
-    """Replace our argument names by the trainer's (ours="theirs") in messages of ValueErrors."""
+    """Replace our argument names by the trainer's in the messages of ValueErrors of a `with` block.
+
+    names   {our name: the trainer's name}
+    """
     try:
         yield
-    except NotCovered:
+    except NotCovered:  # a ValueError too, but not one that users see
         raise
     except ValueError as error:
+        # Whole words, but neither attributes (x.mask) nor quoted values ("mask").
         pattern = rf"(?<![\w.'\"])(?:{'|'.join(map(re.escape, names))})(?!\w)"
         message = re.sub(pattern, lambda match: names[match[0]], str(error))
         raise ValueError(message).with_traceback(error.__traceback__) from None
 
 
 def with_trainer_names(**names: str) -> Callable[[Function], Function]:
-    """Decorate a function whose errors shall use a trainer's argument names (ours="theirs")."""
+    """Return a decorator that makes the errors of a function use a trainer's argument names.
+
+    names   {our name: the trainer's name}, as in `trainer_names`
+    """
 
     def decorated(function: Function) -> Function:
         @functools.wraps(function)
@@ -252,7 +274,7 @@ class Adapter:
             return "of an unknown version"
 
     def untested(self, any_version: bool = False) -> str | None:
-        """Return a sentence if the adapter was not tested with the installed version, else None.
+        """Return None if the installed version was tested, otherwise a sentence that says so.
 
         any_version   accept every version: return None. The environment variable
                       GRPO_KERNELS_ANY_VERSION=1 does the same.
@@ -269,9 +291,11 @@ class Adapter:
         )
 
     def bind(self, *ours: Function, **how: bool) -> Slots:
-        """Replace the trainer's functions that are declared for `ours`.
+        """Replace the trainer's functions that `replaces` declares for our functions `ours`.
 
-        how   strict and any_version of `Slots`
+        how   strict= and any_version= of `Slots`
+
+        Returns `Slots`, whose `undo()` restores the trainer's functions.
         """
         slots = Slots(self, **how)
         for function in ours:
@@ -280,7 +304,7 @@ class Adapter:
 
 
 def matches_version(version: str, known: Sequence[str]) -> bool:
-    """Return whether a version is one of `known` or begins with one of them."""
+    """Return whether a version is one of `known`, or a release of one: "1.16.2" of "1.16"."""
     return any(f"{version}.".startswith(f"{beginning}.") for beginning in known)
 
 
@@ -295,39 +319,43 @@ COARSE = (3e-2, 2e-2)
 def run_on_copies(
     function: Function, call: Any, part: Function
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Call a function on copies of its tensors; return (float results, leaves that require grad).
+    """Call a function on copies of its tensors, because it may overwrite them.
 
-    call   (args, kwargs). The function may overwrite tensors, so it gets copies.
-    part   selects the results to return
+    call   (args, kwargs)
+    part   selects from the result of the function what is returned
 
-    Warnings are suppressed, because the real call repeats them.
+    Returns (float tensors of the selected result, leaves). The leaves are new tensors, one for each
+    argument that requires a gradient; gradients of the results flow to them. Warnings are
+    suppressed, because the real call repeats them.
     """
     leaves: list[Tensor] = []
 
-    def copied(x: Tensor) -> Tensor:
+    def copy(x: Tensor) -> Tensor:
         if not x.requires_grad:
             return x.detach().clone()
-        leaves.append(x.detach().requires_grad_())  # shares the caller's memory, but is not written
-        return leaves[-1].clone()
+        leaf = x.detach().requires_grad_()  # shares the caller's memory, but is not written
+        leaves.append(leaf)
+        return leaf.clone()
 
-    args, kwargs = tree_map_only(Tensor, copied, call)
+    args, kwargs = tree_map_only(Tensor, copy, call)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = tree_leaves(part(function(*args, **kwargs)))
-    return [x for x in found if isinstance(x, Tensor) and x.is_floating_point()], leaves
+        result = part(function(*args, **kwargs))
+    tensors = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+    return [x for x in tensors if x.is_floating_point()], leaves
 
 
 def gradients_of(results: Sequence[Tensor], leaves: list[Tensor]) -> Sequence[Tensor]:
-    """Return the gradients of a weighted sum of the results, with fixed weights."""
-    upstream = [
-        (1.5 + torch.arange(x.numel(), device=x.device).cos()).to(x.dtype).view(x.shape)
-        for x in results
-    ]
-    return (
-        torch.autograd.grad(results, leaves, upstream, allow_unused=True, materialize_grads=True)
-        if results
-        else ()
-    )
+    """Return the gradient of a weighted sum of the results with respect to each leaf.
+
+    The weights are different for each element and the same in each call, so that the gradients of
+    two functions can be compared. Without results, returns ().
+    """
+    if not results:
+        return ()
+    weights = [1.5 + torch.arange(x.numel(), device=x.device).cos() for x in results]
+    upstream = [w.to(x.dtype).view(x.shape) for w, x in zip(weights, results, strict=True)]
+    return torch.autograd.grad(results, leaves, upstream, allow_unused=True, materialize_grads=True)
 
 
 @dataclass(eq=False)
@@ -354,7 +382,10 @@ class Trial:
     def compare_first_calls(
         self, ours: Function, theirs: Function, part: Function = lambda result: result
     ) -> Function:
-        """Return our function with the comparison in front; under a tested version ours itself."""
+        """Return our function, with `compare` before each call under an untested version.
+
+        part   selects the results to compare
+        """
 
         @functools.wraps(ours)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -457,7 +488,7 @@ class Trial:
         )
 
     def mark_compared(self, name: str) -> None:
-        """Record that `name` was compared. The first one gives a warning."""
+        """Record that the function `name` was compared. The first one gives a warning."""
         self.done.add(name)
         if len(self.done) == 1:
             warnings.warn(
@@ -493,17 +524,20 @@ class Slots:
     def bind(
         self, ours: Function, path: str = "", *, attribute: str = "", method: bool = False, comparable: bool = True, **fixed: Any
     ) -> None:  # fmt: skip
-        """Replace the trainer's function by `ours`, in its module and in every module of the
-        package that imported it, under any name. Modules that are imported later get ours from that
-        module.
+        """Replace the trainer's function by `ours`, wherever the trainer has imported it.
 
+        These are its own module, and every imported module of the package that has it under any
+        name. Modules that are imported later get ours from its own module.
+
+        ours        our function
         path        dotted path of the trainer's function; "" for the declared one
         attribute   the attribute that the trainer calls, such as `apply` of an autograd function;
                     "" for the function itself
         method      whether the attribute is a method, which is replaced in its class. Our function
                     takes the instance first.
-        comparable  False if ours returns something else than theirs. It is then refused under an
-                    untested version, and if its arguments have other names.
+        comparable  whether calls of both functions can be compared. If not, because ours returns
+                    something else, an untested version raises RuntimeError, and so do positional
+                    arguments with other names.
         fixed       arguments of ours that the trainer does not pass
 
         Raises RuntimeError if the function is replaced already, or if its arguments cannot be
@@ -572,9 +606,12 @@ class Slots:
         return torch.compiler.disable(call)  # a trainer may call torch.compile on the function
 
     def count(self, key: str, function: Function) -> None:
-        """Count a call of the trainer's `function` under "fused" or the reason why it ran in the
-        trainer's own code, and log the first call of each key on rank 0. The level is WARNING,
-        because trainers hide lower levels.
+        """Count a call, and log the first call of each key on rank 0.
+
+        key        "fused", or "<trainer>: <reason>" if the trainer's own code computed the call
+        function   the trainer's function
+
+        The level of the log is WARNING, because trainers hide lower levels.
         """
         self.counts[key] += 1
         if self.counts[key] > 1 or os.environ.get("RANK", "0") != "0":
@@ -663,31 +700,32 @@ def import_first(paths: str | tuple[str, ...]) -> tuple[str, str]:
 def references_to(value: Any, home: str) -> Iterator[tuple[Any, str]]:
     """Yield (module, name) for every module-level name that refers to `value`.
 
-    home   a module; all imported modules of its top-level package are searched
+    home   the name of a module. All imported modules of its top-level package are searched.
     """
-    root = home.partition(".")[0]
+    package = home.partition(".")[0]
+    # Lists, because the caller may change the modules meanwhile.
     for path, module in list(sys.modules.items()):
-        if path.partition(".")[0] == root:
-            yield from (
-                (module, key)
-                for key, held in list(getattr(module, "__dict__", {}).items())
-                if held is value
-            )
+        if path.partition(".")[0] != package:
+            continue
+        for name, current in list(getattr(module, "__dict__", {}).items()):
+            if current is value:
+                yield module, name
 
 
 def require_same_arguments(path: str, theirs: Function, ours: Function) -> None:
     """Raise RuntimeError unless ours begins with the positional arguments of theirs.
 
+    path   dotted path of theirs, for the error
+
     Keyword-only arguments are not compared.
     """
-    given, taken = (
-        [
-            p.name
-            for p in inspect.signature(function).parameters.values()
-            if p.kind is p.POSITIONAL_OR_KEYWORD
-        ]
-        for function in (theirs, ours)
-    )
+
+    def positional_arguments(function: Function) -> list[str]:
+        parameters = inspect.signature(function).parameters.values()
+        return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+    given = positional_arguments(theirs)
+    taken = positional_arguments(ours)
     if given != taken[: len(given)]:
         raise RuntimeError(
             f"{path} takes ({', '.join(given)}), but ours takes ({', '.join(taken)}): it is not the"
