@@ -193,9 +193,13 @@ class UnprojectedLogits:
         entropy: bool | str = False,
         **others: Any,
     ) -> TokenLogprobs:
-        """Compute the log-probs of targets [B, S], or [N] of selected rows.
+        """Return the log-probs of targets, and their entropies if asked for, fp32 [B, S] each.
 
-        The other arguments are as in `linear_logprobs`.
+        targets       int64 [B, S], or [N] after `select`
+        mask          bool, the shape of targets: tokens to compute; None for all
+        temperature   divides the logits
+        entropy       False, True (differentiable) or "detached"
+        others        more keyword arguments of `linear_logprobs`, such as kept=
         """
         head = self.at_temperature(temperature)
         return log_probs_of(
@@ -209,23 +213,26 @@ class UnprojectedLogits:
         )
 
     def select(self, rows: Tensor) -> UnprojectedLogits:
-        """Return the logits at flat positions `rows`, int64 [N], of [B, S]. hidden is [N, H]."""
+        """Return the logits of N of the B * S positions. Their hidden states are [N, H].
+
+        rows   int64 [N], flat positions
+        """
         flat_hidden = self.hidden.reshape(-1, self.hidden.shape[-1])
         return replace(self, hidden=flat_hidden.index_select(0, rows))
 
     def row_numbers(self) -> Tensor:
         """Return the flat position of each row, fp32 [B, S, 1].
 
-        A trainer's own code slices it like logits, which shows the rows that it wants. fp32 holds
-        positions up to 2^24.
+        Pass it in place of logits to code of a trainer that slices logits. The result shows which
+        rows the trainer takes. fp32 holds positions up to 2^24.
         """
         shape = self.hidden.shape[:2]
         numbers = torch.arange(shape.numel(), dtype=torch.float32, device=self.device)
         return numbers.view(*shape, 1)
 
     def at_temperature(self, temperature: float | Tensor) -> Head:
-        """Return the head with a temperature."""
-        assert self.head.transform is not None
+        """Return the head with its scale and a temperature."""
+        assert self.head.transform is not None  # `OutputLayer.unprojected` has set it
         return replace(self.head, transform=replace(self.head.transform, temperature=temperature))
 
 
@@ -245,12 +252,19 @@ def logprobs_processor(
     scale_logits: Callable[[Tensor], Tensor] | None = None,
     **_unused: Any,
 ) -> FusedOutput:
-    """Compute the log-prob and entropy of each label, in place of the model's output layer.
+    """Return the log-prob and entropy of each label, in place of the model's output layer.
 
-    context   a `LogprobsContext`, or an object with a temperature alone, as verl passes it
+    hidden_states   [S, B, H], or [S / ranks, B, H] with sequence parallelism
+    output_layer    the output layer, a ColumnParallelLinear
+    output_weight   the shared embedding [V / ranks, H], or None for the layer's own weight
+    labels          int64 [B, S], the target of each position
+    context         a `LogprobsContext`, or an object with a temperature alone, as verl passes it
+    config          the TransformerConfig of the model
+    loss_mask       [B, S], 0 for positions that are not computed. context.mask has precedence.
+    scale_logits    what the model does to its logits (muP), or None
 
-    The arguments are as in Megatron's output_processor hook; the inputs of the model among them
-    are not read. Raises ValueError naming the argument that is wrong.
+    These are arguments of Megatron's output_processor hook. Its other arguments are not used.
+    Raises ValueError naming the argument that is wrong.
     """
     if not isinstance(context, LogprobsContext):
         context = LogprobsContext(temperature=context.temperature)
@@ -282,11 +296,14 @@ def loss_processor(
     scale_logits: Callable[[Tensor], Tensor] | None = None,
     **_unused: Any,
 ) -> LossOutput:
-    """Compute the loss of `context.objective` over `context.batch`, with its gradient in the same
-    pass, in place of the model's output layer.
+    """Return the loss of `context.objective` over `context.batch`.
 
-    The arguments are as in Megatron's output_processor hook; the inputs of the model among them
-    are not read. Raises ValueError naming the argument that is wrong.
+    It takes the place of the model's output layer, and computes the gradient in the same pass.
+
+    context   a `LossContext`
+
+    The other arguments are as in `logprobs_processor`. Raises ValueError naming the argument that
+    is wrong.
     """
     if not isinstance(context, LossContext):
         raise ValueError(
@@ -322,10 +339,11 @@ def head_processor(
     scale_logits: Callable[[Tensor], Tensor] | None = None,
     **_unused: Any,
 ) -> UnprojectedLogits:
-    """Return hidden states and head in place of logits, for a loss function that computes
-    log-probs from them.
+    """Return hidden states and head in place of logits, for a loss that computes log-probs itself.
 
-    context   its vocab_size and options are used; None: all rows of the weight are ids
+    context   its vocab_size and options are used. None: all rows of the weight are real ids.
+
+    The other arguments are as in `logprobs_processor`.
     """
     context = context or LogprobsContext()
     output = OutputLayer(output_layer, output_weight, config, scale_logits)
@@ -357,14 +375,16 @@ class OutputLayer:
         vocab_size: int | None,
         options: Options | None,
     ) -> T:
-        """Call `compute` on the logits that do not exist, as the forward of the module, so that the
-        hooks of the module run.
+        """Call a function with hidden states and head, and return its result.
 
-        With overlap_param_gather, Megatron's DistributedDataParallel waits in such a hook until the
-        parameters of the module have arrived.
-
+        compute         takes the `UnprojectedLogits`
         hidden_states   [S, B, H], or [S / ranks, B, H] with sequence parallelism
-        vocab_size      number of real ids, or None if all are
+        vocab_size      number of real ids; None if the vocabulary has no padding
+        options         options of the kernels, or None
+
+        The call takes the place of the module's forward, so that hooks of the module run. With
+        overlap_param_gather, Megatron's DistributedDataParallel waits in such a hook until the
+        parameters of the module have arrived.
         """
 
         def forward(hidden: Tensor) -> T:
@@ -381,10 +401,10 @@ class OutputLayer:
     def unprojected(
         self, hidden: Tensor, vocab_size: int | None, options: Options | None
     ) -> UnprojectedLogits:
-        """Return hidden states and head as the kernels need them.
+        """Return the hidden states of all ranks, and this rank's part of the head.
 
-        Raises ValueError for an output layer whose logits are more than a matmul, a bias and a
-        scale.
+        The arguments are as in `run`. Raises ValueError for an output layer whose logits are more
+        than a matmul, a bias and a scale.
         """
         weight = self.weight
         group = tensor_parallel_group(self.module)
@@ -394,8 +414,9 @@ class OutputLayer:
         )
         if is_gathered:
             hidden = GatherSequence.apply(hidden, group)
-        # Each rank has its share of the gradient of the hidden states. The backward of the gather
-        # sums the shares. With disable_grad_reduce the layers in front of the module do.
+        # Each rank has its share of the gradient of the hidden states. The shares are summed by the
+        # backward of the gather, or with disable_grad_reduce by the layers in front of the module.
+        # Otherwise our kernels have to sum them.
         leaves_sum = is_gathered or getattr(self.module, "disable_grad_reduce", False)
         options = replace(
             options or Options(),
@@ -429,7 +450,7 @@ class OutputLayer:
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Give a module another forward. Returns a function that gives it back the one it had."""
+    """Give a module another forward, and return a function without arguments that undoes it."""
     before = vars(module).get("forward")
 
     def restore() -> None:
@@ -455,10 +476,12 @@ def tensor_parallel_group(output_layer: Any) -> Any:
 def even_part(
     weight: Tensor, group: Any, vocab_size: int | None, reduce_hidden: bool
 ) -> VocabShard | None:
-    """Return this rank's part of a vocabulary that is split evenly, as Megatron pads it to be.
+    """Return this rank's part of a vocabulary that Megatron has padded and split evenly.
 
-    weight       [V / ranks, H]
-    vocab_size   number of real ids, or None if all are
+    weight          [V / ranks, H]
+    group           the tensor-parallel group; None for one rank
+    vocab_size      number of real ids; None if the vocabulary has no padding
+    reduce_hidden   whether our kernels sum the gradient of the hidden states over the ranks
 
     Returns None if one rank has the whole vocabulary, without padding.
     """
@@ -494,8 +517,11 @@ def constant_scale(scale_logits: Callable[[Tensor], Tensor] | None) -> float:
 
 
 def main_grad_of(weight: Tensor, config: Any) -> Tensor | None:
-    """Return the memory that Megatron accumulates the gradient of a weight in, or None if autograd
-    hands over the gradient.
+    """Return the buffer in which Megatron accumulates the gradient of a weight, or None.
+
+    weight   [V / ranks, H]
+    config   the TransformerConfig of the model. Without gradient_accumulation_fusion autograd
+             returns the gradient, and there is no buffer.
     """
     is_fused = getattr(config, "gradient_accumulation_fusion", False)
     if not is_fused or not weight.requires_grad or not torch.is_grad_enabled():
@@ -671,7 +697,7 @@ def run_hook(
     args: tuple[Any, ...],
     inputs: dict[str, Any],
 ) -> Any:
-    """Call a forward that has the hook."""
+    """Call a forward that has the hook, with a processor. The arguments are as in `run_trunk`."""
     return forward(*args, **inputs, output_processor=processor, output_processor_context=context)
 
 
@@ -683,11 +709,16 @@ def run_trunk(
     args: tuple[Any, ...],
     inputs: dict[str, Any],
 ) -> Any:
-    """Call a forward without the hook as on a pipeline stage that is not the last, and the
-    processor with its hidden states.
+    """Call a forward that lacks the hook, and call the processor with its hidden states.
 
-    model     whose forward it is
-    forward   its own, which returns hidden states if `post_process` is False
+    model          a language model of megatron-core
+    forward        the forward of this model
+    processor      an output processor
+    context        what the processor gets as `context`
+    args, inputs   the arguments of the forward
+
+    On the last pipeline stage the model has post_process=True and computes logits. With False, its
+    forward returns hidden states. Other stages call the forward alone, and have no output layer.
     """
     if not model.post_process:
         return forward(*args, **inputs)
@@ -728,8 +759,12 @@ INPUTS_OF_A_PROCESSOR = (
 
 
 def refuse_mtp_loss(model: Any, inputs: dict[str, Any]) -> None:
-    """Raise ValueError if the forward of a model without the hook would add the loss of
-    multi-token prediction, which it does after the trunk.
+    """Raise ValueError if the forward of a model adds a loss of multi-token prediction.
+
+    inputs   the arguments of the forward
+
+    A forward without the hook adds this loss after the hidden states, where `run_trunk` leaves it
+    out.
     """
     predicts_more = getattr(model, "mtp_process", False) and getattr(
         model.config, "mtp_num_layers", None
