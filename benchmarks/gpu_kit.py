@@ -1,23 +1,27 @@
-"""Checks, tunes and measures everything on a GPU, in calls of ten minutes, the most important
-stages first:
+"""Check, tune and measure the package on a GPU, in calls of ten minutes.
 
     python3 -m benchmarks.gpu_kit --out DIR [--call 1] [--wheels DIR] [--resume results.tar.gz]
-    [--minutes 10]
-                                 [--stages NAME ...] [--rehearse]
+                                  [--minutes 10] [--stages NAME ...] [--rehearse]
 
 benchmarks/README.md says what to run and which results each call gives. The script runs from the
-source tree, on a machine with torch and Triton, without network. The wheels of other projects come
-in a folder and are installed into a temporary one. CALLS has the stages of each call; a new part of
-the package registers in CASES, its files of tests, and its suites in HEADLINE, COMPARED or FURTHER.
+source tree, on a machine with torch and Triton, without network. Wheels of other projects come in a
+folder and are installed into a temporary one.
+
 Each stage is a process with a time limit, a log and a JSON file, so that a crash or a hang does not
 affect the others. Most of the time that later stages need is reserved for them. After each stage,
 and every 20 seconds, DIR is updated with all results so far: summary.md, results.tar.gz (the JSON
-files and pictures), logs.tar.gz and a few of the pictures. `--resume` starts from the results of an
-earlier call: stages that ended well are not run again unless --stages names them, and measured
-cells are not measured again. `--rehearse` runs the same script with small sizes on a CPU. Copy the
-results into the repository, for the tables and the pictures of the documentation, by: tar xzf
-DIR/results.tar.gz -C benchmarks results && python -m benchmarks.report --write This file needs the
-standard library only, so that no failure of a stage can end it."""
+files and pictures), logs.tar.gz and a few of the pictures.
+
+`--resume` starts from the results of an earlier call. Stages that ended well are not run again
+unless --stages names them, and measured cells are not measured again. `--rehearse` runs the same
+script with small sizes on a CPU. To use the results in the documentation, run
+
+    tar xzf DIR/results.tar.gz -C benchmarks results && python -m benchmarks.report --write
+
+CALLS has the stages of each call. A new part of the package adds its tests to CASES, and its suites
+to HEADLINE, COMPARED or FURTHER. This file needs the standard library only, so that no failure of a
+stage can end it.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +49,11 @@ PACK_EVERY = 20.0  # seconds
 
 
 class Stage(NamedTuple):
+    """A stage with its seconds in a call of ten minutes. They are scaled for longer calls."""
+
     name: str
-    most: float  # seconds in a call of ten minutes; scaled for other calls
-    kept: float  # of these, reserved: earlier stages may not use them
+    most: float  # time limit
+    kept: float  # the part of `most` that earlier stages may not use
 
 
 #: The calls, the most important first. Each takes ten minutes, on a machine that keeps nothing
@@ -67,12 +73,14 @@ CALLS = {
 
 
 class Cases(NamedTuple):
-    files: tuple[str, ...]  # under tests/
-    processes: int  # at a time: oracles in float64 take gigabytes at real sizes
-    share: float  # of the time
+    """A group of test files."""
+
+    files: tuple[str, ...]  # in tests/
+    processes: int  # at most at a time, because float64 references take gigabytes at real sizes
+    share: float  # of the time for all groups
 
 
-#: Kernels first: everything else depends on them.
+#: Groups of tests, in their order. Kernels come first, because the other tests depend on them.
 CASES = {
     "Triton kernels": Cases(
         (
@@ -97,23 +105,27 @@ REHEARSED = (
     " (shares_near and triton) or (no_bit and not 40009)"
 )
 
-#: Suites of the benchmarks, the most important first: the first cell of each in call 1, those of
-#: the targets, all others.
-HEADLINE = ("logits", "hidden", "kept")
-COMPARED = ("logits", "hidden", "active", "kept")
+# Suites of the benchmarks, the most important first.
+HEADLINE = ("logits", "hidden", "kept")  # their first cells are in call 1
+COMPARED = ("logits", "hidden", "active", "kept")  # those with targets
 FURTHER = (
     "logits-accumulation", "hidden-accumulation", "step", "divergence", "logits-divergence", "length", "cross-entropy", "hidden-frozen", "logits-forward", "hidden-forward",
     "hidden-sequence", "divergence-forward", "divergence-jsd", "rows", "vocab", "trees", "forms", "logits-forms",
     "draft",
 )  # fmt: skip
-REHEARSED_SUITES = ("kept", "length")  # of them, on a CPU
+REHEARSED_SUITES = ("kept", "length")  # the suites that a rehearsal runs
 
 
 # ---- a call
 
 
 class Kit:
-    """One call: its folders, and the outcome of each stage."""
+    """One call: its folders, and the outcome of each stage.
+
+    out     folder for the files that come back
+    work    temporary folder of the stages
+    stages  {name: {"status", "seconds"}}, including stages of earlier calls
+    """
 
     def __init__(
         self, out: Path, work: Path, wheels: Path | None = None, rehearse: bool = False
@@ -121,12 +133,11 @@ class Kit:
         self.out, self.work, self.wheels, self.rehearse = out, work, wheels, rehearse
         for folder in (out, *(work / name for name in ("json", "logs", "site", "results"))):
             folder.mkdir(parents=True, exist_ok=True)
-        self.stages: dict[str, dict] = self.found(
-            "kit"
-        )  # name -> {"status", "seconds"}, of earlier calls too
+        self.stages: dict[str, dict] = self.found("kit")
 
     @property
     def environment(self) -> dict[str, str]:
+        """Environment variables of a stage."""
         paths = (str(ROOT), str(self.work / "site"), os.environ.get("PYTHONPATH", ""))
         variables = os.environ | {
             "PYTHONPATH": os.pathsep.join(p for p in paths if p),
@@ -135,22 +146,23 @@ class Kit:
         return variables | ({"TRITON_INTERPRET": "1"} if self.rehearse else {})
 
     def command(self, stage: str, seconds: float) -> list[str]:
+        """Return the command line of a stage that is ended after `seconds`."""
         command = [sys.executable, "-m", "benchmarks.gpu_stages", stage, "--work", str(self.work)]
-        command += [
-            "--seconds",
-            f"{0.95 * seconds:.0f}",
-        ]  # the stage should stop by itself after this
+        # The stage tries to end by itself before.
+        command += ["--seconds", f"{0.95 * seconds:.0f}"]
         if self.wheels is not None:
             command += ["--wheels", str(self.wheels)]
-        return command + (["--rehearse"] if self.rehearse else [])
+        if self.rehearse:
+            command.append("--rehearse")
+        return command
 
     def found(self, name: str) -> dict[str, Any]:
-        """The results that a stage has written so far."""
+        """Return the results that a stage has written so far, {} if there are none."""
         path = self.work / "json" / f"{name}.json"
         return json.loads(path.read_text()) if path.exists() else {}
 
     def suites(self) -> dict[str, dict]:
-        """{suite: result file} of the comparison."""
+        """Return {suite: content of its result file}."""
         return {
             path.stem: json.loads(path.read_text())
             for path in sorted((self.work / "results").glob("*/*.json"))
@@ -167,9 +179,13 @@ def run_stage(
     environment: dict[str, str],
     meanwhile: Callable[[], None] = lambda: None,
 ) -> str:
-    """Runs a command in its own process group, with its output in `log`. Returns "ok", how it
-    failed, or that its time ran out, and ends what is left of the group. `meanwhile` is called
-    every PACK_EVERY seconds.
+    """Run a command in its own process group, and end the group afterwards.
+
+    Returns "ok", how the command failed, or that its time ran out.
+
+    log         file for the output
+    seconds     time limit
+    meanwhile   called every PACK_EVERY seconds
     """
     deadline = time.monotonic() + seconds
     with log.open("w") as output:
@@ -183,10 +199,9 @@ def run_stage(
         )
         try:
             while True:
+                wait = max(0.0, min(PACK_EVERY, deadline - time.monotonic()))
                 try:
-                    status = process.wait(
-                        timeout=max(0.0, min(PACK_EVERY, deadline - time.monotonic()))
-                    )
+                    status = process.wait(timeout=wait)
                     break
                 except subprocess.TimeoutExpired:
                     if time.monotonic() >= deadline:
@@ -200,7 +215,7 @@ def run_stage(
 
 
 def end_group(process: subprocess.Popen) -> None:
-    """Ends the process and those that it has started."""
+    """End the process and all processes of its group."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -209,9 +224,9 @@ def end_group(process: subprocess.Popen) -> None:
 
 
 def run(kit: Kit, stages: Sequence[Stage], minutes: float) -> None:
-    """Runs one stage after the other.
+    """Run the stages one after the other.
 
-    The reserved seconds of all stages are scaled to 80 % of the time.
+    Their reserved seconds are scaled so that they sum to 80 % of the time.
     """
     scale = 0.8 * 60 * minutes / max(1.0, sum(stage.kept for stage in stages))
     deadline = time.monotonic() + 57 * minutes  # the rest is for packing and for starting the call
@@ -219,7 +234,8 @@ def run(kit: Kit, stages: Sequence[Stage], minutes: float) -> None:
         kept = scale * sum(later.kept for later in stages[i + 1 :])
         seconds = min(scale * stage.most, deadline - time.monotonic() - kept)
         begin = time.monotonic()
-        status, log = "no time left", kit.work / "logs" / f"{stage.name}.txt"
+        log = kit.work / "logs" / f"{stage.name}.txt"
+        status = "no time left"
         if seconds > 0.5 * minutes:
             kit.stages[stage.name] = {"status": "running", "seconds": 0.0}
             status = run_stage(
@@ -232,11 +248,11 @@ def run(kit: Kit, stages: Sequence[Stage], minutes: float) -> None:
         pack(kit)
 
 
-# ---- the output: a few files, not in folders
+# ---- the files that come back
 
 
 def pack(kit: Kit) -> None:
-    """Writes everything found so far to DIR; each file is replaced at once."""
+    """Write all results so far to `kit.out`."""
     (kit.work / "json" / "kit.json").write_text(json.dumps(kit.stages, indent=1))
     tables = kit.work / "tables.md"
     text = summary(kit) + (f"\n{tables.read_text()}" if tables.exists() else "")
@@ -254,19 +270,22 @@ def pack(kit: Kit) -> None:
 
 
 def replace(path: Path, write: Callable[[Path], Any]) -> None:
+    """Call write(path of a new file), which then replaces `path` in one step."""
     part = path.with_name(path.name + ".part")
     write(part)
     part.replace(path)
 
 
 def archive(path: Path, folder: Path, names: Sequence[str]) -> None:
-    """The files of these names, and those in folders of these names. Stages may be writing: each
-    file is read at once, and one that is incomplete or gone is left out.
+    """Pack files and folders of `folder` into an archive.
+
+    Stages may be writing meanwhile. Files that are incomplete or have gone are left out.
     """
+    files = {folder / name for name in names}
+    for name in names:
+        files |= {*(folder / name).rglob("*")}
     with tarfile.open(path, "w:gz") as tar:
-        for file in sorted(
-            file for name in names for file in (folder / name, *(folder / name).rglob("*"))
-        ):
+        for file in sorted(files):
             if file.suffix == ".part" or not file.is_file():
                 continue
             try:
@@ -274,7 +293,8 @@ def archive(path: Path, folder: Path, names: Sequence[str]) -> None:
             except FileNotFoundError:
                 continue
             member = tarfile.TarInfo(file.relative_to(folder).as_posix())
-            member.size, member.mtime = len(data), int(time.time())
+            member.size = len(data)
+            member.mtime = int(time.time())
             tar.addfile(member, io.BytesIO(data))
 
 
@@ -282,34 +302,43 @@ def archive(path: Path, folder: Path, names: Sequence[str]) -> None:
 
 
 class Target(NamedTuple):
+    """A figure that the project wants to reach on a GPU."""
+
     what: str
-    sign: str
+    sign: str  # "<=" or ">="
     limit: float
-    measured: float | None
+    measured: float | None  # None: not measured
 
     @property
-    def met(self) -> bool | None:  # None: not measured
+    def met(self) -> bool | None:
+        """Whether the target is met. None: not measured."""
         if self.measured is None:
             return None
         return self.measured <= self.limit if self.sign == "<=" else self.measured >= self.limit
 
 
 def targets(suites: dict[str, dict], counters: dict, correctness: dict) -> list[Target]:
-    """The project's targets on a GPU, and what this call measured."""
-    logits, hidden = row_of(suites, "logits"), row_of(suites, "hidden", hidden=4096)
-    half, dense = (row_of(suites, "active", hidden=4096, active=a) for a in (0.5, 1.0))
-    ours, inplace = hidden("grpo_kernels"), logits("grpo_kernels, in place")
-    waits, documented = counters.get("waits"), counters.get("documented", {}).keys()
-    waiting = None if waits is None else {name for name, wait in waits.items() if wait}
-    groups = correctness.get("groups", {}).values()
-    errors = [
-        value for group in groups for what, value in group["largest"].items() if "logps" in what
-    ]
-    refused = (
-        None
-        if "graphs" not in counters
-        else sum(bool(reason) for reason in counters["graphs"].values())
-    )
+    """Return the project's targets on a GPU with what this call measured.
+
+    suites      {suite: content of its result file}
+    counters, correctness   results of these stages, {} if they did not run
+    """
+    logits = row_of(suites, "logits")
+    hidden = row_of(suites, "hidden", hidden=4096)
+    half = row_of(suites, "active", hidden=4096, active=0.5)
+    dense = row_of(suites, "active", hidden=4096, active=1.0)
+    ours = hidden("grpo_kernels")
+    inplace = logits("grpo_kernels, in place")
+    documented = counters.get("documented", {}).keys()
+    waiting = None
+    if "waits" in counters:
+        waiting = {name for name, wait in counters["waits"].items() if wait}
+    refused = None
+    if "graphs" in counters:
+        refused = sum(bool(reason) for reason in counters["graphs"].values())
+    errors = []
+    for group in correctness.get("groups", {}).values():
+        errors += [value for what, value in group["largest"].items() if "logps" in what]
     return [
         Target("logits 8192 x 151936 bf16, in place / copy", "<=", 1.15, ratio(inplace, logits("copy"))),
         Target("same, Liger GRPO loss / ours", ">=", 1.4, ratio(logits("Liger GRPO loss"), inplace)),
@@ -329,27 +358,32 @@ def targets(suites: dict[str, dict], counters: dict, correctness: dict) -> list[
 
 
 def row_of(suites: dict[str, dict], suite: str, **shape: Any) -> Callable[[str], dict]:
-    """A function of a provider's name: its row in the cell of this shape, with 8192 rows of Qwen's
-    vocabulary in bf16. "limit" is the fastest of the limits; {} is what was not measured.
+    """Return a function that finds the row of a provider by its name, or {} if it was not timed.
+
+    The name "limit" finds the limit of the cell. The cell is the one of the suite with 8192 rows,
+    Qwen's vocabulary, bf16, and the fields of `shape`.
     """
     wanted = {"rows": 8192, "vocab": 151936, "dtype": "bfloat16", **shape}
-    cells = (
-        x
-        for x in suites.get(suite, {}).get("cells", [])
-        if all(x[key] == value for key, value in wanted.items())
-    )
-    cell = next(cells, {})
+    cell: dict = {}
+    for candidate in suites.get(suite, {}).get("cells", []):
+        if all(candidate[key] == value for key, value in wanted.items()):
+            cell = candidate
+            break
     rows = {row["name"]: row for row in cell.get("providers", []) if row["status"] == "ok"}
-    return lambda name: (cell.get("limit") if name == "limit" else rows.get(name)) or {}
+
+    def find(name: str) -> dict:
+        return (cell.get("limit") if name == "limit" else rows.get(name)) or {}
+
+    return find
 
 
 def ratio(above: dict, below: dict) -> float | None:
-    """Of two times."""
+    """Return the ratio of the times of two rows, or None if one was not timed."""
     return above["ms"] / below["ms"] if above and below else None
 
 
 def summary(kit: Kit) -> str:
-    """The stages, the targets, and the lines of each stage."""
+    """Return the text of summary.md: the stages, the targets, and the lines of each stage."""
     title = "Rehearsal on a CPU: no figure means anything" if kit.rehearse else "Results"
     lines = [f"# {title}", "", "| stage | outcome | s |", "|---|---|---|"]
     lines += [
@@ -363,40 +397,43 @@ def summary(kit: Kit) -> str:
         lines.append(f"| {target.what} | {target.sign} {target.limit:g} | {measured} | {met} |")
     for name in kit.stages:
         said = kit.found(name).get("lines", [])
-        lines += ["", f"## {name}", "", "```", *said, "```"] if said else []
+        if said:
+            lines += ["", f"## {name}", "", "```", *said, "```"]
     return "\n".join(lines) + "\n"
 
 
-#: Stages of every call: the machine is a new one, and the pictures show what was added.
+#: Stages that run in every call, because each call has a new machine and adds results.
 AGAIN = ("install", "plots")
 
 
 def chosen(kit: Kit, call: int, names: Sequence[str] | None) -> list[Stage]:
-    """The stages of a call that have not ended well before, or those of these names from all
-    calls.
+    """Return the stages to run.
+
+    These are the stages of a call that have not ended well before, or, with `names`, the stages of
+    these names from all calls.
     """
     if names is None:
-        stages = CALLS[call]
+        ended_well = {name for name, stage in kit.stages.items() if stage["status"] == "ok"}
         return [
-            stage
-            for stage in stages
-            if stage.name in AGAIN or kit.stages.get(stage.name, {}).get("status") != "ok"
+            stage for stage in CALLS[call] if stage.name in AGAIN or stage.name not in ended_well
         ]
     every = {stage.name: stage for stages in CALLS.values() for stage in stages}
     return [stage for name, stage in every.items() if name in names]
 
 
+def absolute_path(text: str) -> Path:
+    """Return an argument of the command line as an absolute path."""
+    return Path(text).resolve()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 if all stages ended well."""
-    names, path = (
-        list(dict.fromkeys(stage.name for stages in CALLS.values() for stage in stages)),
-        lambda text: Path(text).resolve(),
-    )
+    """Run a call. Returns 0 if all stages ended well."""
+    names = list(dict.fromkeys(stage.name for stages in CALLS.values() for stage in stages))
     parser = parser_of("benchmarks.gpu_kit", __doc__, {
-        "--out": {"type": path, "required": True, "help": "folder for what comes back: at most 8 files"},
+        "--out": {"type": absolute_path, "required": True, "help": "folder for what comes back: at most 8 files"},
         "--call": {"type": int, "choices": CALLS, "default": 1, "help": "see benchmarks/README.md (default 1)"},
-        "--wheels": {"type": path, "help": "folder with the peers' wheels"},
-        "--resume": {"type": path, "metavar": "ARCHIVE", "help": "results.tar.gz of an earlier call"},
+        "--wheels": {"type": absolute_path, "help": "folder with the peers' wheels"},
+        "--resume": {"type": absolute_path, "metavar": "ARCHIVE", "help": "results.tar.gz of an earlier call"},
         "--minutes": {"type": float, "default": 10.0, "help": "for everything"},
         "--stages": {"nargs": "+", "choices": names, "metavar": "STAGE", "help": f"in place of a call's: {', '.join(names)}"},
         "--rehearse": SWITCH | {"help": "on a CPU, small, with Triton's interpreter"},
