@@ -102,14 +102,17 @@ def loss_from_model(
                 f"{name} is given, but it is not used here: leave it out. Targets and mask are"
                 " in the batch."
             )
-    model_inputs = (input_ids, batch, inputs, model_kwargs)
-    hidden, head = _hidden_and_head(model, temperature, transform, *model_inputs)
+    hidden, head = _hidden_and_head(
+        model, temperature, transform, input_ids, batch, inputs, model_kwargs
+    )
     if isinstance(reference, nn.Module):
         # Both use the same temperature. The reference may have another softcap and scale.
         if transform is not None:
             temperature = transform.temperature
         with torch.no_grad():
-            reference = _hidden_and_head(reference, temperature, None, *model_inputs)
+            reference = _hidden_and_head(
+                reference, temperature, None, input_ids, batch, inputs, model_kwargs
+            )
     return linear_grpo_loss(
         hidden,
         head,

@@ -357,10 +357,12 @@ def correction_metrics(
     trained = batch.trained
 
     def mean(values: Tensor, counted: Tensor = trained) -> Tensor:
+        """Return the mean of the values that count, 0-d fp64. It is 0 if none counts."""
         total = torch.where(counted, values, 0.0).sum(dtype=torch.float64)
         return total / counted.sum().clamp(min=1)
 
     def statistics(values: Tensor) -> GroupStatistics:
+        """Return statistics of values [N] over the trained tokens of the batch."""
         return GroupStatistics(Groups(), torch.where(trained, values, 0.0), trained)
 
     w = x.exp()
@@ -382,12 +384,13 @@ def correction_metrics(
         metrics["share_below"] = mean(w < low)
     if high is not None:
         metrics["share_above"] = mean(w > high)
-    v = w
+    effective_weights = w
     if weights is not None:
-        v = _flat_argument(batch, "weights", weights).double()
-        metrics["share_rejected"] = mean(v == 0)
-    square = mean(v.square())
-    metrics["ess"] = torch.where(square > 0, mean(v).square() / square, 0.0)
+        effective_weights = _flat_argument(batch, "weights", weights).double()
+        metrics["share_rejected"] = mean(effective_weights == 0)
+    mean_square = mean(effective_weights.square())
+    squared_mean = mean(effective_weights).square()
+    metrics["ess"] = torch.where(mean_square > 0, squared_mean / mean_square, 0.0)
     if batch.sequences is not None:
         num_trained = batch.sequence_sum(trained)
         has_trained = num_trained > 0
@@ -433,11 +436,13 @@ def _reduce_over_sequences(batch: TokenBatch, x: Tensor, over: str, needs: str) 
         return batch.sequence_sum(x)
     if over == "mean":
         return batch.sequence_sum(x) / num_trained.clamp(min=1.0)
+    # Masked tokens get this value, so that they do not change the extreme of their sequence.
     nothing = -torch.inf if over == "max" else torch.inf
     sequence_ids = batch.spread(torch.arange(len(num_trained), device=num_trained.device))
     trained_x = torch.where(batch.trained, x, nothing)
     extremes = torch.full_like(num_trained, nothing)
     extremes = extremes.scatter_reduce(0, sequence_ids, trained_x, f"a{over}")
+    # With a context_group, tokens of a sequence are on several ranks, whose extremes are combined.
     return batch.over_context(extremes, over.upper())
 
 

@@ -194,6 +194,7 @@ def kl_in_reward(
     per                "token": the result has the shape of logps and is 0 in masked tokens, for
                        `discounted_returns` or `gae`. "sequence": the result is the sum over each
                        sequence, [B], for `group_advantages` (TRL's RLOO).
+    mask, cu_seqlens   as in a `TokenBatch`
 
     Raises ValueError naming the argument.
     """
@@ -207,28 +208,35 @@ def kl_in_reward(
         and not estimator.straight_through
         and estimator.estimator not in ("distillation", "sdar")
     )
-    require(
-        changes_only_value,
-        "kl",
-        kl,
-        "in a reward only the value of an estimator is used: leave out options of its gradient.",
+    remedy = (
+        "in a reward only the value of an estimator is used: leave out options of its gradient."
     )
-    logp = tokens.values("logps", logps)
-    ref_logp = tokens.values("ref_logps", ref_logps)
-    no_advantage = torch.zeros_like(logp)
-    terms = kl_terms(logp, logp, ref_logp, no_advantage, estimator.clamps, **estimator.formula)
+    require(changes_only_value, "kl", kl, remedy)
+    policy_logps = tokens.values("logps", logps)
+    reference_logps = tokens.values("ref_logps", ref_logps)
+    terms = kl_terms(
+        policy_logps,
+        policy_logps,  # the old log-probs: the policy has not changed since it sampled
+        reference_logps,
+        torch.zeros_like(policy_logps),  # log-ratios, which weighting="none" does not use
+        estimator.clamps,
+        **estimator.formula,
+    )
     penalty = beta * terms.value
-    are_per_token = rewards.shape == tokens.shape
-    if rewards.shape == (tokens.num_sequences,) and not are_per_token:
-        r = rewards.detach().double()
-        require_finite("rewards", r, FINITE)
+    # Packed sequences of one token each have as many tokens as sequences. Then the rewards are read
+    # per token, which gives the same.
+    is_per_token = rewards.shape == tokens.shape
+    is_per_sequence = rewards.shape == (tokens.num_sequences,) and not is_per_token
+    if is_per_sequence:
+        sequence_rewards = rewards.detach().double()
+        require_finite("rewards", sequence_rewards, FINITE)
         if per == "sequence":
-            return (r - tokens.sequence_sums(penalty)).float()
-        return tokens.to_result(tokens.place_at_last(r) - penalty)
-    r = tokens.values("rewards", rewards)
+            return (sequence_rewards - tokens.sequence_sums(penalty)).float()
+        return tokens.to_result(tokens.place_at_last(sequence_rewards) - penalty)
+    token_rewards = tokens.values("rewards", rewards)
     if per == "sequence":
-        return (tokens.sequence_sums(r) - tokens.sequence_sums(penalty)).float()
-    return tokens.to_result(r - penalty)
+        return (tokens.sequence_sums(token_rewards) - tokens.sequence_sums(penalty)).float()
+    return tokens.to_result(token_rewards - penalty)
 
 
 def optimal_token_advantages(
@@ -322,6 +330,7 @@ def self_distilled_advantages(
     expanded = per_token("advantages", advantages, tokens.shape, cu_seqlens)
     a = tokens.values("advantages", expanded.view(tokens.shape))
     d = tokens.values("teacher_logps", teacher_logps) - tokens.values("old_logps", old_logps)
+    # Bounded, so that exp does not overflow.
     ratio = (a.sign() * d).clamp(max=LOG_RATIO_BOUND).exp()
     weight = 1.0 - strength + strength * ratio.clamp(1.0 - clip, 1.0 + clip)
     if negative_only:
