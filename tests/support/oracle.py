@@ -92,7 +92,7 @@ class Result:
 
 
 def sequences_of(targets: Tensor, cu_seqlens: Tensor | None) -> list[list[int]]:
-    """Row numbers of each sequence, row-major. Packed rows without offsets are one sequence."""
+    """Return the row indices of each sequence. Packed rows without offsets are one sequence."""
     if targets.dim() == 2:
         length = targets.shape[1]
         return [[b * length + t for t in range(length)] for b in range(targets.shape[0])]
@@ -103,7 +103,11 @@ def sequences_of(targets: Tensor, cu_seqlens: Tensor | None) -> list[list[int]]:
 
 
 def to_rows(value: float | Tensor, sequences: list[list[int]], dtype: torch.dtype) -> Tensor:
-    """[N]: a number, one value per sequence ([B], [B, 1]) or one per token."""
+    """Return a value per row [N].
+
+    value       a number, one value per sequence ([B] or [B, 1]), or one per token
+    sequences   the row indices of each sequence
+    """
     rows = sum(len(s) for s in sequences)
     if not isinstance(value, Tensor) or value.dim() == 0:
         return torch.full((rows,), float(value), dtype=dtype)
@@ -120,15 +124,19 @@ def to_rows(value: float | Tensor, sequences: list[list[int]], dtype: torch.dtyp
 def log_probs(
     logits: Tensor, labels: Tensor, temperature: float | Tensor = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of the labels, entropies, in float64; a row with p = 0 somewhere is fine."""
-    p = torch.log_softmax(logits.double() / temperature, -1)
-    return p.gather(-1, labels[..., None])[..., 0], -(
-        p.exp() * torch.where(p == -torch.inf, 0.0, p)
-    ).sum(-1)
+    """Return the log-probs of the labels and the entropies, float64 [...].
+
+    logits   [..., V]; logits of -inf are allowed
+    """
+    log_p = torch.log_softmax(logits.double() / temperature, -1)
+    finite = torch.where(log_p == -torch.inf, 0.0, log_p)
+    logps = log_p.gather(-1, labels[..., None])[..., 0]
+    return logps, -(log_p.exp() * finite).sum(-1)
 
 
 def by_sign(positive: Tensor, yes: float, no: float) -> Tensor:
-    """Of two numbers, in float64 (torch.where of two numbers is fp32)."""
+    """Return `yes` where `positive` is True and `no` elsewhere, in float64."""
+    # torch.where of two Python numbers would be fp32.
     return torch.where(
         positive, torch.tensor(yes, dtype=torch.float64), torch.tensor(no, dtype=torch.float64)
     )
@@ -137,7 +145,7 @@ def by_sign(positive: Tensor, yes: float, no: float) -> Tensor:
 def surrogate(
     spec: Spec, log_ratio: Tensor, logp: Tensor, advantage: Tensor, selected: Tensor | None = None
 ) -> Tensor:
-    """Per-token policy loss; autograd through it is the definition of the slope."""
+    """Return the policy loss of each token [n]. Autograd through it defines the gradient."""
     r = torch.exp(log_ratio)
     if spec.surrogate == "none":
         return 0.0 * logp
@@ -171,6 +179,7 @@ def surrogate(
 
 
 def kl_estimate(name: str, logp: Tensor, ref: Tensor, clamp_log: float = math.inf) -> Tensor:
+    """Return the KL estimate of each token, with log(ref / p) clamped to +-clamp_log."""
     d = (ref - logp).clamp(-clamp_log, clamp_log)
     if name == "sdar":
         return torch.sigmoid(5 * d).detach() * d
@@ -178,9 +187,9 @@ def kl_estimate(name: str, logp: Tensor, ref: Tensor, clamp_log: float = math.in
 
 
 def kl_term(spec: Spec, logp: Tensor, old: Tensor, ref: Tensor, log_ratio: Tensor) -> Tensor:
-    """Per-token KL with its weight; autograd through it is the definition of the slope.
+    """Return the KL term of each token times its weight. Autograd through it defines the gradient.
 
-    old is detached.
+    old   the log-probs of the old policy, without gradient
     """
     if spec.kl == "distillation":
         x = logp - old
@@ -190,8 +199,8 @@ def kl_term(spec: Spec, logp: Tensor, old: Tensor, ref: Tensor, log_ratio: Tenso
     value = estimate.clamp(-spec.clamp, spec.clamp)
     clamped = ((ref - logp).abs() > spec.clamp_log) | (estimate.abs() > spec.clamp)
     if spec.straight_through:
-        other = kl_estimate("k2", logp, ref)
-        value = value.detach() + other - other.detach()
+        k2 = kl_estimate("k2", logp, ref)
+        value = value.detach() + k2 - k2.detach()
     weight = {
         "none": torch.ones_like(value),
         "ratio": log_ratio.exp(),
@@ -203,9 +212,12 @@ def kl_term(spec: Spec, logp: Tensor, old: Tensor, ref: Tensor, log_ratio: Tenso
 
 
 def ratio_bounds(spec: Spec) -> tuple[float, float]:
+    """Return the ratios from which the surrogate is clipped: (0, inf) if it has no clip."""
     if spec.surrogate in ("clip", "clip-cov"):
         return 1 - spec.eps_low, 1 + spec.eps_high
-    return (spec.low, spec.cap) if spec.surrogate == "cispo" else (0.0, math.inf)
+    if spec.surrogate == "cispo":
+        return spec.low, spec.cap
+    return 0.0, math.inf
 
 
 class Margin:
@@ -215,7 +227,10 @@ class Margin:
         self.smallest = math.inf
 
     def __call__(self, value: float, *bounds: float) -> None:
-        self.smallest = min([self.smallest, *(abs(value - b) for b in bounds if math.isfinite(b))])
+        """Take the distances between a number and these bounds into account."""
+        for bound in bounds:
+            if math.isfinite(bound):
+                self.smallest = min(self.smallest, abs(value - bound))
 
 
 @dataclass(frozen=True)
@@ -233,7 +248,12 @@ class Tokens:
 def trusts(
     kind: str, low: float, high: float, logp: float, anchor: float, advantage: float, margin: Margin
 ) -> bool:
-    """Whether the policy has stayed near the anchor; a token without one is not trusted."""
+    """Return whether the policy is near the anchor at a token.
+
+    kind     the distance: "tv", "symmetric-tv", "kl" or "ratio"
+    logp     the log-prob of the policy
+    anchor   the log-prob of the old policy or of the sampler. NaN is never near.
+    """
     if math.isnan(anchor):
         return False
     p, q = min(math.exp(logp), 1.0), math.exp(anchor)
@@ -256,7 +276,7 @@ def trusts(
 
 
 def filters(spec: Spec, tokens: Tokens, margin: Margin) -> tuple[list[bool], list[bool]]:
-    """(tokens that stay in the policy term, tokens that stay in the entropy bonus)"""
+    """Return which tokens stay in the policy term, and which stay in the entropy bonus."""
     n = len(tokens.logp)
     keep, high_entropy = [True] * n, [True] * n
     old = tokens.logp if tokens.old is None else tokens.old
@@ -298,9 +318,10 @@ def filters(spec: Spec, tokens: Tokens, margin: Margin) -> tuple[list[bool], lis
 
 
 def selection(spec: Spec, tokens: Tokens, margin: Margin) -> list[bool]:
-    """Clip-Cov (of those that qualify the first:
+    """Return which tokens Clip-Cov or KL-Cov selects.
 
-    with share=1, where all are taken, no lot is drawn) and KL-Cov, token by token.
+    Of the tokens that qualify for Clip-Cov, the first ones are taken. The package draws them at
+    random, so tests use share=1, which takes all.
     """
     n = len(tokens.logp)
     mean_a, mean_logp = (math.fsum(v) / max(n, 1) for v in (tokens.advantage, tokens.logp))
@@ -338,10 +359,12 @@ def combine(
     zero: Tensor,
     without: list[int],
 ) -> Tensor:
-    """One number from the terms of the trained tokens of each sequence.
+    """Return the aggregate of the terms of all trained tokens.
 
-    Without a normalizer the denominator is that of one process and one micro-batch, at least 1.
-    Sequences `without` do not count in it, and a normalizer shrinks by their share.
+    terms        the terms of each sequence
+    normalizer   the denominator. None: that of one process and one micro-batch, at least 1.
+    zero         a 0 with a graph, the sum of no terms
+    without      sequences that do not count. A normalizer is reduced by their share.
     """
     if without:
         rest = [i for i in range(len(terms)) if i not in without]
@@ -563,7 +586,10 @@ def objective(
 def future_weights(
     spec: Spec, log_ratio: Tensor, advantage: Tensor, places: list[int], margin: Margin
 ) -> Tensor:
-    """FIPO (2603.19835): one weight for each trained token of a sequence, which is at `places`."""
+    """Return FIPO's weight (2603.19835) of each trained token of a sequence.
+
+    places   the positions of the trained tokens
+    """
     assert spec.future_kl is not None
     half_life, low, high, cutoff, safety = spec.future_kl
     weights = []
@@ -584,7 +610,7 @@ def future_weights(
 
 
 def denominator(spec: Spec, aggregate: str, terms: list[Tensor], groups: list[int] | None) -> float:
-    """What the terms of one batch are divided by."""
+    """Return the number that the terms of one batch are divided by."""
     if aggregate == "token-sum":
         return 1.0
     if aggregate == "token-mean":
@@ -601,7 +627,7 @@ def denominator(spec: Spec, aggregate: str, terms: list[Tensor], groups: list[in
 
 
 def far_sequences(spec: Spec, tokens: Tokens, margin: Margin) -> list[int]:
-    """The sequences whose mean of exp |log-prob - the sampler's| is above the threshold."""
+    """Return the sequences whose mean of exp |log-prob - the sampler's| exceeds the threshold."""
     if spec.sampler_mismatch is None:
         return []
     assert tokens.sampler is not None
@@ -617,7 +643,7 @@ def far_sequences(spec: Spec, tokens: Tokens, margin: Margin) -> list[int]:
 
 
 def in_sequence(spec: Spec, x: Tensor, advantage: Tensor, weight: Tensor, margin: Margin) -> Tensor:
-    """Log-ratios of a sequence's trained tokens as they enter its mean or sum."""
+    """Return the log-ratios of the trained tokens of a sequence, as its mean or sum takes them."""
     if spec.surrogate == "gmpo":  # clipped on the side where the token would gain
         for value, a in zip(x.tolist(), advantage.tolist(), strict=True):
             margin(value, *([spec.eps_high] if a > 0 else [-spec.eps_low] if a < 0 else []))
@@ -632,9 +658,13 @@ def in_sequence(spec: Spec, x: Tensor, advantage: Tensor, weight: Tensor, margin
 
 
 def divergence(logps: Tensor, teacher_logps: Tensor, kind: str, mixture: float = 0.0) -> Tensor:
-    """[n]: the KL, JSD or total variation of rows of log-probs [n, V], by the definition of each.
-    "jsd" has the mixture (1 - mixture) p + mixture q (TRL's beta; GKD, 2306.13649). A column counts
-    nothing where the distribution in front has probability 0 there.
+    """Return the divergence of each row [n], by its definition.
+
+    logps, teacher_logps   log-probs [n, V] of policy p and teacher q
+    kind                   "reverse": KL(p, q). "forward": KL(q, p). "tv": total variation. "jsd":
+                           to the mixture (1 - mixture) p + mixture q (TRL's beta; GKD, 2306.13649)
+
+    In KL(a, b), ids with a probability of 0 under a add nothing.
     """
 
     def kl(a: Tensor, b: Tensor) -> Tensor:
@@ -671,39 +701,54 @@ ROUNDING = {
 
 
 def project(leaves: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Logits [N, V] of hidden states, weight and bias, or the logits that are there."""
+    """Return the logits [rows, V] from hidden states, weight and bias, or from logits."""
     if "logits" in leaves:
         return leaves["logits"].reshape(-1, leaves["logits"].shape[-1]).to(dtype)
-    hidden, weight, bias = (
-        None if x is None else x.to(dtype) for x in map(leaves.get, ("hidden", "weight", "bias"))
-    )
-    assert hidden is not None and weight is not None
+    hidden = leaves["hidden"].to(dtype)
+    weight = leaves["weight"].to(dtype)
+    bias = leaves["bias"].to(dtype) if "bias" in leaves else None
     return torch.nn.functional.linear(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
 
 
 class Rows:
-    """The softmaxes of rows of logits [N, V] over the ids of `keep`.
+    """Softmaxes over the ids of `keep`.
 
-    noise   a seed for errors of fp32's size in what is computed."""
+    x           logits [N, V]
+    ids         int64 [N], the targets
+    transform   temperature, softcap and scale
+    keep        bool [N, V], None: all ids
+    noise       a seed for random errors of the size of fp32 rounding, or None
+
+    Attributes: log_p and p [N, V], and chosen (the log-probs of the targets), entropy and
+    sum_squares [N].
+    """
 
     def __init__(
-        self, x: Tensor, ids: Tensor, transform: dict[str, object], sequences: list[list[int]], *, keep: Tensor | None = None,
+        self,
+        x: Tensor,
+        ids: Tensor,
+        transform: dict[str, Any],
+        sequences: list[list[int]],
+        *,
+        keep: Tensor | None = None,
         noise: int | None = None,
-    ) -> None:  # fmt: skip
-        softcap, scale = transform["softcap"], transform["scale"]
-        z = x * scale
+    ) -> None:
+        softcap = transform["softcap"]
+        z = x * transform["scale"]
         if softcap is not None:
             z = softcap * torch.tanh(z / softcap)
-        z = z / to_rows(transform["temperature"], sequences, x.dtype)[:, None]  # type: ignore[arg-type]
-        z = z if keep is None else z.masked_fill(~keep, -math.inf)
+        z = z / to_rows(transform["temperature"], sequences, x.dtype)[:, None]
+        if keep is not None:
+            z = z.masked_fill(~keep, -math.inf)
         if noise is None:
             self.log_p = torch.log_softmax(z, -1)
         else:
+            # Errors of each logit, and of the log-sum-exp of the row.
             size = torch.where(z.isfinite(), z.detach().abs(), 0.0)
-            row = 2 + 2 * size.amax(1, keepdim=True) + math.log(x.shape[1])
-            self.log_p = torch.log_softmax(
-                z + EPS * (1 + size) * signs(z, noise), -1
-            ) + EPS * row * signs(row, noise)
+            logit_error = EPS * (1 + size) * signs(z, noise)
+            row_size = 2 + 2 * size.amax(1, keepdim=True) + math.log(x.shape[1])
+            row_error = EPS * row_size * signs(row_size, noise)
+            self.log_p = torch.log_softmax(z + logit_error, -1) + row_error
         self.keep = self.log_p.detach() > -math.inf
         self.chosen = self.log_p.gather(1, ids[:, None])[:, 0]
         finite = torch.where(self.keep, self.log_p, 0.0)
@@ -713,57 +758,75 @@ class Rows:
 
 
 def signs(like: Tensor, noise: int) -> Tensor:
-    """Those of errors.
+    """Return random signs of errors in the shape of a tensor.
 
-    Between an even number and the next every second column changes: in one of them two neighbours
-    differ.
+    Seeds 2k and 2k + 1 differ in the sign of every second column. So two neighbours have different
+    signs with one of these seeds.
     """
     g = torch.Generator().manual_seed(noise // 2)
-    found = torch.where(torch.rand(like.shape, generator=g) < 0.5, -1.0, 1.0).to(like.dtype)
-    return found * (1 - 2 * (torch.arange(like.shape[-1]) % 2)) ** (noise % 2)
+    random = torch.where(torch.rand(like.shape, generator=g) < 0.5, -1.0, 1.0).to(like.dtype)
+    alternating = 1 - 2 * (torch.arange(like.shape[-1]) % 2)
+    return random * alternating ** (noise % 2)
 
 
 def listed_divergence(
-    log_p: Tensor, log_q: Tensor, ids: list[list[int]], kind: str, share: float, tail: str
-) -> Tensor:  # fmt: skip
-    """[N] from the log-probs [N, V] of both sides at the ids of each row, by the formulas of the
-    four tails; 0 without ids.
+    log_p: Tensor, log_q: Tensor, ids: list[list[int]], kind: str, mixture: float, tail: str
+) -> Tensor:
+    """Return the divergence of each row [N] from a teacher that is known at some ids.
+
+    log_p, log_q    log-probs of policy and teacher [N, V]
+    ids             the ids of each row. Without ids the divergence is 0.
+    kind, mixture   see `divergence`
+    tail            how the other ids count: "bin", "ignore", "renormalise" or "generalised"
     """
     values = []
     for p_row, q_row, listed in zip(log_p, log_q, ids, strict=True):
-        lp, lq = p_row[listed], q_row[listed]
+        log_p_listed = p_row[listed]
+        log_q_listed = q_row[listed]
         if tail == "bin":
-            # The probability of all other ids is the rest of 1, whose error is that of the listed
-            # ones.
-            rest = 1 - lp.exp().sum(), 1 - lq.exp().sum()
-            lp, lq = (
-                torch.cat([x, mass.clamp(min=1e-7).log()[None]])
-                for x, mass in zip((lp, lq), rest, strict=True)
-            )
+            log_p_listed = _with_tail_bin(log_p_listed)
+            log_q_listed = _with_tail_bin(log_q_listed)
         elif tail == "renormalise":
-            lp, lq = lp.log_softmax(0), lq.log_softmax(0)
-        value = divergence(lp[None], lq[None], kind, share)[0]
-        if tail != "ignore" and kind in ("reverse", "forward"):  # of the others the masses cancel
-            value = value + {"reverse": 1, "forward": -1}[kind] * (lq.exp().sum() - lp.exp().sum())
+            log_p_listed = log_p_listed.log_softmax(0)
+            log_q_listed = log_q_listed.log_softmax(0)
+        value = divergence(log_p_listed[None], log_q_listed[None], kind, mixture)[0]
+        # The generalised KL of two measures. For the other kinds the masses cancel.
+        if tail != "ignore" and kind in ("reverse", "forward"):
+            sign = {"reverse": 1, "forward": -1}[kind]
+            value = value + sign * (log_q_listed.exp().sum() - log_p_listed.exp().sum())
         values.append(value)
     return torch.stack(values) if values else log_p.sum(1)
 
 
+def _with_tail_bin(log_p: Tensor) -> Tensor:
+    """Return log-probs with one more entry for the probability of all other ids."""
+    rest = 1 - log_p.exp().sum()
+    return torch.cat([log_p, rest.clamp(min=1e-7).log()[None]])
+
+
 @dataclass
 class Answer:
-    """Values by name (0 in rows that are not trained), gradients of the leaves by name.
+    """The results of a call.
 
-    clear   no number is so near a bound that rounding may move it to the other side."""
+    values      log-probs and statistics by name, 0 in rows that are not trained
+    gradients   of the tensors of the call, by name
+    clear       whether no number is so near a bound that rounding may move it across
+    of_logits   the gradient of the logits [rows, V]
+    sizes       the sum of the absolute terms of that gradient [rows, V]
+    """
 
     values: dict[str, Tensor]
     gradients: dict[str, Tensor]
     clear: bool = True
-    of_logits: Any = None  # [N, V]: the gradient of the logits
-    sizes: Any = None  # [N, V]: what is added up in it, were nothing to cancel
+    of_logits: Any = None
+    sizes: Any = None
 
 
 def answer(p: Problem, noise: int | None = None) -> Answer:
-    """What the call of a problem returns, in float64, and the gradients of its leaves."""
+    """Return the results of a call in float64.
+
+    noise   a seed for random errors of the size of fp32 rounding, or None
+    """
     r, leaves = (
         p.case,
         {name: x.detach().double().requires_grad_() for name, x in p.clean.items()},
@@ -864,7 +927,7 @@ def answer(p: Problem, noise: int | None = None) -> Answer:
 
 
 def named_ids(p: Problem, vocab: int) -> Tensor:
-    """[N, V]: 1 at the target of each token and at its further ids, else 0."""
+    """Return float64 [N, V]: 1 at the target of each token and at its further ids, 0 elsewhere."""
     named = torch.zeros(len(p.ids), vocab, dtype=torch.float64)
     named[torch.arange(len(p.ids)), p.ids] = 1.0
     lists = [
@@ -881,97 +944,129 @@ def named_ids(p: Problem, vocab: int) -> Tensor:
 def _divergence(
     p: Problem, other: SecondDistribution, ours: Rows, rows: Callable[..., Rows], live: Tensor
 ) -> Tensor:
-    """[n] of the trained rows, over their sets."""
-    r = p.case
-    kind, _, share = r.exact.partition(" ")
+    """Return the divergence of each trained row [n] over its candidate set.
+
+    ours   the softmaxes of the policy in the trained rows
+    rows   makes the softmaxes of the trained rows from logits, transform, keep and a seed
+    live   int64 [n], the trained rows
+    """
+    case = p.case
+    kind, _, share = case.exact.partition(" ")
     mixture = float(share or 0.5) if kind == "jsd" else 0.0
-    theirs = rows(other.rows, other.transform, p.keep, 200)
+    theirs = rows(other.rows, other.transform, p.keep, 200).log_p.detach()
     if other.ids is None:
-        return divergence(ours.log_p, theirs.log_p.detach(), kind, mixture)
+        return divergence(ours.log_p, theirs, kind, mixture)
     listed = [other.ids[i] for i in live.tolist()]
-    return listed_divergence(
-        ours.log_p, theirs.log_p.detach().float().double(), listed, kind, mixture, r.tail
-    )
+    # The caller has the teacher's log-probs in fp32.
+    theirs = theirs.float().double()
+    return listed_divergence(ours.log_p, theirs, listed, kind, mixture, case.tail)
 
 
 def _total(
-    p: Problem, values: dict[str, Tensor], divergences: Tensor | None, sets: Rows, whole: Rows, live: Tensor,
+    p: Problem,
+    values: dict[str, Tensor],
+    divergences: Tensor | None,
+    sets: Rows,
+    whole: Rows,
+    live: Tensor,
     noise: int | None,
-) -> tuple[Tensor, bool]:  # fmt: skip
-    """(the scalar whose gradient is asked for, whether it is clear); adds to `values` what else the
-    call returns.
+) -> tuple[Tensor, bool]:
+    """Return the scalar whose gradient is compared, and whether it is clear (see Answer).
+
+    Adds the further results of the call to `values`.
+
+    divergences   [N], those of the loss, or None
+    sets, whole   softmaxes of the trained rows over candidate sets and over the vocabulary
+    live          int64 [n], the trained rows
     """
-    r, up = p.case, {name: x.reshape(-1) for name, x in p.upstream.items()}
-    if r.function == "divergence":
-        return (values["divergence"] * up["divergence"]).sum(), True
-    if r.function == "loss":
+    function = p.case.function
+    if function == "divergence":
+        return (values["divergence"] * p.upstream["divergence"].reshape(-1)).sum(), True
+    if function == "loss":
         seen = {name: x for name, x in p.seen.items() if name != "cu_seqlens"}
-        if noise is not None:  # terms of a slope may cancel
-            seen["advantages"] = seen["advantages"] * (
-                1 + 2 * EPS * signs(seen["advantages"], noise)
-            )
+        if noise is not None:
+            # The terms of a gradient may cancel, so errors of the advantages count too.
+            error = 2 * EPS * signs(seen["advantages"], noise)
+            seen["advantages"] = seen["advantages"] * (1 + error)
         result = objective(
-            p.spec, values["logps"], values["entropy"], p.sequences, normalizer=r.normalizer,
-            divergences=divergences, listed=_listed_terms(p, sets, live), **seen,
-        )  # fmt: skip
+            p.spec,
+            values["logps"],
+            values["entropy"],
+            p.sequences,
+            normalizer=p.case.normalizer,
+            divergences=divergences,
+            listed=_listed_terms(p, sets, live),
+            **seen,
+        )
         values["loss"] = result.loss
         return result.loss, result.margin > 1e-3
-    total = (values["logps"] * up["logps"]).sum()
-    if r.also not in ("nothing", "detached"):
-        total = total + (values["entropy"] * up["entropy"]).sum()
-    if r.also in ("sum_squares", "all"):
-        values["sum_squares"] = torch.zeros_like(values["logps"]).index_put(
-            (live,), sets.sum_squares
-        )
-        total = total + (values["sum_squares"] * up["sum_squares"]).sum()
-    if r.also in ("log_kept_mass", "all"):
-        mass = (
-            torch.logsumexp(torch.where(sets.keep, whole.log_p, -math.inf), 1)
-            if p.keep is not None
-            else 0.0 * sets.chosen
-        )
-        mass = torch.where(
-            torch.tensor([bool(ids) for ids in p.sets or p.ids.new_zeros(len(p.ids))])[live],
-            mass,
-            0.0,
-        )
-        values["log_kept_mass"] = torch.zeros_like(values["logps"]).index_put((live,), mass)
-        total = total + (values["log_kept_mass"] * up["log_kept_mass"]).sum()
+    return _total_of_statistics(p, values, sets, whole, live), True
+
+
+def _total_of_statistics(
+    p: Problem, values: dict[str, Tensor], sets: Rows, whole: Rows, live: Tensor
+) -> Tensor:
+    """Return the sum of log-probs and statistics times their upstream gradients, see `_total`."""
+    also = p.case.also
+    upstream = {name: x.reshape(-1) for name, x in p.upstream.items()}
+
+    def to_all_rows(x: Tensor) -> Tensor:
+        return torch.zeros_like(values["logps"]).index_put((live,), x)
+
+    total = (values["logps"] * upstream["logps"]).sum()
+    if also not in ("nothing", "detached"):
+        total = total + (values["entropy"] * upstream["entropy"]).sum()
+    if also in ("sum_squares", "all"):
+        values["sum_squares"] = to_all_rows(sets.sum_squares)
+        total = total + (values["sum_squares"] * upstream["sum_squares"]).sum()
+    if also in ("log_kept_mass", "all"):
+        values["log_kept_mass"] = to_all_rows(_log_kept_mass(p, sets, whole, live))
+        total = total + (values["log_kept_mass"] * upstream["log_kept_mass"]).sum()
     if p.at is not None:
-        values["at"], where = at_ids(p, p.at, sets, live)
-        outside = (
-            torch.tensor(False) if p.keep is None else ~p.keep[where]
-        )  # a log-prob of -inf has no gradient only there
-        total = total + (torch.where(outside, 0.0, values["at"]) * up["at"]).sum()
-    return total, True
+        values["at"], index = at_ids(p, p.at, sets, live)
+        # Only there, a log-prob of -inf has no gradient.
+        outside = torch.tensor(False) if p.keep is None else ~p.keep[index]
+        total = total + (torch.where(outside, 0.0, values["at"]) * upstream["at"]).sum()
+    return total
+
+
+def _log_kept_mass(p: Problem, sets: Rows, whole: Rows, live: Tensor) -> Tensor:
+    """Return the log-probability of each candidate set [n], 0 for trained rows without a set."""
+    if p.keep is None:
+        mass = 0.0 * sets.chosen
+    else:
+        mass = torch.logsumexp(torch.where(sets.keep, whole.log_p, -math.inf), 1)
+    has_set = torch.zeros(len(p.ids), dtype=torch.bool)
+    if p.sets:
+        has_set = torch.tensor([bool(ids) for ids in p.sets])
+    return torch.where(has_set[live], mass, 0.0)
 
 
 def at_ids(
     p: Problem, lists: list[list[int]], softmax: Rows, live: Tensor
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """(log-probs [k] of the ids listed for each row, 0 in rows that are not trained; their rows and
-    ids).
+    """Return the log-probs [k] at the ids of each row, and the k rows and ids.
+
+    The log-probs of rows that are not trained are 0.
     """
-    where = (
-        [i for i, listed in enumerate(lists) for _ in listed],
-        [j for listed in lists for j in listed],
-    )
-    log_p = torch.zeros(len(p.ids), softmax.log_p.shape[1], dtype=torch.float64).index_put(
-        (live,), softmax.log_p
-    )
-    index = tuple(torch.tensor(x, dtype=torch.int64) for x in where)
-    return log_p[index], index  # type: ignore[return-value]
+    rows = []
+    ids = []
+    for row, ids_of_row in enumerate(lists):
+        rows += [row] * len(ids_of_row)
+        ids += ids_of_row
+    index = torch.tensor(rows, dtype=torch.int64), torch.tensor(ids, dtype=torch.int64)
+    log_p = torch.zeros(len(p.ids), softmax.log_p.shape[1], dtype=torch.float64)
+    return log_p.index_put((live,), softmax.log_p)[index], index
 
 
 def _listed_terms(p: Problem, sets: Rows, live: Tensor) -> Tensor | None:
-    """[N]: the sums of c log p and r p over the ids that are listed for each row."""
+    """Return the terms at further ids, the sum of c log p + r p of each row [N], or None."""
     if p.terms is None:
         return None
-    lists, c, of_p = p.terms
+    lists, logp_values, prob_values = p.terms
     log_p, (rows, _) = at_ids(p, lists, sets, live)
-    return torch.zeros(len(p.ids), dtype=torch.float64).index_add(
-        0, rows, c * log_p + of_p * log_p.exp()
-    )
+    terms = logp_values * log_p + prob_values * log_p.exp()
+    return torch.zeros(len(p.ids), dtype=torch.float64).index_add(0, rows, terms)
 
 
 def tolerances(p: Problem, exact: Answer) -> Answer:
