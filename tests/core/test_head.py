@@ -54,6 +54,7 @@ def test_three_ways_to_call(bias):
     assert (
         torch.equal(loss.logps, out.logps)
         and head(hidden, batch, OBJECTIVE, normalizer=9.0).metrics is None
+        and head(hidden, batch, OBJECTIVE, normalizer=9.0, metrics=False).metrics is None
     )
     for mine, theirs in ((found.logps.sum(), logps.sum()), (loss.loss, out.loss)):
         assert torch.equal(mine, theirs)
