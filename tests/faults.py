@@ -1682,7 +1682,7 @@ FAULTS: list[Fault] = [
             "a pair of no id writes to the first logit",
             "values = values.masked_fill(columns < 0, 0.0).to(out.dtype)",
             "values = values.to(out.dtype)",
-            RANKS,
+            LINEAR_PASS,
         ),
         (
             "logits of pairs get no gradient",

@@ -27,6 +27,7 @@ from grpo_kernels import (
 from grpo_kernels.core.autograd import check_weight_is_present
 from grpo_kernels.core.backends import cpu_matmuls
 from grpo_kernels.core.linear import RowOrder
+from grpo_kernels.core.pair_logits import add_pairs
 from grpo_kernels.core.sources import RowSource
 from grpo_kernels.formulas.filters import Filter
 from grpo_kernels.formulas.surrogates import Cispo
@@ -507,3 +508,12 @@ def test_an_id_outside_of_the_vocabulary_has_no_logit(is_projected):
     logits.backward(torch.ones(4))
     assert hidden.grad is not None
     assert hidden.grad.view(B * T, H).any(1).nonzero().flatten().tolist() == [0, 7]
+
+
+def test_a_pair_of_no_column_gets_no_gradient():
+    """Such as a pair whose id is on another rank of a sharded vocabulary."""
+    out = torch.zeros(1, 2, 3)
+    row_ids = torch.tensor([0, 1, 1])
+    columns = torch.tensor([-1, 2, -1])
+    add_pairs(out, row_ids, columns, torch.tensor([5.0, 7.0, torch.nan]))
+    assert out.tolist() == [[[0.0, 0.0, 0.0], [0.0, 0.0, 7.0]]]
