@@ -827,103 +827,129 @@ def answer(p: Problem, noise: int | None = None) -> Answer:
 
     noise   a seed for random errors of the size of fp32 rounding, or None
     """
-    r, leaves = (
-        p.case,
-        {name: x.detach().double().requires_grad_() for name, x in p.clean.items()},
-    )
-    N, live = len(p.ids), p.trained.nonzero()[:, 0]
-    x = project(leaves, torch.float64)
-    if noise is not None and r.source == "hidden":
+    case = p.case
+    num_tokens = len(p.ids)
+    live = p.trained.nonzero()[:, 0]
+    leaves = {name: x.detach().double().requires_grad_() for name, x in p.clean.items()}
+    logits = project(leaves, torch.float64)
+    if noise is not None and case.source == "hidden":
         sizes = project({name: leaf.detach().abs() for name, leaf in leaves.items()}, torch.float64)
-        x = x + 8 * EPS * sizes * signs(sizes, noise + 100)
-    logits, x = x, x if p.rows is None else x[p.rows]
+        logits = logits + 8 * EPS * sizes * signs(sizes, noise + 100)
+    token_logits = logits if p.rows is None else logits[p.rows]
     temperature = to_rows(p.transform["temperature"], p.sequences, torch.float64)
 
-    def rows(x: Tensor, transform: dict[str, Any], keep: Tensor | None, of_other: int = 0) -> Rows:
-        own = {
-            **transform,
-            "temperature": to_rows(transform["temperature"], p.sequences, torch.float64)[live],
-        }
+    def rows(
+        x: Tensor, transform: dict[str, Any], keep: Tensor | None, noise_offset: int = 0
+    ) -> Rows:
+        """Return the softmaxes of the trained rows of logits [N, V]."""
+        temperatures = to_rows(transform["temperature"], p.sequences, torch.float64)
         return Rows(
             x[live],
             p.ids[live],
-            own,
+            {**transform, "temperature": temperatures[live]},
             [[i] for i in range(len(live))],
             keep=None if keep is None else keep[live],
-            noise=None if noise is None else noise + of_other,
+            noise=None if noise is None else noise + noise_offset,
         )
 
-    sets = rows(x, p.transform, p.keep)
-    whole = sets if p.keep is None else rows(x, p.transform, None)
+    def to_all_rows(value: Tensor) -> Tensor:
+        return torch.zeros(num_tokens, dtype=torch.float64).index_put((live,), value)
 
-    def everywhere(value: Tensor) -> Tensor:
-        return torch.zeros(N, dtype=torch.float64).index_put((live,), value)
-
-    values = {"logps": everywhere(sets.chosen), "entropy": everywhere(sets.entropy)}
+    sets = rows(token_logits, p.transform, p.keep)
+    whole = sets if p.keep is None else rows(token_logits, p.transform, None)
+    values = {"logps": to_all_rows(sets.chosen), "entropy": to_all_rows(sets.entropy)}
+    divergences = None
     if p.other is not None:
-        values["divergence"] = everywhere(_divergence(p, p.other, sets, rows, live))
-        of_loss = values["divergence"] * (temperature**2 if r.squared else 1.0)
-        if r.function == "divergence":
-            values["divergence"] = of_loss
-    total, clear = _total(p, values, None if p.other is None else of_loss, sets, whole, live, noise)
-    total = total * r.upstream
-    wanted = {name: leaf for name, leaf in leaves.items() if name != r.frozen}
+        values["divergence"] = to_all_rows(_divergence(p, p.other, sets, rows, live))
+        divergences = values["divergence"] * (temperature**2 if case.squared else 1.0)
+        if case.function == "divergence":
+            values["divergence"] = divergences
+    total, clear = _total(p, values, divergences, sets, whole, live, noise)
+
+    # The gradients of the leaves, and of the statistics on the way for the sizes of terms.
+    wanted = {name: leaf for name, leaf in leaves.items() if name != case.frozen}
     softmaxes = list(dict.fromkeys((sets, whole)))
-    inner = [*(x.log_p for x in softmaxes), *([] if p.other is None else [values["divergence"]])]
-    of_logits, *found = torch.autograd.grad(
-        total, [logits, *wanted.values(), *inner], materialize_grads=True, allow_unused=True
+    inner = [softmax.log_p for softmax in softmaxes]
+    if p.other is not None:
+        inner.append(values["divergence"])
+    grad_logits, *grads = torch.autograd.grad(
+        total * case.upstream,
+        [logits, *wanted.values(), *inner],
+        materialize_grads=True,
+        allow_unused=True,
     )
-    gradients, slopes = (
-        dict(zip(wanted, found, strict=False)),
-        [x.abs() for x in found[len(wanted) :]],
+    gradients = dict(zip(wanted, grads, strict=False))
+    grad_log_p = [x.abs() for x in grads[len(wanted) : len(wanted) + len(softmaxes)]]
+    grad_divergence = grads[-1].abs() if p.other is not None else None
+    sizes = _sizes(p, token_logits.detach(), live, softmaxes, grad_log_p, grad_divergence)
+    return Answer(
+        values={name: value.detach() for name, value in values.items()},
+        gradients=gradients,
+        clear=clear,
+        of_logits=grad_logits,
+        sizes=sizes,
     )
-    steep = abs(p.transform["scale"]) / temperature[live, None]
-    sizes = torch.zeros(N, x.shape[1], dtype=torch.float64)
-    of_pairs = torch.zeros(N, dtype=torch.float64)
-    for softmax, slope in zip(softmaxes, slopes, strict=False):
-        all_of_row = slope.sum(1, keepdim=True)
-        sizes[live] += (slope + softmax.p.detach() * all_of_row) * steep
-        of_pairs[live] += all_of_row[:, 0] * steep[:, 0]
-    if p.other is not None:  # log-ratios of two near rows cancel
-        sizes[live] += sets.p.detach() * slopes[-1][live, None] * steep
-    if r.source == "hidden" and (
-        r.other == "listed" or any(y is not None for y in (p.at, p.terms, p.rows))
-    ):
-        # Logits at further ids are computed again, and rounded in another way.
-        arrives = slopes[0].sum(1, keepdim=True)
-        if (
-            r.other == "listed" and r.exact == "tv"
-        ):  # whose slope is 0 where p = q, and jumps beside it
-            arrives = arrives + slopes[-1][live, None]
-        sizes[live] += (
-            sets.p.detach() * arrives * steep**2 * x.detach()[live].abs().amax(1, keepdim=True)
-        )
-    if (
-        r.extreme == "absent" and r.function == "logprobs"
-    ):  # a sum of nearly 1 is rounded, which is most of so small an entropy
-        sizes[live] += sets.p.detach() * p.upstream["entropy"].reshape(-1)[live, None].abs() * steep
-    if r.also in ("log_kept_mass", "all"):  # the difference of two log-probs of the likeliest id
-        likeliest = sets.p.detach().argmax(1)
-        sizes[live, likeliest] += p.upstream["log_kept_mass"].reshape(-1)[live].abs() * steep[:, 0]
-    named = named_ids(p, x.shape[1])
-    if r.also in ("log_kept_mass", "all"):  # computed from the likeliest id of the set
-        named[live, sets.log_p.detach().argmax(1)] = 1.0
+
+
+def _sizes(
+    p: Problem,
+    token_logits: Tensor,
+    live: Tensor,
+    softmaxes: list[Rows],
+    grad_log_p: list[Tensor],
+    grad_divergence: Tensor | None,
+) -> Tensor:
+    """Return the sum of the absolute terms of the gradient of the logits, float64 [rows, V].
+
+    token_logits      [N, V]
+    live              int64 [n], the trained rows
+    softmaxes         over candidate sets, and over the vocabulary if these are others
+    grad_log_p        of each softmax: the absolute gradients of its log-probs [n, V]
+    grad_divergence   the absolute gradients of the divergences [N], or None
+    """
+    case = p.case
+    num_tokens, vocab = token_logits.shape
+    p_sets = softmaxes[0].p.detach()
+    temperature = to_rows(p.transform["temperature"], p.sequences, torch.float64)
+    factor = abs(p.transform["scale"]) / temperature[live, None]
+    sizes = torch.zeros(num_tokens, vocab, dtype=torch.float64)
+    pair_sizes = torch.zeros(num_tokens, dtype=torch.float64)
+    for softmax, grad in zip(softmaxes, grad_log_p, strict=True):
+        grad_sum = grad.sum(1, keepdim=True)
+        sizes[live] += (grad + softmax.p.detach() * grad_sum) * factor
+        pair_sizes[live] += grad_sum[:, 0] * factor[:, 0]
+    if grad_divergence is not None:
+        # The log-ratios of two near rows cancel.
+        sizes[live] += p_sets * grad_divergence[live, None] * factor
+    has_further_ids = any(x is not None for x in (p.at, p.terms, p.rows))
+    if case.source == "hidden" and (case.other == "listed" or has_further_ids):
+        # Logits at further ids are computed again, with another rounding.
+        grad_sum = grad_log_p[0].sum(1, keepdim=True)
+        if grad_divergence is not None and case.other == "listed" and case.exact == "tv":
+            # The gradient of a total variation is 0 where p = q, and jumps next to it.
+            grad_sum = grad_sum + grad_divergence[live, None]
+        largest_logit = token_logits[live].abs().amax(1, keepdim=True)
+        sizes[live] += p_sets * grad_sum * factor**2 * largest_logit
+    if case.extreme == "absent" and case.function == "logprobs":
+        # A sum of nearly 1 is rounded, and this error is most of so small an entropy.
+        sizes[live] += p_sets * p.upstream["entropy"].reshape(-1)[live, None].abs() * factor
+    named = named_ids(p, vocab)
+    if case.also in ("log_kept_mass", "all"):
+        # It is the difference of two log-probs of the likeliest id of the set.
+        likeliest = p_sets.argmax(1)
+        upstream = p.upstream["log_kept_mass"].reshape(-1)[live].abs()
+        sizes[live, likeliest] += upstream * factor[:, 0]
+        named[live, softmaxes[0].log_p.detach().argmax(1)] = 1.0
     if p.rows is not None:
         num_rows = p.leading.numel()
-        sizes = torch.zeros(num_rows, x.shape[1], dtype=torch.float64).index_add(0, p.rows, sizes)
-        of_pairs = torch.zeros(num_rows, dtype=torch.float64).index_add(0, p.rows, of_pairs)
-        named = torch.zeros(num_rows, x.shape[1], dtype=torch.float64).index_add(0, p.rows, named)
-    if r.is_composed:
-        # The likeliest of the ids of a row gets the gradients of all of them twice, with both
-        # signs.
-        sizes = sizes + (named > 0) * of_pairs[:, None]
-    return Answer(
-        {name: value.detach() for name, value in values.items()},
-        gradients,
-        clear,
-        of_logits,
-        sizes,
-    )
+        zeros = torch.zeros(num_rows, vocab, dtype=torch.float64)
+        sizes = zeros.index_add(0, p.rows, sizes)
+        named = zeros.index_add(0, p.rows, named)
+        pair_sizes = torch.zeros(num_rows, dtype=torch.float64).index_add(0, p.rows, pair_sizes)
+    if case.is_composed:
+        # The likeliest id of a row gets the gradients of all its ids twice, with both signs.
+        sizes = sizes + (named > 0) * pair_sizes[:, None]
+    return sizes
 
 
 def named_ids(p: Problem, vocab: int) -> Tensor:
