@@ -1,6 +1,4 @@
-"""Tensors compared bit by bit, and before and after a call; the largest errors that checks have
-seen.
-"""
+"""Bitwise comparison of tensors, and the largest errors that checks have measured."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from torch import Tensor
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal shape, dtype and bits (NaN equals itself; -0 does not equal 0)."""
+    """Return whether shape, dtype and bits are equal. NaN equals itself, -0 does not equal 0."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
@@ -19,7 +17,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def snapshot(**tensors: Tensor | None) -> Callable[[], None]:
-    """Remember tensors; calling the result asserts that their bits have not changed."""
+    """Copy tensors, and return a function that asserts that their bits have not changed."""
     before = {k: v.detach().clone() for k, v in tensors.items() if isinstance(v, Tensor)}
 
     def check() -> None:
@@ -35,7 +33,7 @@ LARGEST: dict[str, float] = {}
 
 
 def note(what: str, errors: torch.Tensor) -> None:
-    """Remembers the largest of these, if it is the largest so far."""
+    """Record the largest of these errors, if it is the largest so far under this name."""
     errors = errors[errors.isfinite()]
     if errors.numel():
         LARGEST[what] = max(LARGEST.get(what, 0.0), float(errors.max()))

@@ -1,5 +1,6 @@
-"""Presets, objectives as a user writes them, and options of one, each with what the papers say it
-is; the token stage of an objective, and what float64 says of it.
+"""Objectives of the package, each with the Spec that the oracle computes from the papers: presets,
+objectives as a user writes them, and single options. Also functions that compare the losses of
+tokens with the oracle.
 """
 
 from __future__ import annotations
@@ -42,10 +43,8 @@ from support.oracle import Spec
 
 MEAN, SUM = "seq-mean-token-mean", "seq-mean-token-sum"
 CLIP, ISAMPLE = Spec(), Spec("importance-sampling")
-TV, KL = (
-    replace(ISAMPLE, trust=("tv", 0.2, 0.2, "old")),
-    replace(ISAMPLE, trust=("kl", 0.05, 0.05, "old")),
-)
+TV = replace(ISAMPLE, trust=("tv", 0.2, 0.2, "old"))
+KL = replace(ISAMPLE, trust=("kl", 0.05, 0.05, "old"))
 IPO = replace(ISAMPLE, trust=("symmetric-tv", 0.1, 0.1, "old"))
 CLIP_COV, KL_COV = Spec("clip-cov", share=2e-4), Spec("kl-cov", share=2e-4)
 #: Presets, as the papers have them.
@@ -322,7 +321,10 @@ FIELDS = (
 
 
 def packed(n: int = 6, length: int = 3, **fields: Any) -> TokenBatch:
-    """n tokens in packed sequences of this length."""
+    """Return a batch of n tokens in packed sequences of this length.
+
+    fields   further fields of the batch. Without advantages, they are 1.
+    """
     fields.setdefault("advantages", torch.ones(n))
     return TokenBatch(
         torch.zeros(n, dtype=torch.int64), cu_seqlens=torch.arange(0, n + 1, length), **fields
@@ -336,26 +338,37 @@ def run(
     entropy: Tensor | None = None,
     normalizer: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(losses, slopes of the log-probs, slopes of the entropies) [n]."""
-    return objective.token_losses(logps, entropy, objective.token_inputs(batch, normalizer), batch)[
-        :3
-    ]
+    """Return the loss of each token and its gradients in log-prob and entropy, [n] each.
+
+    The last one is None without an entropy bonus.
+    """
+    inputs = objective.token_inputs(batch, normalizer)
+    losses, grad_logps, grad_entropy, *_ = objective.token_losses(logps, entropy, inputs, batch)
+    return losses, grad_logps, grad_entropy
 
 
 def exact(
     spec: Spec, batch: TokenBatch, logps: Tensor, entropy: Tensor, normalizer: Any = None
 ) -> tuple[oracle.Result, Tensor, Tensor]:
-    """The oracle's result and both gradients of flat fp32 log-probs and entropies."""
-    x, h = logps.double().requires_grad_(), entropy.double().requires_grad_()
+    """Return the result of the oracle, and its gradients in log-probs and entropies, float64 [n].
+
+    logps, entropy   fp32 [n]
+    """
+    wide_logps = logps.double().requires_grad_()
+    wide_entropy = entropy.double().requires_grad_()
     sequences = oracle.sequences_of(batch.targets, batch.cu_seqlens)
-    given = {name: getattr(batch, name) for name in FIELDS}
-    result = oracle.objective(spec, x, h, sequences, normalizer=normalizer, **given)
-    d_x, d_h = torch.autograd.grad(result.loss, [x, h], materialize_grads=True)
-    return replace(result, loss=result.loss.detach()), d_x, d_h
+    fields = {name: getattr(batch, name) for name in FIELDS}
+    result = oracle.objective(
+        spec, wide_logps, wide_entropy, sequences, normalizer=normalizer, **fields
+    )
+    grad_logps, grad_entropy = torch.autograd.grad(
+        result.loss, [wide_logps, wide_entropy], materialize_grads=True
+    )
+    return replace(result, loss=result.loss.detach()), grad_logps, grad_entropy
 
 
 def near(ours: Tensor, theirs: Tensor, what: str) -> None:
-    """Within fp32's rounding of sums of a few dozen terms."""
+    """Assert equality up to the fp32 rounding of sums of a few dozen terms."""
     if theirs.numel():
         error, scale = (ours.double() - theirs).abs().max(), theirs.abs().max()
         assert error <= 1e-5 * scale + 1e-6, f"{what}: {ours.tolist()} instead of {theirs.tolist()}"
@@ -369,22 +382,25 @@ def check(
     entropy: Tensor,
     normalizer: Any = None,
 ) -> oracle.Result:
-    """Loss and gradients are the oracle's, and a token that is not trained has none. Nothing is
-    checked where a number lies on a bound, which the margin of the result tells.
+    """Compare the loss and its gradients with the oracle, and return the oracle's result.
+
+    Masked tokens have no loss and no gradients. Nothing is checked if a number is so near a bound
+    (see Result.margin) that rounding may move it across.
     """
-    result, d_x, d_h = exact(spec, batch, logps, entropy, normalizer)
+    result, exact_grad_logps, exact_grad_entropy = exact(spec, batch, logps, entropy, normalizer)
     if result.margin < 1e-5:
         return result
-    losses, slopes, grad_entropy = run(objective, batch, logps, entropy, normalizer)
-    assert losses.dtype == slopes.dtype == torch.float32
+    losses, grad_logps, grad_entropy = run(objective, batch, logps, entropy, normalizer)
+    assert losses.dtype == grad_logps.dtype == torch.float32
     near(losses.double().sum(), result.loss, "loss")
-    near(slopes, d_x, "slopes")
+    near(grad_logps, exact_grad_logps, "gradient of the log-probs")
     assert (grad_entropy is None) == (spec.entropy_coef == 0)
     if grad_entropy is not None:
-        near(grad_entropy, d_h, "slopes of the entropy")
+        near(grad_entropy, exact_grad_entropy, "gradient of the entropy")
     if batch.mask is not None:
         masked = ~batch.mask.reshape(-1)
-        assert not any(x[masked].any() for x in (losses, slopes, grad_entropy) if x is not None)
+        for x in (losses, grad_logps, grad_entropy):
+            assert x is None or not x[masked].any()
     return result
 
 
@@ -393,7 +409,11 @@ def check(
 
 @dataclass(frozen=True)
 class Option:
-    """Some fields of an objective and of its specification."""
+    """An option of an objective.
+
+    ours     the fields of Objective
+    theirs   the fields of Spec
+    """
 
     name: str
     ours: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Runs tests in separate processes: on several ranks, or in another environment."""
+"""Run tests in separate processes: on several ranks, or in another environment."""
 
 from __future__ import annotations
 
@@ -36,11 +36,14 @@ importlib.metadata.distribution = known
 
 
 def start(code: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-    """Starts a Python process that can import the same modules as this one, including those of the
-    tests.
+    """Start a Python process that can import the same modules as this one, and those of the tests.
+
+    code          what it runs
+    arguments     its command line
+    environment   environment variables to change
     """
     paths = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
-    # its imports are a quarter quicker, and it ends before much is lost
+    # With few garbage collections, imports take a quarter less time.
     code = f"import gc; gc.set_threshold(50_000)\n{code}"
     return subprocess.Popen(
         [sys.executable, "-c", code, *arguments], env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | environment,
@@ -49,7 +52,7 @@ def start(code: str, *arguments: str, **environment: str) -> subprocess.Popen[st
 
 
 def finish(*processes: subprocess.Popen[str]) -> None:
-    """Waits for all processes, and shows the output of those that failed."""
+    """Wait for all processes, and assert that none failed. The error has the output of those."""
     try:
         outputs = [process.communicate(timeout=900)[0] for process in processes]
         failed = [
@@ -66,9 +69,11 @@ def finish(*processes: subprocess.Popen[str]) -> None:
 def start_ranks(
     ranks: int, function: Callable[..., None], *arguments: Any, imports: str = ""
 ) -> subprocess.Popen[str]:
-    """`function(rank, *arguments)` on so many ranks. One process imports its module (and `imports`,
-    and what that names in BEFORE_THE_RANKS) and then becomes them: the imports take longer than
-    most checks.
+    """Start `function(rank, *arguments)` on several ranks, and return the process that starts them.
+
+    This process imports the module of the function once and then forks the ranks, because imports
+    take longer than most checks. It also imports the modules that BEFORE_THE_RANKS lists in the
+    module `imports` (default: the module of the function).
     """
     call = (ranks, function.__module__, function.__name__, arguments, imports)
     return start(f"from support import processes; processes.become_ranks(*{call!r})")
@@ -118,10 +123,7 @@ def become_rank(run: Callable[..., None], rank: int, *arguments: Any) -> None:
 
 
 def for_its_own_pytest() -> dict[str, str]:
-    """The environment for a pytest in a process of its own:
-
-    it is no worker of this one, and does not take its options.
-    """
+    """Return the environment for an independent pytest process, without options of this pytest."""
     return {
         k: v
         for k, v in os.environ.items()
@@ -130,7 +132,7 @@ def for_its_own_pytest() -> dict[str, str]:
 
 
 def said(command: Sequence[str], **how: Any) -> str:
-    """What a command prints, which has to succeed."""
+    """Run a command, assert that it succeeds, and return what it prints."""
     run = subprocess.run(command, capture_output=True, text=True, **how)
     assert run.returncode == 0, (
         f"{run.returncode}: {' '.join(command)}\n{run.stdout[-6000:]}\n{run.stderr[-6000:]}"
@@ -139,7 +141,7 @@ def said(command: Sequence[str], **how: Any) -> str:
 
 
 def interpreted(cases: Path) -> None:
-    """Asserts that all cases of a file pass in Triton's interpreter and none is skipped."""
+    """Assert that all tests of a file pass in Triton's interpreter and none is skipped."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(cases)]
     environment = for_its_own_pytest() | {
         "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path), "GRPO_KERNELS_TEST_BACKENDS": "triton",
@@ -152,7 +154,7 @@ def interpreted(cases: Path) -> None:
 
 
 def checks_of(module: str) -> dict[str, Callable[[int, int], None]]:
-    """Functions check_*(rank, ranks) of a test module, in their order."""
+    """Return the functions check_*(rank, ranks) of a test module, in their order."""
     return {
         name: value
         for name, value in vars(importlib.import_module(module)).items()
@@ -161,10 +163,9 @@ def checks_of(module: str) -> dict[str, Callable[[int, int], None]]:
 
 
 def run_checks(module: str, ranks: int, folder: Path) -> dict[str, str]:
-    """The outcome of each check of `module` on `ranks` gloo processes: "ok", or the error of the
-    first rank that reports one.
+    """Run the checks of a module on several gloo processes, and return the outcome of each.
 
-    The first failure ends the run, since the other ranks may be waiting for that one.
+    An outcome is "ok", or the error of the first rank that reports one. The first failure ends the run, since the other ranks may be waiting for that one.
     """
     process = start_ranks(ranks, check_as_rank, module, ranks, str(folder), imports=module)
     output = ""
