@@ -57,7 +57,7 @@ class _Contender:
     @property
     def is_compared(self) -> bool:
         """Whether its results are those of the contract, so that they can be checked."""
-        return not self.provider.limit and not self.provider.beside
+        return not self.provider.limit and not self.provider.differs_from_contract
 
 
 def measure(

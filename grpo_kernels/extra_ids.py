@@ -243,7 +243,7 @@ def softmax_of_pairs(
     For one row let z be the logits, y the id with the largest logit among the ids of the row's
     pairs, and the rest all other ids. A pass of the softmax kernel over the rest gives
 
-        log_odds = z(y) - logsumexp(z over the rest)
+        log_odds = z[y] - logsumexp(z[rest])
 
     which complete the single logits of the pairs to a softmax (`log_softmax_with_rest`).
 

@@ -50,8 +50,8 @@ class Provider:
                          hardware needs for the contract
     part                 of a limit: the part of the contract that this one computes. The fastest
                          limit of each part counts.
-    beside               whether it computes something else than the contract, as its name says. It
-                         is timed for comparison, and its results are not checked.
+    differs_from_contract   whether it computes something else than the contract, as its name says.
+                         It is timed for comparison, and its results are not checked.
     needs_accumulation   whether it differs from other providers only if a step has several
                          micro-batches
     memory               the bytes that it needs for a cell in addition to the inputs. None: few.
@@ -64,7 +64,7 @@ class Provider:
     dtypes: tuple[torch.dtype, ...] = DTYPES
     limit: bool = False
     part: str | None = None
-    beside: bool = False
+    differs_from_contract: bool = False
     needs_accumulation: bool = False
     memory: Callable[[Cell], float] | None = None
 

@@ -171,8 +171,14 @@ loss(", into weight_grad", "kept", into=True)
 loss(
     "", "hidden", "hidden-frozen", *OF_SEQUENCES, "kept", "cross-entropy", "trees", "forms", *BETAS
 )
-loss(", without terms", "forms", without_terms=True, beside=True)
-loss(", in place, without terms", "logits-forms", inplace=True, without_terms=True, beside=True)
+loss(", without terms", "forms", without_terms=True, differs_from_contract=True)
+loss(
+    ", in place, without terms",
+    "logits-forms",
+    inplace=True,
+    without_terms=True,
+    differs_from_contract=True,
+)
 loss(", rollouts one by one", "trees", one_by_one=True)
 loss(", upstream 0.5", "hidden", "hidden-frozen", upstream=0.5)
 
@@ -235,6 +241,11 @@ logps_provider(f"{OURS}, eager backend", "logits-forward", "hidden-forward")(
     lambda case: _logps(case, "eager")
 )
 loss(", eager backend, into weight_grad", "kept", into=True, backend="eager")
-loss(", the whole DAPO loss", "cross-entropy", spec=Objective.preset("dapo"), beside=True)
+loss(
+    ", the whole DAPO loss",
+    "cross-entropy",
+    spec=Objective.preset("dapo"),
+    differs_from_contract=True,
+)
 loss(", linear loss", "step")
 loss(", logits loss", "step", inplace=True)

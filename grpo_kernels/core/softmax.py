@@ -787,12 +787,9 @@ def merge_reference_sums(
     direction "forward" z and w are swapped in them, and so d_j changes its sign.
 
     max z and max w are those of the shard in the sums of a shard, and those of the row in the
-    results. To get from one to the other, exp(z_j - max z) is multiplied by
-
-        factor = exp(shard's max z - row's max z)
-
-    which is at most 1, exp(w_j - max w) likewise, and a number that is the same for all j, called
-    shift below, is added to d_j.
+    results. To get from one to the other, exp(z_j - max z) is multiplied by the exponential of the
+    shard's max z minus the row's, called factor below. exp(w_j - max w) has such a factor too. A
+    number that is the same for all j, called shift below, is added to d_j.
 
     values      the sums of the shards by name, fp32 [num_shards, num_rows] each
     weights     the row's max z, and the factor of each shard

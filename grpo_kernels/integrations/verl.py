@@ -112,7 +112,7 @@ def _cispo_of_widths(cap: float, low: float) -> Cispo:
     return Cispo(cap=1 + cap, low=1 - low)
 
 
-class LossOfVerl(NamedTuple):
+class _VerlLoss(NamedTuple):
     """Our equivalent of a policy loss of verl.
 
     preset      our preset that has the formula of the loss
@@ -127,23 +127,23 @@ class LossOfVerl(NamedTuple):
 
 _CLIP_WIDTHS = {"eps_low": "clip_ratio_low", "eps_high": "clip_ratio_high"}
 #: verl's names of its policy losses -> our equivalents.
-LOSSES: dict[str, LossOfVerl] = {
-    "vanilla": LossOfVerl(
+LOSSES: dict[str, _VerlLoss] = {
+    "vanilla": _VerlLoss(
         "ppo",
         functools.partial(
             bounded_clip, "verl", name="clip_ratio_c", name_of_high="clip_ratio_high"
         ),
         {"low": "clip_ratio_low", "high": "clip_ratio_high", "delta": "clip_ratio_c"},
     ),
-    "gspo": LossOfVerl("gspo", Clip, _CLIP_WIDTHS),
-    "gpg": LossOfVerl("reinforce", PolicyGradient, {}),
-    "geo_mean": LossOfVerl("gmpo", Gmpo, _CLIP_WIDTHS),
-    "cispo": LossOfVerl(
+    "gspo": _VerlLoss("gspo", Clip, _CLIP_WIDTHS),
+    "gpg": _VerlLoss("reinforce", PolicyGradient, {}),
+    "geo_mean": _VerlLoss("gmpo", Gmpo, _CLIP_WIDTHS),
+    "cispo": _VerlLoss(
         "cispo", _cispo_of_widths, {"cap": "clip_ratio_high", "low": "clip_ratio_low"}
     ),
-    "sapo": LossOfVerl("sapo", Sapo, {"tau_pos": "tau_pos", "tau_neg": "tau_neg"}),
-    "dro": LossOfVerl("dro", Dro, {"beta": "policy_loss.dro_beta"}),
-    "clip_cov": LossOfVerl(
+    "sapo": _VerlLoss("sapo", Sapo, {"tau_pos": "tau_pos", "tau_neg": "tau_neg"}),
+    "dro": _VerlLoss("dro", Dro, {"beta": "policy_loss.dro_beta"}),
+    "clip_cov": _VerlLoss(
         "clip_cov",
         ClipCov,
         {
@@ -153,11 +153,11 @@ LOSSES: dict[str, LossOfVerl] = {
             "high": "policy_loss.clip_cov_ub",
         },
     ),
-    "kl_cov": LossOfVerl(
+    "kl_cov": _VerlLoss(
         "kl_cov", KlCov, {"coef": "policy_loss.ppo_kl_coef", "share": "policy_loss.kl_cov_ratio"}
     ),
-    "dppo_tv": LossOfVerl("dppo_tv", Cispo, {"cap": "clip_ratio_c"}),
-    "dppo_kl": LossOfVerl("dppo_kl", Cispo, {"cap": "clip_ratio_c"}),
+    "dppo_tv": _VerlLoss("dppo_tv", Cispo, {"cap": "clip_ratio_c"}),
+    "dppo_kl": _VerlLoss("dppo_kl", Cispo, {"cap": "clip_ratio_c"}),
 }
 #: Losses that drop random tokens, so that two calls cannot be compared.
 RANDOM = ("clip_cov",)
