@@ -167,7 +167,10 @@ def test_who_is_not_timed_has_a_reason():
         "known": ("broke CUDA", {}),
         "other": (
             "",
-            {"change": lambda found: found | {"loss": found["loss"] + 1}, "beside": True},
+            {
+                "change": lambda found: found | {"loss": found["loss"] + 1},
+                "differs_from_contract": True,
+            },
         ),
     }
     rows = quickly(

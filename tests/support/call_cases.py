@@ -879,10 +879,14 @@ def _fields(
     spec = SPECS[r.objective]
     num_sequences = len(sequences)
     without_offsets = r.layout == "without offsets"
+    # All are drawn in each case, so that a case has the same numbers whatever `given` is.
     per_token = normal()
+    per_column = normal(num_sequences, 1)
     advantages = normal(num_sequences, 1)
     if r.given == "token":
         advantages = per_token
+    elif r.given == "column":
+        advantages = per_column
     if without_offsets:
         advantages = normal()
     elif r.given not in ("column", "token") and num_sequences != logps.numel():
