@@ -6,8 +6,10 @@ A provider that cannot run is listed with the reason.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -18,6 +20,9 @@ import torch
 from benchmarks.cases import Case, Cell, Result, Tensor, policy_loss
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: On a CPU whose 16-bit matmuls in torch take more than this many times as long as those in fp32,
+#: implementations that use them are not run: one run would take minutes.
+MAX_MATMUL_SLOWDOWN = 10.0
 #: The parameter `beta` of TRL and Liger for each divergence from hidden states.
 BETAS = {"divergence-forward": 0.0, "divergence": 1.0, "divergence-jsd": 0.5}
 
@@ -80,12 +85,49 @@ class Provider:
         """
         if device not in self.devices:
             return f"runs on {' and '.join(self.devices)} only"
+        dtype = str(cell.dtype).removeprefix("torch.")
         if cell.dtype not in self.dtypes:
-            return f"does not take {str(cell.dtype).removeprefix('torch.')}"
+            return f"does not take {dtype}"
+        if device == "cpu" and self._uses_torch_matmuls(cell):
+            slowdown = matmul_slowdown(cell.dtype)
+            if slowdown > MAX_MATMUL_SLOWDOWN:
+                return (
+                    f"torch's {dtype} matmuls take {slowdown:.0f} times as long as fp32 ones here"
+                )
         needed = self.memory(cell) if self.memory else 0
         if needed > free:
             return f"would need {needed / 1e9:.0f} GB, {free / 1e9:.0f} GB are free"
         return None
+
+    def _uses_torch_matmuls(self, cell: Cell) -> bool:
+        """Return whether torch computes the matmuls with the whole head, in the dtype of the cell.
+
+        This package, and the limits of its matmuls, compute them in another dtype where that is
+        faster. A loss over candidate sets need not multiply with the whole head.
+        """
+        is_ours = self.name.startswith("grpo_kernels") or ", ours" in self.name
+        return cell.hidden is not None and cell.contract != "kept" and not is_ours
+
+
+@functools.cache
+def matmul_slowdown(dtype: torch.dtype) -> float:
+    """Return how many times as long as in fp32 a matmul in `dtype` takes in torch on this CPU.
+
+    It is measured on the gradient of hidden states, grad_logits [64, V] @ weight [V, 256] with V =
+    4,096: on a CPU without instructions for bf16, this one is the slowest of the three matmuls of a
+    head.
+    """
+    seconds = {}
+    for operand_dtype in (torch.float32, dtype):
+        grad_logits = torch.ones(64, 4096, dtype=operand_dtype)
+        weight = torch.ones(4096, 256, dtype=operand_dtype)
+        runs = []
+        for _ in range(3):
+            start = time.perf_counter()
+            torch.mm(grad_logits, weight)
+            runs.append(time.perf_counter() - start)
+        seconds[operand_dtype] = min(runs)
+    return seconds[dtype] / seconds[torch.float32]
 
 
 _registry: list[Provider] = []

@@ -26,7 +26,7 @@ from benchmarks import harness, machine, report, results, suites
 from benchmarks import measure as measuring
 from benchmarks.cases import CLIP, CONTRACTS, Cell, errors, make_case, policy_loss
 from benchmarks.measure import DeviceLost, Run, measure, outside_gate
-from benchmarks.providers import Provider, Unavailable, providers
+from benchmarks.providers import Provider, Unavailable, matmul_slowdown, providers
 from benchmarks.results import RESULTS
 from benchmarks.tables import details, ratio
 from grpo_kernels.diagnosis import Finding
@@ -293,6 +293,41 @@ def test_a_provider_whose_first_run_exceeds_the_limit_is_not_run_again(slow):
         assert (row["status"], row["reason"]) == ("skipped", reason) and reason in text
         assert row["run_seconds"] == expected[name] and "ms" not in row
         assert slow.runs[name] == (2 if "compile" in name else 1)
+
+
+@pytest.mark.parametrize("slowdown", [9.0, 22.4])
+def test_torch_matmuls_of_16_bits_are_not_run_where_they_are_slow(slowdown, monkeypatch):
+    slowdowns = {torch.float32: 1.0, torch.bfloat16: slowdown}
+    monkeypatch.setattr("benchmarks.providers.matmul_slowdown", slowdowns.get)
+    from_hidden = Cell("hidden", 16, 64, torch.bfloat16, 8)
+    cells = {
+        "bf16": from_hidden,
+        "fp32": replace(from_hidden, dtype=torch.float32),
+        "logits": replace(from_hidden, contract="logits", hidden=None),
+        "kept": replace(from_hidden, contract="kept"),
+    }
+    reasons = {
+        (name, cell): Provider(name, (), fail).reason_against(cells[cell], "cpu", 1e9)
+        for name in (
+            "eager PyTorch",
+            "grpo_kernels, in place",
+            "d_weight, ours",
+            "d_weight, oneDNN",
+        )
+        for cell in cells
+    }
+    for (name, cell), reason in reasons.items():
+        is_slow = cell == "bf16" and name in ("eager PyTorch", "d_weight, oneDNN")
+        if is_slow and slowdown > 10:
+            expected = "torch's bfloat16 matmuls take 22 times as long as fp32 ones here"
+            assert reason == expected
+        else:
+            assert reason is None, (name, cell)
+
+
+def test_the_slowdown_of_a_matmul_is_1_in_fp32_and_positive_in_bf16():
+    assert matmul_slowdown(torch.float32) == 1.0
+    assert 0.0 < matmul_slowdown(torch.bfloat16) < 1e4
 
 
 def test_a_provider_that_was_too_slow_at_fewer_rows_is_not_run_at_more(slow):
