@@ -72,7 +72,11 @@ DEVICES_WITH_EARLY_COUNTS = ("cuda", "xpu")
 
 
 def sends_counts_early(device: torch.device) -> bool:
-    """Return whether a batch on this device sends its row counts to the host when it is made."""
+    """Return whether a batch on this device sends its row counts to the host when it is made.
+
+    The host then need not wait for the device when a loss asks for the counts. On a CPU the tokens
+    are counted when a loss asks.
+    """
     return device.type in DEVICES_WITH_EARLY_COUNTS
 
 
@@ -100,9 +104,12 @@ class HostCopy:
 
     @cached_property
     def on_host(self) -> list[Any]:
-        """The integers as Python numbers, nested lists of the shape of `on_device`."""
+        """The integers as Python numbers, nested lists of the shape of `on_device`.
+
+        The first access waits until the copy to the host is complete.
+        """
         refuse_capture(self.on_device.device)
-        self.event.synchronize()
+        self.event.synchronize()  # recorded after the copy
         return self.sent.tolist()
 
 
@@ -318,7 +325,10 @@ class TokenBatch(Checked):
             require(lists_same_ids, "prob_terms", self.prob_terms, remedy)
 
     def _check_context_group(self) -> None:
-        """Raise ValueError unless this rank is in the group, and the sequences are known."""
+        """Raise ValueError unless this rank is in `context_group`, and the sequences are known.
+
+        The ranks of the group share the tokens of each sequence.
+        """
         group = self.context_group
         is_ready = dist.is_available() and dist.is_initialized()
         require(is_ready, "context_group", group, "call init_process_group first.")
@@ -338,7 +348,7 @@ class TokenBatch(Checked):
             )
 
     def _put(self, name: str, value: Any) -> None:
-        """Set an attribute of this frozen dataclass."""
+        """Set an attribute of this frozen dataclass, which refuses an ordinary assignment."""
         object.__setattr__(self, name, value)
 
     @classmethod
@@ -401,18 +411,23 @@ class TokenBatch(Checked):
     def to(self, device: torch.device | str | None, *, non_blocking: bool = False) -> TokenBatch:
         """Return the batch on another device, with its sets of ids. Dtypes stay.
 
-        device         None, or the device of the batch: returns the batch itself
-        non_blocking   as in Tensor.to. From pinned memory the host does not wait for the copy,
-                       except with missing="raise".
+        device         for example "cuda". None, or the device of the batch: the batch itself is
+                       returned. torch takes "cuda" and "cuda:0" for different devices, so for one
+                       in place of the other the result is a new batch.
+        non_blocking   as in Tensor.to. From pinned memory the host does not wait for the copies. It
+                       waits nevertheless if `missing` is "raise": to raise, the host must know
+                       whether a target is outside of its candidate set.
 
-        With a context_group all ranks must make this call. Raises ValueError if `device` is not a
-        device.
+        With a context_group (ranks that share sequences) all ranks must make this call, because a
+        new batch on a GPU exchanges row counts with the other ranks. Raises ValueError if `device`
+        is not a device.
         """
         if device is None:
             return self
         try:
             new_device = torch.device(device)
         except (TypeError, RuntimeError):
+            # A caller may pass a dtype, as Tensor.to allows.
             remedy = "pass a device, for example 'cuda'; dtypes stay as they are."
             raise ValueError(f"device={device!r}: {remedy}") from None
         if new_device == self.targets.device:
@@ -425,6 +440,7 @@ class TokenBatch(Checked):
         change   for example a copy to another device. It must not change the numbers.
         """
         arguments = {f.name: getattr(self, f.name) for f in fields(self)}
+        # The new batch narrows the mask by `missing` again, from the mask that the caller passed.
         arguments["mask"] = self._mask_before_missing
         for name, value in arguments.items():
             if isinstance(value, TokenSets):
@@ -432,7 +448,8 @@ class TokenBatch(Checked):
             elif isinstance(value, Tensor):
                 arguments[name] = change(value)
         if self.logp_terms is not None and self.prob_terms is not None:
-            # Share the tensor of ids, so that the new batch need not compare two.
+            # The two lists of ids are equal. Let them share one tensor, so that the new batch need
+            # not compare two.
             assert self.prob_terms.values is not None
             prob_values = change(self.prob_terms.values)
             arguments["prob_terms"] = arguments["logp_terms"].with_values(prob_values)
@@ -492,12 +509,20 @@ class TokenBatch(Checked):
 
     @property
     def _mask_before_missing(self) -> Tensor | None:
-        """The mask that was passed, before `missing` removed tokens."""
+        """The mask that the caller passed.
+
+        With missing="mask" the field `mask` lacks the tokens whose target is not in its candidate
+        set.
+        """
+        # The attribute exists only in a batch with candidate sets.
         return self.__dict__.get("_original_mask", self.mask)
 
     @property
     def on_policy_tokens(self) -> Tensor:
-        """bool [N]: tokens that are marked by `on_policy`, which must not be None."""
+        """bool [N]: tokens that the policy itself has sampled, which is being trained.
+
+        The field `on_policy` marks them, for each token or each sequence. It must not be None.
+        """
         assert self.on_policy is not None
         return flat(expand_to_tokens(self.on_policy, self.targets.shape, self.cu_seqlens) != 0)
 
@@ -546,12 +571,18 @@ class TokenBatch(Checked):
         contributing = self._contributing()
         if name == "contributing" or self.sequences is None:
             return contributing
+        # With a context_group, the contributing tokens of a sequence may be on other ranks.
         num_contributing = self._contributing_over_ranks(self._own_sum(contributing))
-        contributes = self.spread(num_contributing > 0)
+        contributes = self.spread(num_contributing > 0)  # the value of each token's sequence
         return contributes if mask is None else contributes & mask
 
     def _contributing(self) -> Tensor:
-        """Return the mask "contributing", bool [N]."""
+        """Return the mask "contributing" of `named_mask`, bool [N].
+
+        A token is in it if it is trained and its policy term or likelihood term may be nonzero:
+
+            (advantage != 0 or the token lists extra ids) and weight != 0, or nll_weight != 0
+        """
         shape = self.targets.shape
         if self.advantages is None:
             contributing = torch.zeros(shape, dtype=torch.bool, device=self.targets.device)
@@ -581,10 +612,12 @@ class TokenBatch(Checked):
         mask   what `named_mask(name)` returned, if the caller has it
         """
         mask = self.named_mask(name) if mask is None else mask
-        if not sends_counts_early(self.targets.device):
+        if not sends_counts_early(self.targets.device):  # on a CPU, count now
             return self.tokens if mask is None else int(mask.sum())
-        count = sum(self._sent_counts(name)[0])
+        on_host, _ = self._sent_counts(name)
+        count = sum(on_host)  # over all sequences
         if mask is not None:
+            # Stop the program if the mask was changed by a write that torch has not seen.
             message = f"the rows of a TokenBatch that are {name} {STALE_COUNTS}"
             torch._assert_async(mask.sum() == count, message)
         return count
@@ -618,7 +651,7 @@ class TokenBatch(Checked):
         on_host     Python numbers. The first access waits for the copy.
         on_device   int64 [B], the tensor that was sent
         """
-        counts = self._counts()
+        counts = self._counts()  # a row for each sequence, a column for each mask
         column = MASK_NAMES.index(name)
         return tuple(row[column] for row in counts.on_host), counts.on_device[:, column]
 
@@ -634,22 +667,26 @@ class TokenBatch(Checked):
     def _send_counts(self) -> HostCopy:
         """Count the tokens of each sequence in each mask, and begin to send the counts to the host.
 
-        The counts are int64 [B, len(MASK_NAMES)], or [1, ...] if the sequences are not known.
+        The counts are int64 [B, len(MASK_NAMES)], or [1, len(MASK_NAMES)] if the sequences are not
+        known. `named_mask` says what the masks "trained", "contributing" and "sequences" are.
         """
+        # Only tokens of this process count. _own_sum adds up both masks of each sequence.
         counts = self._own_sum(torch.stack([self.trained, self._contributing()], 1))
         num_trained, num_contributing = counts.unbind(1)
         in_sequences = num_contributing
         if self.sequences is not None:
+            # A sequence with a contributing token, on any rank, counts all of its trained tokens.
             contributes = self._contributing_over_ranks(num_contributing) > 0
             in_sequences = num_trained * contributes
         return HostCopy(torch.stack([num_trained, num_contributing, in_sequences], 1).long())
 
     def _cached(self, name: str, versions: list[Any], make: Callable[[], M]) -> M:
-        """Return the result of `make`, which is called only if there is no cached result for it.
+        """Return the result of `make`, or the cached result of an earlier call.
 
-        name       the attribute that holds the cached result
-        versions   versions of the tensors that the result depends on (`versions_of`). After a write
-                   into one of them, `make` is called again.
+        name       the attribute of this object that holds the cached result
+        versions   torch's version counters of the tensors that the result depends on
+                   (`versions_of`). torch counts writes into a tensor. If they differ from those of
+                   the cached result, `make` is called again.
         make       computes the result
         """
         cached = self.__dict__.get(name)
@@ -710,8 +747,8 @@ class TokenBatch(Checked):
         """Add up sums over the tokens of each sequence, [B], over the ranks that share sequences.
 
         The result is cached, so that ranks communicate once. It is computed again if torch saw a
-        write into one of `sources`. If a sum of this rank changed although torch saw no write, an
-        error says so.
+        write into one of `sources`. A write through NumPy, for example, is not seen. If a sum of
+        this rank changed although torch saw no write, an error says so.
 
         name       what is summed, for messages
         own_sums   sums over the tokens of this rank, [B]
@@ -727,7 +764,9 @@ class TokenBatch(Checked):
         )
         if cached_sums is own_sums:  # computed just now
             return total
+        # The total comes from the cache. Check that the sums of this rank are still the same.
         if sends_counts_early(own_sums.device):
+            # On a GPU without a wait of the host: the device stops the program.
             is_same = (own_sums == cached_sums).all()
             torch._assert_async(is_same, f"the {name} of a TokenBatch {STALE_COUNTS}")
         elif not torch.equal(own_sums, cached_sums):
@@ -758,14 +797,17 @@ class TokenBatch(Checked):
             per_sequence = values.view(*self.targets.shape, *values.shape[1:])
             return per_sequence.sum(1, dtype=torch.float64)
         offsets = self.cu_seqlens.long()
+        # unsafe=True skips a check of the offsets, for which the host would wait for a GPU.
         return torch.segment_reduce(values.double(), "sum", offsets=offsets, initial=0, unsafe=True)
 
     def over_context(self, values: Tensor, how: str = "SUM") -> Tensor:
         """Reduce values in place over the ranks that share the sequences, and return them.
 
-        Without a context_group the values are returned as they are.
+        These are the ranks of `context_group`, all of which must make this call. Without a
+        context_group the values are returned as they are.
 
-        how   "SUM", "MAX" or "MIN"
+        values   a tensor, of the same shape on all ranks
+        how      "SUM", "MAX" or "MIN"
         """
         if self.context_group is not None:
             dist.all_reduce(values, op=getattr(dist.ReduceOp, how), group=self.context_group)
@@ -784,8 +826,9 @@ class TokenBatch(Checked):
     def same_group(self) -> Tensor:
         """Return fp64 [B, B]: 1 where two sequences answer the same prompt, else 0.
 
-        A list of groups would have a shape that depends on values, which the host would wait for.
-        Raises ValueError if `groups` is None.
+        A product of this matrix with values [B] is the sum of the values over the group of each
+        sequence. The sums of the groups themselves would be a tensor whose length depends on values
+        on the device, which the host would have to wait for. Raises ValueError if `groups` is None.
         """
         if self.groups is None:
             raise ValueError(
@@ -812,7 +855,7 @@ class TokenBatch(Checked):
 
         values   [B], one value per sequence
         """
-        if self.cu_seqlens is not None:
+        if self.cu_seqlens is not None:  # packed targets
             return values[sequence_ids(self.cu_seqlens, self.tokens)].view(self.targets.shape)
         return values[:, None]
 
@@ -947,10 +990,11 @@ def shift_sets(
     check_sets("sets", sets, ids)
     boundaries = segment_ids if cu_seqlens is None else cu_seqlens
     device = boundaries.device if isinstance(boundaries, Tensor) else "cpu"
-    # Shift the numbers of the tokens, as if they were ids: next_token is the number of the token
-    # that a row predicts.
+    # `shift_targets` moves ids. Give it the numbers of the tokens in place of ids: next_token[i] is
+    # then the number of the token that row i predicts.
     token_numbers = torch.arange(ids.numel(), device=device).view(ids.shape)
     next_token, has_next = shift_targets(
         token_numbers, cu_seqlens=cu_seqlens, segment_ids=segment_ids
     )
+    # Row i takes the set of this token. -1 gives it an empty set.
     return sets.take(torch.where(has_next, next_token, -1).flatten())

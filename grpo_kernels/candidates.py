@@ -125,11 +125,13 @@ def candidate_logprobs_with_extra_ids(
                  candidate has the log-prob -inf without gradient. Masked tokens give 0.
     mask         bool [num_tokens]: tokens to process. None processes all tokens.
     rows         int64 [num_tokens]: the row that predicts each token. None: row i predicts token i.
-    names        some of STATISTICS
+    missing      what to do if a target is not in its set. "include": it joins the set. "full": the
+                 token uses the whole vocabulary. "mask": the token is masked. "raise": ValueError.
+    names        some of STATISTICS, which `candidate_logprobs` describes
     detached     the statistics that need no gradient
 
-    `candidate_logprobs` describes the statistics, `missing` and the errors. Tokens that use the
-    whole vocabulary are computed apart, and the two results are merged.
+    Tokens that use the whole vocabulary are computed in a separate pass, and the two results are
+    merged. Raises the errors of `candidate_logprobs`.
     """
     check_sets("extra", extra, targets, source.vocab_size)
     is_known = all(name in STATISTICS for name in names)
@@ -218,9 +220,9 @@ def candidate_divergence(
 class CandidatePlan:
     """The candidates of all tokens in one list of entries, and which tokens use them.
 
-    `CandidateEntries` describes the list: the ids of each token's set, then the token's target. An
-    id of the set that equals the target is not used, so that the target counts once. Thus a target
-    that its set lacks joins the set.
+    An entry is one id of one token: the entries of a token are the ids of its set and then its
+    target (`CandidateEntries`). An id of the set that equals the target is not used, so that the
+    target counts once. Thus a target that its set lacks joins the set.
 
     has_candidates       bool [num_tokens]: tokens to process with their candidates
     uses_vocabulary      bool [num_tokens]: tokens to process with the whole vocabulary
@@ -249,7 +251,7 @@ class CandidatePlan:
 
     @property
     def segments(self) -> Segments:
-        """The entries of each token."""
+        """Which token each entry of the list belongs to: one segment of the list for each token."""
         return self.entries.segments
 
 
@@ -263,6 +265,9 @@ def plan_candidates(
     missing: str,
 ) -> CandidatePlan:
     """Decide which tokens use their candidates, and list the candidates of these tokens.
+
+    The result has one list of entries for all tokens: for each token the ids of its set, and then
+    its target. A row is one position of logits, which predicts a token, or with `rows` several.
 
     source       gives the sizes of rows and vocabulary. No logit is computed.
     targets      int64 [num_tokens]
@@ -293,8 +298,11 @@ def plan_candidates(
         row_ids = token_of_entry
     else:
         check_row_numbers(rows, mask, source.num_rows)
+        # The row number of a masked token may be any number.
         row_ids = torch.where(is_processed, rows, 0)[token_of_entry]
 
+    # A token has several candidates if an entry of it differs from its target. The log-prob of a
+    # single candidate is 0, for which no logit is needed.
     is_other = entries.token_ids != entries.target_ids
     has_several = has_candidates & (entries.segments.max(is_other.float()) > 0)
     needs_logits = has_several.index_select(0, token_of_entry)  # of the entry's token
@@ -316,10 +324,11 @@ def plan_candidates(
 class CandidateEntries(NamedTuple):
     """The ids of each token's set, followed by the token's target, for one token after another.
 
-    The target has an entry even if the set contains it too. So the host knows the number of
-    entries, num_ids + num_tokens, without waiting for a GPU to compare targets and sets.
+    Each id in this list is an entry. The target has an entry even if the set contains it too. So
+    the host knows the number of entries, num_ids + num_tokens, without waiting for a GPU to compare
+    targets and sets.
 
-    segments     the entries of each token
+    segments     which token each entry belongs to
     token_ids    int64 [num_entries], NO_ID for a target outside of the vocabulary
     target_ids   int64 [num_entries]: the target of the entry's token, or NO_ID
     is_of_set    bool [num_entries]: True for the ids of sets, False for targets
@@ -344,15 +353,18 @@ def list_entries(sets: TokenSets, targets: Tensor) -> CandidateEntries:
     num_tokens = len(targets)
     num_entries = len(sets.ids) + num_tokens
     positions = torch.arange(num_entries + 1, device=targets.device)
-    # Each token before token i adds one entry to the ids before its set.
+    # Token i has the entries offsets[i] : offsets[i + 1]. Before them are the sets and targets of
+    # the i tokens before it.
     offsets = sets.offsets + positions[: num_tokens + 1]
+    # The number of tokens whose entries end at or before this position.
     token_of_entry = torch.searchsorted(offsets[1:], positions[:-1], right=True)
-    last = offsets[1:] - 1
+    last = offsets[1:] - 1  # the last entry of each token is its target
     is_of_set = torch.ones(num_entries, dtype=torch.bool, device=targets.device)
     is_of_set.index_fill_(0, last, False)
     target_ids = targets.index_select(0, token_of_entry)
     return CandidateEntries(
         segments=Segments(segment_ids=token_of_entry, offsets=offsets),
+        # Where is_of_set, the ids of all sets replace the target, in their order.
         token_ids=target_ids.masked_scatter(is_of_set, sets.ids.long()),
         target_ids=target_ids,
         is_of_set=is_of_set,
@@ -366,9 +378,12 @@ def list_entries(sets: TokenSets, targets: Tensor) -> CandidateEntries:
 class CandidateSoftmax(NamedTuple):
     """The softmax of each token over its candidates.
 
-    logps     float64 [num_entries], in the order of the entries of a `CandidatePlan`: log-probs of
-              the candidates, -inf for entries that are not used
-    largest   the likeliest candidate of each token
+    The entries of a token, in one list for all tokens, are the ids of its candidate set and then
+    its target (`CandidateEntries`).
+
+    logps     float64 [num_entries]: log-prob of each candidate, -inf for entries that are not used,
+              such as an id of the set that equals the target
+    largest   the likeliest candidate of each token, and the logits relative to its logit
     is_nan    bool [num_tokens]: tokens without a finite softmax. Their log-probs are finite
               placeholders, so that no NaN arises in a backward. `mask_token_values` makes their
               results NaN.
@@ -386,19 +401,23 @@ def softmax_over_candidates(source: RowSource, plan: CandidatePlan) -> Candidate
     target joins the candidates and is outside of the vocabulary.
 
     source   the rows, as logits or as hidden states with a head
-    plan     the candidates of each token, as one list of entries
+    plan     the candidates of all tokens in one list of entries: for each token the ids of its set,
+             and then its target
     """
     # `logits_at` returns -inf for NO_ID, so entries that are not used have the probability 0. The
     # logit of a single candidate can be any finite number.
     ids = torch.where(plan.needs_logit, plan.entries.token_ids, NO_ID)
     if plan.shares_rows:
+        # `logits_at` takes distinct (row, id) pairs. Two tokens with the same row may both have a
+        # candidate, so compute its logit once and give it to both entries.
         pairs = DistinctPairs.from_pairs(plan.row_ids, ids, source)
-        logits = pairs.originals.take(source.logits_at(pairs.rows.segment_ids, pairs.token_ids))
+        distinct_logits = source.logits_at(pairs.rows.segment_ids, pairs.token_ids)
+        logits = pairs.originals.take(distinct_logits)  # of each entry
     else:
         logits = source.logits_at(plan.row_ids, ids)
     logits = logits.masked_fill(plan.is_single, 0.0)
     largest = find_largest(logits, plan.segments)
-    is_finite = largest.maxima - largest.maxima == 0.0  # inf - inf is NaN
+    is_finite = largest.maxima - largest.maxima == 0.0  # False for NaN, inf and -inf
     return CandidateSoftmax(
         logps=log_softmax(logits, largest, plan.segments),
         largest=largest,
@@ -421,8 +440,12 @@ def statistics_over_candidates(
         "top_prob"      largest p
         "top_id"        id of the largest p, int64
 
-    "logps" is always computed, the others if they are among `names`. "log_kept_mass" is computed by
-    `log_kept_mass`. Those among `detached` get no gradient.
+    softmax    the softmax over the candidates of each token
+    plan       the candidates of all tokens in one list, with a segment for each token, whose last
+               entry is the target
+    names      which of the others to compute in addition to "logps". "log_kept_mass" is skipped
+               here, because the function `log_kept_mass` computes it.
+    detached   the statistics that get no gradient
     """
     segments = plan.segments
     target_logps = softmax.logps.index_select(0, plan.entries.last)
@@ -445,7 +468,12 @@ def statistics_over_candidates(
 
 
 def largest_logps(softmax: CandidateSoftmax, plan: CandidatePlan) -> Tensor:
-    """Return the log-prob of the likeliest candidate of each token, float64 [num_tokens]."""
+    """Return the log-prob of the likeliest candidate of each token, float64 [num_tokens].
+
+    softmax   the log-prob of each candidate
+    plan      the candidates of all tokens in one list, with a segment for each token
+    """
+    # `is_largest` marks one candidate of each token, whose log-prob is the only term of its sum.
     return plan.segments.sum(torch.where(softmax.largest.is_largest, softmax.logps, 0.0))
 
 
@@ -455,11 +483,13 @@ def likeliest_ids(softmax: CandidateSoftmax, plan: CandidatePlan) -> Tensor:
     It is the lowest id if several are equally likely. It is NO_ID for a token whose softmax is NaN,
     and for a token that uses the whole vocabulary instead of candidates.
 
-    softmax   the softmax over the candidates of each token
-    plan      the candidates of all tokens as one list of entries, with a segment for each token
+    softmax   the softmax over the candidates of each token. `softmax.largest.differences` are the
+              logits of all candidates minus the largest logit of their token.
+    plan      the candidates of all tokens in one list of entries (token, id). A segment of this
+              list has the entries of one token.
     """
-    # `differences` are the logits of all entries minus the largest logit of their token.
     is_likeliest = softmax.largest.differences == 0.0
+    # The lowest likeliest id of each token, inf if there is none.
     lowest_ids = plan.segments.lowest(plan.entries.token_ids, is_likeliest)
     has_id = plan.has_candidates & ~softmax.is_nan
     return torch.where(has_id, lowest_ids, NO_ID).long()
@@ -472,8 +502,10 @@ def extra_logps_over_candidates(
 ) -> Tensor:
     """Return the log-prob of each extra id over the candidates of its token.
 
+    An extra id is an id besides the target whose log-prob the caller wants.
+
     softmax   the log-prob of each candidate
-    plan      the candidates of each token, as one list of entries
+    plan      the candidates of all tokens in one list of entries (token, id)
     extra     the extra ids of each token, [num_extra_ids] in all
 
     The result is float64 [num_extra_ids]. It is -inf for an id that is not a candidate, NaN if the
@@ -522,7 +554,7 @@ def log_kept_mass(
 
     The result is fp32 [num_tokens], 0 for tokens that do not use candidates.
     """
-    targets = likeliest_ids(softmax, plan).clamp(min=0)
+    targets = likeliest_ids(softmax, plan).clamp(min=0)  # -1 marks a token that is masked below
     no_extra_ids = TokenSets.whole(len(targets), device=targets.device)
     over_vocabulary = logprobs_over_vocabulary(
         source,
@@ -539,11 +571,11 @@ def log_kept_mass(
 def mask_token_values(values: Tensor, plan: CandidatePlan, is_nan: Tensor) -> Tensor:
     """Return values as fp32, but 0 for tokens that do not use candidates, and NaN where is_nan.
 
-    values   float64 or fp32 [num_tokens]. Where is_nan they are finite placeholders. Such a token
-             gets the gradient NaN if the loss depends on it, otherwise 0.
+    values   float64 or fp32 [num_tokens]. Where is_nan they are finite placeholders.
     plan     which tokens use their candidates
     is_nan   bool [num_tokens]: tokens without a finite softmax
     """
+    # Unlike torch.where, this also gives a token the gradient NaN if the loss depends on it.
     values = replace_values(values, is_nan, torch.nan)
     return torch.where(plan.has_candidates, values, 0.0).float()
 

@@ -100,6 +100,7 @@ def composed_loss_statistics(
     flat_rows = None if batch.rows is None else flat(batch.rows).long()
     extra_ids = batch.extra_ids
     exact = objective.exact
+    # The entropy is returned in any case, and needs a gradient only for an entropy bonus.
     detached = () if objective.needs_entropy else ("entropy",)
     if teacher is not None:
         assert exact is not None
@@ -137,7 +138,7 @@ def composed_loss_statistics(
         reference=reference if is_dense_reference else None,
     )
     if extra_ids is not None:
-        extra_logps = statistics.pop("at")
+        extra_logps = statistics.pop("at")  # log-probs of the further ids of all tokens
         statistics["auxiliary_loss"] = auxiliary_loss(
             objective.extra_id_terms(batch), extra_logps, tokens.advantages
         )
@@ -147,6 +148,7 @@ def composed_loss_statistics(
             source, teacher, exact, mask=tokens.processed, rows=flat_rows
         )
     elif reference is not None and batch.kept is not None:
+        # Both distributions are renormalised over the candidate set of each token.
         assert exact is not None
         statistics["divergence"] = reference_divergence_over_candidates(
             source,

@@ -264,6 +264,7 @@ class Positions:
             check_offsets("draft_hidden[..., 0]", hidden[..., 0], cu_seqlens)
             sequences = sequence_ids(cu_seqlens, shape.numel())
         else:
+            # Sequence b of [B, T] has the flat positions b * T to b * T + T - 1.
             length = shape[-1] if len(shape) > 1 else shape.numel()
             sequences = torch.arange(shape.numel(), device=device) // max(length, 1)
         return cls(shape, is_real.flatten(), sequences, cu_seqlens)
@@ -275,6 +276,7 @@ class Positions:
         [num_positions], and False for the last `distance` positions.
         """
         counts = torch.zeros_like(self.is_real)
+        # Index t of these slices compares position t with position t + distance.
         both_real = self.is_real[:-distance] & self.is_real[distance:]
         same_sequence = self.sequence_ids[:-distance] == self.sequence_ids[distance:]
         counts[:-distance] = both_real & same_sequence
@@ -529,7 +531,11 @@ class SoftPass:
         return torch.where(mask, row_ids - self.distances[depth], 0), mask
 
     def chunks(self) -> list[slice]:
-        """Return slices of `row_ids` for which the logits of policy and one draft fit in memory."""
+        """Return consecutive slices of `row_ids`, the rows whose logits exist at one time.
+
+        These are the fp32 logits of the policy and of one draft. `LinearMemory` chooses how many
+        rows of them fit in memory.
+        """
         projection = self.policy.projection
         device_type = self.row_ids.device.type
         memory = LinearMemory.of_head(
@@ -539,7 +545,7 @@ class SoftPass:
             ranks=1 if self.policy.shard is None else self.policy.shard.ranks,
             reference_columns=0,
             grad_hidden_bytes=torch.float32.itemsize,
-            grad_weight_bytes=0,
+            grad_weight_bytes=0,  # the head gets no gradient
             rounds_weight=False,
             sums_bias=False,
         )
@@ -567,7 +573,7 @@ class SoftPass:
             for depth, has_gradient in enumerate(self.has_gradients)
             if has_gradient
         }
-        if num_rows == 0:
+        if num_rows == 0:  # no draft learns from any position
             return values, unit_gradients
         projection = self.policy.projection
         policy_matmuls = projection.make_matmuls()
@@ -592,7 +598,7 @@ class SoftPass:
         """
         projection = self.policy.projection
         logits = matmuls.logits(rows_of(projection.hidden, row_ids, matmuls.dtype))
-        no_targets = torch.zeros_like(row_ids)
+        no_targets = torch.zeros_like(row_ids)  # kernels take targets, whose log-prob is not used
         rows = LogitRows(
             logits=logits[None],
             targets=no_targets,
@@ -657,9 +663,10 @@ class SoftPass:
         sums      softmax sums of these rows
         """
         kernels = self.policy.kernels
+        # The gradient of the logits is written over them, or to a 16-bit buffer.
         buffer = matmuls.make_grad_buffer(rows.num_rows, sums_bias=False)
         grad_logits = buffer.memory_for(rows.logits[0])
-        unit = torch.ones(rows.num_rows, device=grad_logits.device)
+        unit = torch.ones(rows.num_rows, device=grad_logits.device)  # the upstream gradient
         coefficients = GradientCoefficients.from_gradients(sums, {"divergence": unit}, rows.mask)
         kernels.softmax_gradient(rows, sums, coefficients, grad_logits[None])
         buffer.store(grad_logits)
@@ -674,7 +681,7 @@ class SoftPass:
         values   [num_rows, ...], at the policy's positions `self.row_ids`
         """
         row_ids, mask = self.draft_row_ids(depth, self.row_ids)
-        trailing_dims = (1,) * (values.dim() - 1)
+        trailing_dims = (1,) * (values.dim() - 1)  # so that the mask broadcasts to values
         values = values.masked_fill(~mask.view(-1, *trailing_dims), 0.0)
         positions = values.new_zeros(self.draft_masks.shape[1], *values.shape[1:])
         return positions.index_add_(0, row_ids, values)  # rows that do not count add 0 to row 0
@@ -689,6 +696,7 @@ class SoftPass:
         """
         row_ids, mask = self.draft_row_ids(depth, self.row_ids)
         upstream = torch.where(mask, grad_losses[row_ids], 0.0)[:, None]
+        # A product with an upstream gradient of 0 would be NaN if the unit gradient is infinite.
         gradient = torch.where(upstream == 0, 0.0, unit_gradient * upstream)
         hidden = self.drafts[depth].projection.hidden
         return self.to_positions(depth, gradient.to(hidden.dtype))
@@ -698,7 +706,8 @@ def rows_of(hidden: Tensor, row_ids: Tensor, dtype: torch.dtype) -> Tensor:
     """Return some rows of hidden states, [num_rows, H], detached and in the dtype of the matmuls.
 
     hidden    [num_positions, H]
-    row_ids   int64 [num_rows]
+    row_ids   int64 [num_rows], the positions of these rows
+    dtype     the dtype of the operands of the matmuls
     """
     return hidden.detach()[row_ids].to(dtype)
 
@@ -722,6 +731,7 @@ class SoftCrossEntropy(torch.autograd.Function):
         ctx.soft_pass = soft_pass
         ctx.depths_with_gradient = list(unit_gradients)
         ctx.save_for_backward(*unit_gradients.values())
+        # fp32 [3, num_positions] for each depth. `to_positions` takes rows first, so transpose.
         values_by_depth = [
             soft_pass.to_positions(depth, values[depth].T).T for depth in range(len(values))
         ]
@@ -733,6 +743,9 @@ class SoftCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_losses: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         """Return None for the pass, and the gradient of the hidden states of each depth or None.
+
+        The forward has computed the gradients for an upstream gradient of 1, the unit gradients, of
+        the depths whose hidden states need one. Here they are multiplied by the upstream gradients.
 
         grad_losses   fp32 [D, num_positions]: upstream gradients of the cross-entropy
         """

@@ -101,6 +101,7 @@ def logprobs_at(
     """
     if mask is not None:
         token_ids = torch.where(mask[row_ids], token_ids, UNUSED_ID)
+    # Rows with a used pair.
     row_mask = mark_rows(row_ids, token_ids != UNUSED_ID, source.num_rows)
     result = pair_logprobs(source, row_ids, token_ids, row_mask=row_mask, names=names)
     logps = torch.where(row_mask[row_ids], result.logps, 0.0)
@@ -161,7 +162,7 @@ class DistinctPairs:
     Of equal pairs the first counts, and the others are marked as unused. They are not left out,
     because the host would have to wait for a GPU to learn their number.
 
-    rows        segments: the pairs of each row
+    rows        which row each pair belongs to: a segment of the sorted pairs for each row
     token_ids   int64 [num_pairs], the id of each pair; UNUSED_ID for unused pairs
     originals   for each of the original pairs the position of the distinct pair that equals it
     """
@@ -253,11 +254,12 @@ def softmax_of_pairs(
     names      statistics of the rest, some of COMBINED_STATISTICS
     detached   the statistics that need no gradient
     """
-    rows = pairs.rows
+    rows = pairs.rows  # a segment of the pairs for each row
     row_of_pair = rows.segment_ids
     logits = source.logits_at(row_of_pair, pairs.token_ids)
-    largest = find_largest(logits, rows)
-    # A row without a pair reads the element that F.pad appends, the id 0.
+    largest = find_largest(logits, rows)  # of the pairs of each row
+    # The position is inf for a row without a pair. It then reads the element that F.pad appends,
+    # the id 0.
     positions = largest.positions.clamp(max=len(logits)).long()
     likeliest_ids = F.pad(pairs.token_ids, (0, 1))[positions]
     rest_statistics = source.statistics_of_rest(
@@ -300,6 +302,8 @@ def combine_statistics(
     The result has the statistics that `softmax.rest_statistics` has. They are NaN in rows without a
     finite softmax.
 
+    softmax    log-probs of the pairs and of the rest of each row, and the statistics of the rest
+    pairs      says which pairs belong to each row
     row_mask   bool [num_rows]: rows to process. The others give 0. None processes all rows.
     detached   the statistics that need no gradient
     """
@@ -389,8 +393,8 @@ def token_logprobs_in_float64(
 ) -> ExtraLogprobs:
     """Return the log-prob of each target and of the further ids of each token, all in float64.
 
-    A target or further id of a token becomes a (row, id) pair, with the row that predicts the
-    token.
+    Further ids are ids besides the target whose log-probs are wanted. A target or further id of a
+    token becomes a (row, id) pair, with the row of logits that predicts the token.
 
     source      the rows, as logits or as hidden states with a head
     targets     int64 [num_tokens]. A target outside of the vocabulary gives NaN.
@@ -416,6 +420,7 @@ def token_logprobs_in_float64(
         pair_rows = token_of_pair
     else:
         check_row_numbers(rows, mask, num_rows)
+        # The row number of a masked token may be any number.
         row_of_token = torch.where(is_processed, rows, 0)
         row_mask = mark_rows(row_of_token, is_processed, num_rows)
         pair_rows = row_of_token.index_select(0, token_of_pair)
@@ -443,8 +448,10 @@ def token_logprobs_in_float64(
 def mark_rows(row_ids: Tensor, is_processed: Tensor, num_rows: int) -> Tensor:
     """Return whether each row predicts a token that is processed, bool [num_rows].
 
-    row_ids        int64 [num_tokens]: the row that predicts each token
+    row_ids        int64 [num_tokens]: the row that predicts each token. Several tokens may have the
+                   same row.
     is_processed   bool [num_tokens]: tokens to process
+    num_rows       number of rows
     """
     # Tokens that are not processed mark an additional row at the end, which is cut off.
     marked_ids = torch.where(is_processed, row_ids, num_rows)
@@ -514,7 +521,16 @@ class _AuxiliaryLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(logps: Tensor, losses: Tensor, grad_logps: Tensor, token_of_id: Tensor) -> Tensor:
-        """Return a copy of the losses."""
+        """Return a copy of the losses, fp32 [num_tokens].
+
+        The losses and their derivatives were computed before. This function only tells autograd
+        that the losses depend on logps: autograd wants a new tensor as the output.
+
+        logps         float64 [num_ids], not read
+        losses        fp32 [num_tokens]
+        grad_logps    float64 [num_ids]: d loss / d log-prob of each id, for the backward
+        token_of_id   int64 [num_ids]: the token that lists each id, for the backward
+        """
         return losses.clone()
 
     @staticmethod
@@ -527,7 +543,9 @@ class _AuxiliaryLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of logps: the derivative times the upstream gradient of the token.
 
-        `times` returns 0 where the upstream gradient is 0, even if the derivative is not finite.
+        It is 0 where the upstream gradient is 0, even if the derivative is infinite or NaN.
+
+        grad_losses   fp32 [num_tokens], the upstream gradients
         """
         grad_logps, token_of_id = ctx.saved_tensors
         return times(grad_losses[token_of_id], grad_logps), None, None, None

@@ -50,7 +50,8 @@ class RowLayout:
     device       the device of targets
     mask         bool of that shape: rows to process, None for all
     cu_seqlens   boundaries of packed sequences, for a temperature per sequence; or None
-    are_shared   whether several tokens may have the same row (`rows=`)
+    are_shared   True if the call has the argument `rows=`, by which several tokens may be predicted
+                 by the same row
     """
 
     shape: torch.Size
@@ -60,25 +61,28 @@ class RowLayout:
     are_shared: bool = False
 
     def row_transform(self, transform: LogitTransform | None) -> RowTransform:
-        """Return what is applied to the logits of each row: scale, softcap and 1 / temperature.
+        """Return what the kernels apply to the logits of each row before the softmax.
 
-        Temperatures are inverted here, and applied later by the row kernels (`RowTransform`).
+            z = softcap * tanh(x * scale / softcap) / temperature
+            z = x * scale / temperature                              without a softcap
 
-        transform   what the caller passed. None: the logits are used as they are.
+        transform   what the caller passed: scale, softcap and temperature. None: z = x.
 
-        Raises ValueError for a temperature of an unmasked row that is not positive and finite, and
-        for a temperature tensor if tokens share rows.
+        Raises ValueError for a temperature of an unmasked row that is not positive and finite. If
+        several tokens may be predicted by one row (`are_shared`), they share its softmax, so the
+        temperature must be one number and not a tensor.
         """
         if transform is None:
-            return TRANSFORMED
+            return TRANSFORMED  # the identity, for logits that are transformed already
+        checked = as_transform(transform)  # raises ValueError for another type
         if self.are_shared:
-            temperature = as_transform(transform).temperature
+            is_one_number = not isinstance(checked.temperature, Tensor)
             remedy = (
                 "with rows= the tokens of a row share its softmax: pass one temperature, as a"
                 " number."
             )
-            require(not isinstance(temperature, Tensor), "temperature", temperature, remedy)
-        return as_transform(transform).for_rows(self.shape, self.mask, self.cu_seqlens, self.device)
+            require(is_one_number, "temperature", checked.temperature, remedy)
+        return checked.for_rows(self.shape, self.mask, self.cu_seqlens, self.device)
 
 
 class LogitsInput(NamedTuple):
@@ -106,7 +110,8 @@ class LogitsInput(NamedTuple):
     def leading_shape(self, targets: Tensor) -> torch.Size:
         """Return the shape of the logits without the vocabulary, for tokens that share rows.
 
-        targets   its shape is returned if the logits are not logits, which a later check refuses
+        targets   its shape is returned if `logits` is not a tensor with a dimension of vocabulary.
+                  A later check raises the error for such an argument.
         """
         return leading_shape(self.logits, targets)
 
@@ -150,7 +155,8 @@ class LogitsInput(NamedTuple):
         if torch.compiler.is_compiling():
             from .core.compiled import CompiledLogits
 
-            # A graph writes nothing in place, and picks the backend when it runs.
+            # torch.compile traces this call into a graph, which writes nothing in place. Its
+            # operators pick the backend when the graph runs, so there are no kernels yet.
             return CompiledLogits(
                 rows, row_transform, NO_KERNELS, backend=options.backend, strict=options.strict
             )
@@ -175,8 +181,9 @@ class LogitsInput(NamedTuple):
     ) -> tuple[LogitsInput, LogitTransform | None]:
         """Return (the reference's logits, still unchecked; their transform).
 
-        value       what the caller passed as `ref_logits`: logits, or (logits, LogitTransform)
-        transform   the policy's. It is returned unless the value contains another.
+        value       what the caller passed as `ref_logits`: logits, or (logits, transform)
+        transform   the policy's. It is returned unless the value contains another. (logits, None)
+                    contains the identity.
         exact       the divergence from the reference, for the message of an error
 
         Raises ValueError if the value is something else.
@@ -185,7 +192,7 @@ class LogitsInput(NamedTuple):
         is_pair = isinstance(value, tuple) and len(value) == 2
         if is_pair and isinstance(value[1], LogitTransform | None):
             logits = value[0]
-            transform = as_transform(value[1])
+            transform = as_transform(value[1])  # the identity for None
         if not isinstance(logits, Tensor):
             actual = "None" if logits is None else f"a {type(logits).__name__}"
             raise ValueError(
@@ -208,6 +215,8 @@ class LinearInput(NamedTuple):
         cls, hidden: Any, weight: Any, transform: LogitTransform | None
     ) -> tuple[LinearInput, LogitTransform | None]:
         """Return (hidden states and head, still unchecked; their transform).
+
+        The transform is scale, softcap and temperature, which are applied to the logits.
 
         hidden      hidden states as the caller passed them
         weight      the weight of the head, or a `Head` with weight, bias and transform
@@ -238,7 +247,8 @@ class LinearInput(NamedTuple):
     def leading_shape(self, targets: Tensor) -> torch.Size:
         """Return the shape of hidden without its last dimension, for tokens that share rows.
 
-        targets   its shape is returned if hidden is no such tensor, which a later check refuses
+        targets   its shape is returned if `hidden` is not a tensor with a last dimension. A later
+                  check raises the error for such an argument.
         """
         return leading_shape(self.hidden, targets)
 
@@ -252,7 +262,7 @@ class LinearInput(NamedTuple):
         other_arguments: dict[str, Any] | None = None,
         reference_arguments: dict[str, Any] | None = None,
     ) -> ProjectedLogits:
-        """Check hidden states and head, and return their rows of logits, still to be computed.
+        """Check hidden states and head, and return a source that computes their logits later.
 
         layout                leading shape, device and mask that the hidden states must fit
         transform             temperature, softcap and scale, as the caller passed them
@@ -275,6 +285,8 @@ class LinearInput(NamedTuple):
         dtype = matmul_dtype(hidden)
         hidden = with_unit_stride(hidden.reshape(-1, hidden.shape[-1]))
         if shard is not None and shard.reduce_hidden and hidden.requires_grad:
+            # Each rank computes the part of the gradient that comes from its ids of the vocabulary.
+            # This identity adds up the parts of all ranks in the backward.
             hidden = SumGradientOverRanks.apply(hidden, shard)
         projection = Projection(
             hidden=hidden,
@@ -286,6 +298,8 @@ class LinearInput(NamedTuple):
         if torch.compiler.is_compiling():
             from .core.compiled import CompiledProjection
 
+            # torch.compile traces this call into a graph, whose operators pick the backend when the
+            # graph runs, so there are no kernels yet.
             return CompiledProjection(
                 projection, NO_KERNELS, backend=options.backend, strict=options.strict
             )
@@ -345,7 +359,10 @@ def pick_kernels(options: Options, device: torch.device) -> Backend:
 
 
 def matmul_dtype(hidden: Tensor) -> torch.dtype:
-    """Return the dtype that matmuls may use: autocast's if autocast is on, else hidden.dtype."""
+    """Return the dtype that matmuls may use: autocast's if autocast is on, else hidden.dtype.
+
+    hidden   [..., H], on the device whose autocast setting counts
+    """
     device_type = hidden.device.type
     if torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
@@ -356,11 +373,14 @@ def matmul_dtype(hidden: Tensor) -> torch.dtype:
 
 
 def with_unit_stride(x: Tensor) -> Tensor:
-    """Return x with unit stride in its last dimension, which kernels need. Copy only if needed."""
+    """Return x, or a contiguous copy of x if the stride of its last dimension is not 1.
+
+    Kernels read the last dimension with stride 1.
+    """
     # The stride of a dimension of length 1 is never used.
     if x.stride(-1) == 1 or x.shape[-1] == 1:
         return x
-    # contiguous() would not change the strides of an empty tensor.
+    # contiguous() would return an empty tensor with its strides unchanged.
     return x.clone(memory_format=torch.contiguous_format)
 
 
@@ -403,8 +423,10 @@ def as_3d_logits(
         return logits
     if logits.dim() < 3:
         return logits.reshape(1, shape.numel(), logits.shape[-1])
-    rows = logits.flatten(0, -3)
-    if inplace and rows.data_ptr() != logits.data_ptr():  # flatten made a copy
+    rows = logits.flatten(0, -3)  # [..., T, V] to [A, T, V]
+    if inplace and rows.data_ptr() != logits.data_ptr():
+        # flatten made a copy, because no strides of a view fit. The gradient must not be written
+        # over a copy.
         raise ValueError(
             f"inplace=True, but logits of shape {list(logits.shape)} has strides that no [.., T, V]"
             " view has."
@@ -415,8 +437,9 @@ def as_3d_logits(
 def _check_writable(logits: Tensor) -> None:
     """Raise ValueError if inplace=True cannot write the gradient over these logits.
 
-    It cannot if the logits are a leaf of autograd that requires grad, have no unit stride in the
-    vocabulary, or have several elements in one place of memory.
+    It cannot if the logits are a leaf of autograd that requires grad (such as a parameter, whose
+    values would be lost), have no unit stride in the vocabulary, or have several elements in one
+    place of memory.
     """
     if is_leaf_or_view_of_leaf(logits):
         raise ValueError(
@@ -449,12 +472,14 @@ def check_linear_tensors(
     bias = inputs.bias
     if bias is not None:
         bias = check_operand("bias", bias, layout, shard)
-    shape = layout.shape
+    shape = layout.shape  # the shape of targets
     if weight.shape[:-1] == shape and hidden.shape[:-1] != shape:
         raise ValueError(
             f"weight has shape {list(weight.shape)} and hidden {list(hidden.shape)}: they changed"
             " places."
         )
+    # A rank's part of the vocabulary may be empty, [0, H]. A parameter that ZeRO-3 or FSDP has
+    # sharded is 1-d or empty outside of its module.
     is_empty = weight.numel() == 0 and (shard is None or weight.shape[-1] == 0)
     if weight.dim() != 2 or is_empty:
         raise ValueError(
@@ -635,7 +660,9 @@ def make_reference(
         source = reference_inputs.make_source(
             layout, reference_transform, replace(options, weight_grad=None)
         )
-    except ValueError as error:  # it names "hidden" or "logits", which the policy has as well
+    except ValueError as error:
+        # The message names "hidden" or "logits". The policy has arguments with these names too, so
+        # say that the reference is meant.
         raise ValueError(f"{name}: {error}") from error
     if (source.vocab_size, source.num_columns) != (policy.vocab_size, policy.num_columns):
         columns = ""

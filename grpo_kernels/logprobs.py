@@ -78,7 +78,10 @@ class TokenLogprobs:
     __repr__ = describe
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over logps and entropy, so that `logps, entropy = token_logprobs(...)` works."""
+        """Iterate over logps and entropy, so that `logps, entropy = token_logprobs(...)` works.
+
+        `also` is not among them: read it by name.
+        """
         return iter((self.logps, self.entropy))
 
     def __getitem__(self, i: int) -> Any:
@@ -303,7 +306,8 @@ def compute_logprobs(
         if sets is not None:
             check_sets(name, sets, targets, source.vocab_size)
 
-    # Without candidate sets the log of the mass is 0, which `shape_statistics` adds.
+    # "log_kept_mass" is the log-prob of a token's candidate set. Without sets it is 0 and need not
+    # be computed: `shape_statistics` adds the zeros.
     names = tuple(name for name in also if name != "log_kept_mass" or kept is not None)
     if entropy:
         names = ("entropy", *names)
@@ -342,6 +346,9 @@ def composed_statistics(
     reference: Reference | None = None,
 ) -> dict[str, Tensor]:
     """Compute statistics of tokens with candidate sets, further ids or shared rows.
+
+    A candidate set is the ids that top-k or top-p left for a token. Further ids are ids besides the
+    target whose log-probs are wanted. A shared row is a row of logits that predicts several tokens.
 
     Returns "logps" (log-prob of each target) and the named statistics, [num_tokens] each. With `at`
     it also returns "at", [num_ids].
@@ -439,6 +446,9 @@ TEACHER_WITH_SETS = (
 
 def refuse_inplace(is_refused: bool, feature: str) -> None:
     """Raise ValueError if inplace=True would overwrite logits that a second gradient reads again.
+
+    inplace=True writes the gradient of the logits over the logits. Some calls compute two gradients
+    from the logits and add them, so the first must not overwrite what the second reads.
 
     is_refused   whether the call has inplace=True and such a feature
     feature      the arguments that need two gradients of the logits, for the message, for example
@@ -640,5 +650,6 @@ def squared_inverse_temperature(transform: RowTransform, mask: Tensor | None) ->
     """
     inverse = transform.inverse_temperature
     if isinstance(inverse, Tensor) and mask is not None:
+        # The divergence of a masked row is 0, and 0 / 0 or 0 / NaN would be NaN.
         inverse = torch.where(mask, inverse, 1.0)
     return inverse * inverse

@@ -290,6 +290,8 @@ def check_statistics(
 
     statistics   "logps", "entropy", "divergence" and "auxiliary_loss" as the caller of
                  `objective_loss` passed them; None for an argument that was not passed
+    batch        gives the shape of targets
+    objective    says which statistics the loss needs
     """
     for name, x in statistics.items():
         if x is not None:
@@ -358,8 +360,8 @@ def compute_loss(
             inplace=inplace,
         )
     scale = check_grad_scale(grad_scale, batch.targets.device)
-    # What makes the loss take several passes over the rows, for example "a batch with kept". "" if
-    # one pass is enough.
+    # What makes the loss take several passes over the rows, as a text for error messages, for
+    # example "a batch with kept". "" if one pass is enough.
     feature = composed_feature(batch, reference)
     refuse_inplace(inplace and feature != "", feature)
     layout = layout_of_batch(inputs, batch)
@@ -556,12 +558,14 @@ class BatchLoss:
         sequence_result = source.fused_sequence_loss(
             tokens.targets, compute_losses, order, rows_per_sequence
         )
+        # None: the forward cannot compute the gradient of this batch.
         return None if sequence_result is None else self.output_of_scaled(sequence_result)
 
     def scaled_tokens(self) -> TokenInputs:
         """Return the tokens with every weight of a loss term multiplied by grad_scale.
 
-        The gradient that the forward computes from them is that of grad_scale * loss.
+        grad_scale is what the caller will multiply the loss by before `backward`. The gradient that
+        the forward computes from these tokens is that of grad_scale * loss.
         """
         return self.tokens if self.grad_scale is None else self.tokens.weighted(self.grad_scale)
 
@@ -617,9 +621,9 @@ class BatchLoss:
         divergence = statistics.get("divergence")
         auxiliary_loss = statistics.get("auxiliary_loss")
 
-        # Autograd need not record the formula.
+        # Autograd need not record the formula, which computes its own derivatives.
         constant_logps = logps.detach()
-        if entropy is None:
+        if entropy is None:  # no term reads it. A NaN would show in the loss if one did.
             constant_entropy = torch.full_like(constant_logps, math.nan)
         else:
             constant_entropy = entropy.detach()
@@ -691,9 +695,11 @@ class BatchLoss:
     def with_known_order(self, source: RowSource) -> RowSource:
         """Return the source with the order in which a pass processes its rows, from `row_order`.
 
-        A source that computes logits from hidden states gathers the processed rows. With a known
-        order it need not wait for a GPU to count them. Given logits are read in place and need no
-        order. A traced call has no counts.
+        A source that computes logits from hidden states gathers the rows that are processed. With a
+        known order the host need not wait for a GPU to count them. Given logits are read in place
+        and need no order. Under torch.compile or torch.func the host does not know the counts.
+
+        source   the policy's rows of logits
         """
         if isinstance(source, GivenLogits) or is_traced():
             return source
@@ -706,7 +712,8 @@ class BatchLoss:
         It is the tensor `tokens.processed` itself if all processed tokens may have one.
         """
         all_processed_have_one = self.objective.gradient_mask == "trained"
-        # With skip_inactive only tokens that may have a gradient are processed, by another mask.
+        # With Options(skip_inactive=True), `processed` is another mask than the loss mask: only
+        # tokens that may have a gradient are processed.
         skips_inactive = self.tokens.processed is not self.tokens.loss_mask
         if all_processed_have_one or skips_inactive:
             return self.tokens.processed
@@ -748,8 +755,11 @@ def layout_of_batch(inputs: RowInput, batch: TokenBatch) -> RowLayout:
     """Return the leading shape, device and mask that the logits or hidden states must fit.
 
     Without batch.rows, row i predicts target i, so the rows have the shape and the mask of targets.
-    With batch.rows, several tokens may have the same row. The rows then have any leading shape, and
-    no mask, because a mask of tokens is no mask of rows.
+    With batch.rows, several tokens may be predicted by the same row. The rows then have any leading
+    shape, and no mask, because a mask of tokens is no mask of rows.
+
+    inputs   the logits, or hidden states and head, as the caller passed them
+    batch    its targets, mask and `rows` are read
     """
     device = batch.targets.device
     if batch.rows is None:

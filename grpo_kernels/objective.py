@@ -169,11 +169,12 @@ def _as_denominator(denominator: float | Tensor, batch: TokenBatch) -> float | T
 def _is_immutable(part: object) -> bool:
     """Return whether the class of an object is a frozen dataclass of this package.
 
-    The attributes and properties of such an object cannot change. A class of the user may have
-    properties that change.
+    The loss formula of an objective with such objects is made once and kept, because their
+    attributes and properties cannot change. A class of the user may have properties that change.
 
     part   a surrogate, a KL or a filter of an objective
     """
+    # What @dataclass(...) was called with; None if the class is no dataclass itself.
     params = vars(type(part)).get("__dataclass_params__")
     return params is not None and params.frozen and is_of_package(type(part))
 
@@ -181,8 +182,9 @@ def _is_immutable(part: object) -> bool:
 def _refuse_unknown_fields(changes: dict[str, Any], surrogate: Any) -> None:
     """Raise an error if a name in `changes` is not a field of `Objective`.
 
-    Raises ValueError for a field of the surrogate, with the surrogate to pass instead, and
-    TypeError for any other name.
+    A clip width, for example, is a field of the surrogate and not of the objective. Raises
+    ValueError for a field of the surrogate, with the surrogate to pass instead, and TypeError for
+    any other name.
 
     changes     names and new values, from the keyword arguments of `Objective.preset`
     surrogate   the surrogate of the preset
@@ -312,7 +314,7 @@ class Objective(Checked):
             remedy = 'its sums are over the ratios of tokens: it needs level="token".'
             require(self.level == "token", "future_kl", self.future_kl, remedy)
         # Compute the cached properties now, because torch.compile cannot trace cached_property. The
-        # dataclass is frozen, so assign to them by object.__setattr__.
+        # dataclass is frozen, so assign by object.__setattr__.
         for name, compute in COMPUTED_ONCE.items():
             object.__setattr__(self, name, compute(self))
         if self.exact is not None and self.filter(SamplerMismatch) is not None:
@@ -384,7 +386,11 @@ class Objective(Checked):
 
     @cached_property
     def kl_spec(self) -> Kl:
-        """`kl` as a `Kl`, or the default `Kl()`, which is then not used, if `kl` is an `Exact`."""
+        """`kl` as a `Kl`, an estimate from the sampled tokens.
+
+        If `kl` is an `Exact`, a divergence of whole distributions, the result is the default `Kl()`
+        and is not used.
+        """
         return Kl() if isinstance(self.kl, Exact) else as_kl(self.kl)
 
     @cached_property
@@ -405,6 +411,8 @@ class Objective(Checked):
         For the KL this is `kl_aggregate`, and for the entropy bonus `entropy_aggregate`. If that is
         None, or if the coefficient of the term is 0, it is the aggregate of the policy term.
         """
+        # A term with the coefficient 0 does not exist. Its aggregate must not raise an error for a
+        # batch that lacks what the aggregate needs.
         kl = self.kl_aggregate if self.beta != 0 else None
         entropy = self.entropy_aggregate if self.entropy_coef != 0 else None
         return (self.aggregate, kl or self.aggregate, entropy or self.aggregate)
@@ -415,7 +423,7 @@ class Objective(Checked):
 
         This is so in two cases: if autograd computes the derivative of the surrogate, or if the
         surrogate selects tokens of the batch and takes the selection as a tensor. Kernels compute
-        any other formula that can be traced, see `Backend.evaluate_formula`.
+        any other formula whose operations can be recorded, see `Backend.evaluate_formula`.
         """
         return self.surrogate.selects or self.surrogate.slope_is_by_autograd
 
@@ -480,8 +488,8 @@ class Objective(Checked):
                          or with a nonzero `nll_weights`
         "sequences"      trained tokens of sequences that have a contributing token
         """
-        # KL and entropy bonus have a gradient at tokens with advantage 0, and so have some
-        # surrogates.
+        # Most policy terms are 0 at tokens with advantage 0. KL and entropy bonus have a gradient
+        # there too, and so have some surrogates.
         has_other_terms = self.beta != 0 or self.entropy_coef != 0
         if has_other_terms or not self.surrogate.zero_at_zero_advantage:
             return "trained"
@@ -543,7 +551,7 @@ class Objective(Checked):
             # fp64 [num_sequences, num_sequences], 1 for two sequences of one group, otherwise 0. A
             # product with it is a sum over the group of each sequence.
             is_same_group = batch.same_group()
-            is_counted = torch.ones_like(is_same_group[0])
+            is_counted = torch.ones_like(is_same_group[0])  # 1 or 0 for each sequence
             if not self.count_empty:
                 self._require_sequences(batch)
                 tokens_of_group = is_same_group @ batch.lengths
@@ -578,8 +586,9 @@ class Objective(Checked):
 
         Return a number or a 0-d fp32 tensor.
         """
-        denominator = self._denominator(batch, aggregate)
+        denominator = self._denominator(batch, aggregate)  # with a context_group, of this rank
         if batch.context_group is not None and aggregate != "token-sum":
+            # A number or tensor becomes a new tensor, because the sum over ranks is in place.
             share = torch.zeros((), dtype=torch.float64, device=batch.targets.device) + denominator
             denominator = batch.over_context(share).float()
         # A batch without trained tokens has the denominator 0, and its loss shall be 0, not 0 / 0.
@@ -754,8 +763,8 @@ class Objective(Checked):
         denominator   the denominator D of the aggregate, a number or a 0-d tensor; None: the
                       denominator of this batch
         """
-        # The denominator of the caller may be a tensor on a GPU. Its value is not checked, because
-        # the host would have to wait for it.
+        # A denominator that the caller passed may be 0 if it is a tensor: a value on a GPU is not
+        # checked, because the host would have to wait for it.
         may_be_zero = isinstance(denominator, Tensor)
         if denominator is None:
             denominator = self._denominator_over_ranks(batch, aggregate)
@@ -840,7 +849,10 @@ class Objective(Checked):
 
     @cached_property
     def _formula_is_fixed(self) -> bool:
-        """Whether surrogate, KL and filters are objects of this package, which cannot change."""
+        """Whether surrogate, KL and filters are objects of this package, which cannot change.
+
+        The formula that is made from them can then be kept. Objects of the user may change.
+        """
         return all(_is_immutable(x) for x in (self.surrogate, self.kl_spec, *self.filters))
 
     def _make_formula(self) -> ObjectiveFormula:
@@ -858,6 +870,7 @@ class Objective(Checked):
         trust = self.filter(TrustRegion)
         floor = self.filter(EntropyFloor)
         bounds = self.log_ratio_bounds
+        # Without a KL, objectives with different `kl` have the same formula and share its code.
         kl = self.kl_spec if self.beta else NO_KL
         functions = FormulaFunctions(
             surrogate=surrogate.formula,
@@ -940,7 +953,7 @@ class Objective(Checked):
                          case.
         """
         formula = self.formula
-        changed: dict[str, Any] = {}
+        changed: dict[str, Any] = {}  # inputs of the formula that depend on the log-probs
         if not self.gradient_is_per_token:
             assert batch is not None
             inputs = self._apply_filters(logps, entropy, inputs, batch)
@@ -1030,9 +1043,10 @@ class Objective(Checked):
             terms = terms + torch.where(inputs.weights == 0, 0.0, log_weights)
         if inputs.loss_mask is not None:
             terms = torch.where(inputs.loss_mask, terms, 0.0)
-        num_tokens: Tensor | None = None  # a sum
+        num_tokens: Tensor | None = None  # the log-ratio is a sum over the sequence
         if self.level != "sequence-sum":
-            num_tokens = batch.lengths.clamp(min=1.0)  # a mean
+            # It is a mean. At least 1, because a fully masked sequence would divide by 0.
+            num_tokens = batch.lengths.clamp(min=1.0)
         return SequenceRatio(
             terms=terms,
             derivative=derivative,
@@ -1117,8 +1131,9 @@ class Objective(Checked):
         keep        bool [num_tokens], False in dropped sequences, and the same for all tokens of a
                     sequence
         normalize   True: multiply the weights of all other tokens, so that their denominators count
-                    only the sequences that are left. The NLL has no denominator. False: leave the
-                    weights of all other tokens unchanged.
+                    only the sequences that are left. False: leave the weights of all other tokens
+                    unchanged. The weight of the NLL (`TokenBatch.nll_weights`) has no denominator,
+                    and stays in both cases.
         batch       the batch of these tokens
         """
         policy, kl, entropy = self.aggregates
@@ -1171,6 +1186,7 @@ class Objective(Checked):
             # A product with this matrix is a sum over the group of each sequence.
             is_same_group = batch.same_group()
             part = part / is_same_group.sum(1)
+            # From here on these three are about the group of each sequence.
             is_left = is_same_group @ is_left.double() > 0
             num_trained = is_same_group @ num_trained
             num_left = is_same_group @ num_left
@@ -1217,9 +1233,13 @@ class Objective(Checked):
 class SequenceRatio:
     """The log-ratio of each sequence: a mean or sum of terms over its trained tokens.
 
+    A term is the log-ratio logp - old_logp of a token, or a function of it such as a clamp.
+
     terms        fp32 [num_tokens], 0 in masked tokens
-    derivative   of each term with respect to the token's log-prob, fp32 [num_tokens] or 1.0
-    num_tokens   trained tokens of each sequence, fp64 [num_sequences], at least 1; None for a sum
+    derivative   of each term with respect to the token's log-prob, fp32 [num_tokens]. The number
+                 1.0 if each term is the log-ratio itself.
+    num_tokens   trained tokens of each sequence, fp64 [num_sequences], at least 1: the log-ratio is
+                 a mean. None: it is a sum.
     mask         bool [num_tokens]: the trained tokens; None: all
     batch        the batch of the tokens; tells which tokens form a sequence
     """
@@ -1238,21 +1258,25 @@ class SequenceRatio:
         return self._reduce(self.terms)
 
     def gradient(self, grad_log_ratios: Tensor) -> Tensor:
-        """Return the part of d loss / d logp that flows through `log_ratios`, fp32 [num_tokens].
+        """Return d loss / d logp of each token through the log-ratio of its sequence.
 
-        All tokens t of a sequence share its log-ratio, so for a trained token s of it
+        The loss of each token t depends on the log-ratio of its sequence, which depends on the
+        log-prob of every trained token s of the sequence. So by the chain rule
 
-            d loss / d logp_s = derivative[s] * mean or sum over t of grad_log_ratios[t]
+            d loss / d logp_s = derivative[s] * sum over t of grad_log_ratios[t]
 
-        The result is 0 in masked tokens.
+        for a log-ratio that is a sum. If it is a mean, the sum over t becomes a mean. Terms of the
+        loss that depend on logp directly, such as a KL, have a gradient that the caller adds.
 
         grad_log_ratios   fp32 [num_tokens], d (loss of token t) / d (log-ratio of its sequence),
                           0 in masked tokens
+
+        Return fp32 [num_tokens], 0 in masked tokens.
         """
-        grad_terms = self._reduce(grad_log_ratios)
+        grad_terms = self._reduce(grad_log_ratios)  # the mean or sum over t
         if self.mask is not None:
             grad_terms = torch.where(self.mask, grad_terms, 0.0)
-        if isinstance(self.derivative, Tensor):
+        if isinstance(self.derivative, Tensor):  # otherwise it is 1.0
             grad_terms = grad_terms * self.derivative
         return grad_terms
 
@@ -1264,10 +1288,10 @@ class SequenceRatio:
 
         x   fp32 [num_tokens], 0 in masked tokens
         """
-        total = self.batch.sequence_sum(x)
+        total = self.batch.sequence_sum(x)  # fp64 [num_sequences]
         if self.num_tokens is not None:
             total = total / self.num_tokens
-        return self.batch.spread(total, torch.float32)
+        return self.batch.spread(total, torch.float32)  # the value of each token's sequence
 
 
 #: The `Kl` in the formula of an objective without a KL. It is the same for all of these objectives,
@@ -1281,14 +1305,15 @@ def _token_log_ratios(logps: Tensor, inputs: TokenInputs) -> Tensor:
     """Return the log-ratio logp - old_logp of each token, fp32 [num_tokens].
 
     A token is on-policy if the inputs have no old_logps, or if its old log-prob is the mark
-    ON_POLICY (1e30). Its log-ratio is 0, or NaN if its log-prob is NaN, so that the NaN is seen.
+    ON_POLICY (1e30). Its log-ratio is 0, or NaN if its log-prob is NaN, so that the loss is NaN
+    instead of hiding it.
 
     logps    fp32 [num_tokens], log-prob of each token under the policy
     inputs   of the same tokens; has the old log-probs
     """
     if inputs.old_logps is not None and not inputs.marks_on_policy:
-        return logps - inputs.old_logps
-    # Not logp - logp, which would also be NaN for an infinite logp.
+        return logps - inputs.old_logps  # the old log-probs contain no mark
+    # 0, or NaN where logp is NaN. logp - logp would also be NaN for an infinite logp.
     on_policy = torch.where(logps.isnan(), logps, 0.0)
     if inputs.old_logps is None:
         return on_policy

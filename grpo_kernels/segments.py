@@ -37,7 +37,10 @@ class Segments:
         offsets      int64 [num_segments + 1]: segment i has the values offsets[i] : offsets[i + 1]
         num_values   number of values, equal to the last offset
         """
-        segment_ids = torch.repeat_interleave(offsets.diff(), output_size=num_values)
+        # Given counts alone, repeat_interleave returns index i as many times as counts[i] says: the
+        # counts [2, 1] give [0, 0, 1]. With output_size the host need not wait for their sum.
+        counts = offsets.diff()
+        segment_ids = torch.repeat_interleave(counts, output_size=num_values)
         return cls(segment_ids=segment_ids, offsets=offsets)
 
     @property
@@ -59,6 +62,7 @@ class Segments:
 
         values   float [num_values]
         """
+        # unsafe=True skips a check of the offsets, for which the host would wait for a GPU.
         return torch.segment_reduce(
             values.detach(), "max", offsets=self.offsets, initial=-torch.inf, unsafe=True
         )
@@ -66,12 +70,14 @@ class Segments:
     def lowest(self, numbers: Tensor, is_chosen: Tensor) -> Tensor:
         """Return the smallest chosen number of each segment, float64 [num_segments].
 
-        The result is inf for a segment without a chosen number.
+        The result is inf for a segment without a chosen number. It is float64, because integers
+        have no infinity.
 
-        numbers     integers below 2^53 [num_values], a number of each value
-        is_chosen   bool [num_values]
+        numbers     integers below 2^53, which float64 represents exactly: [num_values]
+        is_chosen   bool [num_values], the numbers that count
         """
         chosen = numbers.double().masked_fill(~is_chosen, torch.inf)
+        # unsafe=True skips a check of the offsets, for which the host would wait for a GPU.
         return torch.segment_reduce(
             chosen, "min", offsets=self.offsets, initial=torch.inf, unsafe=True
         )
@@ -81,8 +87,12 @@ class Segments:
 class SortedIndex:
     """An index into some values, and the order that sorts it.
 
+    `take` returns values[index]. Its backward adds up the gradients of all items that took the same
+    value. In sorted order these items are neighbours, so the sum has a fixed order.
+
     index     int64 [num_items]: the position of a value for each item
-    order     int64 [num_items]: the items sorted by their index, in ascending order if it is equal
+    order     int64 [num_items]: the items sorted by their index, items with equal index in
+              ascending order
     offsets   int64 [num_values + 1]: value i is taken by the items order[offsets[i] :
               offsets[i + 1]]
     """
@@ -100,7 +110,7 @@ class SortedIndex:
         """
         sorted_index, order = index.sort(stable=True)
         bounds = torch.arange(num_values + 1, device=index.device)
-        offsets = torch.searchsorted(sorted_index, bounds)
+        offsets = torch.searchsorted(sorted_index, bounds)  # the first item with an index >= i
         return cls(index=index, order=order, offsets=offsets)
 
     def take(self, values: Tensor) -> Tensor:
@@ -138,17 +148,22 @@ class LargestValues(NamedTuple):
 def find_largest(values: Tensor, segments: Segments) -> LargestValues:
     """Return the largest value of each segment, and the difference of each value from it.
 
-    The result is not differentiable.
+    If several values of a segment are the largest, the first of them counts. The result is not
+    differentiable.
 
-    values   float [num_values]
+    values     float [num_values]
+    segments   which segment each value belongs to
     """
     values = values.detach()
     maxima = segments.max(values)
     finite_maxima = maxima.double().clamp(min=LOWEST_LOGP)  # -inf - (-inf) would be NaN
     differences = values.double() - finite_maxima.index_select(0, segments.segment_ids)
+    # float64 has an infinity, and represents all positions exactly.
     positions = torch.arange(segments.num_values, device=values.device, dtype=torch.float64)
-    # NaN differs from 0, so no position is chosen in a segment with NaN.
+    # A value is the largest if its difference is 0. NaN differs from 0, so no position is chosen in
+    # a segment with NaN.
     candidates = positions.masked_fill(differences != 0.0, torch.inf)
+    # unsafe=True skips a check of the offsets, for which the host would wait for a GPU.
     first = torch.segment_reduce(
         candidates, "min", offsets=segments.offsets, initial=torch.inf, unsafe=True
     )
@@ -203,15 +218,28 @@ class _LogSoftmax(torch.autograd.Function):
         segment_ids: Tensor,
         offsets: Tensor,
     ) -> Tensor:
-        """Return the log-probs, float64 [num_values]."""
+        """Return the log-softmax of the values over each segment, float64 [num_values].
+
+            log p = d - log1p(sum of exp(d) over the values other than the largest)
+
+        with d the difference of a value from the largest of its segment.
+
+        values               float [num_values], not read: autograd gives them the gradient
+        differences          float64 [num_values]: d of each value
+        is_largest           bool [num_values]: the first of the largest values of each segment
+        segment_ids          int64 [num_values]: the segment of each value, ascending
+        offsets              int64 [num_segments + 1]: segment i has the values offsets[i] :
+                             offsets[i + 1]
+        """
         other_exps = differences.exp().masked_fill_(is_largest, 0.0)
-        log_sums = torch.log1p(sum_segments(other_exps, offsets))
+        log_sums = torch.log1p(sum_segments(other_exps, offsets))  # the 1 is the largest's exp(0)
         logps = differences - log_sums.index_select(0, segment_ids)
+        # NaN becomes 0, and -inf stays, which nan_to_num would otherwise replace.
         return logps.nan_to_num_(nan=0.0, neginf=-torch.inf)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        """Save the log-probs, from which the gradient follows."""
+        """Save the output of `forward`, the log-probs, from which the gradient follows."""
         values, _, is_largest, segment_ids, offsets = inputs
         ctx.dtype = values.dtype
         ctx.save_for_backward(output, is_largest, segment_ids, offsets)
@@ -222,7 +250,10 @@ class _LogSoftmax(torch.autograd.Function):
 
             grad_value = grad - p * (sum of grad over the segment)
 
-        The gradients of a segment add up to 0, which gives that of its largest value.
+        The gradients of a segment add up to 0. So the gradient of its largest value is computed as
+        minus the sum of the others. For p near 1 the formula would cancel digits.
+
+        grad   float64 [num_values], upstream gradients of the log-probs
         """
         logps, is_largest, segment_ids, offsets = ctx.saved_tensors
         grad_sums = sum_segments(grad, offsets)
@@ -294,13 +325,31 @@ class _LogSoftmaxWithRest(torch.autograd.Function):
         segment_ids: Tensor,
         offsets: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Return the log-probs of values and rests."""
+        """Return the log-probs of the values, [num_values], and of the rests, [num_segments].
+
+            log_sum     = log(sum of exp(d) over the values + exp(-log_odds))
+            log p       = d - log_sum
+            log p(rest) = -log_odds - log_sum
+
+        with d the difference of a value from the largest of its segment. The rest of a segment is
+        one more outcome. All results are float64.
+
+        values          float [num_values], not read: autograd gives them the gradient
+        log_odds        float64 [num_segments]: the largest value minus the logsumexp of the rest
+        differences     float64 [num_values]: d of each value
+        is_largest      bool [num_values]: the first of the largest values of each segment
+        segment_ids     int64 [num_values]: the segment of each value, ascending
+        offsets         int64 [num_segments + 1]: segment i has the values offsets[i] :
+                        offsets[i + 1]
+        """
         other_exps = differences.exp().masked_fill_(is_largest, 0.0)
+        # Logarithms of both parts of the sum, relative to exp(largest value), whose own term is 1.
         log_of_values = torch.log1p(sum_segments(other_exps, offsets))
         log_of_rest = -log_odds
         log_sums = torch.logaddexp(log_of_values, log_of_rest)
         logps = differences - log_sums.index_select(0, segment_ids)
-        # log_odds of -inf give inf - inf = NaN, and the rest has the log-prob 0 then.
+        # log_odds of -inf give inf - inf = NaN. The rest has the probability 1 then, so its
+        # log-prob is 0, which nan_to_num puts in place of NaN.
         rest_logps = log_of_rest - log_sums
         return (
             logps.nan_to_num_(nan=0.0, neginf=-torch.inf),
@@ -324,7 +373,10 @@ class _LogSoftmaxWithRest(torch.autograd.Function):
             grad_log_odds = p(rest) * total - grad_rest
 
         The gradients of a segment and of its rest, which is -grad_log_odds, add up to 0. This gives
-        the gradient of the largest value.
+        the gradient of the largest value, without the cancellation of the formula for p near 1.
+
+        grad_logps   float64 [num_values], upstream gradients of the log-probs of values
+        grad_rest    float64 [num_segments], upstream gradients of the log-probs of rests
         """
         logps, rest_logps, is_largest, segment_ids, offsets = ctx.saved_tensors
         total = sum_segments(grad_logps, offsets) + grad_rest
@@ -344,7 +396,7 @@ def replace_values(values: Tensor, is_replaced: Tensor, replacements: Tensor | f
     """Return torch.where(is_replaced, replacements, values), with another gradient.
 
     Where a value is replaced, the gradient of `values` is NaN if the upstream gradient is nonzero,
-    otherwise 0. `replacements` get no gradient.
+    otherwise 0. torch.where would give 0 in both cases. `replacements` get no gradient.
 
     Use this for rows that are not finite: replace their logits by finite numbers, and their results
     by NaN. Then a row has the gradient NaN if the loss depends on it, and otherwise 0, where a
@@ -373,9 +425,16 @@ class _ReplaceValues(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of the values: NaN where a gradient arrives at a replaced value."""
+        """Return the gradient of the values: `grad`, but NaN or 0 where a value is replaced.
+
+        It is NaN if the upstream gradient of a replaced value is not 0, because the loss then
+        depends on a value that is not finite.
+
+        grad   the upstream gradients, in the shape of the values
+        """
         (is_replaced,) = ctx.saved_tensors
-        return grad.masked_fill(is_replaced.logical_and(grad), torch.nan), None, None
+        has_gradient = is_replaced.logical_and(grad)  # replaced, and the upstream gradient is not 0
+        return grad.masked_fill(has_gradient, torch.nan), None, None
 
 
 # ---- sums
@@ -384,9 +443,13 @@ class _ReplaceValues(torch.autograd.Function):
 def sum_segments(values: Tensor, offsets: Tensor) -> Tensor:
     """Return the sum of the values of each segment, [num_segments] in the dtype of the values.
 
+    The values of a segment are added in their order, so the sum is deterministic. It is 0 for an
+    empty segment.
+
     values    float [num_values], sorted by segment
-    offsets   see `Segments`
+    offsets   int64 [num_segments + 1]: segment i has the values offsets[i] : offsets[i + 1]
     """
+    # unsafe=True skips a check of the offsets, for which the host would wait for a GPU.
     return torch.segment_reduce(values, "sum", offsets=offsets, initial=0.0, unsafe=True)
 
 
@@ -399,7 +462,12 @@ class _SegmentSum(torch.autograd.Function):
 
     @staticmethod
     def forward(values: Tensor, segment_ids: Tensor, offsets: Tensor) -> Tensor:
-        """Return the sum of the values of each segment."""
+        """Return the sum of the values of each segment, float64 [num_segments].
+
+        values        float64 [num_values], sorted by segment
+        segment_ids   int64 [num_values]: the segment of each value, for the backward
+        offsets       int64 [num_segments + 1]: segment i has the values offsets[i] : offsets[i + 1]
+        """
         return sum_segments(values, offsets)
 
     @staticmethod
@@ -424,7 +492,13 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     def forward(values: Tensor, index: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
-        """Return the value of each item, [num_items]."""
+        """Return values[index], the value of each item, [num_items].
+
+        values           float [num_values]
+        index            int64 [num_items]: the position of a value for each item
+        order, offsets   for the backward: the items in the order of their values, and the offsets
+                         of the items of each value
+        """
         return values.index_select(0, index)
 
     @staticmethod
@@ -435,11 +509,12 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of each value: a sum over the items that take it."""
+        """Return the gradient of each value: the sum of the gradients of the items that take it.
+
+        grad   [num_items], upstream gradients of the items
+        """
         order, offsets = ctx.saved_tensors
-        return (
-            sum_segments(grad.index_select(0, order).double(), offsets).to(grad.dtype),
-            None,
-            None,
-            None,
-        )
+        # Sorted by the value that they take, the items of a value are neighbours: a segment.
+        sorted_grads = grad.index_select(0, order).double()
+        grad_values = sum_segments(sorted_grads, offsets).to(grad.dtype)
+        return grad_values, None, None, None

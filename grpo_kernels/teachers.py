@@ -107,7 +107,8 @@ def teacher_divergence(
         mask = has_ids if mask is None else mask & has_ids
     statistics = logprobs_with_teacher(
         source,
-        first_ids(teacher),  # targets, whose log-probs are not used. These cost no further logit.
+        # Targets, whose log-probs are not used. Their logits are computed for the teacher anyway.
+        first_ids(teacher),
         teacher,
         exact,
         mask=mask,
@@ -151,17 +152,21 @@ def divergence_with_infinities(
     The policy's probability of the ids that a token does not list is 1 minus a float64 sum. Only
     the tail "bin" uses it.
 
+    exact                which divergence, and what ids without a log-prob add to it
     logps, other_logps   float [num_ids]: log-probs of the policy and of the teacher
-    segments             the ids of each token, sorted by token
+    segments             which token each id belongs to; the ids are sorted by token
     """
-    prob_outside = 1.0 - segments.sum(logps.exp())
+    prob_outside = 1.0 - segments.sum(logps.exp())  # of each token
     log_outside = prob_outside.clamp(min=LEAST_OUTSIDE).log()
     return divergence_at(exact, logps, other_logps, segments.offsets, log_outside)
 
 
 def first_ids(sets: TokenSets) -> Tensor:
-    """Return the first id of each set, int64 [num_tokens], 0 for an empty set."""
-    # The offset of an empty set at the end is one beyond the ids, so one is added.
+    """Return the first id of each set, int64 [num_tokens], 0 for an empty set.
+
+    sets   the ids of each token in one flat list: token i has ids[offsets[i] : offsets[i + 1]]
+    """
+    # If the last set is empty, its offset is the length of the list. So add an id to the end.
     padded_ids = torch.cat([sets.ids.long(), sets.ids.new_zeros(1, dtype=torch.int64)])
     return torch.where(sets.counts > 0, padded_ids[sets.offsets[:-1]], 0)
 

@@ -44,6 +44,8 @@ LOWEST_TEMPERATURE = 0.01
 class TokenSets:
     """A set of token ids for each row of a batch, and optionally a number for each id.
 
+    The sets have different sizes, so all ids are in one flat list, row after row.
+
         sets = TokenSets.from_counts(ids, counts)  # from_padded, from_lists, from_logits, whole
         sets[:256], TokenSets.cat([a, b]), sets.to("cuda")
 
@@ -89,8 +91,10 @@ class TokenSets:
     ) -> None:
         """Set all fields. The dataclass is frozen, so they are written into its __dict__.
 
-        host_offsets   the offsets as numbers on the host
-        largest_id     the largest id, or an upper bound; -1 if there is none
+        ids, offsets, values   the ids of all rows in one list, where each row starts, and a number
+                               for each id or None
+        host_offsets           the offsets as numbers on the host
+        largest_id             the largest id, or an upper bound; -1 if there is none
         """
         self.__dict__.update(
             ids=usable_in_backward(ids),
@@ -109,12 +113,14 @@ class TokenSets:
         host_offsets: array,
         largest_id: int,
     ) -> TokenSets:
-        """Make sets of fields that are known to be valid, without a check or a wait.
+        """Make sets of fields that are known to be valid, without a check.
+
+        The constructor would check them, for which the host waits for a GPU.
 
         host_offsets   the offsets as numbers on the host
         largest_id     the largest id, or an upper bound; -1 if there is none
         """
-        sets = object.__new__(cls)
+        sets = object.__new__(cls)  # without __post_init__, which checks the fields
         sets._set_fields(ids, offsets, values, host_offsets, largest_id)
         return sets
 
@@ -284,7 +290,9 @@ class TokenSets:
 
     @classmethod
     def whole(cls, rows: int, *, device: torch.device | str | None = None) -> TokenSets:
-        """Make empty sets for `rows` tokens. An empty set stands for the whole vocabulary.
+        """Make an empty set for each of `rows` tokens.
+
+        An empty set stands for the whole vocabulary.
 
         rows     number of tokens, which is the number of rows of the sets
         device   device of the sets; None: the CPU
@@ -380,7 +388,7 @@ class TokenSets:
             if step == 1:
                 return self._rows_between(start, max(start, stop))
             rows = range(start, stop, step)
-        # An empty list would become a tensor of floats.
+        # torch would make a tensor of floats from an empty list, which is no index.
         is_empty = not isinstance(rows, Tensor | int) and len(rows) == 0
         index = torch.as_tensor(rows, dtype=torch.int64 if is_empty else None)
         remedy = (
@@ -398,7 +406,11 @@ class TokenSets:
         return self.take(selected)
 
     def _rows_between(self, start: int, stop: int) -> TokenSets:
-        """Return the rows from start to stop, stop excluded. ids and values are views."""
+        """Return the sets of the rows from start to stop, stop excluded.
+
+        The ids of these rows follow one another, so ids and values are views. The host knows the
+        offsets and need not wait for a GPU.
+        """
         first_id = self._host_offsets[start]
         last_id = self._host_offsets[stop]
         host_offsets = self._host_offsets[start : stop + 1]
@@ -417,7 +429,8 @@ class TokenSets:
         """
         index = index.cpu()
         all_offsets = torch.frombuffer(self._host_offsets, dtype=torch.int64)
-        # For index -1, both are offset 0, so that the row is empty.
+        # Row i has the ids offsets[i] : offsets[i + 1]. For index -1 both are offsets[0], so that
+        # the row is empty.
         starts = all_offsets[index.clamp(min=0)]
         stops = all_offsets[index + 1]
         counts = stops - starts
@@ -448,6 +461,8 @@ class TokenSets:
     @property
     def row_of(self) -> Tensor:
         """int64 [nnz]: the row of each id. It is computed at each access."""
+        # Given counts alone, repeat_interleave returns index i as many times as counts[i] says:
+        # the counts [2, 1] give [0, 0, 1]. With output_size the host need not wait for their sum.
         return torch.repeat_interleave(self.counts, output_size=self.ids.shape[0])
 
     def padded(self, fill: int = -1) -> Tensor:
@@ -457,7 +472,7 @@ class TokenSets:
         """
         is_id = torch.arange(self.longest, device=self.ids.device) < self.counts[:, None]
         padding = torch.full_like(is_id, fill, dtype=self.ids.dtype)
-        return padding.masked_scatter_(is_id, self.ids)
+        return padding.masked_scatter_(is_id, self.ids)  # the ids in their order, where is_id
 
     def mask(self, vocab: int) -> Tensor:
         """Return bool [rows, vocab]: True for the ids of a row, and everywhere in an empty row.
@@ -493,8 +508,9 @@ class TokenSets:
         """
         queried_ids = ids.long()
         ids_of_sets = self.ids.long()
+        # The zero makes the maximum exist if there is no id.
         largest_id = torch.cat([ids_of_sets, queried_ids, ids_of_sets.new_zeros(1)]).amax()
-        num_ids = largest_id + 1
+        num_ids = largest_id + 1  # a bound of all ids, which stays on the device
         # Join row and id into one number, row * num_ids + id, and search it among the pairs of the
         # sets.
         queries = rows * num_ids + queried_ids
@@ -546,9 +562,9 @@ class TokenSets:
     def same_ids(self, other: TokenSets) -> bool:
         """Return whether the other sets have the same ids in the same order.
 
-        Waits for the device, unless the ids of both are one tensor.
+        Values are not compared. Waits for the device, unless the ids of both are one tensor.
         """
-        if self._host_offsets != other._host_offsets:
+        if self._host_offsets != other._host_offsets:  # rows of different sizes
             return False
         if self.ids is other.ids:
             return True
@@ -617,12 +633,16 @@ def _check_tokens(targets: Tensor, sets: TokenSets, name: str = "these sets") ->
 def check_ids(name: str, sets: TokenSets, vocab: int) -> None:
     """Raise ValueError if an id of the sets is outside of the vocabulary [0, vocab).
 
-    name   the name of the sets, for the message
+    The host waits for a GPU only if `largest_id`, an upper bound of the ids that it knows, is not
+    below `vocab`.
+
+    name    the name of the sets, for the message
+    vocab   the size of the vocabulary
     """
     if sets.largest_id < vocab:
         return
     places = (sets.ids >= vocab).nonzero()[:, 0]
-    if len(places) > 0:  # largest_id is only an upper bound
+    if len(places) > 0:  # else only the upper bound was too large
         row = int(sets.row_of[places[0]])
         raise ValueError(
             f"{name} holds id {int(sets.ids[places[0]])} in row {row}: it is outside of the"
@@ -639,8 +659,9 @@ def rows_without_set(sets: TokenSets, targets: Tensor, missing: str | None) -> T
     A row does so if its set is empty or, with missing="full", if its target is not in its set. With
     any other value of `missing`, the target has no effect.
 
-    sets      candidate sets
+    sets      the candidates of each row: the ids that top-k or top-p left
     targets   integers, one element for each row
+    missing   what to do with a target that is not in its set
     """
     is_empty = sets.counts == 0
     if missing != "full":
@@ -658,9 +679,10 @@ def narrow_mask(
                       to know. torch.compile leaves out this check.
     other values      remove no row
 
-    sets      candidate sets
+    sets      the candidates of each row: the ids that top-k or top-p left
     targets   integers, one element for each row
     mask      bool of the shape of targets, or None
+    missing   what to do with a target that is not in its set
     """
     if missing not in ("mask", "raise"):
         return mask
@@ -821,13 +843,13 @@ def require_equal_counts(value_counts: list[int], id_counts: list[int]) -> None:
 
 
 def usable_in_backward(x: Tensor) -> Tensor:
-    """Return x, contiguous. It is copied if it was made in inference mode.
+    """Return x as a contiguous tensor that autograd can save for a backward.
 
-    Autograd cannot save such a tensor for a backward.
+    Autograd cannot save a tensor that was made in inference mode, so such a tensor is copied.
     """
     if not x.is_inference():
         return x.contiguous()
-    with torch.inference_mode(False):
+    with torch.inference_mode(False):  # else the copy would be such a tensor, too
         return x.clone(memory_format=torch.contiguous_format)
 
 
@@ -889,6 +911,9 @@ def check_sets_and_read_facts(
 ) -> HostFacts:
     """Check the fields of new sets, and return the facts that the host needs to know.
 
+    ids            int [nnz], the ids of all rows, row after row
+    offsets        int [rows + 1]: row i has ids[offsets[i] : offsets[i + 1]]
+    values         float [nnz], a number for each id, or None
     offsets_name   the name of the argument that the offsets come from, "offsets" or "counts"
 
     On a GPU the host waits once, for one copy of all numbers that it needs. One of these says
@@ -909,6 +934,7 @@ def check_sets_and_read_facts(
     needs_look = is_bad.any() | descends.any()
     largest_id = ids.max() if num_ids > 0 else ids.new_full((), -1)
 
+    # One copy to the host, for which it waits once.
     numbers = torch.cat([offsets, largest_id[None], needs_look[None]]).cpu()
     host_offsets = numbers[:-2]
     host_largest_id, host_needs_look = numbers[-2:].tolist()
@@ -949,8 +975,12 @@ def _check_ids_and_values(
 ) -> None:
     """Raise ValueError for the first id that is below 0 or twice in its row, or whose value is NaN.
 
-    is_bad   bool [nnz]: ids below 0, or whose value is NaN
+    ids       int [nnz], the ids of all rows, row after row
+    offsets   int64 [rows + 1]: row i has ids[offsets[i] : offsets[i + 1]]
+    values    float [nnz], a number for each id, or None
+    is_bad    bool [nnz]: ids below 0, or whose value is NaN
     """
+    # Given counts alone, repeat_interleave returns index i as many times as counts[i] says.
     row_of_id = torch.repeat_interleave(offsets.diff(), output_size=ids.numel())
     # A stable sort by id keeps the order of rows, so that repetitions in a row become neighbours.
     order = ids.argsort(stable=True)
@@ -988,7 +1018,7 @@ def temperature_of_rows(
     Raises ValueError for a temperature that is not above 0 and finite, or does not fit the shape.
     """
     check_temperature(temperature)
-    # This checks the values of a tensor. Its result is not needed.
+    # Called to check the values of a tensor. Its result, 1 / temperature, is not needed.
     inverse_temperatures(temperature, shape, mask=None, cu_seqlens=None, device=device)
     return per_token("temperature", torch.as_tensor(temperature, device=device), shape)
 

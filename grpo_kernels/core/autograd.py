@@ -66,7 +66,7 @@ def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> 
         if not any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
             return function.forward(*arguments)
         return function.apply(*arguments)
-    if torch._C._are_functorch_transforms_active():
+    if torch._C._are_functorch_transforms_active():  # a transform of torch.func, such as vmap
         return function.apply(*arguments)
     # `Function.apply` adds what torch.func needs to the C++ `apply` of its base class. That takes
     # longer than the kernels of a small batch, so it is skipped.
@@ -74,10 +74,11 @@ def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> 
 
 
 class ConstantForAutograd(torch.autograd.Function):
-    """Call a function of groups of tensors, and refuse to differentiate its results.
+    """Call a function that computes gradients, and refuse to differentiate its results.
 
-    torch.func records every operation of a backward. It records this one, whose own backward raises
-    RuntimeError. Inputs are the function, the number of tensors of each group, and the tensors.
+    torch.func records every operation of a backward. If a backward computes its gradients by this
+    operation, torch.func records it, and a second derivative raises RuntimeError. Inputs are the
+    function, the number of tensors of each of its arguments, which are lists, and the tensors.
     """
 
     @staticmethod
@@ -127,6 +128,7 @@ def without_second_derivative(
     ]
     if not torch.is_grad_enabled():  # the usual case: autograd does not record the backward
         return function(*live_groups)
+    # Whether a dead wrapper of torch.func was removed, so that torch.func has called this backward.
     was_wrapped = any(
         x is not y
         for live_group, group in zip(live_groups, groups, strict=True)
@@ -223,7 +225,7 @@ class RowStatistics(torch.autograd.Function):
         tensors     (logits,) or (hidden, weight, bias)
         """
         computed = row_pass.compute(tensors)
-        sums = row_pass.as_sums(computed[0])
+        sums = row_pass.as_sums(computed[0])  # the softmax sums, from which statistics follow
         return (*sums.statistics(requested.names, row_pass.mask), *computed)
 
     @staticmethod
@@ -237,7 +239,7 @@ class RowStatistics(torch.autograd.Function):
         results = dict(zip(requested.all_names, output[:num_results], strict=True))
         computed = output[num_results:]
         constants = [x for name, x in results.items() if not requested.has_gradient(name)]
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # an output without upstream gradient gets None, not zeros
         ctx.mark_non_differentiable(*computed, *constants)
         ctx.row_pass = row_pass
         ctx.requested = requested
@@ -269,12 +271,17 @@ class RowStatistics(torch.autograd.Function):
         saved = ctx.saved_tensors
         computed = saved[: ctx.num_computed]
         tensors = saved[ctx.num_computed :]
-        _, _, *wanted = ctx.needs_input_grad
+        _, _, *wanted = ctx.needs_input_grad  # of the tensors
 
         def compute_gradients(
             tensors: Sequence[Tensor | None], computed: Sequence[Tensor], upstream: Sequence[Tensor]
         ) -> tuple[Tensor | None, ...]:
-            """Return the gradients of the tensors from `upstream`, those of the statistics."""
+            """Return the gradient of each tensor, None if it is not wanted.
+
+            tensors    (logits,) or (hidden, weight, bias)
+            computed   what the forward computed: softmax sums, and perhaps more
+            upstream   d loss / d statistic for each name in `grads`, in this order
+            """
             return row_pass.gradients(
                 tensors, computed, dict(zip(grads, upstream, strict=True)), wanted
             )
@@ -351,7 +358,7 @@ class WeightGradMemory:
         weight: Any = self.flagged_weight
         if weight is None:
             return None
-        weight.grad_added_to_main_grad = True
+        weight.grad_added_to_main_grad = True  # Megatron's hook reads this
         if getattr(weight, "zero_out_wgrad", False):
             return zeros(weight.shape, weight.dtype, weight.device)
         return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
@@ -442,7 +449,8 @@ class PrecomputedGradients:
         would differentiate the result again (create_graph=True).
         """
         if torch.is_grad_enabled():
-            # Under torch.func gradients are always enabled, but its losses are `LossOfStatistics`.
+            # In a backward, gradients are enabled only with create_graph=True. (Under torch.func
+            # they always are, but its losses are `LossOfStatistics`.)
             raise RuntimeError(f"{NO_SECOND_DERIVATIVE} Call backward without create_graph=True.")
         if self.gradients is None:
             raise RuntimeError(SECOND_BACKWARD)
@@ -450,6 +458,7 @@ class PrecomputedGradients:
         for gradient, version in zip(gradients, self.versions, strict=True):
             if gradient.value is not None and gradient.value._version != version:
                 raise RuntimeError(LOGITS_OVERWRITTEN)
+        # They are given away, so a second call raises.
         self.gradients = None
         results: list[Tensor | None] = []
         for gradient in gradients:
@@ -517,7 +526,15 @@ class LossOfStatistics(torch.autograd.Function):
         grad_entropy: Tensor | None,
         grad_auxiliary_loss: Tensor | None,
     ) -> Tensor:
-        """Return the sum of the losses, 0-d fp32. The class describes the arguments."""
+        """Return the sum of the losses, 0-d fp32.
+
+        losses                                       fp32 [num_rows]
+        logps, entropy, auxiliary_loss               fp32 [num_rows], not read: autograd learns from
+                                                     them what the losses depend on
+        grad_logps, grad_entropy, grad_auxiliary_loss
+                                                     d loss / d statistic, fp32 [num_rows], for the
+                                                     backward
+        """
         return sum_losses(losses)
 
     @staticmethod

@@ -155,7 +155,8 @@ def fake_sums(
 ) -> list[Tensor]:
     """Return what torch.compile traces in place of `compute_sums`: its result without values.
 
-    The result is a list of one tensor, fp32 [num_sums, num_rows]. The other arguments are not used.
+    The result is a list of one tensor, fp32 [num_sums, num_rows]. It has the arguments of
+    `compute_sums`, of which only the shape and device of targets and the names are used.
     """
     shape = (len(names), *targets.shape)
     return [torch.empty(shape, dtype=torch.float32, device=targets.device)]
@@ -202,9 +203,11 @@ def fake_gradients(
 ) -> list[Tensor]:
     """Return what torch.compile traces in place of `compute_gradients`: its results without values.
 
-    A gradient has the shape and dtype of its tensor. The other arguments are not used.
+    A gradient has the shape and dtype of its tensor. The function has the arguments of
+    `compute_gradients`, of which only these two are used:
 
-    wanted   for each of `tensors`, whether it needs a gradient
+    tensors   [logits], or [hidden, weight, bias]
+    wanted    for each of `tensors`, whether it needs a gradient
     """
     return [x.new_empty(x.shape) for x, needed in zip(tensors, wanted, strict=True) if needed]
 
@@ -308,7 +311,8 @@ class CompiledPass(StatisticsPass):
         coefficients = GradientCoefficients.from_gradients(self.as_sums(values), grads, self.mask)
         logits_are_given = self.dtype is None
         operator = LOGITS_GRADIENTS if logits_are_given else LINEAR_GRADIENTS
-        # The operator returns the gradients of the wanted tensors only, in their order.
+        # The operator returns the gradients of the wanted tensors only, in their order, because an
+        # operator cannot return None among tensors.
         results = iter(
             operator(
                 *self.row_arguments(tensors),

@@ -87,6 +87,7 @@ def phi(x: Tensor) -> Tensor:
     """
     s = x / (2.0 + x)
     squared = s * s
+    # s^3 / 3 + s^5 / 5 + ... + s^13 / 13, evaluated from its last term
     series = squared * (1 / 9 + squared * (1 / 11 + squared * (1 / 13)))
     series = s * squared * (1 / 3 + squared * (1 / 5 + squared * (1 / 7 + series)))
     return torch.where(x.abs() <= PSI_LIMIT, x * s - 2.0 * series, x - torch.log1p(x))
@@ -131,6 +132,8 @@ def log_ratio_terms(direction: str, p: Tensor, q: Tensor, d: Tensor) -> tuple[Te
         p, q = q, p
         d = -d
     log_ratio = p * d
+    # For small d the two parts of (q - p) + p d nearly cancel, and psi is a series. For large d the
+    # series would be wrong.
     excess = torch.where(d.abs() <= PSI_LIMIT, p * psi(-d), (q - p) + log_ratio)
     is_zero = p == 0
     return log_ratio.masked_fill_(is_zero, 0.0), torch.where(is_zero, q, excess)
@@ -163,6 +166,7 @@ def merge_log_ratio_sums(
     and are added over the shards. If sum_log_ratio of a shard is infinite, the merged
     sum_log_ratio_excess may be NaN. All arguments are fp32 [num_shards, num_rows].
 
+    direction                                  "reverse" or "forward"
     policy_factor, reference_factor            f and g, 0 for a shard of only -inf
     shift                                      log(f / g), see above
     sum_exp, reference_sum_exp                 sum_j p_j and sum_j q_j of each shard
@@ -279,8 +283,8 @@ def mixture_over_p(log_ratio: Tensor, weight_of_q: float) -> tuple[Tensor, Tenso
 
     log_ratio   log(p / q), finite
     """
-    difference = weight_of_q * torch.expm1(-log_ratio)
-    ratio = (1.0 - weight_of_q) + weight_of_q * torch.exp(-log_ratio)
+    difference = weight_of_q * torch.expm1(-log_ratio)  # m / p - 1
+    ratio = (1.0 - weight_of_q) + weight_of_q * torch.exp(-log_ratio)  # m / p
     log_m_over_p = torch.where(difference < -PSI_LIMIT, torch.log(ratio), torch.log1p(difference))
     return difference, log_m_over_p
 
@@ -297,6 +301,7 @@ def divergence_gradient(
 
     with m = (1 - mixture) p + mixture q. All but "forward" are 0 where p is 0.
 
+    direction   which divergence, see above
     p, q        probabilities of policy and reference, [num_rows, V]
     log_ratio   log p - log q, any number where both are 0; for "jsd" clamped to +-MAX_LOG_RATIO
     center      [num_rows, 1], the mean over the row that is subtracted from each column
@@ -306,7 +311,7 @@ def divergence_gradient(
         # p - q = p (1 - q / p), without cancellation for p near q.
         difference = torch.where(log_ratio.abs() <= PSI_LIMIT, -p * torch.expm1(-log_ratio), p - q)
         return torch.where(p == 0, -q, difference)
-    factor = log_ratio
+    factor = log_ratio  # of p, before the center is subtracted
     if direction == "jsd":
         log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         factor = -mixture_over_p(log_ratio, mixture)[1]  # -log(m / p) = log(p / m)

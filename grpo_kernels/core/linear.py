@@ -212,7 +212,7 @@ class RowOrder:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether tensors of the rows are on a CPU, so that the host reads them without a wait."""
+        """Whether the tensors are on a CPU, so that the host reads their values without a wait."""
         return self.row_ids.device.type == "cpu"
 
     def with_gradient(self) -> RowOrder:
@@ -230,11 +230,15 @@ class RowOrder:
         return is_complete and self.num_with_gradient in (0, num_processed)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return the rows of x [num_rows, ...] in this order, [num_processed, ...]."""
+        """Return the processed rows of x [num_rows, ...] in this order, [num_processed, ...]."""
         return x if self.is_identity else x.index_select(0, self.row_ids)
 
     def gather_transform(self, transform: RowTransform) -> RowTransform:
-        """Return the transform of the logits with one temperature for each row in this order."""
+        """Return the transform with the temperatures of the processed rows, in this order.
+
+        transform   scale, softcap and temperature of the logits. The temperature is one number, or
+                    fp32 [num_rows].
+        """
         return transform if self.is_identity else transform.select(self.row_ids)
 
     def row_ids_at(self, chunk: slice) -> slice | Tensor:
@@ -344,7 +348,10 @@ class Formula(Protocol):
     """
 
     def process_chunk(self, chunk: slice, rows: LogitRows, grad_logits: Tensor | None) -> None:
-        """Record what the loss needs from a chunk, and write d loss / d logits without row_scale.
+        """Record what the loss needs from a chunk, and write d loss / d logits of its rows.
+
+        If the loss has a `row_scale`, the gradient is written without this factor. A chunk is the
+        rows whose logits exist at one time.
 
         chunk         slice of the rows in the order of the pass
         rows          their logits and targets
@@ -355,7 +362,8 @@ class Formula(Protocol):
     def row_scale(self, block: slice) -> Tensor | None:
         """Return the factor that the gradient of each row still lacks, fp32 [num_block_rows].
 
-        None means 1. The loop calls it when all chunks of the block have been processed.
+        None means 1. The loop calls it when all chunks of the block have been processed: the factor
+        of a sequence-level loss depends on the log-probs of the whole sequence.
 
         block   slice of the rows in the order of the pass
         """
@@ -417,7 +425,13 @@ class GradientAccumulator:
     ) -> None:
         """Allocate the gradients of hidden states and bias as zeros, if they are wanted.
 
-        The class describes the arguments. The first block allocates the gradient of the weight.
+        The first block allocates the gradient of the weight.
+
+        logits              the chunks of logits, which have the hidden states and the matmuls
+        wanted              the tensors that get a gradient
+        grad_hidden_dtype   dtype of the gradient of hidden states
+        weight_total        fp32 [V, H] that the gradient of the weight is added to; None: a new sum
+        rounds_weight       whether the sum may be rounded to the dtype of the weight at the end
         """
         policy = logits.inputs.policy
         self.logits = logits
@@ -471,8 +485,9 @@ class GradientAccumulator:
     def add_bias_of_chunk(self, grad_logits: Tensor) -> None:
         """Add the gradient of the bias from a chunk: the sum of grad_logits over its rows.
 
-        The row_scale of a block is not known yet. So a formula that has one must not be run if the
-        gradient of a bias is wanted.
+        With a sequence-level loss each row of grad_logits still lacks a factor, which is known only
+        after the block (`Formula.row_scale`). So such a loss must not be run if the gradient of a
+        bias is wanted.
 
         grad_logits   [num_chunk_rows, V]
         """
@@ -576,10 +591,13 @@ def gradient_of_block(
     logits: ChunkedLogits,
     accumulator: GradientAccumulator,
 ) -> Tensor:
-    """Return d loss / d logits of the rows of a block, [num_block_rows, V], without row_scale.
+    """Return d loss / d logits of the rows of a block, [num_block_rows, V].
 
-    The formula processes the logits of one chunk after the other. The result is in the dtype in
-    which matmuls 2 and 3 read it: fp32 in the memory of the logits, or 16-bit in a buffer.
+    For a sequence-level loss each row still lacks a factor, which is known only after the block
+    (`Formula.row_scale`). The formula processes the logits of one chunk after the other: a chunk is
+    the rows whose logits exist at one time. The result is in the dtype in which the matmuls of the
+    gradients of hidden states and weight read it: fp32 in the memory of the logits, or 16-bit in a
+    buffer.
 
     chunks        the chunks of the block, consecutive slices of the rows in the order of the pass
     hidden        [num_block_rows, H], their hidden states
@@ -606,6 +624,9 @@ def write_gradient_of_chunk(
 ) -> None:
     """Compute the logits of a chunk and write their gradient to the buffer of its block.
 
+    A chunk is the rows whose logits exist at one time. A block is the rows whose gradients of
+    logits exist at one time: one or several chunks.
+
     This is a separate function, so that its local variables are gone, and with them the logits,
     when the next chunk computes its logits.
 
@@ -614,7 +635,8 @@ def write_gradient_of_chunk(
     formula       computes the loss, and writes the gradient
     logits        computes the logits of the chunk
     accumulator   adds the gradient of the bias, if it is wanted
-    buffer        keeps the gradients of the block for matmuls 2 and 3
+    buffer        keeps the gradients of the block for the matmuls of the gradients of hidden states
+                  and weight
     """
     rows = logits.compute(chunk, hidden)
     # Where the formula writes the gradient: over the logits, or into a 16-bit buffer.
@@ -650,7 +672,12 @@ class SumsRecorder:
     """
 
     def __init__(self, inputs: PassInputs, order: RowOrder, names: tuple[str, ...]) -> None:
-        """Begin with no sums. The class describes the arguments."""
+        """Begin with no sums.
+
+        inputs   what the pass reads: hidden states, heads, targets and kernels
+        order    the rows that the pass processes, in its order
+        names    of the sums, for example "sum_exp"
+        """
         self.inputs = inputs
         self.order = order
         self.names = names
@@ -659,7 +686,8 @@ class SumsRecorder:
     def process_chunk(self, chunk: slice, rows: LogitRows, grad_logits: Tensor | None) -> None:
         """Record the softmax sums of a chunk, and write d log-prob / d logits of each row.
 
-        That is the gradient for an upstream gradient of 1, by which a row is multiplied later.
+        That is the gradient for an upstream gradient of 1. The caller later multiplies each row by
+        its upstream gradient. A chunk is the rows whose logits exist at one time.
 
         chunk         slice of the rows in the order of the pass
         rows          their logits and targets
@@ -672,7 +700,10 @@ class SumsRecorder:
             write_unit_gradient(kernels, rows, sums, sums.logps, grad_logits)
 
     def row_scale(self, block: slice) -> None:
-        """Return None: `process_chunk` wrote the whole gradient."""
+        """Return None, a factor of 1 for the gradient: `process_chunk` wrote all of it.
+
+        A sequence-level loss returns here what it knows only after all chunks of a block.
+        """
 
     def result(self) -> SoftmaxSums:
         """Return the sums of all rows, [num_names, num_rows], in the order of the batch.
@@ -706,12 +737,15 @@ def write_unit_gradient(
     grad_logits   where to write the gradient, [1, num_rows, V]
     """
     is_number = (logps == logps).float()  # 0 for NaN
+    # The coefficient "target" is d loss / d log-prob: 1, or 0 where the log-prob is NaN.
     coefficients = GradientCoefficients.stack({"target": is_number})
     kernels.softmax_gradient(rows, sums, coefficients, grad_logits)
 
 
 class ChunkValues:
     """Collect a table of k values a row, [k, num_rows], that a pass computes chunk by chunk.
+
+    A pass processes the rows in an order of its own, and may leave some out.
 
     order   the order in which the pass processes rows
     """
@@ -736,7 +770,8 @@ class ChunkValues:
         """
         if not self.chunks:
             return make_default()
-        # Chunks without a gradient are processed first, although they come last in the order.
+        # Sort by the first row of each chunk: chunks without a gradient are processed first,
+        # although they come last in the order of the pass.
         chunks = [values for _, values in sorted(self.chunks, key=lambda chunk: chunk[0])]
         values = chunks[0] if len(chunks) == 1 else torch.cat(chunks, 1)
         if self.order.is_identity:
@@ -786,7 +821,10 @@ class KnownGradients:
         self.kernels.softmax_gradient(rows, sums, self.coefficients.select(chunk), grad_logits)
 
     def row_scale(self, block: slice) -> None:
-        """Return None: `process_chunk` wrote the whole gradient."""
+        """Return None, a factor of 1 for the gradient: `process_chunk` wrote all of it.
+
+        A sequence-level loss returns here what it knows only after all chunks of a block.
+        """
 
 
 # ---- chunks and blocks

@@ -51,7 +51,10 @@ class TokenFormula:
     ) -> None:
         """Bring the inputs of the formula, one number a row, into the order of the pass.
 
-        The class describes the arguments.
+        kernels         compute sums, formula and gradient of rows
+        loss_formula    the formula with the inputs of all rows, in the order of the batch
+        order           the rows that the pass processes, in its order
+        has_reference   whether the loss contains the divergence from a reference
         """
         self.kernels = kernels
         self.order = order
@@ -65,6 +68,8 @@ class TokenFormula:
     def process_chunk(self, chunk: slice, rows: LogitRows, grad_logits: Tensor | None) -> None:
         """Compute log-probs, entropies and losses of a chunk, and d loss / d logits.
 
+        A chunk is the rows whose logits exist at one time.
+
         chunk         slice of the rows in the order of the pass
         rows          their logits and targets
         grad_logits   [1, num_chunk_rows, V]: where to write the gradient; None: none is needed
@@ -73,7 +78,10 @@ class TokenFormula:
         self.chunks.add(chunk, values.table)
 
     def row_scale(self, block: slice) -> None:
-        """Return None: `process_chunk` wrote the whole gradient."""
+        """Return None, a factor of 1 for the gradient: `process_chunk` wrote all of it.
+
+        A sequence-level loss returns here what it knows only after all chunks of a block.
+        """
 
     def result(self) -> FormulaResult:
         """Return the loss, and the statistics of all rows in the order of the batch.
@@ -90,7 +98,10 @@ class TokenFormula:
         )
 
     def _zeros(self) -> Tensor:
-        """Return the values of rows that were not processed, fp32 [num_values, num_rows]."""
+        """Return 0 for each value of each row, fp32 [num_values, num_rows].
+
+        The loss, log-prob, entropy and divergence of rows that were not processed are 0.
+        """
         device = self.order.row_ids.device
         return torch.zeros(self.num_values, self.order.num_rows, device=device)
 
@@ -116,7 +127,9 @@ class SequenceFormula:
     ) -> None:
         """Begin with log-probs and entropies of 0, the values of rows that are not processed.
 
-        The class describes the arguments.
+        kernels          compute the softmax sums
+        compute_losses   (logps, entropy), fp32 [num_rows] each -> losses and gradients of all rows
+        order            the rows that the pass processes, in its order
         """
         self.kernels = kernels
         self.compute_losses = compute_losses
@@ -139,6 +152,7 @@ class SequenceFormula:
         logps, entropy = sums.logps_and_entropy()
         self.logps[row_ids] = logps
         self.entropy[row_ids] = entropy
+        # Losses that were computed before belong to the former log-probs.
         self._losses = None
         if grad_logits is not None:
             write_unit_gradient(self.kernels, rows, sums, logps, grad_logits)

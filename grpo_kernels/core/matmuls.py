@@ -78,10 +78,12 @@ def has_grad_buffer(dtype: torch.dtype, device: torch.device, sums_bias: bool) -
     If so, they are in a separate buffer, and a block may have several chunks. If not, they
     overwrite the fp32 logits of a chunk, and a block is a chunk.
 
-    A rank of a vocabulary shard that has no ids gets the answer of the other ranks, because all of
-    them process the same chunks and blocks.
+    A chunk is the rows whose logits exist at one time, a block the rows whose gradients of logits
+    do. A rank of a vocabulary shard that has no ids gets the answer of the other ranks, because all
+    of them process the same chunks and blocks.
 
     dtype       dtype of the operands of the matmuls
+    device      their device
     sums_bias   whether the gradient of a bias is needed. On a CPU it is the sum over rows of fp32
                 gradients, so they are not stored in bf16.
     """
@@ -265,7 +267,7 @@ class MatmulsWithoutIds(HeadMatmuls):
     """
 
     def make_grad_buffer(self, num_rows: int, sums_bias: bool) -> GradBuffer:
-        """Return a buffer [num_rows, 0] for several chunks."""
+        """Return memory [num_rows, 0] for the gradients of logits of a block of several chunks."""
         return SeparateGradBuffer(torch.empty(num_rows, 0, device=self.weight.device))
 
 
@@ -301,9 +303,12 @@ class CpuMatmuls(HeadMatmuls):
         return out
 
     def make_grad_buffer(self, num_rows: int, sums_bias: bool) -> GradBuffer:
-        """Return a bf16 buffer [num_rows, V], or a buffer that overwrites fp32 logits.
+        """Return memory for d loss / d logits of a block of at most `num_rows` rows.
 
-        `has_grad_buffer` is the condition for bf16.
+        It is a bf16 buffer [num_rows, V], or, if `has_grad_buffer` says that bf16 will not do, the
+        memory of the fp32 logits themselves, which the gradient overwrites.
+
+        sums_bias   whether the gradient of a bias is needed. It is a sum of fp32 gradients.
         """
         if not has_grad_buffer(self.dtype, self.weight.device, sums_bias):
             return GradBuffer()
@@ -365,7 +370,10 @@ class TensorCoreMatmuls(HeadMatmuls):
         return out if self.bias is None else out.add_(self.bias)
 
     def make_grad_buffer(self, num_rows: int, sums_bias: bool) -> GradBuffer:
-        """Return a bf16 buffer [num_rows, V] for several chunks."""
+        """Return memory for d loss / d logits of a block: a bf16 buffer [num_rows, V].
+
+        The chunks of the block, whose logits are computed one after the other, fill its rows.
+        """
         rows = empty_aligned_rows(num_rows, len(self.weight), self.dtype, self.weight.device)
         return SeparateGradBuffer(rows)
 
@@ -409,17 +417,24 @@ class HalfMatmuls(TensorCoreMatmuls):
     dtype = torch.float16
 
     def make_grad_buffer(self, num_rows: int, sums_bias: bool) -> GradBuffer:
-        """Return an fp16 buffer [num_rows, V] that scales its rows, and keep their exponents."""
+        """Return memory for d loss / d logits of a block: an fp16 buffer [num_rows, V].
+
+        It scales each row by a power of two to fit fp16. The exponents are kept, because the other
+        two matmuls scale their results back.
+        """
         rows = empty_aligned_rows(num_rows, len(self.weight), self.dtype, self.weight.device)
         buffer = ScaledGradBuffer(rows)
         self.exponents = buffer.exponents
         return buffer
 
     def grad_hidden(self, grad_logits: Tensor) -> Tensor:
-        """Return (unscaled grad_logits) @ weight, fp32 [num_rows, H].
+        """Return g @ weight, fp32 [num_rows, H], where g is d loss / d logits.
 
-        Row i of `grad_logits` is the unscaled row times 2^(FP16_EXPONENT - exponents[i]), and so is
-        row i of the product. It is multiplied by the inverse.
+        The rows of g were scaled to fit fp16: row i of `grad_logits` is g[i] times
+        2^(FP16_EXPONENT - exponents[i]). Row i of the product has the same factor, so it is
+        multiplied by the inverse.
+
+        grad_logits   fp16 [num_rows, V]: the scaled rows of g
         """
         scale = power_of_two(self.exponents - FP16_EXPONENT)
         return super().grad_hidden(grad_logits).mul_(scale[:, None])
@@ -427,12 +442,18 @@ class HalfMatmuls(TensorCoreMatmuls):
     def add_grad_weight(
         self, total: Tensor | None, grad_logits: Tensor, hidden: Tensor, may_round: bool
     ) -> Tensor:
-        """Return total + (unscaled grad_logits).T @ hidden, fp32 [V, H].
+        """Return total + g.T @ hidden, fp32 [V, H], where g is d loss / d logits.
 
-        Row i of `grad_logits` is the unscaled row times 2^(FP16_EXPONENT - exponents[i]). The
-        product is a sum over rows with different scales. So row i of `hidden` is multiplied by
-        2^(exponents[i] - largest), which is at most 1, and the sum by 2^(largest - FP16_EXPONENT),
-        where `largest` is the largest exponent. The product of all factors is 1.
+        The rows of g were scaled to fit fp16: row i of `grad_logits` is g[i] times
+        2^(FP16_EXPONENT - exponents[i]). The product is a sum over rows with different scales. So
+        row i of `hidden` is multiplied by 2^(exponents[i] - largest), which is at most 1, and the
+        sum by 2^(largest - FP16_EXPONENT), where `largest` is the largest exponent. The product of
+        all three factors is 1.
+
+        total         fp32 [V, H], the sum of the blocks before this one; None for the first block
+        grad_logits   fp16 [num_rows, V]: the scaled rows of g
+        hidden        fp16 [num_rows, H]
+        may_round     not used: the result is fp32
         """
         largest = self.exponents.amax()
         row_scale = power_of_two(self.exponents - largest)
@@ -457,7 +478,8 @@ class HalfMatmuls(TensorCoreMatmuls):
 class GradBuffer:
     """Memory for d loss / d logits of a block of rows.
 
-    For each chunk of the block, write the gradient to the result of `memory_for` and pass it to
+    A chunk is the rows whose logits exist at one time, a block the rows whose gradients of logits
+    do. For each chunk of the block, write the gradient to the result of `memory_for` and pass it to
     `store`. Then `all_rows` returns the gradient of the block. In this class a block is one chunk,
     whose gradient overwrites its fp32 logits.
     """
@@ -474,7 +496,12 @@ class GradBuffer:
         return logits
 
     def store(self, grad_logits: Tensor) -> None:
-        """Add the gradient of a chunk to the block, after it was written to `memory_for`."""
+        """Take the gradient of a chunk, after it was written to the result of `memory_for`.
+
+        Here a block is one chunk, so the gradient of the chunk is the gradient of the block.
+
+        grad_logits   [num_chunk_rows, V]: d loss / d logits
+        """
         self.rows = grad_logits
 
     def all_rows(self) -> Tensor:
@@ -497,12 +524,21 @@ class SeparateGradBuffer(GradBuffer):
         self.num_filled = 0
 
     def memory_for(self, logits: Tensor) -> Tensor:
-        """Return the next rows of the buffer that are not filled, [num_chunk_rows, V]."""
+        """Return the memory to write the gradient of the next chunk to, [num_chunk_rows, V].
+
+        It is the next rows of the buffer that are not filled.
+
+        logits   the logits of the chunk, fp32 [num_chunk_rows, V]
+        """
         assert self.rows is not None
         return self.rows[self.num_filled : self.num_filled + len(logits)]
 
     def store(self, grad_logits: Tensor) -> None:
-        """Count the rows of a chunk as filled: `memory_for` returned them, and they are written."""
+        """Count the rows of a chunk as filled.
+
+        grad_logits   [num_chunk_rows, V]: the rows of the buffer that `memory_for` returned, with
+                      the gradient written to them
+        """
         self.num_filled += len(grad_logits)
 
 
@@ -519,7 +555,12 @@ class ScaledGradBuffer(SeparateGradBuffer):
         self.exponents = torch.zeros(len(rows), dtype=torch.int32, device=rows.device)
 
     def memory_for(self, logits: Tensor) -> Tensor:
-        """Return `logits`, which the fp32 gradient overwrites before `store` copies it."""
+        """Return the memory to write the gradient of the next chunk to: the logits themselves.
+
+        The gradient is fp32 there. `store` then scales it and copies it to the fp16 buffer.
+
+        logits   the logits of the chunk, fp32 [num_chunk_rows, V]
+        """
         return logits
 
     def store(self, grad_logits: Tensor) -> None:
@@ -561,10 +602,11 @@ def empty_aligned_rows(
 ) -> Tensor:
     """Return uninitialized memory [num_rows, length], each row aligned to ROW_ALIGNMENT bytes.
 
-    Rows are padded to a multiple of ROW_ALIGNMENT. The result is a view without the padding.
+    Libraries have slow matmul kernels for rows that are not aligned. Rows are padded to a multiple
+    of ROW_ALIGNMENT bytes. The result is a view without the padding.
     """
     elements = ROW_ALIGNMENT // dtype.itemsize
-    stride = -(-length // elements) * elements
+    stride = -(-length // elements) * elements  # length, rounded up
     return torch.empty(num_rows, stride, dtype=dtype, device=device)[:, :length]
 
 

@@ -63,8 +63,9 @@ def release() -> None:
 def empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a tensor whose values are not set, as torch.empty does.
 
-    A large tensor on a CPU reuses memory of an earlier tensor, if a block of the right size is
-    free. Its pages are mapped already, so writing to it is several times as fast.
+    A large tensor on a CPU (LARGE_BYTES or more) reuses memory of an earlier tensor, if a block of
+    the right size is free. Its pages are mapped already, so writing to it is several times as fast.
+    Other tensors come from torch.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if not _is_large(num_bytes, device):
@@ -79,9 +80,10 @@ def empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch
 def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return a contiguous tensor of the shape of x, whose values are not set.
 
-    A large tensor on a CPU is in reused memory, see `empty`.
+    A large tensor on a CPU is in memory of an earlier tensor, whose pages are mapped already
+    (`empty`).
 
-    dtype   of the result; None: that of x
+    dtype   of the result; None: the dtype of x
     """
     dtype = x.dtype if dtype is None else dtype
     if _is_large(x.numel() * dtype.itemsize, x.device):
@@ -118,23 +120,28 @@ def zeros(
 def converted(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return x converted to `dtype`; x itself if it has that dtype.
 
-    A large result on a CPU is in reused memory, see `empty`.
+    A large result on a CPU is in memory of an earlier tensor, whose pages are mapped already
+    (`empty`).
     """
     return x if x.dtype == dtype else empty_like(x, dtype).copy_(x)
 
 
 def _is_large(num_bytes: int, device: torch.device) -> bool:
-    """Return whether this module provides the memory of a tensor.
+    """Return whether this module, and not torch, provides the memory of a tensor.
 
-    It does for a large tensor on a CPU, but not in a compiled graph, which plans memory itself.
+    It does for a tensor of LARGE_BYTES or more on a CPU. It does not under torch.compile, which
+    plans the memory of a graph itself.
     """
     is_large = device.type == "cpu" and num_bytes >= LARGE_BYTES
     return is_large and not torch.compiler.is_compiling()
 
 
 def _map_memory(num_bytes: int) -> mmap.mmap:
-    """Return new memory from the operating system, zeros in pages that are not mapped yet."""
-    if hasattr(mmap, "MAP_PRIVATE"):
+    """Return num_bytes of new memory from the operating system, which reads as zeros.
+
+    Its pages are not mapped yet. The system provides each page at the first access.
+    """
+    if hasattr(mmap, "MAP_PRIVATE"):  # not on Windows
         return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return mmap.mmap(-1, num_bytes)
 

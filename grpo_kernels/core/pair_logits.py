@@ -63,9 +63,15 @@ class GivenPairLogits(torch.autograd.Function):
     def forward(
         logits: Tensor, row_ids: Tensor, columns: Tensor, shard: VocabShard | None
     ) -> Tensor:
-        """Return the logit of each pair, fp32 [num_pairs], 0 for a pair of the column -1.
+        """Return the logit of each (row, column) pair, fp32 [num_pairs].
 
-        With a shard, the result is the sum over its ranks. The class describes the arguments.
+        With a shard, one rank has the logit of a pair. The others have 0, and the result is the sum
+        over the ranks.
+
+        logits             [A, T, V], the columns of this rank: row t of group a has the number
+                           a * T + t
+        row_ids, columns   int64 [num_pairs]. The column -1 gives 0.
+        shard              this rank's part of the vocabulary; None: the whole vocabulary
         """
         if logits.shape[2] == 0:  # a rank without a part of the vocabulary
             selected = torch.zeros(row_ids.shape, device=logits.device)
@@ -131,7 +137,9 @@ def select_pairs(logits: Tensor, row_ids: Tensor, columns: Tensor) -> Tensor:
 
 
 def index_pairs(x: Tensor, row_ids: Tensor, columns: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return a view of x, and the index of each pair into this view.
+    """Return a view of x, and the index of each (row, column) pair into this view.
+
+    view[index] are then the elements of the pairs, [num_pairs].
 
     x         [A, T, V], any strides: row t of group a has the number a * T + t
     row_ids   int64 [num_pairs]
@@ -139,7 +147,7 @@ def index_pairs(x: Tensor, row_ids: Tensor, columns: Tensor) -> tuple[Tensor, tu
     """
     num_groups, rows_per_group, _ = x.shape
     if num_groups == 1 or x.stride(0) == rows_per_group * x.stride(1):
-        return x.flatten(0, 1), (row_ids, columns)  # all groups as one
+        return x.flatten(0, 1), (row_ids, columns)  # all groups as one, without a copy
     return x, (row_ids // rows_per_group, row_ids % rows_per_group, columns)
 
 
@@ -164,9 +172,17 @@ class ProjectedPairLogits(torch.autograd.Function):
         shard: VocabShard | None,
         weight_memory: WeightGradMemory | None,
     ) -> Tensor:
-        """Return the logit of each pair, fp32 [num_pairs], 0 for a pair of the column -1.
+        """Return hidden[row] . weight[column] + bias[column] of each pair, fp32 [num_pairs].
 
-        With a shard, the result is the sum over its ranks. The class describes the arguments.
+        With a shard, one rank has the column of a pair. The others have 0, and the result is the
+        sum over the ranks.
+
+        hidden          [num_rows, H]
+        weight, bias    [V, H], and [V] or None: the columns of this rank
+        pairs           (row, column) pairs, sorted by row. The column -1 gives 0.
+        kernels         compute the dot products
+        shard           this rank's part of the vocabulary; None: the whole vocabulary
+        weight_memory   for the backward: memory of the caller for the gradient of the weight
         """
         if len(weight) == 0:  # a rank without a part of the vocabulary
             return sum_over_ranks(torch.zeros(pairs.ids.shape, device=hidden.device), shard)

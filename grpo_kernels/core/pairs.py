@@ -28,5 +28,5 @@ def pairs_of_rows(row_ids: Tensor, columns: Tensor, num_rows: int) -> Pairs:
     columns   int64 [num_pairs]; -1 marks an unused pair
     """
     bounds = torch.arange(num_rows + 1, device=row_ids.device)
-    offsets = torch.searchsorted(row_ids, bounds)
+    offsets = torch.searchsorted(row_ids, bounds)  # the first pair of row r or of a later row
     return Pairs(ids=columns, offsets=offsets, rows=row_ids)

@@ -91,7 +91,11 @@ class RestKernels(BackendWrapper):
     """
 
     def __init__(self, kernels: Backend, left_out: Pairs) -> None:
-        """Wrap `kernels`. The class describes the arguments."""
+        """Wrap kernels, so that they leave some ids out of the softmax of each row.
+
+        kernels    the kernels
+        left_out   the (row, id) pairs to leave out, sorted by row
+        """
         super().__init__(kernels)
         self.left_out = left_out
 
@@ -117,13 +121,14 @@ class RestKernels(BackendWrapper):
             if transformed is logits:  # the transform is the identity and did not write to z
                 z.copy_(logits)
             left_out = self.find_left_out(batch_rows[block])
+            # The pairs as elements of `copy`. Pairs to ignore write the element after the block.
             elements = left_out.positions * num_columns + left_out.columns
             elements = torch.where(left_out.columns >= 0, elements, block_size)
             copy.index_fill_(0, elements, -torch.inf)
             # z is transformed already, so these rows have no transform.
             rest_of_block = LogitRows(logits=z[None], targets=rows.targets[block])
             sums.values[:, block] = self.kernels.softmax_sums(rest_of_block, names).values
-        sums["target_logit"].copy_(target_logits(rows))
+        sums["target_logit"].copy_(target_logits(rows))  # of the logits without -inf
         if rows.mask is None:
             return sums
         # One column with the sums of a masked row, which `where` repeats.

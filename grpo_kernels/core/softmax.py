@@ -83,12 +83,15 @@ class RowTransform(NamedTuple):
     def transform_pairs(self, logits: Tensor, row_ids: Tensor) -> Tensor:
         """Return z = transform(x) of single logits, fp32 [num_pairs].
 
+            z = softcap * tanh(x * scale / softcap) / temperature
+            z = x * scale / temperature                              without a softcap
+
         logits    x, the raw logits, fp32 [num_pairs]. They are returned themselves if the transform
                   changes nothing.
-        row_ids   int64 [num_pairs], the row of each logit, which has a temperature
+        row_ids   int64 [num_pairs], the row of each logit, which may have its own temperature
         """
         inverse = self.select(row_ids).inverse_temperature
-        if self.softcap:
+        if self.softcap:  # 0 stands for none
             return torch.tanh(logits * (self.scale / self.softcap)) * (self.softcap * inverse)
         factor = self.scale * inverse
         is_identity = isinstance(factor, float) and factor == 1.0
@@ -96,6 +99,9 @@ class RowTransform(NamedTuple):
 
     def transform_rows(self, logits: Tensor, out: Tensor) -> Tensor:
         """Return z = transform(x) of whole rows, fp32 [num_rows, V].
+
+            z = softcap * tanh(x * scale / softcap) / temperature
+            z = x * scale / temperature                              without a softcap
 
         The result is written to `out`, with one exception: if the logits are fp32 and the transform
         changes nothing, they are returned themselves, and `out` is not written.
@@ -115,7 +121,7 @@ class RowTransform(NamedTuple):
         return z if is_identity else z.mul_(self.scale * factor)
 
 
-#: The transform of logits that are transformed already.
+#: The identity, for logits that are transformed already.
 TRANSFORMED = RowTransform(1.0, 0.0, 1.0)
 
 
@@ -272,9 +278,10 @@ DIFFERENTIABLE = ("entropy", "sum_squares", "logsumexp", "divergence")
 def sums_for(statistics: tuple[str, ...], direction: str = "") -> tuple[str, ...]:
     """Return the names of the softmax sums that statistics need, in the order of SUMS.
 
-    They always include BASIC_SUMS, for the log-prob.
+    A softmax sum is a sum or maximum over a row of logits, such as "sum_exp". The result always
+    includes BASIC_SUMS, for the log-prob.
 
-    statistics   names of STATISTICS
+    statistics   names of STATISTICS, for example "entropy"
     direction    of the divergence, if "divergence" is one of the statistics; else ""
     """
     needed = set(BASIC_SUMS)
@@ -334,9 +341,10 @@ class SoftmaxSums:
         device: torch.device,
         reference: ReferenceRows | None = None,
     ) -> SoftmaxSums:
-        """Return sums for num_rows rows whose values are not set yet.
+        """Return a table of sums for num_rows rows, whose values are not set yet.
 
-        names       of the sums, some of SUMS in their order
+        names       of the sums, such as "sum_exp": some of SUMS in their order
+        device      device of the table
         reference   gives the kind of the divergence; None: there is no reference
         """
         values = torch.empty(len(names), num_rows, dtype=torch.float32, device=device)
@@ -350,22 +358,27 @@ class SoftmaxSums:
         device: torch.device,
         reference: ReferenceRows | None = None,
     ) -> SoftmaxSums:
-        """Return sums with the values of masked rows, whose log-prob and entropy are exactly 0.
+        """Return sums of num_rows masked rows, with which log-prob and entropy are exactly 0.
 
-        names       of the sums, some of SUMS in their order
+        names       of the sums, such as "sum_exp": some of SUMS in their order
+        device      device of the table
         reference   gives the kind of the divergence; None: there is no reference
         """
         sums = cls.empty(names, num_rows, device, reference)
         sums.values.zero_()
+        # log-prob = target_logit - max_logit - log(sum_exp) is 0 - 0 - log(1).
         for name in names:
             if MASKED_VALUES[name] != 0:
                 sums[name].fill_(MASKED_VALUES[name])
         return sums
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return a named sum, fp32 [num_rows], as a view of `values`.
+        """Return a named sum over each row of logits, fp32 [num_rows], as a view of `values`.
 
-        "argmax" is int32: the table stores the bits of int32 numbers in an fp32 row.
+        "argmax" is int32: the table stores the bits of int32 numbers in an fp32 row, so that any id
+        is exact.
+
+        name   one of `names`, for example "sum_exp"
         """
         row = self.values[self.names.index(name)]
         return row.view(torch.int32) if name == "argmax" else row
@@ -379,7 +392,7 @@ class SoftmaxSums:
         self.values[first : first + len(names)] = values
 
     def select(self, rows: slice | Tensor) -> SoftmaxSums:
-        """Return the sums of some of the rows.
+        """Return the sums of some of the rows of logits.
 
         rows   slice, or int64 [num_selected]
         """
@@ -410,7 +423,7 @@ class SoftmaxSums:
     @property
     def logps(self) -> Tensor:
         """Log-prob of the target: target_logit - max_logit - log(sum_exp)."""
-        max_logit, sum_exp, target_logit = self._accurate_values()[:3]
+        max_logit, sum_exp, target_logit = self._accurate_values()[:3]  # BASIC_SUMS come first
         return ((target_logit - max_logit) - torch.log(sum_exp)).float()
 
     @property
@@ -443,12 +456,19 @@ class SoftmaxSums:
 
     @property
     def top_prob(self) -> Tensor:
-        """The largest probability, 1 / sum_exp; NaN if all logits are -inf, whose sum_exp is 0."""
+        """The largest probability of the row.
+
+        It is 1 / sum_exp, because sum_exp is relative to the largest logit, whose own exponential
+        is 1. It is NaN if all logits are -inf: sum_exp is 0 then.
+        """
         return torch.where(self.sum_exp == 0, torch.nan, self.sum_exp.reciprocal())
 
     @property
     def top_id(self) -> Tensor:
-        """int64: the first id of the largest probability, -1 in masked rows."""
+        """The id of the largest probability, int64 [num_rows]; the first if several are equal.
+
+        It is -1 in masked rows.
+        """
         return self["argmax"].long()
 
     @functools.cached_property
@@ -479,10 +499,10 @@ class SoftmaxSums:
     def log_sum_ratio(self) -> Tensor:
         """log(reference_sum_exp / sum_exp), fp32 [num_rows].
 
-        Without their sums the log-ratio of an id is d_j = (z_j - max z) - (w_j - max w). With them
-        it is log p_j - log q_j = d_j + this.
+        z and w are the logits of policy and reference, p and q their softmax. This number turns
+        d_j = (z_j - max z) - (w_j - max w) into log p_j - log q_j = d_j + log_sum_ratio.
         """
-        # `LogRatioSums` has policy and reference swapped for "forward".
+        # `LogRatioSums` has policy and reference swapped for "forward", which changes the sign.
         log_sum_ratio = self._log_ratio_sums.log_sum_ratio
         return (-log_sum_ratio if self.direction == "forward" else log_sum_ratio).float()
 
@@ -595,13 +615,15 @@ class GradientCoefficients(NamedTuple):
     ) -> GradientCoefficients:
         """Return the coefficients of d loss / d z from upstream gradients d loss / d statistic.
 
-        The comments below give d statistic / d z. Their sum over the statistics has the form
+        By the chain rule, d loss / d z_j is the sum of grads[name] * (d statistic / d z_j) over the
+        statistics. The comments below give d statistic / d z_j. The sum has the form
 
             d loss / d z_j = target * (1[j = y] - p_j)
                            + p_j * (constant + logp * log p_j + prob * p_j)
                            + divergence * G_j
 
-        where y is the target and G_j the derivative of the divergence.
+        where p is the softmax of the row, y its target and G_j the derivative of the divergence.
+        The coefficients are "target", "constant", "logp", "prob" and "divergence".
 
         sums      the sums of the rows
         grads     upstream gradients [num_rows] of "logps" and of statistics in DIFFERENTIABLE
@@ -619,10 +641,11 @@ class GradientCoefficients(NamedTuple):
         coefficients = {}
         if "logps" in grads:  # d logp / d z_j = 1[j = y] - p_j
             coefficients["target"] = grads["logps"]
-        else:
+        else:  # kernels take this coefficient in any case
             any_gradient = next(iter(grads.values()))
             coefficients["target"] = torch.zeros_like(any_gradient)
 
+        # Terms of the coefficient "constant", which are added up.
         # `times` is a product that is 0 where the gradient is 0, even if the statistic is infinite.
         constants = []
         if "logsumexp" in grads:  # d logsumexp / d z_j = p_j
@@ -654,7 +677,10 @@ class GradientCoefficients(NamedTuple):
         return cls(torch.stack(rows), names)
 
     def get(self, name: str) -> Tensor | None:
-        """Return a coefficient [num_rows], a view of `values`; None if it is not in the table."""
+        """Return a coefficient of the gradient, fp32 [num_rows]; None if it is 0 in all rows.
+
+        name   one of COEFFICIENTS. Those that are not in the table are 0 in all rows.
+        """
         return self.values[self.names.index(name)] if name in self.names else None
 
     @property
@@ -701,6 +727,9 @@ class ShardWeights(NamedTuple):
     @classmethod
     def from_max_logits(cls, max_logits: Tensor) -> ShardWeights:
         """Return the maximum of each row, and the shift and factor of each of its shards.
+
+        A shard is a part of the vocabulary. Its sums of exponentials are relative to its own
+        maximum, and times `factor` they are relative to the maximum of the row.
 
             shift = maximum of the shard - maximum of the row,  factor = exp(shift)
 
@@ -786,10 +815,10 @@ def merge_reference_sums(
     where d_j = (z_j - max z) - (w_j - max w). The KL divergence follows from the last two. For the
     direction "forward" z and w are swapped in them, and so d_j changes its sign.
 
-    max z and max w are those of the shard in the sums of a shard, and those of the row in the
-    results. To get from one to the other, exp(z_j - max z) is multiplied by the exponential of the
-    shard's max z minus the row's, called factor below. exp(w_j - max w) has such a factor too. A
-    number that is the same for all j, called shift below, is added to d_j.
+    In the sums of a shard, max z and max w are the maxima of the shard. In the results they are the
+    maxima of the row. To get from one to the other, exp(z_j - max z) is multiplied by
+    factor = exp(max z of the shard - max z of the row), and exp(w_j - max w) by such a factor of w.
+    To d_j the difference of the two exponents is added, called shift below, the same for all j.
 
     values      the sums of the shards by name, fp32 [num_shards, num_rows] each
     weights     the row's max z, and the factor of each shard

@@ -247,7 +247,10 @@ class GivenLogits:
         return (self.logits,)
 
     def with_known_order(self, mask: Tensor | None, order: RowOrder) -> GivenLogits:
-        """Return the same rows. Kernels over given logits read a mask on the device, no order."""
+        """Return the same rows: kernels over given logits read the mask itself, on the device.
+
+        Only logits that are computed from hidden states use the order of the rows of a mask.
+        """
         return self
 
     def without_gradient(self) -> GivenLogits:
@@ -301,8 +304,13 @@ class GivenLogits:
 
         The rest is all ids of a row but those of the (row, id) pairs. "logps" is the log-odds of
         the target against the rest, z[target] - logsumexp(z[rest]). The forward copies the logits,
-        a block of rows at a time, and sets those of the pairs to -inf. `RowSource` describes the
-        arguments.
+        a block of rows at a time, and sets those of the pairs to -inf.
+
+        targets              int64 [num_rows], ids of the vocabulary; any where mask is False
+        row_ids, token_ids   int64 [num_pairs], sorted by row: the pairs that are left out
+        mask                 bool [num_rows]: rows to process; None processes all
+        names                the statistics in addition to "logps", such as "entropy" of the rest
+        detached             names of statistics that need no gradient
         """
         return statistics_of_rest(self, targets, row_ids, token_ids, mask, names, detached)
 
@@ -339,7 +347,7 @@ class GivenLogits:
             transform=self.transform,
             reference=reference_rows(reference),
         )
-        grad_logits = None
+        grad_logits = None  # memory for the gradient
         if torch.is_grad_enabled() and self.logits.requires_grad:
             grad_logits = logits if self.inplace else empty_like(logits)
         with torch.no_grad():
@@ -377,7 +385,10 @@ class SoftmaxPass(StatisticsPass):
     reference: ReferenceRows | ReferenceProjection | None
 
     def as_sums(self, values: Tensor) -> SoftmaxSums:
-        """Return softmax sums, fp32 [num_sums, num_rows], with their names."""
+        """Return softmax sums with their names, from which statistics of the rows follow.
+
+        values   fp32 [num_sums, num_rows], a row for each of `names`
+        """
         kind = NO_DIVERGENCE if self.reference is None else self.reference.kind
         return SoftmaxSums(values, self.names, kind)
 
@@ -385,6 +396,8 @@ class SoftmaxPass(StatisticsPass):
 @dataclass(frozen=True, eq=False)
 class LogitsPass(SoftmaxPass):
     """Compute softmax sums of given logits, and the gradient of the logits.
+
+    `autograd.RowStatistics` calls `compute` in its forward and `gradients` in its backward.
 
     names       of the softmax sums
     reference   the reference's logits, for the divergence
@@ -450,6 +463,7 @@ class LogitsPass(SoftmaxPass):
         self.kernels.softmax_gradient(
             self.make_rows(logits), self.as_sums(values), coefficients, grad_logits
         )
+        # If the kernels wrote to the logits, autograd learns this from the version counter.
         if self.inplace:
             torch.autograd.graph.increment_version(logits)
         return (grad_logits,)
@@ -657,7 +671,13 @@ class ProjectedLogits:
 
         The rest is all ids of a row but those of the (row, id) pairs. "logps" is the log-odds of
         the target against the rest, z[target] - logsumexp(z[rest]). It takes as many matmuls as
-        `statistics`. `RowSource` describes the arguments.
+        `statistics`.
+
+        targets              int64 [num_rows], ids of the vocabulary; any where mask is False
+        row_ids, token_ids   int64 [num_pairs], sorted by row: the pairs that are left out
+        mask                 bool [num_rows]: rows to process; None processes all
+        names                the statistics in addition to "logps", such as "entropy" of the rest
+        detached             names of statistics that need no gradient
         """
         return statistics_of_rest(self, targets, row_ids, token_ids, mask, names, detached)
 
@@ -709,7 +729,8 @@ class ProjectedLogits:
     ) -> FormulaResult | None:
         """Return a sequence-level loss (GSPO) whose gradient is computed in the forward.
 
-        The order of the matmuls:
+        A chunk is the rows whose logits exist at one time. A block is the rows whose gradients of
+        logits exist at one time: one or several chunks. The order of the matmuls:
 
         1. Rows without a gradient, a chunk at a time: logits (matmul 1) and softmax sums.
         2. For each block of whole sequences, a chunk at a time: logits (matmul 1), softmax sums,
@@ -838,6 +859,8 @@ def reference_projection(reference: Reference | None) -> ReferenceProjection | N
 class LinearPass(SoftmaxPass):
     """Compute softmax sums of logits from hidden states, and the gradients of these and the head.
 
+    `autograd.RowStatistics` calls `compute` in its forward and `gradients` in its backward.
+
     source      hidden states and head. Each method replaces their tensors by its argument
                 `tensors`, which are (hidden, weight, bias).
     mask        bool [num_rows]: rows to process; None processes all
@@ -921,7 +944,7 @@ class LinearPass(SoftmaxPass):
         grad_weight = gradients.weight
         if memory is not None:
             grad_weight = memory.add(grad_weight)
-        elif weight_wanted and grad_weight is None:
+        elif weight_wanted and grad_weight is None:  # no row has a gradient
             grad_weight = zeros(weight.shape, weight.dtype, weight.device)
         results = (gradients.hidden, grad_weight, gradients.bias)
         return tuple(
@@ -945,10 +968,14 @@ class LinearPass(SoftmaxPass):
     def order_of_nonzero(self, coefficients: GradientCoefficients) -> RowOrder:
         """Return the order of the processed rows whose gradient is not exactly 0.
 
-        It is 0 if all coefficients of the row are 0. The host waits for their values.
+        The gradient of a row is 0 if all of its coefficients are 0, which the host must read. So
+        only tensors on a CPU are passed here.
+
+        coefficients   numbers of each row, from which d loss / d logits follows
         """
         row_ids = self.order.row_ids
-        row_ids = row_ids[coefficients.nonzero[row_ids]]
+        has_gradient = coefficients.nonzero[row_ids]
+        row_ids = row_ids[has_gradient]
         return RowOrder(row_ids, len(row_ids), self.order.num_rows)
 
     def tensors_read_again(self) -> list[Tensor | None]:
@@ -1026,8 +1053,10 @@ class FrozenHeadPass(LinearPass):
         The result is 0 where the first factor is 0. A row whose log-prob is NaN has the unit
         gradient 0, but gets NaN if the loss depends on it.
 
+        tensors    (hidden, weight, bias)
         computed   (softmax sums, unit gradients), as `compute` returned them
         grads      contains "logps": d loss / d log-prob, fp32 [num_rows]
+        wanted     not used: with a frozen head only hidden states need a gradient
         """
         values, unit_gradient = computed
         hidden = tensors[0]
@@ -1036,6 +1065,7 @@ class FrozenHeadPass(LinearPass):
         is_nan = self.as_sums(values).logps.isnan() & (grad_logps != 0)
         grad_logps = grad_logps.masked_fill(is_nan, torch.nan)
         grad_hidden = unit_gradient * grad_logps[:, None]
+        # 0 times an infinite unit gradient would be NaN.
         grad_hidden.masked_fill_((grad_logps == 0)[:, None], 0.0)
         return converted(grad_hidden, hidden.dtype), None, None
 

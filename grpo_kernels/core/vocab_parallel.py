@@ -162,7 +162,10 @@ class VocabShard:
         return x.to_local()  # type: ignore[attr-defined]
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
-        """Replace x by its sum over the ranks of the group, in place, and return it."""
+        """Replace x by its sum over the ranks of the group, in place, and return it.
+
+        All ranks of the group must call this, with x of the same shape.
+        """
         if num_ranks(self.group) > 1:
             dist.all_reduce(x, group=self.group)
         return x
@@ -185,7 +188,11 @@ class VocabParallel(BackendWrapper):
     """
 
     def __init__(self, kernels: Backend, shard: VocabShard) -> None:
-        """Wrap `kernels`. The class describes the arguments."""
+        """Wrap kernels that run on this rank's columns.
+
+        kernels   the kernels
+        shard     which columns of the vocabulary these are
+        """
         super().__init__(kernels)
         self.shard = shard
 
@@ -204,7 +211,8 @@ class VocabParallel(BackendWrapper):
         local_values = sums.values[: len(first_pass)]  # MIXTURE_SUMS are the last rows
         sent = local_values
         if "argmax" in names:
-            # A rank's argmax is a column number, so the rank also sends the id of its first column.
+            # A rank's argmax is a column number, so the rank also sends the id of its first column:
+            # the bits of an int32 in an fp32 row, to send one tensor.
             first_id = torch.full(
                 (1, rows.num_rows), self.shard.start, dtype=torch.int32, device=sent.device
             )
@@ -250,6 +258,7 @@ class VocabParallel(BackendWrapper):
             rows_per_group = out.shape[1]
             first = rows.first_row
             row_ids = torch.arange(first, first + rows.num_rows, device=out.device)
+            # Row number a * T + t is out[a, t]. Other rows of `out` belong to other calls.
             padding[row_ids // rows_per_group, row_ids % rows_per_group] = 0
 
     def local_rows(self, rows: LogitRows) -> LogitRows:
@@ -324,6 +333,7 @@ def is_managed(x: Any) -> bool:
 def is_parameter_of_state(x: Any, state: Any) -> bool:
     """Return whether x is one of the parameters of a module that FSDP2 manages.
 
+    x       a tensor that the caller passed, such as the weight of a head
     state   FSDP2's private state of the module
     """
     groups = getattr(state, "_fsdp_param_groups", None)
@@ -368,9 +378,10 @@ def is_sharded_along(x: Any, dim: int) -> bool:
     x     a DTensor
     dim   may be negative, as may the dimension of its placement
     """
+    # A mesh of several dimensions has as many placements.
     if len(x.placements) != 1 or not x.placements[0].is_shard():
         return False
-    return x.placements[0].dim % x.dim() == dim % x.dim()
+    return x.placements[0].dim % x.dim() == dim % x.dim()  # -1 and x.dim() - 1 are the same
 
 
 # ---- ranks of a group

@@ -129,17 +129,19 @@ class ScoreCentering(Checked):
         coefficient = q * self.advantage_times_weight(logp, values, advantage)
         if not self.tail:
             return logp_term(logp, coefficient, advantage, sum_over_ids)
-        # r may be 1e6. The gradient of a listed logit is a difference of numbers of this size and
-        # is at most 1, so the log-probs must be float64.
+        # `sum_over_ids` gives all ids of a token the same number, so r is [num_ids]. r may be 1e6.
+        # The gradient of a listed logit is a difference of numbers of this size and is at most 1,
+        # so the log-probs must be float64.
         unlisted_q = probability_outside(values, sum_over_ids)
         unlisted_p = probability_outside(logp, sum_over_ids)
         r = unlisted_q / unlisted_p
         # The weight depends on log p - log q alone, so any two log-probs that differ by
-        # log(p / q) = -log r give A w(1 / r). The trust region compares probabilities: add the
-        # small log-prob of an unlisted id to both.
+        # log(p / q) = -log r give A w(1 / r): here -log r and 0. The trust region compares
+        # probabilities: add the small log-prob of an unlisted id to both.
         unlisted_weight = self.advantage_times_weight(
             logp=-r.log(), sampler_logp=0.0 * r, advantage=advantage, trust_offset=UNLISTED_LOGP
         )
+        # logp_term returns c * log p and its derivative c.
         return logp_term(logp, coefficient - r * p * unlisted_weight, advantage, sum_over_ids)
 
     def advantage_times_weight(

@@ -166,8 +166,8 @@ def divergence_at(
         difference = differences.get(exact.direction, torch.zeros_like(p))
         divergence = divergence + sum_rows(difference, offsets)
     if exact.tail != "ignore":
-        # No term is negative, so a negative sum is a rounding error. Make its value 0, and keep its
-        # gradient.
+        # No term is negative, so a negative sum is a rounding error. x - x.detach() has the value 0
+        # and keeps the gradient of x.
         divergence = torch.where(divergence < 0, divergence - divergence.detach(), divergence)
     return torch.where(offsets.diff() > 0, divergence, 0.0).float()
 
@@ -181,11 +181,14 @@ def sum_rows(x: Tensor, offsets: Tensor) -> Tensor:
     x         float [num_ids], a number of each id
     offsets   int64 [num_rows + 1]: row r has the ids offsets[r] : offsets[r + 1]
     """
+    # unsafe=True skips a check of the offsets, for which the host would wait for a GPU.
     return torch.segment_reduce(x, "sum", offsets=offsets, initial=0.0, unsafe=True)
 
 
 def renormalise(log_probs: Tensor, offsets: Tensor) -> Tensor:
     """Return the log-softmax over the ids of each row, so that its probabilities add up to 1.
+
+    The rows have different numbers of ids, so all ids are in one flat list, row after row.
 
     log_probs   float [num_ids], log-prob of each id. All log-probs of a row may contain the same
                 additive constant.
@@ -193,22 +196,30 @@ def renormalise(log_probs: Tensor, offsets: Tensor) -> Tensor:
 
     Return float [num_ids].
     """
-    row_of_id = torch.repeat_interleave(offsets.diff(), output_size=log_probs.numel())
+    # Given counts alone, repeat_interleave returns index r as many times as counts[r] says: the
+    # counts [2, 1] give [0, 0, 1]. With output_size the host need not wait for their sum.
+    counts = offsets.diff()
+    row_of_id = torch.repeat_interleave(counts, output_size=log_probs.numel())
     # Subtract the largest log-prob of the row first. Otherwise the exponentials of all ids of a row
-    # may underflow to 0.
+    # may underflow to 0. It is detached: the log-softmax does not depend on the number that is
+    # subtracted, so no gradient flows through it. unsafe=True skips a check of the offsets, for
+    # which the host would wait for a GPU.
     largest = torch.segment_reduce(
         log_probs.detach(), "max", offsets=offsets, initial=-torch.inf, unsafe=True
     )
-    # -inf: the row is empty or all of its probabilities are 0. -inf - (-inf) would be NaN.
+    # It is -inf for a row without ids, and for a row whose probabilities are all 0. Subtract 0
+    # then, because -inf - (-inf) would be NaN.
     largest = torch.where(largest == -torch.inf, 0.0, largest)
     shifted = log_probs - largest[row_of_id]
-    return shifted - sum_rows(shifted.exp(), offsets).log()[row_of_id]
+    log_sum_exp = sum_rows(shifted.exp(), offsets).log()  # of the shifted log-probs of each row
+    return shifted - log_sum_exp[row_of_id]
 
 
 def generalised_terms(exact: Exact, log_p: Tensor, log_q: Tensor) -> Tensor:
     """Return the term of each id in a divergence between the policy p and the teacher q.
 
-    p = exp(log_p) and q = exp(log_q) need not add up to 1 over the ids. The term of an id is
+    "Generalised" means that p = exp(log_p) and q = exp(log_q) need not add up to 1 over the ids.
+    The term of an id is
 
         "reverse"   t(p, q)
         "forward"   t(q, p)
@@ -257,7 +268,7 @@ def generalised_kl_term(log_a: Tensor, log_b: Tensor) -> Tensor:
     """
     a = log_a.exp()
     b = log_b.exp()
-    is_zero = log_a == -torch.inf
+    is_zero = log_a == -torch.inf  # a = 0
     # For a = 0 put 0 in place of both logarithms and of a: -inf - (-inf) and 0 * -inf would be NaN,
     # in the value or in its gradient.
     log_ratio = torch.where(is_zero, 0.0, log_a) - torch.where(is_zero, 0.0, log_b)

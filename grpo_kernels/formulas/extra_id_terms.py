@@ -42,11 +42,12 @@ def logp_term(
 
     logp                      float64 [num_ids], log-prob of each id under the policy
     values                    float [num_ids], the coefficient c of each id, a constant
-    advantage, sum_over_ids   not used
+    advantage, sum_over_ids   not used: every `ExtraIdFunction` has the same arguments
 
     Return (term, d term / d logp), [num_ids] each.
     """
-    return torch.where(values == 0, 0.0, values * logp), values
+    term = torch.where(values == 0, 0.0, values * logp)  # 0 * -inf would be NaN
+    return term, values
 
 
 def prob_term(
@@ -59,12 +60,12 @@ def prob_term(
 
     logp                      float64 [num_ids], log-prob of each id under the policy
     values                    float [num_ids], the coefficient c of each id, a constant
-    advantage, sum_over_ids   not used
+    advantage, sum_over_ids   not used: every `ExtraIdFunction` has the same arguments
 
     Return (term, d term / d logp), float64 [num_ids] each.
     """
     term = values * logp.exp()
-    return term, term
+    return term, term  # d exp(logp) / d logp = exp(logp)
 
 
 def probability_outside(logp: Any, sum_over_ids: Callable[[Any], Any]) -> Any:
@@ -112,7 +113,10 @@ class ExtraIdTerms(NamedTuple):
         """
         _, values = self.parts[0]
         num_ids = values.numel()
-        return torch.repeat_interleave(self.offsets.diff(), output_size=num_ids)
+        # Given counts alone, repeat_interleave returns index t as many times as counts[t] says.
+        # With output_size the host need not wait for the sum of the counts.
+        counts = self.offsets.diff()
+        return torch.repeat_interleave(counts, output_size=num_ids)
 
     def compute(self, logps: Tensor, advantages: Tensor) -> AuxiliaryLosses:
         """Return the auxiliary loss of each token, and its derivative in the log-prob of each id.
@@ -157,6 +161,7 @@ class ExtraIdTerms(NamedTuple):
 
         The sum is computed in fp64, in the order of the ids.
         """
+        # unsafe=True skips a check of the offsets, for which the host would wait for a GPU.
         total = torch.segment_reduce(
             x.double(), "sum", offsets=self.offsets, initial=0, unsafe=True
         )

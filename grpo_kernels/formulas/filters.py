@@ -59,8 +59,8 @@ def trust_tv(logp, anchor_logp, advantage, params):
     advantage     A of the token
     params        (low, high), two numbers
 
-    The first three and the result are tensors [num_tokens], or symbols while the formula is traced
-    for the kernels.
+    The first three and the result are tensors [num_tokens]. For the kernels the function is called
+    once with symbols in place of tensors: objects that record the operations on them.
     """
     low = params[0]
     high = params[1]
@@ -75,11 +75,11 @@ def trust_symmetric_tv(logp, anchor_logp, advantage, params):
 
     logp          log-prob of the token under the policy
     anchor_logp   log-prob of the token that p is compared with, for example under the old policy
-    advantage     not used
+    advantage     not used: all trust regions have the same arguments
     params        (low, high), two numbers
 
-    The log-probs and the result are tensors [num_tokens], or symbols while the formula is traced
-    for the kernels.
+    The log-probs and the result are tensors [num_tokens]. For the kernels the function is called
+    once with symbols in place of tensors: objects that record the operations on them.
     """
     low = params[0]
     high = params[1]
@@ -104,8 +104,8 @@ def trust_kl(logp, anchor_logp, advantage, params):
     advantage     A of the token
     params        (low, high), two numbers
 
-    The first three and the result are tensors [num_tokens], or symbols while the formula is traced
-    for the kernels.
+    The first three and the result are tensors [num_tokens]. For the kernels the function is called
+    once with symbols in place of tensors: objects that record the operations on them.
     """
     low = params[0]
     high = params[1]
@@ -126,11 +126,11 @@ def trust_ratio(logp, anchor_logp, advantage, params):
 
     logp          log-prob of the token under the policy
     anchor_logp   log-prob of the token that logp is compared with, for example under the old policy
-    advantage     not used
+    advantage     not used: all trust regions have the same arguments
     params        (low, high), two numbers
 
-    The log-probs and the result are tensors [num_tokens], or symbols while the formula is traced
-    for the kernels.
+    The log-probs and the result are tensors [num_tokens]. For the kernels the function is called
+    once with symbols in place of tensors: objects that record the operations on them.
     """
     low = params[0]
     high = params[1]
@@ -221,7 +221,7 @@ class TrustRegion(Filter):
         """Return which tokens are inside the trust region, bool [num_tokens].
 
         logps            fp32 [num_tokens], log-prob of each token under the policy
-        entropy, batch   not used
+        entropy, batch   not used: `keep` of every filter has the same arguments
         inputs           of these tokens: advantages, and the log-probs to compare with
         """
         # `inputs` has sampler_logps only if anchor="sampler".
@@ -263,10 +263,10 @@ class EntropyFloor(Filter):
         A token with a NaN is kept, so that its loss is NaN instead of hiding the NaN.
 
         entropy                fp32 [num_tokens] in nats, not None
-        logps, inputs, batch   not used
+        logps, inputs, batch   not used: `keep` of every filter has the same arguments
         """
         assert entropy is not None
-        return ~below_floor(entropy, self.threshold)
+        return ~below_floor(entropy, self.threshold)  # "not below" is True for NaN
 
 
 @dataclass(frozen=True, eq=False)
@@ -295,11 +295,11 @@ class EntropyQuantile(Filter):
 
         entropy        fp32 [num_tokens] in nats, not None
         inputs         of these tokens; gives the loss mask
-        logps, batch   not used
+        logps, batch   not used: `keep` of every filter has the same arguments
         """
         assert entropy is not None
         threshold = entropy_threshold(entropy, inputs.mask, self.share, self.process_group)
-        return ~below_floor(entropy, threshold)
+        return ~below_floor(entropy, threshold)  # "not below" is True for NaN
 
 
 @dataclass(frozen=True)
@@ -336,11 +336,14 @@ class OffPolicySequences(Filter):
     ) -> Tensor:
         """Return the tokens that are not dropped, bool [num_tokens].
 
+        The tokens of a sequence are dropped if the mean of sampler_logp - logp over its trained
+        tokens exceeds `delta` and its advantage is negative.
+
         A NaN in sampler_logps means that the sampler did not score the token. The token then has
         the difference 0. Any other NaN makes the mean of its sequence NaN, so the sequence is kept.
 
         logps             fp32 [num_tokens], log-prob of each token under the policy
-        entropy, inputs   not used
+        entropy, inputs   not used: `keep` of every filter has the same arguments
         batch             of these tokens: advantages, and sampler_logps or old_logps
         """
         assert batch is not None
@@ -391,13 +394,18 @@ class SamplerMismatch(Filter):
     ) -> Tensor:
         """Return the tokens of the sequences that are not dropped, bool [num_tokens].
 
+        A sequence is dropped if the mean of exp |logp - sampler_logp| over its trained tokens
+        exceeds `threshold`.
+
         logps             fp32 [num_tokens], log-prob of each token under the policy
-        entropy, inputs   not used
+        entropy, inputs   not used: `keep` of every filter has the same arguments
         batch             of these tokens, with sampler_logps
         """
         assert batch is not None
+        errors = sampler_errors(batch, logps)  # the mean of each sequence
         # "not above" keeps a sequence whose error is NaN, so that the loss becomes NaN.
-        return batch.spread(~(sampler_errors(batch, logps) > self.threshold))
+        is_kept = ~(errors > self.threshold)
+        return batch.spread(is_kept)  # the value of each token's sequence
 
 
 def near_sampler(

@@ -71,7 +71,7 @@ REBINDING = {dis.opmap[name] for name in ("IMPORT_NAME", "STORE_GLOBAL", "DELETE
 
 
 class _NoKey(Exception):
-    """A function has no key, because what it depends on is known only by running it."""
+    """Raised for a function without a key: what it depends on is known only by running it."""
 
 
 class _Undefined:
@@ -92,9 +92,9 @@ def is_of_package(x: object) -> bool:
 
 
 def users_functions(values: Iterable[Any]) -> list[Any]:
-    """Return the callables among `values` that a user wrote: those not of this package.
+    """Return the callables among `values` that a user wrote, which are not of this package.
 
-    values   functions and other values of a formula, such as numbers and names
+    values   a mixture of functions, numbers, strings and None, from which a loss formula is made
     """
     return [x for x in values if callable(x) and not is_of_package(x)]
 
@@ -107,11 +107,11 @@ def name_of_function(function: Any) -> str:
 def key_of(x: object) -> Hashable | None:
     """Return the cache key of a function, or of a value such as a number or a tuple.
 
-    The formula of a loss is traced into a program for the kernels. Functions with equal keys are
-    traced into the same program, so programs are cached by these keys.
+    Kernel code is generated from the functions of a loss. Functions with equal keys give the same
+    code, so the code is cached by these keys.
 
     Return None if x has no key. An example is an instance of a class of the user, which may behave
-    differently at each call. The formula must then be traced at each call.
+    differently at each call. The code must then be generated at each call.
     """
     try:
         return _key(x, {})
@@ -120,10 +120,13 @@ def key_of(x: object) -> Hashable | None:
 
 
 def _key(x: Any, function_numbers: dict[int, int]) -> Hashable:
-    """Return the key of x, which is a function or a value. The key may be a part of a larger key.
+    """Return the key of x: a function, or a value that a function depends on.
 
-    function_numbers   id(function) -> number, for each function that is in the larger key so far.
-                       The functions in the key of x are added.
+    A function's key contains the keys of all values that the function depends on, so this function
+    calls itself through `_key_of_function` and for the parts of containers.
+
+    function_numbers   id(function) -> number, for each function of the user that is in the key
+                       which is being made. Functions in the key of x are added.
 
     Raises _NoKey if x has no key.
     """
@@ -132,7 +135,7 @@ def _key(x: Any, function_numbers: dict[int, int]) -> Hashable:
         # A function of this package never changes, so it is its own key.
         return x if is_of_package(x) else _key_of_function(x, function_numbers)
     if x is None or isinstance(x, (bool, int, str)):
-        return kind, x
+        return kind, x  # with its type, because 1 == True
     if isinstance(x, float):
         # Unlike x itself, the text distinguishes 0.0 from -0.0, and is equal for two NaNs.
         return kind, x.hex()
@@ -140,10 +143,11 @@ def _key(x: Any, function_numbers: dict[int, int]) -> Hashable:
     if parts is not None:
         return kind, *[_key(part, function_numbers) for part in parts]
     if isinstance(x, (type, types.BuiltinFunctionType)):
-        # Its results depend on its arguments alone, so it is its own key.
+        # A class of this package, a function such as max or math.exp, or a function of torch such
+        # as torch.exp. Its results depend on its arguments alone, so it is its own key.
         if is_of_package(x) or x in PURE or _is_tensor_function(x):
             return x
-    raise _NoKey
+    raise _NoKey  # for example a tensor, or an instance of a class of the user
 
 
 def _parts_of(x: Any) -> Iterable[Any] | None:
@@ -154,7 +158,8 @@ def _parts_of(x: Any) -> Iterable[Any] | None:
         functools.partial               its function, arguments and keyword arguments
         a dataclass of this package     the values of its fields
 
-    Return None if x is no such container.
+    Return None if x is no such container. A subclass of tuple, list or dict is none, because it may
+    have data or methods of its own.
     """
     kind = type(x)
     if kind is tuple or kind is list:
@@ -185,9 +190,9 @@ def _key_of_function(function: Any, function_numbers: dict[int, int]) -> Hashabl
 
     The key contains the code of the function, its defaults, its attributes, the values in its
     closure, and the values of the global names in its code. If one of these values is a function,
-    such as a helper, its key is made in the same way.
+    such as a helper, its key is made in the same way, and becomes a part of this key.
 
-    function_numbers   id(function) -> number, for each function that is in the larger key so far.
+    function_numbers   id(function) -> number, for each function that the whole key contains so far.
                        This function is added. If a function occurs a second time, because it is
                        recursive or because two functions call it, its number is its key. So the key
                        of a recursive function is finite.

@@ -65,7 +65,8 @@ class FutureKl(Checked):
             weight_t is exp(F_t), clipped to [low, high]
             F_t      = sum over k >= t of gamma^(k - t) * (logp_k - old_logp_k)
 
-        The sum is over the sequence of token t. The class says which tokens are left out of it.
+        with gamma = 2^(-1 / half_life). The sum is over the trained tokens of the sequence of t
+        with a ratio exp(logp_k - old_logp_k) of at most `cutoff`.
 
         Use this method instead of `Objective(future_kl=)` if log-probs of the policy are known
         before the loss, for example from the last mini-batch. The loss then needs one pass over the
@@ -95,14 +96,19 @@ class FutureKl(Checked):
     def weighted_policy_weight(
         self, logps: Tensor, inputs: TokenInputs, batch: TokenBatch
     ) -> Tensor:
-        """Return the weight of each token's policy term, times its future-KL weight.
+        """Return the weight of each token's policy term times its future-KL weight.
 
-        The future-KL weight of a token follows from the log-ratios of the tokens after it in its
-        sequence (`_weights` has the formula). The result is fp32 [num_tokens].
+            future-KL weight of token t = exp(F_t), clipped to [low, high]
+            F_t = sum over k >= t of gamma^(k - t) * (logp_k - old_logp_k),  gamma < 1
+
+        with gamma = 2^(-1 / half_life). The sum is over the trained tokens of the same sequence
+        with a ratio exp(logp_k - old_logp_k) of at most `cutoff`.
 
         logps    fp32 [num_tokens], log-prob of each token under the policy
         inputs   of all tokens of the batch: old log-probs, advantages and policy weights
         batch    the batch of the tokens; tells which tokens form a sequence
+
+        Return fp32 [num_tokens].
         """
         log_ratios = logps - inputs.old_or_current(logps)
         weights = self._weights(log_ratios, inputs.advantages, batch)
@@ -133,6 +139,7 @@ class FutureKl(Checked):
         # "not above the cutoff" is True for NaN, so a NaN stays in the sum.
         is_summed = batch.trained & ~(log_ratios > math.log(self.cutoff))
         log_gamma = -math.log(2.0) / self.half_life
+        # F_t of each token
         future_kl = future_sums(torch.where(is_summed, log_ratios, 0.0), log_gamma, batch)
         weights = future_kl.clamp(max=LOG_RATIO_BOUND).exp().clamp(self.low, self.high)
         is_unsafe = (advantages < 0) & (log_ratios > math.log(self.safety))
@@ -150,18 +157,23 @@ def future_sums(values: Tensor, log_gamma: float, batch: TokenBatch) -> Tensor:
 
     Return fp64 [num_tokens].
 
-    If every sum covers `reach` tokens, adding gamma^reach times the sum that starts `reach` tokens
-    later makes it cover 2 * reach tokens. So log2(length of the longest sequence) steps suffice.
+    The sums are computed by doubling. Suppose sums[t] covers the `reach` tokens from t on. Adding
+    gamma^reach * sums[t + reach] makes it cover 2 * reach tokens. So log2(length of the longest
+    sequence) steps suffice, where a loop over tokens would take as many steps as tokens.
     """
     num_tokens = values.numel()
-    # No sequence is longer than this. The lengths of packed sequences are on the device.
+    # No sequence is longer than this. The exact lengths of packed sequences are on the device, and
+    # reading them would make the host wait.
     longest = num_tokens if batch.cu_seqlens is not None else batch.targets.shape[-1]
     assert batch.sequences is not None
+    # The number of each token's sequence.
     sequence_ids = batch.spread(torch.arange(batch.sequences, device=values.device))
-    reach = 1  # values[t] is the sum over the tokens t, ..., t + reach - 1 of its sequence
+    sums = values
+    reach = 1  # sums[t] covers the tokens t, ..., t + reach - 1 of its sequence
     while reach < longest:
         is_same_sequence = sequence_ids[:-reach] == sequence_ids[reach:]
-        later = torch.where(is_same_sequence, math.exp(log_gamma * reach) * values[reach:], 0.0)
-        values = torch.cat((values[:-reach] + later, values[-reach:]))
+        later = torch.where(is_same_sequence, math.exp(log_gamma * reach) * sums[reach:], 0.0)
+        # The sums of the last `reach` tokens are complete: no token is `reach` tokens later.
+        sums = torch.cat((sums[:-reach] + later, sums[-reach:]))
         reach *= 2
-    return values
+    return sums

@@ -45,10 +45,11 @@ def k1(logp, old_logp, ref_logp):
     (Schulman 2020).
 
     logp       log-prob of the sampled token under the policy
-    old_logp   not used
+    old_logp   not used: all estimators have the same arguments
     ref_logp   log-prob of the token under the reference
 
-    All are fp32 [num_tokens], or symbols while the formula is traced for the kernels.
+    All are fp32 [num_tokens]. For the kernels the function is called once with symbols in place of
+    tensors: objects that record the operations on them.
     """
     d = ref_logp - logp
     return -d, 1.0
@@ -61,10 +62,11 @@ def k2(logp, old_logp, ref_logp):
     KL(policy || reference).
 
     logp       log-prob of the sampled token under the policy
-    old_logp   not used
+    old_logp   not used: all estimators have the same arguments
     ref_logp   log-prob of the token under the reference
 
-    All are fp32 [num_tokens], or symbols while the formula is traced for the kernels.
+    All are fp32 [num_tokens]. For the kernels the function is called once with symbols in place of
+    tensors: objects that record the operations on them.
     """
     d = ref_logp - logp
     return 0.5 * d * d, -d
@@ -77,10 +79,11 @@ def k3(logp, old_logp, ref_logp):
     eq. 4). In both results e^d is exp(min(d, 60)), so that it stays finite in fp32.
 
     logp       log-prob of the sampled token under the policy
-    old_logp   not used
+    old_logp   not used: all estimators have the same arguments
     ref_logp   log-prob of the token under the reference
 
-    All are fp32 [num_tokens], or symbols while the formula is traced for the kernels.
+    All are fp32 [num_tokens]. For the kernels the function is called once with symbols in place of
+    tensors: objects that record the operations on them.
     """
     d = ref_logp - logp
     e = bounded_exp(d)
@@ -93,10 +96,11 @@ def absolute(logp, old_logp, ref_logp):
     d = ref_logp - logp.
 
     logp       log-prob of the sampled token under the policy
-    old_logp   not used
+    old_logp   not used: all estimators have the same arguments
     ref_logp   log-prob of the token under the reference
 
-    All are fp32 [num_tokens], or symbols while the formula is traced for the kernels.
+    All are fp32 [num_tokens]. For the kernels the function is called once with symbols in place of
+    tensors: objects that record the operations on them.
     """
     d = ref_logp - logp
     slope_unless_positive = ops.where(d < 0.0, 1.0, 0.0)
@@ -125,7 +129,8 @@ def distillation(logp, old_logp, ref_logp):
     old_logp   log-prob of the token at the start of the update
     ref_logp   log-prob of the token under the reference
 
-    All are fp32 [num_tokens], or symbols while the formula is traced for the kernels.
+    All are fp32 [num_tokens]. For the kernels the function is called once with symbols in place of
+    tensors: objects that record the operations on them.
     """
     log_ratio = logp - old_logp
     ratio = bounded_exp(log_ratio)
@@ -143,10 +148,11 @@ def log_gap(logp, old_logp, ref_logp):
     Minimising d raises logp.
 
     logp       log-prob of the sampled token under the policy
-    old_logp   not used
+    old_logp   not used: all estimators have the same arguments
     ref_logp   log-prob of the token under the reference
 
-    All are fp32 [num_tokens], or symbols while the formula is traced for the kernels.
+    All are fp32 [num_tokens]. For the kernels the function is called once with symbols in place of
+    tensors: objects that record the operations on them.
     """
     return ref_logp - logp, -1.0
 
@@ -158,10 +164,11 @@ def sdar_gate(logp, old_logp, ref_logp):
     probability than the policy does, and near 0 in the opposite case.
 
     logp       log-prob of the sampled token under the policy
-    old_logp   not used
+    old_logp   not used: all estimators have the same arguments
     ref_logp   log-prob of the token under the reference
 
-    All are fp32 [num_tokens], or symbols while the formula is traced for the kernels.
+    All are fp32 [num_tokens]. For the kernels the function is called once with symbols in place of
+    tensors: objects that record the operations on them.
     """
     return ops.sigmoid(5.0 * (ref_logp - logp))
 
@@ -207,7 +214,8 @@ class DetachedWeight(Checked):
         old_logp   log-prob of the token at the start of the update
         ref_logp   log-prob of the token under the reference
 
-        All are fp32 [num_tokens], or symbols while the formula is traced for the kernels.
+        All are fp32 [num_tokens]. For the kernels the function is called once with symbols in place
+        of tensors: objects that record the operations on them.
         """
         value, slope = self.estimator(logp, old_logp, ref_logp)
         weight = self.weight(logp, old_logp, ref_logp)
@@ -259,10 +267,11 @@ def k1_value_plus_slope(logp, old_logp, ref_logp):
     d = ref_logp - logp, and k' = dk / d logp = 1.
 
     logp       log-prob of the sampled token under the policy
-    old_logp   not used
+    old_logp   not used: all estimators have the same arguments
     ref_logp   log-prob of the token under the reference
 
-    All are fp32 [num_tokens], or symbols while the formula is traced for the kernels.
+    All are fp32 [num_tokens]. For the kernels the function is called once with symbols in place of
+    tensors: objects that record the operations on them.
     """
     return 1.0 - (ref_logp - logp)
 
@@ -273,10 +282,11 @@ def k2_value_plus_slope(logp, old_logp, ref_logp):
     d = ref_logp - logp, and k' = dk / d logp = -d.
 
     logp       log-prob of the sampled token under the policy
-    old_logp   not used
+    old_logp   not used: all estimators have the same arguments
     ref_logp   log-prob of the token under the reference
 
-    All are fp32 [num_tokens], or symbols while the formula is traced for the kernels.
+    All are fp32 [num_tokens]. For the kernels the function is called once with symbols in place of
+    tensors: objects that record the operations on them.
     """
     d = ref_logp - logp
     return 0.5 * d * d - d
@@ -289,10 +299,11 @@ def k3_value_plus_slope(logp, old_logp, ref_logp):
     cancel only up to rounding errors.
 
     logp       log-prob of the sampled token under the policy
-    old_logp   not used
+    old_logp   not used: all estimators have the same arguments
     ref_logp   log-prob of the token under the reference
 
-    All are fp32 [num_tokens], or symbols while the formula is traced for the kernels.
+    All are fp32 [num_tokens]. For the kernels the function is called once with symbols in place of
+    tensors: objects that record the operations on them.
     """
     return -(ref_logp - logp)
 
@@ -372,7 +383,8 @@ def kl_terms(
     straight_through   True: replace k' by logp - ref_logp, the derivative of the estimator
                        (ref_logp - logp)^2 / 2. As in verl, the clamps do not make it 0.
 
-    The first four are fp32 [num_tokens], or symbols while the formula is traced for the kernels.
+    The first four are fp32 [num_tokens]. For the kernels the function is called once with symbols
+    in place of tensors: objects that record the operations on them.
 
     Return `KlTerms`: value, grad_fixed_ratio, grad_through_ratio and grad_both of each token.
     """

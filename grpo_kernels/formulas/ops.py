@@ -23,8 +23,9 @@ LOG_RATIO_BOUND = 60.0
 class ops:
     """The functions that a formula may call, besides arithmetic and comparisons.
 
-    They work element by element, and the result is NaN if an argument is NaN. If you need the
-    derivative of ops.tanh(x), write 1 - ops.tanh(x) ** 2.
+    They work element by element, on tensors and on the symbols that record a formula for the
+    kernels. The result is NaN if an argument is NaN. If you need the derivative of ops.tanh(x),
+    write 1 - ops.tanh(x) ** 2.
     """
 
     exp = torch.exp
@@ -36,14 +37,22 @@ class ops:
 
     @staticmethod
     def sigmoid(x):
-        """Return 1 / (1 + e^-x) of each element of a tensor or symbol."""
-        # torch.sigmoid rounds the last elements of a tensor differently than the others, so the
-        # result of a token would depend on its position in the batch.
+        """Return 1 / (1 + e^-x) of each element.
+
+        x   tensor; or a symbol, which records the operation for the kernels
+        """
+        # torch.sigmoid rounds the last elements of a tensor, which do not fill a SIMD vector,
+        # differently than the others. The result of a token would depend on its position.
         return 1.0 / (1.0 + torch.exp(-x))
 
     @staticmethod
     def minimum(a, b):
-        """Return the smaller of a and b elementwise, each a tensor, a symbol or a Python number."""
+        """Return the smaller of a and b elementwise.
+
+        a, b   a tensor or a Python number each; or a symbol, which records the operation for the
+               kernels
+        """
+        # torch.minimum takes no Python number, and torch.clamp needs a tensor or symbol first.
         if isinstance(a, NUMBERS) and isinstance(b, NUMBERS):
             return min(a, b)
         if isinstance(a, NUMBERS):
@@ -54,7 +63,12 @@ class ops:
 
     @staticmethod
     def maximum(a, b):
-        """Return the larger of a and b elementwise, each a tensor, a symbol or a Python number."""
+        """Return the larger of a and b elementwise.
+
+        a, b   a tensor or a Python number each; or a symbol, which records the operation for the
+               kernels
+        """
+        # torch.maximum takes no Python number, and torch.clamp needs a tensor or symbol first.
         if isinstance(a, NUMBERS) and isinstance(b, NUMBERS):
             return max(a, b)
         if isinstance(a, NUMBERS):
@@ -65,27 +79,26 @@ class ops:
 
 
 def bounded_exp(x):
-    """Return exp(min(x, 60)), with the bound 60 of LOG_RATIO_BOUND.
+    """Return exp(min(x, 60)): the ratio of a token with the log-ratio x, kept finite.
 
-    Formulas compute the ratio of a token with this function from its log-ratio x. e^60 = 1.1e26
-    times any reasonable weight is still finite in fp32.
+    e^60 = 1.1e26 times any reasonable weight is still finite in fp32.
 
-    Formulas also return the bounded ratio as the derivative d ratio / d x. For x > 60 the true
-    derivative of the bounded ratio is 0. With the bounded ratio in its place the token keeps a
-    gradient, which moves x back.
+    If a formula needs d ratio / d x, use the result of this function again. The true derivative is
+    0 for x > 60, where the ratio is constant, and a token without a gradient could not move back.
 
-    x   tensor or symbol
+    x   tensor; or a symbol, which records the operation for the kernels
     """
     return ops.exp(x.clamp(max=LOG_RATIO_BOUND))
 
 
 def finite(x):
-    """Return x clamped to [-1e30, 1e30]; a NaN stays NaN.
+    """Return x clamped to [-1e30, 1e30], NaN where x is NaN.
 
-    A product of two ratios may overflow fp32, although `bounded_exp` bounds each of them. The
-    clamped product is finite, and stays finite if it is multiplied by a reasonable weight.
+    A product of two ratios may overflow fp32, although each of them is at most e^60
+    (`bounded_exp`). The clamped product is finite, and stays finite if it is multiplied by a
+    reasonable weight.
 
-    x   tensor or symbol
+    x   tensor; or a symbol, which records the operation for the kernels
     """
     return x.clamp(-1e30, 1e30)
 
@@ -96,7 +109,9 @@ def times(weight: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     weight   float tensor in the shape of x; None stands for 1, so that x itself is returned
     x        float tensor
     """
-    return x if weight is None else (weight * x).masked_fill_(weight == 0, 0.0)
+    if weight is None:
+        return x
+    return (weight * x).masked_fill_(weight == 0, 0.0)  # 0 * inf and 0 * NaN are NaN
 
 
 # ---- checks of a formula that a user writes: what it returns, and its slope against autograd

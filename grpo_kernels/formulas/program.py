@@ -130,7 +130,8 @@ class Program:
         """Return the values of the scalars that have a register, in the order of the registers.
 
         Scalars are the numbers that are the same for all rows: constants, parameters, and results
-        of operations on these.
+        of operations on these. A register is a place for a value that the instructions of the
+        program read or write. A scalar that only other scalars depend on has none.
 
         parameters   the values of the formula's parameters in this call of the loss, such as its
                      clip widths
@@ -148,6 +149,8 @@ class Program:
 
     def run_in_torch(self, scalars: Sequence[float], inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run the program in torch, and return its outputs, fp32 [num_rows] each.
+
+        Each instruction reads up to three registers, and appends its result as the next register.
 
         scalars   the values of the scalars that have a register, from `scalar_values`
         inputs    fp32 [num_rows] each, in the order of `Program.inputs`
@@ -171,6 +174,8 @@ class Program:
 def _recording_method(operation: str) -> Callable[..., Any]:
     """Return a method of `Symbol` that records an operation on (self, *others).
 
+    A `Symbol` stands for a number while a formula is run to record its operations.
+
     operation   a name in ROW_OPERATIONS, such as "add" for the method __add__
     """
 
@@ -184,7 +189,8 @@ def _recording_method(operation: str) -> Callable[..., Any]:
 def _swapped_recording_method(operation: str) -> Callable[..., Any]:
     """Return a method of `Symbol` that records an operation on (other, self).
 
-    Python calls such a method for 1.0 - symbol, because a float cannot subtract a symbol.
+    A `Symbol` stands for a number while a formula is run to record its operations. Python calls
+    such a method for 1.0 - symbol, because a float cannot subtract a symbol.
 
     operation   a name in ROW_OPERATIONS, such as "sub" for the method __rsub__
     """
@@ -215,7 +221,13 @@ class Symbol:
     ) -> None:
         """Make the symbol of a result, an input, a parameter or a constant.
 
-        Only the tracer calls this. The class says what the arguments are.
+        Only the tracer calls this.
+
+        tracer       records the operations on the symbol
+        operation    the operation that gives the result, or "input", "parameter" or "constant"
+        operands     symbols; for an input its name, for a parameter its index, for a constant its
+                     value
+        is_per_row   True: each row has its own number. False: all rows have the same number.
         """
         self.tracer = tracer
         self.operation = operation
@@ -250,9 +262,10 @@ class Symbol:
     tanh = _recording_method("tanh")
 
     def clamp(self, min: Any = None, max: Any = None) -> Symbol:
-        """Record a clamp to [min, max], and return its symbol. None: no bound on that side.
+        """Record a clamp of this symbol to [min, max], and return the symbol of the result.
 
-        min, max   symbols or Python numbers, named as in `Tensor.clamp`
+        min, max   symbols or Python numbers, named as in `Tensor.clamp`. None: no bound on that
+                   side.
         """
         return self.tracer.clamp(self, min, max)
 
@@ -343,6 +356,8 @@ class Tracer:
     def _symbol(self, operation: str, operands: tuple[Any, ...], is_per_row: bool) -> Symbol:
         """Return the symbol of an operation on these operands, and make it if it is new.
 
+        A symbol stands for a number while a formula is run once to record its operations.
+
         operation    an operation, or "input", "parameter" or "constant"
         operands     symbols; for an input its name, for a parameter its index, for a constant its
                      value
@@ -356,15 +371,18 @@ class Tracer:
     def as_symbol(self, x: Any) -> Symbol:
         """Return x if it is a symbol, or the symbol of a constant if it is a Python number.
 
+        A symbol stands for a number while a formula is run once to record its operations.
+
         Raises FormulaRefused for a symbol of another tracer, a tensor, or any other object. The
-        message of the exception becomes the middle of a sentence: "{name of the formula} cannot run
-        in the kernels: {message}".
+        message of the exception becomes the end of a sentence: "{name of the formula} cannot run in
+        the kernels: {message}".
         """
         if isinstance(x, Symbol):
             if x.tracer is not self:
                 raise FormulaRefused("a number that the formula has kept from another call.")
             return x
         if isinstance(x, Tensor) and x.dim() == 0:
+            # A 0-d tensor could be a parameter. A larger tensor gets the message below.
             raise FormulaRefused("a tensor that the formula holds: pass it as a parameter.")
         if not isinstance(x, (bool, int, float)):
             raise FormulaRefused(f"a {type(x).__name__} in place of a number.")
@@ -403,7 +421,9 @@ class Tracer:
         return symbol
 
     def clamp(self, x: Any, min: Any = None, max: Any = None) -> Symbol:
-        """Record x.clamp(min, max) as a maximum and a minimum, and return the symbol.
+        """Record x.clamp(min, max) as a maximum and a minimum, and return the symbol of the result.
+
+        The kernels have no clamp.
 
         x          symbol or Python number
         min, max   symbols or Python numbers; None: no bound on that side
@@ -415,9 +435,10 @@ class Tracer:
     def program(self, name: str, outputs: Sequence[Any]) -> Program:
         """Return the program that computes these outputs.
 
-        Operations that no output needs are left out. Each value that an instruction reads or writes
-        has a register. Scalars that instructions read come first, then all inputs, then the results
-        of the instructions.
+        A program is a list of instructions, one for each operation that was recorded. Operations
+        that no output needs are left out. Each value that an instruction reads or writes has a
+        register. Registers of scalars come first, then those of all inputs, then those of the
+        results of the instructions. A scalar is a number that is the same for all rows.
 
         name      the formulas in the program, for error messages
         outputs   symbols of this tracer, or Python numbers
@@ -442,9 +463,10 @@ class Tracer:
             instructions.append((x.operation, a, b, c))
         scalar_sources = []
         for x in scalars:
-            # An operand that is no symbol is the value of a constant or the index of a parameter.
-            indices = [scalar_index[id(y)] if isinstance(y, Symbol) else y for y in x.operands]
-            scalar_sources.append((x.operation, tuple(indices)))
+            # The operands of an operation are symbols. A constant has its value as operand, and a
+            # parameter its index.
+            sources = [scalar_index[id(y)] if isinstance(y, Symbol) else y for y in x.operands]
+            scalar_sources.append((x.operation, tuple(sources)))
         return Program(
             name=name,
             inputs=tuple(self._inputs),
@@ -457,8 +479,10 @@ class Tracer:
     def _needed_symbols(self, outputs: list[Symbol]) -> list[Symbol]:
         """Return the symbols that the outputs depend on, the outputs included.
 
-        They are returned in the order in which they were made.
+        A symbol stands for a number of the formula: an input, a constant, a parameter or the result
+        of an operation. They are returned in the order in which they were made.
         """
+        # Use id(x), because x == y of two symbols records a comparison.
         needed_ids = {id(x) for x in outputs}
         # A symbol is made after its operands. So one pass from the last symbol to the first finds
         # all operands of needed symbols.
@@ -476,7 +500,7 @@ def check_operand_types(operation: str, operands: tuple[Symbol, ...]) -> None:
     number counts as 0 or 1, as in torch: x + (y > 0.0) is allowed.
 
     operation   a name in ROW_OPERATIONS
-    operands    the symbols that it is applied to
+    operands    the symbols that it is applied to, which stand for the numbers of a formula
     """
     conditions: tuple[Symbol, ...] = ()  # the operands that must be boolean
     if operation in ("and", "or", "not"):
@@ -512,7 +536,10 @@ class TracedProgram:
     is_compared: bool = False
 
     def require_program(self) -> Program:
-        """Return the program. Raises FormulaRefused if the formula could not be traced."""
+        """Return the program, the list of operations of the formula.
+
+        Raises FormulaRefused, with the reason, if the operations could not be recorded.
+        """
         if self.program is None:
             raise FormulaRefused(self.refusal)
         return self.program
@@ -527,9 +554,9 @@ class TracedProgram:
     ) -> None:
         """Raise FormulaRefused unless the program computes the same as the formula on tensors.
 
-        The outputs differ if the formula does something else with symbols than with tensors, for
-        example if it tests isinstance(x, Tensor). Does nothing if an earlier comparison of this
-        program succeeded.
+        The program was recorded by running the formula once on symbols. The outputs differ if the
+        formula does something else with symbols than with tensors, for example if it tests
+        isinstance(x, Tensor). Does nothing if an earlier comparison of this program succeeded.
 
         run                runs the program: (program, values of its scalars, inputs) -> outputs
         scalars            values of the program's scalars, from `Program.scalar_values`
@@ -564,6 +591,9 @@ def traced_program(
 ) -> TracedProgram:
     """Trace formulas into a program, or return the program that was traced for the same keys.
 
+    To trace formulas is to run them once on symbols, which record the operations on them. The
+    program is the list of these operations, which the kernels run.
+
     keys    keys of everything that the formulas depend on, from `formula_keys.key_of`. If one of
             them is None, a function has no key and may have changed, so the formulas are traced
             again at each call.
@@ -578,7 +608,8 @@ def traced_program(
         tracer = Tracer()
         try:
             traced.program = tracer.program(name, trace(tracer))
-        except Exception as error:  # a formula may do anything with a symbol
+        except Exception as error:  # a function of the user may do anything with a symbol
+            # Keep the reason, too, so that the next call need not trace in vain.
             traced.refusal = refusal_message(name, error)
     return traced
 
@@ -588,7 +619,7 @@ def _cached_program(keys: tuple[Hashable, ...]) -> TracedProgram:
     """Return the `TracedProgram` of these keys, the same object at each call with equal keys.
 
     At the first call it is a new one without a program. The caller then sets its program, or the
-    reason why there is none.
+    reason why there is none. So this function is the cache, and never makes a program.
     """
     return TracedProgram()
 

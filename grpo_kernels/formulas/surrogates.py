@@ -54,8 +54,8 @@ def clip(logp, old_logp, advantage, params):
     advantage   A of the token
     params      (eps_low, eps_high, delta), three numbers
 
-    Log-probs, advantage, loss and slope are fp32 [num_tokens], or symbols while the formula is
-    traced for the kernels.
+    Log-probs, advantage, loss and slope are fp32 [num_tokens]. For the kernels the function is
+    called once with symbols in place of tensors: objects that record the operations on them.
     """
     eps_low = params[0]
     eps_high = params[1]
@@ -89,8 +89,8 @@ def cispo(logp, old_logp, advantage, params):
     advantage   A of the token
     params      (cap, low), two numbers
 
-    Log-probs, advantage, loss and slope are fp32 [num_tokens], or symbols while the formula is
-    traced for the kernels.
+    Log-probs, advantage, loss and slope are fp32 [num_tokens]. For the kernels the function is
+    called once with symbols in place of tensors: objects that record the operations on them.
     """
     cap = params[0]
     low = params[1]
@@ -105,12 +105,12 @@ def policy_gradient(logp, old_logp, advantage, params):
     The loss of a token with A = 0 is 0, even if logp is -inf. See `PolicyGradient`.
 
     logp        log-prob of the sampled token under the policy now
-    old_logp    not used
+    old_logp    not used: all surrogates have the same arguments
     advantage   A of the token
-    params      not used
+    params      not used either
 
-    Log-probs, advantage, loss and slope are fp32 [num_tokens], or symbols while the formula is
-    traced for the kernels.
+    Log-probs, advantage, loss and slope are fp32 [num_tokens]. For the kernels the function is
+    called once with symbols in place of tensors: objects that record the operations on them.
     """
     return weighted_nll(advantage, logp)
 
@@ -123,18 +123,20 @@ def weighted_nll(weight, logp):
     weight   fp32 [num_tokens], for example an advantage
     logp     fp32 [num_tokens], log-prob of the sampled token under the policy
 
-    Both may also be symbols, while the formula is traced for the kernels.
+    For the kernels the function is called once with symbols in place of both tensors: objects that
+    record the operations on them.
     """
+    # 0 * -inf would be NaN.
     return ops.where(weight == 0.0, 0.0, -weight * logp), -weight
 
 
 def no_policy_term(logp, old_logp, advantage, params):
     """Return the loss 0 and the slope 0 of each token, in the shape of `advantage`.
 
-    It is the surrogate of an objective without a policy term, see `NoPolicyTerm`. The other
-    arguments are not used.
+    It is the surrogate of an objective without a policy term, see `NoPolicyTerm`. All surrogates
+    have the same four arguments. This one uses only the shape of `advantage`, [num_tokens].
     """
-    zero = advantage * 0.0  # in the shape of the advantages
+    zero = advantage * 0.0  # a 0 for each token; torch.zeros does not exist in the kernels
     return zero, zero
 
 
@@ -149,10 +151,10 @@ def importance_sampling(logp, old_logp, advantage, params):
     logp        log-prob of the sampled token under the policy now
     old_logp    log-prob of the token at the start of the update
     advantage   A of the token
-    params      not used
+    params      not used: all surrogates have the same arguments
 
-    Log-probs, advantage, loss and slope are fp32 [num_tokens], or symbols while the formula is
-    traced for the kernels.
+    Log-probs, advantage, loss and slope are fp32 [num_tokens]. For the kernels the function is
+    called once with symbols in place of tensors: objects that record the operations on them.
     """
     loss = -bounded_exp(logp - old_logp) * advantage
     return loss, loss
@@ -172,8 +174,8 @@ def sapo(logp, old_logp, advantage, params):
     advantage   A of the token
     params      (tau for A > 0, tau for A <= 0), two numbers
 
-    Log-probs, advantage, loss and slope are fp32 [num_tokens], or symbols while the formula is
-    traced for the kernels.
+    Log-probs, advantage, loss and slope are fp32 [num_tokens]. For the kernels the function is
+    called once with symbols in place of tensors: objects that record the operations on them.
     """
     tau_pos = params[0]
     tau_neg = params[1]
@@ -202,14 +204,15 @@ def vespo(logp, old_logp, advantage, params):
     advantage   A of the token
     params      (k and lambda for A >= 0, k and lambda for A < 0), four numbers
 
-    Log-probs, advantage, loss and slope are fp32 [num_tokens], or symbols while the formula is
-    traced for the kernels.
+    Log-probs, advantage, loss and slope are fp32 [num_tokens]. For the kernels the function is
+    called once with symbols in place of tensors: objects that record the operations on them.
     """
     k_pos = params[0]
     lambda_pos = params[1]
     k_neg = params[2]
     lambda_neg = params[3]
     k = ops.where(advantage >= 0.0, k_pos, k_neg)
+    # The lambda of the formula, which is a keyword of Python.
     rate = ops.where(advantage >= 0.0, lambda_pos, lambda_neg)
     log_w = (logp - old_logp).clamp(-18.420680743952367, 20.0)  # the lower bound is log(1e-8)
     phi = bounded_exp(rate + k * log_w - rate * ops.exp(log_w))
@@ -227,8 +230,8 @@ def dro(logp, old_logp, advantage, params):
     advantage   A of the token
     params      (beta,), one number
 
-    Log-probs, advantage, loss and slope are fp32 [num_tokens], or symbols while the formula is
-    traced for the kernels.
+    Log-probs, advantage, loss and slope are fp32 [num_tokens]. For the kernels the function is
+    called once with symbols in place of tensors: objects that record the operations on them.
     """
     beta = params[0]
     x = logp - old_logp
@@ -248,8 +251,8 @@ def regression(logp, old_logp, advantage, params):
     advantage   A of the token
     params      (beta,), one number
 
-    Log-probs, advantage, loss and slope are fp32 [num_tokens], or symbols while the formula is
-    traced for the kernels.
+    Log-probs, advantage, loss and slope are fp32 [num_tokens]. For the kernels the function is
+    called once with symbols in place of tensors: objects that record the operations on them.
     """
     beta = params[0]
     residual = beta * (logp - old_logp) - advantage
@@ -304,9 +307,9 @@ class Surrogate(Checked):
     def slope_is_by_autograd(self) -> bool:
         """Whether `function` returns the loss alone, so that autograd computes the slope.
 
-        The slope is d loss / d logp. If autograd computes it, the formula runs in torch only,
-        between two passes over the logits: the first computes the log-probs, and the second the
-        gradient of the logits. It is False unless a subclass overrides this property.
+        The slope is d loss / d logp. If autograd computes it, no kernel can run the function. It
+        runs in torch, between two passes over the logits: the first computes the log-probs, the
+        second the gradient of the logits. The result is False unless a subclass overrides it.
         """
         return False
 
@@ -323,9 +326,9 @@ class Surrogate(Checked):
     def params(self) -> tuple[float, ...]:
         """The last argument of `function`: all fields of the class as floats, in their order.
 
-        Compiled formulas receive them at each call, so nothing is compiled again if a clip width
-        changes. If the surrogate treats selected tokens differently (`selects`), the caller appends
-        the result of `select` to them.
+        Kernel code that is generated from `function` receives them at each call, so nothing is
+        compiled again if a clip width changes. If the surrogate treats selected tokens differently
+        (`selects`), the caller appends the result of `select` to them.
         """
         return tuple(float(getattr(self, f.name)) for f in fields(self))  # type: ignore[arg-type]
 
@@ -564,7 +567,7 @@ class Vespo(Surrogate):
         The derivative is not used, because VESPO's gradient does not flow through the ratio.
 
         x            fp32 [num_tokens], log-ratio logp - old_logp of each token
-        advantages   not used
+        advantages   not used: other surrogates clip by the sign of the advantage
 
         Return (clamped x, 1.0).
         """
@@ -594,22 +597,24 @@ class Gmpo(Surrogate):
 
             A > 0   f(x) = min(x, eps_high)
             A < 0   f(x) = max(x, -eps_low)
-            A = 0   f(x) = 0, because the token has no loss. A NaN stays NaN, so that it is seen.
+            A = 0   f(x) = 0, because the token has no loss
 
-        The derivative is 1 where f(x) = x and A is not 0, otherwise 0.
+        The derivative is 1 where f(x) = x and A is not 0, otherwise 0. If x is NaN, f(x) is NaN for
+        any A, so that the loss of the sequence is NaN instead of hiding it. Its derivative is 0.
 
         x            fp32 [num_tokens], log-ratio logp - old_logp of each token
         advantages   fp32 [num_tokens], A of each token
 
         Return (f(x), f'(x)), fp32 [num_tokens] each.
         """
-        is_nonzero = (advantages != 0) | x.isnan()
+        has_advantage = advantages != 0
         clipped = torch.where(
             advantages > 0, x.clamp(max=self.eps_high), x.clamp(min=-self.eps_low)
         )
-        is_inside = is_nonzero & (clipped == x)
+        keeps_value = has_advantage | x.isnan()
+        is_inside = keeps_value & (clipped == x)  # False for NaN, which differs from itself
         derivative = is_inside.to(x.dtype)
-        return torch.where(is_nonzero, clipped, 0.0), derivative
+        return torch.where(keeps_value, clipped, 0.0), derivative
 
     @property
     def params(self) -> tuple[float, ...]:
@@ -744,7 +749,10 @@ class Custom(Surrogate):
         """
 
         def loss(logp: Tensor, old_logp: Tensor, advantage: Tensor) -> Tensor:
-            """Return the loss of each token, from the arguments that autograd passes."""
+            """Return the loss of each token.
+
+            `by_autograd` passes copies of the arguments, of which logp requires grad.
+            """
             return self.function(logp, old_logp, advantage, params)
 
         return by_autograd(loss, logp, old_logp, advantage)
@@ -892,8 +900,8 @@ def clip_cov(logp, old_logp, advantage, params):
     params      (eps_low, eps_high, share, low, high, selected): the fields of `ClipCov`, and 1.0
                 for a selected token, 0.0 for another. share, low and high are not used.
 
-    Log-probs, advantage, loss and slope are fp32 [num_tokens], or symbols while the formula is
-    traced for the kernels.
+    Log-probs, advantage, loss and slope are fp32 [num_tokens]. For the kernels the function is
+    called once with symbols in place of tensors: objects that record the operations on them.
     """
     eps_low = params[0]
     eps_high = params[1]
@@ -919,8 +927,8 @@ def kl_cov(logp, old_logp, advantage, params):
     params      (coef, share, selected): the fields of `KlCov`, and 1.0 for a selected token, 0.0
                 for another. share is not used.
 
-    Log-probs, advantage, loss and slope are fp32 [num_tokens], or symbols while the formula is
-    traced for the kernels.
+    Log-probs, advantage, loss and slope are fp32 [num_tokens]. For the kernels the function is
+    called once with symbols in place of tensors: objects that record the operations on them.
     """
     coef = params[0]
     selected = params[-1]
@@ -1063,7 +1071,7 @@ class KlCov(Surrogate):
         share * (number of trained tokens), at least one, where `share` is a field.
 
         logps        fp32 [num_tokens], log-prob of each token of the batch under the policy
-        old_logps    not used
+        old_logps    not used: `select` of other surrogates, such as ClipCov, compares with it
         advantages   fp32 [num_tokens], A of each token
         trained      bool [num_tokens], the loss mask
         """

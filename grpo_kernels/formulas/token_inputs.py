@@ -48,8 +48,10 @@ def old_or_current(old_logp: Any, logp: Any) -> Any:
     old_logp   fp32 [num_tokens], log-prob at the start of the update, or the mark
     logp       fp32 [num_tokens], log-prob under the policy
 
-    Both may also be symbols, while the formula is traced for the kernels.
+    For the kernels the function is called once with symbols in place of both tensors: objects that
+    record the operations on them.
     """
+    # A log-prob is at most 0, so a number as large as the mark is no log-prob.
     return ops.where(old_logp >= ON_POLICY, logp, old_logp)
 
 
@@ -129,8 +131,8 @@ class TokenInputs:
         [num_tokens].
 
         A batch may mark tokens as on-policy by the old log-prob ON_POLICY (1e30). The result has
-        `logps` in place of such a mark. A traced program of the kernels replaces marks itself, so
-        `program_inputs` keeps them.
+        `logps` in place of such a mark. The kernels replace marks themselves, so `program_inputs`,
+        which returns the inputs for the kernels, keeps them.
 
         logps     fp32 [num_tokens], log-prob of each token under the policy
         entropy   fp32 [num_tokens] in nats; None if no term reads it
@@ -143,8 +145,8 @@ class TokenInputs:
     def program_inputs(self) -> dict[str, Tensor]:
         """Return those fields of this object in PROGRAM_INPUTS that are not None, by name.
 
-        They are the inputs of a traced loss formula, except log-prob and entropy, which the kernels
-        compute. Each is fp32 [num_tokens].
+        They are the inputs of the loss formula in a kernel, such as "advantages". Log-prob and
+        entropy are not among them, because the kernels compute both. Each is fp32 [num_tokens].
         """
         fields = self.__dict__
         return {name: fields[name] for name in PROGRAM_INPUTS if fields[name] is not None}
@@ -163,8 +165,9 @@ class TokenInputs:
         if isinstance(token_ids, slice):
             selected = [x[token_ids] for x in tensors.values()]
         else:
-            # Index all tensors in one operation, which takes less host time.
-            selected = list(torch.stack(list(tensors.values()))[:, token_ids])
+            # Index a stack of all tensors once, which takes less host time than one index a tensor.
+            stacked = torch.stack(list(tensors.values()))
+            selected = list(stacked[:, token_ids])
         named = dict(zip(tensors, selected, strict=True))
         return TokenInputs(
             targets=self.targets[token_ids],

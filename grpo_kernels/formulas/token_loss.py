@@ -35,7 +35,10 @@ from .token_inputs import PROGRAM_INPUTS, TokenInputs, old_or_current
 
 @dataclass(frozen=True)
 class FormulaFunctions:
-    """The functions and choices of an objective. A compiled formula contains them as constants.
+    """The functions of an objective, and the settings by which its loss formula branches.
+
+    Code that is generated from the formula depends on all of them: if one changes, the code is
+    generated again. Numbers that the code receives at each call are in `FormulaNumbers`.
 
     surrogate           function (logp, old_logp, advantage, params) -> (loss, d loss / d logp)
     ratio_is_detached   whether the ratio is a constant weight, see `Surrogate.detached_ratio`
@@ -52,7 +55,15 @@ class FormulaFunctions:
     kl: dict[str, Any]
 
     def values(self) -> list[Any]:
-        """Return all functions and choices in one list: the constants of a compiled formula."""
+        """Return everything that generated code depends on, in one list.
+
+        These are functions (the surrogate, the trust region or None, the KL estimator and the sum
+        of its value and slope or None) and settings (whether the ratio is detached, the level, the
+        weighting of the KL, whether it is straight-through).
+
+        The code is cached under the keys of the entries, so their order must not change. The
+        surrogate is the first, because error messages name the first function.
+        """
         return [
             self.surrogate,
             self.ratio_is_detached,
@@ -64,7 +75,9 @@ class FormulaFunctions:
 
 @dataclass(frozen=True)
 class FormulaNumbers:
-    """The numbers of an objective, such as clip widths. A compiled formula gets them at each call.
+    """The numbers of an objective, such as clip widths.
+
+    Generated kernel code receives them at each call, so other numbers need no other code.
 
     surrogate_params   the last argument of the surrogate
     trust_params       (low, high), the last argument of the trust region; () without one
@@ -72,7 +85,8 @@ class FormulaNumbers:
     ratio_bounds       (low, high), bounds of the log-ratio; None without bounds
     kl_clamps          `Kl.clamps`, two numbers; None without clamps
 
-    In a formula that is traced, the numbers are symbols of a `Tracer`.
+    To generate the code, a `Tracer` runs the formula once on symbols, which record the operations
+    on them. The fields then hold symbols in place of numbers.
     """
 
     surrogate_params: tuple[Any, ...] = ()
@@ -83,19 +97,25 @@ class FormulaNumbers:
 
     def values(self) -> list[Any]:
         """Return all numbers in one list, field after field. Fields that are None are left out."""
+        # Each field is a tuple of numbers, or None.
         return list(chain.from_iterable(x for x in vars(self).values() if x is not None))
 
     def counts(self) -> tuple[int | None, ...]:
-        """Return how many numbers each field has, in the order of the fields; None for None."""
+        """Return how many numbers each field has, in the order of the fields; None for None.
+
+        Generated kernel code depends on these counts, but not on the numbers themselves.
+        """
         return tuple(None if x is None else len(x) for x in vars(self).values())
 
     def as_symbols(self, tracer: Tracer) -> FormulaNumbers:
-        """Return a copy with a new parameter of the tracer in place of each number.
+        """Return a copy with a new symbol in place of each number, None in place of None.
 
-        A parameter is a symbol of a number that a traced program receives at each call. The
-        parameters are made in the order of the method `values`.
+        The tracer runs the formula once on symbols, to record its operations as a program for the
+        kernels. A symbol that stands for one of these numbers is a parameter of the program: the
+        program receives its value at each call. The values are passed in the order of the method
+        `values`, so the parameters are made in this order.
 
-        tracer   traces the formula
+        tracer   makes the symbols, and records the operations on them
         """
         fields = [
             None if count is None else tuple(tracer.parameter() for _ in range(count))
@@ -105,7 +125,10 @@ class FormulaNumbers:
 
 
 class TokenValues(NamedTuple):
-    """The inputs of `token_loss`: fp32 tensors [num_tokens], or symbols of a `Tracer`.
+    """The inputs of `token_loss`: fp32 tensors [num_tokens].
+
+    To generate kernel code, `token_loss` is run once on symbols of a `Tracer` in their place, which
+    record the operations on them.
 
     logp             log-prob of the token under the policy
     entropy          entropy of the policy at the token, in nats
@@ -146,7 +169,7 @@ class TokenValues(NamedTuple):
         - Without "log_ratios" the log-ratio is logp - old_logp of each token.
 
         named   "logps", "entropy", and those names in PROGRAM_INPUTS that the tokens have -> fp32
-                [num_tokens], or a symbol while the formula is traced for the kernels
+                [num_tokens], or a symbol that records the operations on it for the kernels
         """
         logp = named["logps"]
         old_logp = named.get("old_logps", logp)
@@ -213,15 +236,15 @@ def token_loss(
     exception is anchor_logp: a NaN in `sampler_logps` means that the sampler did not score the
     token, and the trust region drops it.
 
-    token       the inputs of the tokens: fp32 [num_tokens] each, or symbols while the formula is
-                traced for the kernels
+    token       the inputs of the tokens: fp32 [num_tokens] each. To generate kernel code, the
+                function is run once on symbols in their place, which record the operations.
     functions   the functions of the objective, such as its surrogate
     numbers     the numbers of the objective, such as its clip widths
 
     Return `TokenLosses`: the losses, and their derivatives in log-prob, entropy, log-ratio of the
     sequence and auxiliary loss. A derivative that the objective does not have is 0.
     """
-    zero = token.policy_weight * 0.0
+    zero = token.policy_weight * 0.0  # a 0 for each token; torch.zeros does not exist in a kernel
     minimum = minimum_of_inputs(token, functions, numbers)  # NaN if an input is NaN
     is_number = minimum == minimum  # False for NaN
 
@@ -241,7 +264,8 @@ def token_loss(
         )
         is_dropped = is_dropped | (is_number & ~is_trusted)
 
-    # The policy term. With a NaN among its inputs the weight is NaN, and so are loss and gradient.
+    # The policy term. If one of its inputs is NaN, so is `minimum`. It takes the place of the
+    # weight then, which makes loss and gradient NaN.
     policy_weight = ops.where(is_number, token.policy_weight, minimum)
     surrogate, grad_surrogate = policy_term(token, functions, numbers, zero)
     # A token of weight 0 contributes 0 even if its ratio is NaN.
@@ -251,9 +275,9 @@ def token_loss(
     if token.auxiliary_loss is not None:
         loss = loss + ops.where(auxiliary_is_dropped, 0.0, policy_weight * token.auxiliary_loss)
         grad_auxiliary_loss = ops.where(auxiliary_is_dropped, 0.0, policy_weight)
-    # At these levels, unless the ratio counts as a constant, grad_surrogate is the derivative with
-    # respect to the log-ratio of the sequence, not to logp. The caller passes it on to all tokens
-    # of the sequence.
+    # At these levels, unless the ratio counts as a constant, grad_surrogate is the derivative in
+    # the log-ratio of the sequence, not in logp. The caller passes it on to all tokens of the
+    # sequence (`SequenceRatio.gradient`).
     grad_log_ratio = zero
     if functions.level in ("sequence", "sequence-sum") and not functions.ratio_is_detached:
         grad_log_ratio = grad_logp
@@ -298,16 +322,17 @@ def minimum_of_inputs(
 
     The caller uses only whether the result is NaN. A sum would not do: inf - inf is NaN too.
 
-    token       the inputs of the tokens: fp32 [num_tokens] each, or symbols while the formula is
-                traced for the kernels
-    functions   the functions of the objective, such as its surrogate
-    numbers     the numbers of the objective, such as its clip widths
+    token       the inputs of the tokens: fp32 [num_tokens] each. To generate kernel code, the
+                function is run once on symbols in their place, which record the operations.
+    functions   the functions of the objective, of which only the level is read
+    numbers     the numbers of the objective, of which only the entropy floor is read
 
     Return fp32 [num_tokens], or a symbol.
     """
     if functions.level == "token":
         minimum = ops.minimum(token.logp, token.advantage)
-        # The same object as logp means that all tokens are on-policy.
+        # `TokenValues.from_names` sets old_logp to logp itself if all tokens are on-policy. The
+        # minimum with it would then be an operation of the kernel without effect.
         is_on_policy = token.old_logp is token.logp
         if not is_on_policy:
             minimum = ops.minimum(minimum, token.old_logp)
@@ -330,8 +355,8 @@ def policy_term(
     and old_logp. Otherwise it gets two numbers whose difference is the log-ratio of the token or of
     its sequence, clamped to `ratio_bounds` if there are any.
 
-    token       the inputs of the tokens: fp32 [num_tokens] each, or symbols while the formula is
-                traced for the kernels
+    token       the inputs of the tokens: fp32 [num_tokens] each. To generate kernel code, the
+                function is run once on symbols in their place, which record the operations.
     functions   the functions of the objective, such as its surrogate
     numbers     the numbers of the objective, such as its clip widths
     zero        0 for each token, fp32 [num_tokens] or a symbol
@@ -354,7 +379,7 @@ def policy_term(
     loss, grad = surrogate(log_ratio, zero, token.advantage, params)
     if bounds is None:
         return loss, grad
-    # A clamped log-ratio is a constant.
+    # Where the clamp changed the log-ratio, the loss is a constant.
     return loss, ops.where(log_ratio == token.log_ratio, grad, 0.0)
 
 
@@ -363,10 +388,10 @@ def kl_term(token: TokenValues, functions: FormulaFunctions, numbers: FormulaNum
 
     The result contains the weighting of the estimate by a ratio (`Kl.weighting`), if there is one.
 
-    token       the inputs of the tokens: fp32 [num_tokens] each, or symbols while the formula is
-                traced for the kernels
-    functions   the functions of the objective, such as its surrogate
-    numbers     the numbers of the objective, such as its clip widths
+    token       the inputs of the tokens: fp32 [num_tokens] each. To generate kernel code, the
+                function is run once on symbols in their place, which record the operations.
+    functions   the functions of the objective; `kl` has the estimator and its weighting
+    numbers     the numbers of the objective; `kl_clamps` has two bounds, or is None
     """
     token_log_ratio = token.logp - token.old_logp
     return kl_terms(
@@ -390,8 +415,6 @@ def log_ratio_of_kl(log_ratio: Any, token_log_ratio: Any, level: str) -> Any:
                       its sequence
     token_log_ratio   fp32 [num_tokens], logp - old_logp of the token
     level             `Objective.level`, for example "token"
-
-    The log-ratios may also be symbols, while the formula is traced for the kernels.
     """
     return token_log_ratio if level == "sequence-sum" else log_ratio
 
@@ -399,11 +422,10 @@ def log_ratio_of_kl(log_ratio: Any, token_log_ratio: Any, level: str) -> Any:
 def below_floor(entropy: Any, floor: Any) -> Any:
     """Return whether the entropy of each token is below the floor, so that the token is dropped.
 
-    It is False for a NaN, so that the token is kept and the loss is NaN.
-
-    entropy   fp32 [num_tokens] in nats, or a symbol while the formula is traced for the kernels
+    entropy   fp32 [num_tokens] in nats; or a symbol, which records the comparison for the kernels
     floor     number in nats, a 0-d tensor or a symbol
     """
+    # False for a NaN, so that the token is kept and its loss is NaN instead of hiding it.
     return entropy < floor
 
 
@@ -411,7 +433,7 @@ def below_floor(entropy: Any, floor: Any) -> Any:
 
 
 class TracedLoss(NamedTuple):
-    """The formula of an objective, traced into a program for the kernels.
+    """The formula of an objective as a program: the list of its operations, for the kernels.
 
     traced           the program, or the reason why the formula cannot be traced
     scalars          the values of the program's scalars, from `Program.scalar_values`
@@ -424,7 +446,11 @@ class TracedLoss(NamedTuple):
     user_functions: list[tuple[Any, Any]]
 
     def is_current(self) -> bool:
-        """Return whether no function of the user has changed since the program was traced."""
+        """Return whether no function of the user has changed since the program was traced.
+
+        A function has changed if its code or something that it uses, such as a global, has another
+        value. Its key is then another one.
+        """
         return all(key_of(function) == key for function, key in self.user_functions)
 
 
@@ -458,11 +484,11 @@ class ObjectiveFormula:
         return ObjectiveFormula(self.functions, numbers)
 
     def traced_loss(self, input_names: tuple[str, ...]) -> TracedLoss:
-        """Return the formula as a program for the kernels, for tokens with these inputs.
+        """Return the formula as a program, the list of its operations, for the kernels.
 
-        The formula is traced: it is run once on symbols, which record its operations. A program
-        that was traced before is returned again, unless a function of the user, or something that
-        such a function uses, has changed since.
+        The formula is traced: it is run once on symbols, which record the operations on them. A
+        program that was traced before for the same inputs is returned again, unless a function of
+        the user, or something that such a function uses, has changed since.
 
         input_names   those names in PROGRAM_INPUTS that the tokens have
 
@@ -481,7 +507,9 @@ class ObjectiveFormula:
             return [getattr(token_losses, name) for name in output_names(input_names)]
 
         functions = self.functions.values()
-        keys = [key_of(x) for x in functions]  # None for a function that has no key
+        # Functions with equal keys have equal code. The key is None for a function that may behave
+        # differently at each call.
+        keys = [key_of(x) for x in functions]
         traced = traced_program(
             keys=(*keys, input_names, self.numbers.counts()),
             name=name_of_functions(functions),
@@ -497,11 +525,12 @@ class ObjectiveFormula:
         return result
 
     def compare_with_torch(self, input_names: tuple[str, ...], run: RunProgram) -> None:
-        """Raise FormulaRefused unless the traced program computes the same as the formula in torch.
+        """Raise FormulaRefused unless the program of the formula computes the same as torch.
 
-        Both are run on random inputs. The outputs differ if a function of the user does something
-        else with symbols than with tensors. Does nothing if a comparison has succeeded before for
-        functions with the same keys.
+        The program is the list of operations that the kernels run. It was recorded by running the
+        formula on symbols. A function of the user may do something else with symbols than with
+        tensors, so program and formula are compared on random inputs. Does nothing if a comparison
+        has succeeded before for the same functions.
 
         input_names   those names in PROGRAM_INPUTS that the tokens have
         run           runs a program: (program, values of its scalars, inputs) -> outputs
@@ -528,12 +557,13 @@ class ObjectiveFormula:
 def replace_on_policy_marks(named: dict[str, Any]) -> dict[str, Any]:
     """Return the inputs with the log-prob of the token in place of each mark ON_POLICY.
 
-    The mark in "old_logps" says that a token was sampled from the current policy, so that its old
-    log-prob equals its log-prob. Every program contains this step, so that one program serves
-    batches with and without marks. Without "old_logps", `named` itself is returned.
+    The mark in "old_logps" (1e30) says that a token was sampled from the current policy, so that
+    its old log-prob equals its log-prob. The code of every kernel contains this step, so that the
+    same code serves batches with and without marks. Without "old_logps", `named` itself is
+    returned.
 
-    named   "logps", "old_logps" and other inputs by name: fp32 [num_tokens] each, or symbols of a
-            `Tracer`
+    named   "logps", "old_logps" and other inputs by name: fp32 [num_tokens] each, or symbols that
+            record the operations on them for the kernels
     """
     if "old_logps" not in named:
         return named
@@ -541,11 +571,12 @@ def replace_on_policy_marks(named: dict[str, Any]) -> dict[str, Any]:
 
 
 def output_names(input_names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of the outputs of a loss program: fields of `TokenLosses`, in their order.
+    """Return the names of what a loss program computes: fields of `TokenLosses`, in their order.
 
-    They are "losses", "grad_logps" and "grad_entropy", then "grad_log_ratios" if the program has
-    the input "log_ratios", then "grad_auxiliary_loss" if it has the input "auxiliary_loss". Kernels
-    over rows of logits need the first three, which every program computes.
+    A program is a loss formula as the list of its operations, which kernels run. Every program
+    computes "losses", "grad_logps" and "grad_entropy". A gradient in the log-ratio of a sequence,
+    "grad_log_ratios", or in the loss of extra ids, "grad_auxiliary_loss", comes after them if this
+    number is an input of the program.
 
     input_names   those names in PROGRAM_INPUTS that the program has
     """
@@ -559,14 +590,15 @@ def name_of_functions(functions: list[Any]) -> str:
 
     If no function is the user's, return the name of the first one.
 
-    functions   the functions and choices of a formula, the surrogate first
+    functions   what a formula is made of, the surrogate first: functions, and settings such as the
+                level
     """
     named = users_functions(functions) or functions[:1]
     return ", ".join(dict.fromkeys(name_of_function(x) for x in named))
 
 
 def random_inputs(names: tuple[str, ...]) -> list[Tensor]:
-    """Return random values of each input, to compare a traced program with its formula in torch.
+    """Return random values of each input, to compare a formula in a kernel with torch.
 
     Some values of each input are infinite or NaN, and some advantages and weights are 0.
 
@@ -601,9 +633,10 @@ def random_inputs(names: tuple[str, ...]) -> list[Tensor]:
 class TokenLossFormula(NamedTuple):
     """The loss of tokens as an objective defines it, with the inputs of each token.
 
-    A kernel over rows of logits takes it if the gradient of a token depends on this token alone.
-    Otherwise it runs on vectors. What depends on other tokens is then among the inputs: log-ratios
-    of sequences, and weights after filters.
+    If the gradient of a token depends on this token alone, the kernels evaluate the formula while
+    they process the logits of the token. Otherwise it is evaluated on vectors [num_tokens], after
+    the log-probs of all tokens are known. What depends on other tokens is then among the inputs:
+    log-ratios of sequences, and weights after filters.
 
     objective_formula   the functions and numbers of the objective
     inputs              the inputs of each token
@@ -632,13 +665,14 @@ class TokenLossFormula(NamedTuple):
         """
         named_inputs = self.inputs.formula_inputs(logps, entropy)
         token_losses = self.objective_formula.compute(named_inputs)
-        # Return the same fields as a program does.
+        # Drop the gradients that a kernel does not compute for these inputs, which are 0 here.
         return self.named_outputs([getattr(token_losses, name) for name in self.output_names()])
 
     def named_outputs(self, outputs: Sequence[Any]) -> TokenLosses:
-        """Return the outputs of the program as `TokenLosses`.
+        """Return what a kernel has computed, the outputs of the formula, as `TokenLosses`.
 
-        The gradient of the entropy becomes None if there is no entropy bonus.
+        A kernel always computes a gradient of the entropy. It becomes None if there is no entropy
+        bonus.
 
         outputs   fp32 [num_tokens] each, in the order of the method `output_names`
         """
@@ -648,15 +682,16 @@ class TokenLossFormula(NamedTuple):
         return TokenLosses(**named, log_ratios=self.inputs.log_ratios)
 
     def output_names(self) -> tuple[str, ...]:
-        """Return the names of the program's outputs, which are fields of `TokenLosses`."""
+        """Return the names of what a kernel computes for these inputs: fields of `TokenLosses`."""
         return output_names(self.input_names())
 
     def program(self) -> tuple[Program, list[float]]:
         """Return the formula as a program for the kernels, and the values of its scalars.
 
-        The program computes the outputs `output_names` from log-prob, entropy and the inputs
-        `input_names`. Its scalars are the numbers that are the same for all tokens, such as clip
-        widths. Raises FormulaRefused if the formula cannot be traced.
+        A program is the list of the formula's operations, recorded by running it once on symbols.
+        It computes the outputs `output_names` from log-prob, entropy and the inputs `input_names`.
+        Its scalars are the numbers that are the same for all tokens, such as clip widths. Raises
+        FormulaRefused if the formula cannot be recorded, for example because it branches on values.
         """
         traced_loss = self.objective_formula.traced_loss(self.input_names())
         return traced_loss.traced.require_program(), traced_loss.scalars
@@ -677,9 +712,11 @@ class TokenLossFormula(NamedTuple):
         return {name: tensors[name].contiguous() for name in program.inputs if name in tensors}
 
     def compare_with_torch(self, run: RunProgram) -> None:
-        """Raise FormulaRefused unless the traced program computes the same as the formula in torch.
+        """Raise FormulaRefused unless the formula in a kernel computes the same as in torch.
 
-        Both are run on random inputs. Does nothing if a comparison has succeeded before.
+        The kernel runs a program: the operations that were recorded by running the formula once on
+        symbols. Program and formula are run on random inputs. Does nothing if a comparison has
+        succeeded before.
 
         run   runs a program: (program, values of its scalars, inputs) -> outputs
         """

@@ -109,10 +109,10 @@ class Backend(ABC):
         return sums
 
     def first_pass_sums(self, rows: LogitRows, names: tuple[str, ...]) -> SoftmaxSums:
-        """Return softmax sums of each row. All are set but MIXTURE_SUMS, which need a second pass.
+        """Return softmax sums of each row, such as max_logit and sum_exp, from one pass over it.
 
-        If MIXTURE_SUMS are named, the result has uninitialized memory for them, and `softmax_sums`
-        sets them.
+        If MIXTURE_SUMS are named, which need a second pass, the result has uninitialized memory for
+        them. `softmax_sums` sets them afterwards.
 
         names   some of `softmax.SUMS`, in their order. Eager PyTorch computes those that the
                 kernels do not support.
@@ -120,7 +120,8 @@ class Backend(ABC):
         sums = self.run_sums_kernel(rows, names)
         unsupported = unsupported_names(names, SUMS_OF_KERNELS)
         if unsupported and not self.computes_all_sums:
-            # The eager kernel always computes BASIC_SUMS, which come first.
+            # The eager kernel always computes BASIC_SUMS. They are the first rows of its result,
+            # and are skipped, because `sums` has them already.
             eager_names = (*BASIC_SUMS, *unsupported)
             eager_sums = load("eager").Kernels().run_sums_kernel(rows, eager_names)
             sums.set_sums(unsupported, eager_sums.values[len(BASIC_SUMS) :])
@@ -179,8 +180,14 @@ class Backend(ABC):
     ) -> None:
         """Write d loss / d logits of each row into the same row of `out`.
 
-        The formula is in `GradientCoefficients`. `softmax_gradient` describes the arguments, and
-        calls this only with coefficients that these kernels support.
+        The formula is in `GradientCoefficients`. `softmax_gradient` calls this only with
+        coefficients that these kernels support.
+
+        rows           the rows of the call: logits, targets and transform
+        sums           softmax sums of the rows, from `softmax_sums`
+        coefficients   factors of each row in the formula. A row whose coefficients are all 0
+                       becomes 0.
+        out            [A, T, V] like `rows.logits` (A * T rows of V logits); may be their memory
         """
 
     def fused_loss(
@@ -189,7 +196,8 @@ class Backend(ABC):
         """Return log-prob, entropy and loss of each row, and write d loss / d logits to `out`.
 
         With a reference the divergence of each row is returned as well. This default takes two
-        passes over the logits.
+        passes over the logits: one for the log-probs, one for the gradient. The C++ and Triton
+        kernels need one.
 
         loss_formula   computes the loss of a row from its log-prob and entropy
         out            [A, T, V] like `rows.logits` (A * T rows of V logits): memory for the
@@ -206,23 +214,27 @@ class Backend(ABC):
         out: Tensor | None,
         rows_per_block: int,
     ) -> FusedLossValues:
-        """Return the result of `fused_loss`, from two passes over each block of rows.
+        """Return log-prob, entropy and loss of each row, and write d loss / d logits to `out`.
 
-        The first pass computes softmax sums, the second writes the gradient. The formula is
-        evaluated between them. If a block fits the cache, its second pass costs nearly nothing.
+        The rows are processed in blocks. `_loss_of_block` reads the logits of a block twice: for
+        the log-probs, and after the loss formula for the gradient. If the logits of a block fit the
+        cache, the second pass reads them from there and costs nearly nothing.
 
         loss_formula     computes the loss of a row from its log-prob and entropy
-        out              as in `fused_loss`
+        out              [A, T, V] like `rows.logits`: memory for the gradient, possibly that of the
+                         logits. None: no gradient is computed.
         rows_per_block   number of rows of a block; the last block may have fewer
         """
         num_rows = rows.num_rows
-        tables = []
+        tables = []  # of each block: fp32 [3 or 4, rows of the block], see `FusedLossValues`
         for start in range(0, num_rows, rows_per_block):
             stop = min(start + rows_per_block, num_rows)
             block = rows.slice_rows(start, stop)
             block_formula = loss_formula.select(slice(start, stop))
-            tables.append(self._loss_of_block(block, block_formula, out).table)
-        if not tables:  # no rows
+            # `out` is passed whole, because `block.row_range` says which of its rows to write.
+            block_values = self._loss_of_block(block, block_formula, out)
+            tables.append(block_values.table)
+        if not tables:  # there are no rows, so return a table without columns
             num_values = FusedLossValues.num_values(rows.reference is not None)
             tables.append(
                 torch.zeros(num_values, 0, dtype=torch.float32, device=rows.logits.device)
@@ -232,16 +244,19 @@ class Backend(ABC):
     def _loss_of_block(
         self, rows: LogitRows, loss_formula: TokenLossFormula, out: Tensor | None
     ) -> FusedLossValues:
-        """Return the result of `fused_loss` for one block of rows.
+        """Return log-prob, entropy and loss of each row of a block, and write d loss / d logits.
 
         The loss of a row is the formula of its log-prob and entropy. With a reference and weights
-        for it, the row's divergence_weight * divergence is added.
+        for it, the row's divergence_weight * divergence is added. The logits are read twice: by
+        `softmax_sums` and by `softmax_gradient`.
 
-        rows           the rows of the block, see `LogitRows.row_range`
+        rows           the rows of the block. `rows.logits` and `out` are whole, and
+                       `rows.row_range` says which of their rows belong to the block.
         loss_formula   the formula with the inputs of these rows
         out            [A, T, V], the gradient of all blocks, of which the rows of this block are
                        written; None: no gradient is computed
         """
+        # First pass over the logits. Log-prob, entropy and divergence follow from a few sums.
         names = SUMS_OF_ENTROPY
         if rows.reference is not None:
             names = sums_for(("entropy", "divergence"), rows.reference.direction)
@@ -265,6 +280,7 @@ class Backend(ABC):
         if rows.mask is not None:
             losses = torch.where(rows.mask, losses, 0.0)
         if out is not None:
+            # Second pass over the logits.
             coefficients = GradientCoefficients.from_gradients(
                 sums, grads, rows.mask, entropy=entropy
             )
@@ -275,20 +291,25 @@ class Backend(ABC):
     def evaluate_formula(
         self, loss_formula: TokenLossFormula, logps: Tensor, entropy: Tensor
     ) -> TokenLosses:
-        """Return the loss of each row of a loss formula and its gradients, fp32 [num_rows].
+        """Return the loss of each row, and its gradients in log-prob and entropy.
 
-        Kernels run a traced program of the formula, a list of vector operations. A formula that
-        cannot be traced runs in torch, with one warning, or in strict mode raises FormulaRefused.
+        Kernels do not call the Python functions of the formula. They run a program: the list of its
+        operations, which is recorded by running the formula once on symbols in place of tensors. A
+        formula that branches on values, or that calls other functions than `formulas.ops`, cannot
+        be recorded. It runs in torch, with one warning, or in strict mode raises FormulaRefused.
 
         loss_formula     computes the loss of a row from its log-prob and entropy
         logps, entropy   fp32 [num_rows], contiguous
+
+        Return `TokenLosses`: losses and gradients, fp32 [num_rows] each.
         """
 
     @abstractmethod
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
         """Multiply a gradient [A, T, V] (A * T rows of V) by a 0-d factor in place.
 
-        If the factor is 1, the C++ and Triton kernels do not touch the gradient.
+        If the factor is 1, the C++ and Triton kernels do not touch the gradient. It usually is: a
+        loss on which `backward()` is called has the upstream gradient 1.
         """
 
     # ---- pairs of a row of hidden states and a row of the weight
@@ -303,7 +324,11 @@ class Backend(ABC):
     def pair_logits(self, hidden: Tensor, weight: Tensor, pairs: Pairs) -> Tensor:
         """Return hidden[row] . weight[id] of each (row, id) pair, fp32 [num_pairs].
 
-        The logit is -inf for the id -1.
+        This is the logit of a token id at one position, as a single dot product.
+
+        hidden   [num_rows, H], the hidden states
+        weight   [V, H], the weight of the output head
+        pairs    the pairs, sorted by row. The id -1 marks an unused pair, whose logit is -inf.
         """
 
     @abstractmethod
@@ -315,6 +340,7 @@ class Backend(ABC):
         This is the gradient of hidden states from the gradients of `pair_logits`.
 
         values        fp32 [num_pairs]: the gradient of each pair's logit
+        pairs         the pairs, sorted by row
         weight        [V, H]
         out           [num_rows, H]
         """
@@ -325,9 +351,11 @@ class Backend(ABC):
     ) -> None:
         """For each pair i = (row, id): out[id] += values[i] * hidden[row].
 
-        This is the gradient of the weight from the gradients of `pair_logits`.
+        This is the gradient of the weight from the gradients of `pair_logits`. A pair is unused if
+        its id is -1 or its value 0.
 
         values        fp32 [num_pairs]: the gradient of each pair's logit
+        pairs         the pairs, sorted by row
         hidden        [num_rows, H]
         out           [V, H]
         """
@@ -360,9 +388,12 @@ class BackendWrapper(Backend):
     def evaluate_formula(
         self, loss_formula: TokenLossFormula, logps: Tensor, entropy: Tensor
     ) -> TokenLosses:
-        """Return the loss of each row and its gradients, fp32 [num_rows].
+        """Return the loss of each row, and its gradients in log-prob and entropy.
 
+        loss_formula     computes the loss of a row from its log-prob and entropy
         logps, entropy   fp32 [num_rows], contiguous
+
+        Return `TokenLosses`: losses and gradients, fp32 [num_rows] each.
         """
         return self.kernels.evaluate_formula(loss_formula, logps, entropy)
 
@@ -373,7 +404,11 @@ class BackendWrapper(Backend):
     def pair_logits(self, hidden: Tensor, weight: Tensor, pairs: Pairs) -> Tensor:
         """Return hidden[row] . weight[id] of each (row, id) pair, fp32 [num_pairs].
 
-        The logit is -inf for the id -1.
+        This is the logit of a token id at one position, as a single dot product.
+
+        hidden   [num_rows, H], the hidden states
+        weight   [V, H], the weight of the output head
+        pairs    the pairs, sorted by row. The id -1 marks an unused pair, whose logit is -inf.
         """
         return self.kernels.pair_logits(hidden, weight, pairs)
 
@@ -386,6 +421,7 @@ class BackendWrapper(Backend):
         if its id is -1 or its value 0. Rows without a used pair are not written.
 
         values        fp32 [num_pairs]: the gradient of each pair's logit
+        pairs         the pairs, sorted by row
         weight        [V, H]
         out           [num_rows, H]
         """
@@ -396,9 +432,11 @@ class BackendWrapper(Backend):
     ) -> None:
         """For each pair i = (row, id): out[id] += values[i] * hidden[row].
 
-        This is the gradient of the weight from the gradients of `pair_logits`.
+        This is the gradient of the weight from the gradients of `pair_logits`. A pair is unused if
+        its id is -1 or its value 0.
 
         values        fp32 [num_pairs]: the gradient of each pair's logit
+        pairs         the pairs, sorted by row
         hidden        [num_rows, H]
         out           [V, H]
         """
@@ -409,7 +447,8 @@ class BackendWrapper(Backend):
 def unsupported_names(names: tuple[str, ...], supported: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names that the kernels do not support, so that eager PyTorch computes them.
 
-    MIXTURE_SUMS are never returned: `run_mixture_kernel` of every backend computes them.
+    The two MIXTURE_SUMS are never returned, because `run_mixture_kernel` of every backend computes
+    them.
 
     names       names of softmax sums, or of gradient coefficients
     supported   the names that the kernels support
@@ -430,7 +469,7 @@ def native_backend(device: torch.device) -> tuple[str, str | None]:
     """
     if device.type == "cpu":
         return "cpu", unavailable("cpu")
-    reason = unavailable("triton")
+    reason = unavailable("triton")  # why it cannot run on this machine at all
     if reason is None and not load("triton").serves(device):
         reason = f"no kernels for {device.type} tensors"
     return "triton", reason
@@ -528,7 +567,7 @@ def pick(backend: str, device: torch.device, strict: bool = False) -> Backend:
     strict = strict or strict_in_use
     if backend == "auto":
         backend = backend_in_use
-    if backend == "auto":
+    if backend == "auto":  # still: neither the call nor `use` names a backend
         return _pick_automatically(device, strict)
     check_name(backend)
     reason = unavailable(backend)
@@ -552,6 +591,8 @@ def _pick_automatically(device: torch.device, strict: bool) -> Backend:
     """
     name, reason = native_backend(device)
     if reason is None:
+        # Triton compiles its kernels at their first call, and a kernel may fail to compile. Unless
+        # strict, PyTorch then computes this call.
         falls_back = name == "triton" and not strict
         return _make_backend("triton_or_eager" if falls_back else name, strict)
     message = (

@@ -135,7 +135,7 @@ class Kernels(Backend):
         sums_table = sums_argument(sums)  # raises for wrong sums before log_sum_ratio reads them
         log_sum_ratio = sums.log_sum_ratio
         policy, reference = policy_and_reference(rows, log_sum_ratio=log_sum_ratio)
-        assert reference is not None
+        assert reference is not None  # these sums compare policy and reference
         _cpu.mixture_sums(
             policy,
             reference,
@@ -184,15 +184,18 @@ class Kernels(Backend):
         """Return log-prob, entropy and loss of each row, and write d loss / d logits to `out`.
 
         With a reference the divergence of each row is returned as well. One thread computes the
-        softmax sums of a row, then the formula, then the gradient. A formula that cannot be traced
-        runs in PyTorch, between two passes over blocks of rows.
+        softmax sums of a row, then the formula, then the gradient, while the row is in its cache.
+
+        For this the formula must be traced: it is run once on symbols in place of tensors, which
+        record its operations for C++. A formula that branches on values cannot be traced. It runs
+        in PyTorch, between two passes over blocks of rows.
 
         loss_formula   computes the loss of a row from its log-prob and entropy
         out            [A, T, V] like `rows.logits` (A * T rows of V logits): memory for the
                        gradient, possibly that of the logits. None: no gradient is computed.
         """
         traced = self.trace(loss_formula)
-        if traced is None:
+        if traced is None:  # the formula cannot be traced
             return self.loss_in_two_passes(
                 rows, loss_formula, out, rows_per_block=rows_that_fit_cache(rows)
             )
@@ -200,7 +203,7 @@ class Kernels(Backend):
         num_values = FusedLossValues.num_values(has_reference=rows.reference is not None)
         values = FusedLossValues(torch.empty(num_values, num_rows, dtype=torch.float32))
         inputs = loss_formula.program_inputs(traced.program)
-        weight = None
+        weight = None  # of the divergence in the loss of each row
         if rows.reference is not None and loss_formula.inputs.divergence_weight is not None:
             weight = loss_formula.inputs.divergence_weight.contiguous()
         policy, reference = policy_and_reference(rows, weight=weight)
@@ -222,26 +225,38 @@ class Kernels(Backend):
     def evaluate_formula(
         self, loss_formula: TokenLossFormula, logps: Tensor, entropy: Tensor
     ) -> TokenLosses:
-        """Return the loss of each row and its gradients, fp32 [num_rows].
+        """Return the loss of each row, and its gradients in log-prob and entropy.
 
-        C++ runs the traced program of the formula on whole vectors. A formula that cannot be traced
-        runs in PyTorch.
+        C++ cannot call the Python functions of the formula. It runs a program: the list of the
+        formula's operations, recorded by running it once on symbols in place of tensors. The
+        formula itself computes the gradients as well as the loss, so the program does, too. A
+        formula that branches on values, or that calls other functions than `formulas.ops`, cannot
+        be recorded and runs in PyTorch.
 
-        loss_formula     computes the loss of a row from its log-prob and entropy
+        loss_formula     computes the loss of a row from its log-prob and entropy, and has the other
+                         inputs of each row, such as its advantage
         logps, entropy   fp32 [num_rows], contiguous
+
+        Return `TokenLosses`: losses and gradients, fp32 [num_rows] each.
         """
         traced = self.trace(loss_formula)
-        if traced is None:
+        if traced is None:  # the formula cannot be recorded
             return eager.Kernels().evaluate_formula(loss_formula, logps, entropy)
-        values = {"logps": logps, "entropy": entropy, **loss_formula.program_inputs(traced.program)}
-        inputs = [values[name] for name in traced.program.inputs]
-        return loss_formula.named_outputs(run_program(traced.program, traced.numbers, inputs))
+        program = traced.program
+        vectors = {"logps": logps, "entropy": entropy, **loss_formula.program_inputs(program)}
+        # The program has an order of its inputs.
+        ordered_vectors = [vectors[name] for name in program.inputs]
+        outputs = run_program(program, traced.numbers, ordered_vectors)
+        return loss_formula.named_outputs(outputs)
 
     def trace(self, loss_formula: TokenLossFormula) -> TracedFormula | None:
-        """Trace a loss formula into a program, a list of vector operations, and compile it for C++.
+        """Return a loss formula as a program that C++ can run.
 
-        If the formula cannot be traced, return None after one warning: the caller then evaluates
-        the formula in PyTorch. In strict mode raise FormulaRefused instead.
+        A program is the list of the formula's operations. To trace the formula is to run it once on
+        symbols in place of tensors, which record the operations. It cannot be traced if it branches
+        on values, or calls other functions than `formulas.ops`. Then return None after one warning,
+        and the caller evaluates the formula in PyTorch. In strict mode raise FormulaRefused
+        instead.
 
         In strict mode the first use of a formula also compares its program in C++ with PyTorch on
         random inputs. FormulaRefused is raised if they differ.
@@ -263,10 +278,10 @@ class Kernels(Backend):
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
         """Multiply a gradient [A, T, V] (A * T rows of V) by a 0-d factor in place.
 
-        C++ does so if the gradient is contiguous. Return at once if the factor is 1.
+        C++ does so if the gradient is contiguous, otherwise torch.
         """
         number = float(factor)
-        if number == 1.0:
+        if number == 1.0:  # the upstream gradient of a loss on which backward() is called
             return
         if gradient.is_contiguous() and gradient.dtype in DTYPES and gradient.is_cpu:
             _cpu.scale(
@@ -284,7 +299,11 @@ class Kernels(Backend):
     def pair_logits(self, hidden: Tensor, weight: Tensor, pairs: Pairs) -> Tensor:
         """Return hidden[row] . weight[id] of each (row, id) pair, fp32 [num_pairs].
 
-        The logit is -inf for the id -1.
+        This is the logit of a token id at one position, as a single dot product.
+
+        hidden   [num_rows, H], the hidden states
+        weight   [V, H], the weight of the output head
+        pairs    the pairs, sorted by row. The id -1 marks an unused pair, whose logit is -inf.
         """
         num_pairs = pairs.ids.numel()
         logits = torch.empty(num_pairs, dtype=torch.float32)
@@ -306,6 +325,7 @@ class Kernels(Backend):
         if its id is -1 or its value 0. Rows without a used pair are not written.
 
         values        fp32 [num_pairs]: the gradient of each pair's logit
+        pairs         the pairs, sorted by row
         weight        [V, H]
         out           [num_rows, H]
         """
@@ -322,9 +342,11 @@ class Kernels(Backend):
     ) -> None:
         """For each pair i = (row, id): out[id] += values[i] * hidden[row].
 
-        This is the gradient of the weight from the gradients of `pair_logits`.
+        This is the gradient of the weight from the gradients of `pair_logits`. A pair is unused if
+        its id is -1 or its value 0.
 
         values        fp32 [num_pairs]: the gradient of each pair's logit
+        pairs         the pairs, sorted by row
         hidden        [num_rows, H]
         out           [V, H]
         """
@@ -346,7 +368,7 @@ def rows_that_fit_cache(rows: LogitRows) -> int:
     threads = torch.get_num_threads()
     row_bytes = rows.logits.shape[-1] * rows.logits.element_size()
     if rows.reference is not None:
-        row_bytes *= 2
+        row_bytes *= 2  # the logits of the reference, of about the same size
     cache_bytes = max(last_level_cache(), BLOCK_BYTES_PER_THREAD * threads)
     return max(cache_bytes // row_bytes, threads)
 
@@ -357,9 +379,10 @@ def rows_that_fit_cache(rows: LogitRows) -> int:
 class TracedFormula(NamedTuple):
     """A loss formula that C++ can evaluate.
 
-    program    the formula, traced into a list of vector operations
+    program    the list of the formula's operations, recorded by running it once on symbols
     compiled   the C++ object that runs the program
-    numbers    scalars that the program receives at each call, such as clip bounds
+    numbers    numbers that are the same for all rows, such as clip widths. The program receives
+               them at each call.
     """
 
     program: Program
@@ -369,10 +392,11 @@ class TracedFormula(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def compile_program(program: Program) -> _cpu.Program:
-    """Return the C++ object that runs a program, the traced operations of a loss formula.
+    """Return the C++ object that runs a program, the list of operations of a loss formula.
 
     Raises FormulaRefused if the program is too long for C++.
     """
+    # The values of these scalars, such as clip widths, are passed at each call.
     num_numbers = len(program.scalars_in_registers)
     try:
         return _cpu.Program(
@@ -387,9 +411,9 @@ def compile_program(program: Program) -> _cpu.Program:
 
 
 def run_program(program: Program, numbers: list[float], inputs: list[Tensor]) -> list[Tensor]:
-    """Run a program, the traced operations of a loss formula, in C++ on vectors.
+    """Run a program, the list of operations of a loss formula, in C++ on vectors.
 
-    numbers   scalars of the formula, such as clip bounds
+    numbers   the numbers that are the same for all rows, such as clip widths
     inputs    fp32 [n] each, in the order of program.inputs
 
     Returns a tensor fp32 [n] for each of program.outputs.
@@ -413,8 +437,9 @@ def run_program(program: Program, numbers: list[float], inputs: list[Tensor]) ->
 
 
 def unsupported(name: str, x: Tensor, expected: str, reason: object = "") -> ValueError:
-    """Return the ValueError for a tensor that C++ cannot take.
+    """Return the ValueError for a tensor x that C++ cannot take as an argument.
 
+    name       name of x in the message
     expected   dtype, shape and strides that C++ takes, in words
     reason     what is wrong, if a check of C++ says it
     """
@@ -427,7 +452,12 @@ def unsupported(name: str, x: Tensor, expected: str, reason: object = "") -> Val
 def vector_argument(name: str, x: Tensor | None, dtype: torch.dtype, n: int) -> int:
     """Return the address of a contiguous vector x [n] for C++, or 0 if x is None.
 
-    Raises ValueError if x has another dtype or shape, is not contiguous or is not on a CPU.
+    C++ reads memory without a check, so this raises ValueError if x has another dtype or shape, is
+    not contiguous or is not on a CPU. The caller must keep x alive until C++ is done.
+
+    name    name of x in the message
+    dtype   the dtype that C++ expects
+    n       the length that C++ expects
     """
     if x is None:
         return 0
@@ -439,9 +469,12 @@ def vector_argument(name: str, x: Tensor | None, dtype: torch.dtype, n: int) -> 
 def matrix_argument(name: str, x: Tensor) -> _cpu.Matrix:
     """Describe a matrix x [m, n] for C++, in fp32, bf16 or fp16, with unit stride in n.
 
-    Raises ValueError if x is anything else.
+    The description has the address, dtype, shape and strides. Raises ValueError if x is anything
+    else.
+
+    name   name of x in the message
     """
-    reason: object = ""
+    reason: object = ""  # why C++ refuses x
     try:
         if x.is_cpu:
             return _cpu.Matrix(x.data_ptr(), DTYPES[x.dtype], x.shape, x.stride())
@@ -454,7 +487,8 @@ def matrix_argument(name: str, x: Tensor) -> _cpu.Matrix:
 def table_argument(name: str, x: Tensor, name_bits: int) -> _cpu.NamedRows:
     """Describe a table x, fp32 [num_names, n], for C++. It has a row for each of some names.
 
-    Raises ValueError if x is anything else.
+    For example, a table of softmax sums has a row for "max_logit" and a row for "sum_exp". Raises
+    ValueError if x is anything else.
 
     name        name of x in the message
     name_bits   the names of the rows, encoded by `bits`
@@ -473,7 +507,8 @@ def table_argument(name: str, x: Tensor, name_bits: int) -> _cpu.NamedRows:
 def bits(names: tuple[str, ...], known: tuple[str, ...]) -> int:
     """Encode names as an integer: bit k is 1 if known[k] is one of the names.
 
-    C++ finds the rows of a table by these bits. A name that is not among `known` has no bit.
+    A table has a row for each of some names, in the order of `known`. By these bits C++ knows which
+    row belongs to which name. A name that is not among `known` has no bit.
     """
     return sum(1 << known.index(name) for name in names if name in known)
 
@@ -486,8 +521,8 @@ def all_bits(num_names: int) -> int:
 def sums_argument(sums: SoftmaxSums) -> _cpu.NamedRows:
     """Describe a table of softmax sums for C++, without the sums that C++ does not compute.
 
-    C++ computes SUMS_OF_KERNELS. Their rows come first in the table, because these sums come first
-    in SUMS.
+    The table is fp32 [num_names, num_rows] and has a row for each sum, such as max_logit. C++
+    computes SUMS_OF_KERNELS. Their rows come first, because these sums come first in SUMS.
     """
     name_bits = bits(sums.names, SUMS_OF_KERNELS)
     num_supported = name_bits.bit_count()
@@ -497,10 +532,10 @@ def sums_argument(sums: SoftmaxSums) -> _cpu.NamedRows:
 def count_rows(rows: LogitRows) -> int:
     """Return the number of rows of a kernel call, computed from the shape of the logits.
 
-    Vectors are checked against it. `LogitRows.num_rows` is the length of the targets, which may be
-    wrong.
+    `LogitRows.num_rows` is the length of the targets. It is not used here, because the length of
+    targets and other vectors is checked against the result before C++ reads them.
     """
-    if rows.row_range is not None:
+    if rows.row_range is not None:  # the call processes only some rows of the logits
         start, stop = rows.row_range
         return stop - start
     num_groups, rows_per_group, _ = rows.logits.shape
@@ -548,7 +583,8 @@ def logits_argument(
     """
     num_rows = count_rows(rows)
     inverse = transform.inverse_temperature
-    # C++ takes one number for all rows, unless a vector with a number per row is given.
+    # C++ reads either one number for all rows, or a vector with a number per row if its address is
+    # not 0. The number is then ignored.
     number = 1.0 if isinstance(inverse, Tensor) else inverse
     per_row = inverse if isinstance(inverse, Tensor) else None
     address = vector_argument("inverse_temperature", per_row, torch.float32, num_rows)
@@ -573,7 +609,12 @@ def logits_argument(
 
 
 def unsupported_rows(name: str, x: Tensor, rows: LogitRows, reason: object) -> ValueError:
-    """Return the ValueError for a tensor x that C++ cannot take as rows [A, T, V]."""
+    """Return the ValueError for a tensor x that C++ cannot take as A * T rows of V, [A, T, V].
+
+    name     name of x in the message
+    rows     the kernel call, whose logits have the shape that x must have
+    reason   what is wrong, if a check of C++ says it
+    """
     expected = f"rows {list(rows.logits.shape)} in fp32, bf16 or fp16 with unit stride in V"
     return unsupported(name, x, expected, reason)
 

@@ -146,8 +146,11 @@ def amx_mismatch() -> str | None:
 
 
 def _reason_unavailable(name: str) -> str | None:
-    """Return the reason why one of ENGINES cannot run here, or None if it can."""
-    if name == "torch":
+    """Return the reason why an engine cannot run on this machine, or None if it can.
+
+    name   one of ENGINES, the sets of instructions for matmuls
+    """
+    if name == "torch":  # torch.mm runs anywhere
         return None
     reason = _reason_without_avx512bf16()
     if reason is None and name == "amx":  # the other engines need AVX512_BF16 only
@@ -298,6 +301,9 @@ class Comparison(NamedTuple):
         """Return how the results of two engines differ, in words, or None if they are equal.
 
         The memory around the results is compared as well, to detect writes past the end.
+
+        engine_name   the engine that is examined, a set of instructions in ENGINES
+        reference     the engine that it is compared with
         """
         result = Result(self.rows, self.columns, self.dtype)
         expected = Result(self.rows, self.columns, self.dtype)
@@ -318,6 +324,9 @@ def first_difference(engine_name: str, reference: str) -> str | None:
 
     Returns the first difference in words, or None if all results are equal. An engine that runs out
     of memory or raises RuntimeError counts as a difference.
+
+    engine_name   the engine that is examined, a set of instructions in ENGINES
+    reference     the engine that it is compared with
     """
     try:
         for n, h, v in SHAPES:
@@ -364,6 +373,7 @@ def _comparisons(n: int, h: int, v: int) -> Iterator[Comparison]:
         """
 
         def compute(out: Tensor, name: str) -> None:
+            """Write the logits to `out`, computed by the engine `name`."""
             logits(hidden, weight, bias, out, engine_name=name, threads=1)
 
         return Comparison(operands, "logits", rows=n, columns=v, dtype=fp32, compute=compute)
@@ -375,6 +385,7 @@ def _comparisons(n: int, h: int, v: int) -> Iterator[Comparison]:
         """
 
         def compute(out: Tensor, name: str) -> None:
+            """Write grad @ weight to `out`, computed by the engine `name`."""
             grad_hidden(grad, weight, out, engine_name=name, threads=1)
 
         return Comparison(operands, "grad_hidden", rows=n, columns=h, dtype=fp32, compute=compute)
@@ -396,6 +407,7 @@ def _comparisons(n: int, h: int, v: int) -> Iterator[Comparison]:
         """
 
         def compute(out: Tensor, name: str) -> None:
+            """Write start + grad.T @ hidden to `out`, computed by the engine `name`."""
             grad_weight(grad, hidden, start, out, engine_name=name, threads=1)
 
         return Comparison(operands, matmul, rows=v, columns=h, dtype=dtype, compute=compute)
@@ -407,6 +419,7 @@ def _comparisons(n: int, h: int, v: int) -> Iterator[Comparison]:
         """
 
         def compute(out: Tensor, name: str) -> None:
+            """Write start + grad.T @ hidden over `start` in `out`, by the engine `name`."""
             out.copy_(start)
             total = out  # the sum so far, which is overwritten by the new sum
             grad_weight(grad, hidden, total, out, engine_name=name, threads=1)
@@ -469,7 +482,9 @@ class Result:
     """
 
     def __init__(self, rows: int, columns: int, dtype: torch.dtype) -> None:
-        """Allocate a result [rows, columns] and its margins."""
+        """Allocate a result [rows, columns] and its margins, which no engine may write."""
+        # 3 elements behind each row, unless rows fill whole cache lines of 16 fp32 numbers, which
+        # are stored by other instructions. 16 elements behind the last row.
         stride = columns if columns == 1 or columns % 16 == 0 else columns + 3
         self.memory = torch.full((rows * stride + 16,), UNWRITTEN, dtype=dtype, device="cpu")
         self.matrix = self.memory[: rows * stride].view(rows, stride)[:, :columns]
@@ -493,10 +508,12 @@ def logits(
 ) -> None:
     """Write logits = hidden @ weight.T + bias to `out`, never rounded to bf16.
 
-    hidden   [N, H], N rows of hidden size H; bf16 or fp32
-    weight   [V, H], V ids; the dtype of `hidden`
-    bias     fp32 [V] or None
-    out      fp32 [N, V]
+    hidden        [N, H], N rows of hidden size H; bf16 or fp32
+    weight        [V, H], V ids; the dtype of `hidden`
+    bias          fp32 [V] or None
+    out           fp32 [N, V]
+    engine_name   for tests: the instructions to use, one of ENGINES. None: those in use.
+    threads       for tests: number of threads. 0: as many as torch uses.
     """
     hidden_matrix = matrix_argument("hidden", hidden)
     weight_matrix = matrix_argument("weight", weight)
@@ -523,6 +540,8 @@ def grad_hidden(
                   packed), fp32 with an fp32 weight
     weight        [V, H]
     out           fp32 [N, H]
+    engine_name   for tests: the instructions to use, one of ENGINES. None: those in use.
+    threads       for tests: number of threads. 0: as many as torch uses.
     """
     grad_matrix = matrix_argument("grad_logits", grad_logits)
     weight_matrix = matrix_argument("weight", weight)
@@ -550,6 +569,8 @@ def grad_weight(
     hidden        [N, H], bf16 or fp32
     start         fp32 [V, H], possibly `out` itself; None is 0
     out           [V, H]; fp32, or bf16, to which the sum is rounded once
+    engine_name   for tests: the instructions to use, one of ENGINES. None: those in use.
+    threads       for tests: number of threads. 0: as many as torch uses.
     """
     grad_matrix = matrix_argument("grad_logits", grad_logits)
     hidden_matrix = matrix_argument("hidden", hidden)
@@ -569,8 +590,9 @@ def num_vocab_splits(dtype: torch.dtype, width: int, vocab_size: int) -> int:
     The AMX engine splits a large vocabulary into parts, sums each part in a temporary, and adds the
     temporaries. If there is only one part, the sum needs no temporary.
 
-    dtype   dtype of the operands
-    width   hidden size H
+    dtype        dtype of the operands
+    width        hidden size H
+    vocab_size   number of ids V
     """
     num_splits = _cpu.num_vocab_splits(_engine_for(dtype), width, vocab_size)
     return num_splits if num_splits > 1 else 0

@@ -94,10 +94,11 @@ class Kernels(Backend):
             # are always among the values.
             for name in names:
                 if name in values:
-                    sums.select(block)[name].copy_(values[name])
+                    sums.select(block)[name].copy_(values[name])  # into a view of `sums`
         if rows.mask is None:
             return sums
-        # Masked rows get constants instead, with which their statistics are 0.
+        # Masked rows get constants instead, with which their statistics are 0. All rows were
+        # computed, because a selection by the mask would make the host wait for a GPU.
         values_if_masked = SoftmaxSums.masked(names, 1, rows.logits.device).values
         return replace(sums, values=torch.where(rows.mask, sums.values, values_if_masked))
 
@@ -133,8 +134,9 @@ class Kernels(Backend):
     ) -> None:
         """Write d loss / d logits of each row into the same row of `out`.
 
-        `GradientCoefficients` has the formula. For each block of rows `GradientFactors` computes it
-        from exp(z - max_logit). Then the gradient of a divergence from a reference is added.
+        Rows are processed in blocks, so that temporaries stay small. For each block
+        `GradientFactors` computes d loss / d logits from exp(z - max_logit), by the formula of
+        `GradientCoefficients`. Then the gradient of a divergence from a reference is added.
 
         sums           softmax sums of the rows, from `softmax_sums`
         coefficients   numbers of each row in the formula. A row whose coefficients are all 0 gets
@@ -175,7 +177,9 @@ class Kernels(Backend):
                     reference=rows.reference,
                 )
             if transform.softcap:
-                # The factors contain dz / dx without the derivative of tanh, 1 - tanh^2.
+                # z = softcap * tanh(x * scale / softcap) / temperature, so the softcap cancels in
+                # dz / dx = (scale / temperature) * (1 - tanh^2(x * scale / softcap)). The factors
+                # contain scale / temperature.
                 scaled = logits.float() * (transform.scale / transform.softcap)
                 grad.mul_(1.0 - scaled.tanh_().square_())
             zero_rows(grad, is_zero[block])
@@ -188,8 +192,8 @@ class Kernels(Backend):
         """Return log-prob, entropy and loss of each row, and write d loss / d logits to `out`.
 
         With a reference the divergence of each row is returned as well. Rows are processed in
-        blocks: the gradient of a block reuses the exponentials that its softmax sums left in the
-        workspace.
+        blocks that share temporary memory, the workspace. The gradient of a block reuses the
+        exponentials that its softmax sums left there.
 
         loss_formula   computes the loss of a row from its log-prob and entropy
         out            [A, T, V] like `rows.logits` (A * T rows of V logits): memory for the
@@ -202,6 +206,7 @@ class Kernels(Backend):
         kernels = Kernels(workspace=Workspace.for_rows(rows))
         for block, _logits in blocks_of(rows, rows.logits):
             block_rows = rows.slice_rows(block.start, block.stop)
+            # `out` is passed whole: `block_rows.row_range` says which of its rows to write.
             values = kernels.loss_in_two_passes(
                 block_rows, loss_formula.select(block), out, rows_per_block=block_rows.num_rows
             )
@@ -215,10 +220,12 @@ class Kernels(Backend):
     def evaluate_formula(
         self, loss_formula: TokenLossFormula, logps: Tensor, entropy: Tensor
     ) -> TokenLosses:
-        """Return the loss of each row and its gradients, fp32 [num_rows].
+        """Return the loss of each row, and its gradients in log-prob and entropy.
 
         loss_formula     computes the loss of a row from its log-prob and entropy
         logps, entropy   fp32 [num_rows]
+
+        Return `TokenLosses`: losses and gradients, fp32 [num_rows] each.
         """
         return loss_formula.compute(logps, entropy)
 
@@ -227,7 +234,11 @@ class Kernels(Backend):
     def pair_logits(self, hidden: Tensor, weight: Tensor, pairs: Pairs) -> Tensor:
         """Return hidden[row] . weight[id] of each (row, id) pair, fp32 [num_pairs].
 
-        The logit is -inf for the id -1.
+        This is the logit of a token id at one position, as a single dot product.
+
+        hidden   [num_rows, H], the hidden states
+        weight   [V, H], the weight of the output head
+        pairs    the pairs, sorted by row. The id -1 marks an unused pair, whose logit is -inf.
         """
         logits = torch.empty(pairs.ids.shape, dtype=torch.float32, device=hidden.device)
         for block in pair_blocks(pairs.ids.numel(), hidden):
@@ -245,6 +256,7 @@ class Kernels(Backend):
         if its id is -1 or its value 0. Rows without a used pair are not written.
 
         values        fp32 [num_pairs]: the gradient of each pair's logit
+        pairs         the pairs, sorted by row
         weight        [V, H]
         out           [num_rows, H]
         """
@@ -264,9 +276,11 @@ class Kernels(Backend):
     ) -> None:
         """For each pair i = (row, id): out[id] += values[i] * hidden[row].
 
-        This is the gradient of the weight from the gradients of `pair_logits`.
+        This is the gradient of the weight from the gradients of `pair_logits`. A pair is unused if
+        its id is -1 or its value 0.
 
         values        fp32 [num_pairs]: the gradient of each pair's logit
+        pairs         the pairs, sorted by row
         hidden        [num_rows, H]
         out           [V, H]
         """
@@ -304,7 +318,10 @@ class Workspace(NamedTuple):
 
     @classmethod
     def for_rows(cls, rows: LogitRows) -> Workspace:
-        """Return uninitialized memory for the largest block of a call."""
+        """Return uninitialized memory for the largest block of a call.
+
+        rows   the rows of the call, which are processed in blocks of `rows_per_block` rows
+        """
         shape = (min(rows_per_block(rows), rows.num_rows), rows.logits.shape[-1])
         num_tensors = len(cls._fields)
         memory = torch.empty(num_tensors, *shape, dtype=torch.float32, device=rows.logits.device)
@@ -340,6 +357,7 @@ def blocks_of(rows: LogitRows, logits: Tensor) -> Iterator[tuple[slice, Tensor]]
     logits   [A, T, V]: the logits of the call, or a tensor of this shape, such as their gradient
     """
     num_groups, rows_per_group, _ = logits.shape
+    # The rows of the call among the A * T rows of logits.
     first, last = rows.row_range or (0, num_groups * rows_per_group)
     size = rows_per_block(rows)
     start = first
@@ -363,6 +381,7 @@ def reference_block(rows: LogitRows, reference: ReferenceRows, block: slice) -> 
 
     block   slice of the rows of the call, from `blocks_of`, so it lies in one group
     """
+    # Logits are [A, T, V]: row number a * T + t is logits[a, t].
     group, row = divmod(rows.first_row + block.start, rows.logits.shape[1])
     logits = reference.logits[group, row : row + block.stop - block.start]
     return transform_block(logits, reference.transform.select(block))
@@ -415,14 +434,22 @@ def find_targets(targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
 def policy_sums(
     z: Tensor, targets: Tensor, names: tuple[str, ...], workspace: Workspace
 ) -> dict[str, Tensor]:
-    """Return softmax sums of a block by name, [r] each; `softmax.SUMS` has the formulas.
+    """Return softmax sums of a block of r rows by name, [r] each.
 
-    max_logit, sum_exp and target_logit are always computed. z - max_logit (with sum_exp_shifted at
-    least MIN_LOGP) and exp(z - max_logit) are left in the workspace.
+        max_logit         max_j z_j
+        sum_exp           sum_j exp(z_j - max_logit)
+        target_logit      z of the target, NaN if the target is outside of the vocabulary
+        sum_exp_shifted   sum_j exp(z_j - max_logit) (z_j - max_logit)
+        sum_exp_squared   sum_j exp(2 (z_j - max_logit))
+        argmax            the first id whose z is the maximum, -1 if there is none
 
-    z         transformed logits, fp32 [r, V]
-    targets   int64 [r]
-    names     which of sum_exp_shifted, sum_exp_squared and argmax are computed as well
+    The first three are always computed. z - max_logit (with sum_exp_shifted at least MIN_LOGP) and
+    exp(z - max_logit) are left in the workspace, where the gradient of the block may read them.
+
+    z           transformed logits, fp32 [r, V]
+    targets     int64 [r]
+    names       which of sum_exp_shifted, sum_exp_squared and argmax are computed as well
+    workspace   temporary memory for at least r rows
     """
     differences = workspace.differences[: len(z)]
     exps = workspace.exps[: len(z)]
@@ -444,7 +471,7 @@ def policy_sums(
         sums["sum_exp_squared"] = sum_rows(exps * exps)
     if "argmax" in names:
         is_max = z == max_logit[:, None]
-        first = is_max.to(torch.uint8).argmax(1)
+        first = is_max.to(torch.uint8).argmax(1)  # of equal numbers the first
         sums["argmax"] = torch.where(is_max.any(1), first, -1).to(torch.int32)
     return sums
 
@@ -452,8 +479,20 @@ def policy_sums(
 def reference_sums(
     rows: LogitRows, block: slice, z: Tensor, exps: Tensor, max_logit: Tensor
 ) -> dict[str, Tensor]:
-    """Return REFERENCE_SUMS of a block by name, [r] each; `softmax.SUMS` has the formulas.
+    """Return the sums of a block that compare policy and reference, by name, [r] each.
 
+    With w the transformed logits of the reference, p_j = exp(z_j - max z), q_j = exp(w_j - max w),
+    d_j = log(p_j / q_j) and psi(x) = exp(x) - 1 - x they are
+
+        reference_max_logit    max_j w_j
+        reference_sum_exp      sum_j q_j
+        sum_log_ratio          sum_j p_j d_j
+        sum_log_ratio_excess   sum_j p_j psi(-d_j)
+
+    For the direction "forward" p and q are swapped in the last two. KL divergences follow from
+    them.
+
+    rows        the rows of the call, with a reference
     block       slice of the rows of the call
     z, exps     transformed logits of the policy and exp(z - max_logit), [r, V]
     max_logit   maximum of each row of z, [r]
@@ -461,7 +500,7 @@ def reference_sums(
     assert rows.reference is not None
     w = reference_block(rows, rows.reference, block)
     reference_max_logit = w.amax(1)
-    base = finite(max_logit)[:, None]
+    base = finite(max_logit)[:, None]  # 0 in place of -inf
     reference_base = finite(reference_max_logit)[:, None]
     reference_exps = (w - reference_base).exp()
     d = logit_differences(z, w, base, reference_base)
