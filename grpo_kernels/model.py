@@ -214,7 +214,10 @@ def _check_wrappers(model: Any) -> None:
 def _check_untouched(what: str, module: nn.Module) -> None:
     """Raise ValueError if the module has hooks or another forward, which would not run here.
 
-    what   "model" or "head", for the error
+    The caller computes what the module does without calling it.
+
+    what     "model" or "head", for the error
+    module   the model or its head
     """
     if forward_of(module) is not type(module).forward:
         raise ValueError(
@@ -266,6 +269,8 @@ def _head(model: Any) -> Any:
 def _base_model(model: Any) -> Any:
     """Return the module that computes the hidden states, the input of the head.
 
+    model   a causal language model of transformers
+
     Raises ValueError if it is not known.
     """
     base = getattr(model, "base_model", None)
@@ -310,6 +315,9 @@ def _predicting_rows(hidden: Tensor, input_ids: Tensor, batch: TokenBatch) -> Te
 def _predicting_positions(input_ids: Tensor, batch: TokenBatch) -> slice:
     """Return the positions of input_ids whose next tokens are the targets.
 
+    input_ids   int64 [B, T], or packed [N]
+    batch       its targets are the next tokens of all positions, or of the last ones
+
     If there are as many targets as positions (T), these are all positions. If the targets are the
     last K tokens, these are the K positions before them, T - K - 1 to T - 2.
     """
@@ -326,6 +334,7 @@ def _check_alignment(input_ids: Tensor, batch: TokenBatch) -> None:
     On a GPU the tokens are compared by an asynchronous assertion, unless `values_are_checked`.
 
     input_ids   what the caller passed: int64 [B, T], [1, N] or [N]
+    batch       has the targets and their mask
     """
     require_tensor("input_ids", input_ids, INTEGRAL, "an int64 tensor of token ids, [B, T]")
     if batch.context_group is not None:
@@ -349,6 +358,7 @@ def _check_target_shape(input_ids: Tensor, ids: Tensor, batch: TokenBatch) -> No
     """Raise ValueError unless there is a target for each position, or for each of the last ones.
 
     input_ids   what the caller passed, for messages
+    batch       has the targets
     ids         the same ids with the number of dimensions that targets have
     """
     targets = batch.targets
@@ -376,30 +386,41 @@ def _check_target_shape(input_ids: Tensor, ids: Tensor, batch: TokenBatch) -> No
 
 
 def _check_next_tokens(ids: Tensor, batch: TokenBatch) -> None:
-    """Raise ValueError if a trained target is not the next token of its position.
+    """Raise ValueError if a trained target is not the token that follows in the sequence.
 
-    ids   int64, [B, T] or packed [N], with the number of dimensions that targets have
+    A model predicts token t + 1 at position t, so the target of position t must be ids[t + 1].
+    Targets that are not shifted are the usual mistake.
+
+    ids     int64 [B, T], or [N] for packed sequences, like batch.targets
+    batch   has a target for each position of ids, or only for the last K tokens: targets [B, K],
+            or [N]
+
+    On a GPU the host would have to wait for the result. There an asynchronous assertion of the
+    device reports it, unless GRPO_KERNELS_CHECK=1 is set (`values_are_checked`).
     """
     targets = batch.targets
-    positions = _predicting_positions(ids, batch)
+    # has_next is False at the last token of a sequence, which predicts nothing.
     next_ids, has_next = shift_targets(ids, cu_seqlens=batch.cu_seqlens)
+    # The positions whose next tokens are the targets: all, or the K positions before the last.
+    positions = _predicting_positions(ids, batch)
     next_ids = next_ids[..., positions].to(targets.device)
     has_next = has_next[..., positions].to(targets.device)
-    wrong = (targets != next_ids) | ~has_next
-    if batch.mask is not None:
-        wrong = wrong & batch.mask
+    is_wrong = (targets != next_ids) | ~has_next
+    if batch.mask is not None:  # targets of masked tokens may be anything
+        is_wrong = is_wrong & batch.mask
     if not values_are_checked(targets):
         torch._assert_async(
-            ~wrong.any(),
+            ~is_wrong.any(),
             "loss_from_model: batch.targets are not the tokens that follow in input_ids",
         )
         return
-    remedy = (
+    # The message begins with the first wrong target: "batch.targets[0, 3]=17 is not ...".
+    rest_of_message = (
         " is not the token that follows in input_ids (at the end of a sequence nothing follows):"
         " row t of a model predicts token t + 1. grpo_kernels.batch.shift_targets makes targets and"
         " mask; mask what is not trained on."
     )
-    refuse_where(wrong, "batch.targets", targets, remedy)
+    refuse_where(is_wrong, "batch.targets", targets, rest_of_message)
 
 
 # ---- the head as a module
@@ -484,6 +505,11 @@ class FusedLMHead(nn.Linear):
     """
 
     def __init__(self, head: nn.Linear, *, transform: LogitTransform | None = None) -> None:
+        """Take over the parameters of a plain linear head.
+
+        head        an nn.Linear [V, H]
+        transform   softcap and scale of the logits, for log-probs and losses; None: there is none
+        """
         _check_plain(head)
         nn.Module.__init__(self)
         # The same parameters, and attributes that libraries have set on the head.
@@ -492,7 +518,13 @@ class FusedLMHead(nn.Linear):
         self.transform = as_transform(transform)
 
     def __call__(self, hidden: Tensor, *arguments: Any, **keywords: Any) -> Any:
-        """Call the hooks and `forward`, with arguments that hooks do not cast."""
+        """Call the hooks and `forward`, with arguments that hooks do not cast.
+
+        hidden      [..., H]. It may be cast, as the input of any linear layer.
+        arguments, keywords
+                    of `forward`. Mixed precision of FSDP would cast their tensors to 16 bits, in
+                    which log-probs are too coarse. Each is passed in a holder, `_NotCast`.
+        """
         wrapped_arguments = [_NotCast.wrap(x) for x in arguments]
         wrapped_keywords = {name: _NotCast.wrap(x) for name, x in keywords.items()}
         out = super().__call__(hidden, *wrapped_arguments, **wrapped_keywords)
@@ -526,7 +558,7 @@ class FusedLMHead(nn.Linear):
                      raise ValueError, because the head has them. With also= or at= the result is
                      (logps, entropy, dict).
         """
-        # `__call__` has wrapped the arguments.
+        # `__call__` has put the arguments into holders, so that hooks of FSDP do not cast them.
         targets = _NotCast.unwrap(targets)
         objective = _NotCast.unwrap(objective)
         temperature = _NotCast.unwrap(temperature)
@@ -572,6 +604,7 @@ class FusedLMHead(nn.Linear):
         """Return `HeadLogprobs`, or (logps, entropy, dict) if `linear_logprobs` has more results.
 
         hidden    [..., H]
+        head      weight, bias and logit transform
         targets   int64, the leading shape of hidden
         options   keyword arguments of `linear_logprobs`
         """
@@ -580,7 +613,9 @@ class FusedLMHead(nn.Linear):
         # place, and warns of it.
         logps = results.logps.clone()
         entropy = None if results.entropy is None else results.entropy.clone()
-        if results.also:  # hooks look for tensors in plain tuples and dicts
+        # `also` has further statistics, if the options ask for them. Hooks look for tensors in
+        # plain tuples and dicts.
+        if results.also:
             return logps, entropy, {name: x.clone() for name, x in results.also.items()}
         return HeadLogprobs(logps, entropy)
 
@@ -588,7 +623,11 @@ class FusedLMHead(nn.Linear):
         """Raise ValueError if FSDP has cast a tensor of the batch, or the normalizer, to 16 bits.
 
         Mixed precision of a wrapper around the whole model does this before the head is called.
+
+        batch        the batch of a loss
+        normalizer   its denominator: a number, a tensor or a tuple of them
         """
+        # FSDP sets this attribute on the modules that it manages.
         if not getattr(self, "_is_fsdp_managed_module", False):
             return
         tensors = [(f.name, getattr(batch, f.name)) for f in fields(batch)]
@@ -731,6 +770,7 @@ def check_linear(head: Any, known_forward: Any = None) -> None:
 def plain_head(model: Any, known_forward: Callable[[Any], Any] | None = None) -> Any:
     """Return the output embeddings of a language model, whose weight and bias make the logits.
 
+    model           a causal language model of transformers
     known_forward   takes the head, and returns a function that may replace its forward, see
                     `check_linear`; None: no function may
 

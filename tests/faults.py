@@ -610,8 +610,8 @@ FAULTS: list[Fault] = [
         ),
     ),
     *of("grpo_kernels/integrations/megatron.py", "tests/integrations/test_megatron.py",
-        ("the gradient of gathered hidden states is summed twice", "reduce_hidden=not leaves_sum", "reduce_hidden=True"),
-        ("the gradient of hidden states is a rank's share", "reduce_hidden=not leaves_sum", "reduce_hidden=False"),
+        ("the gradient of gathered hidden states is summed twice", "reduce_hidden=not is_summed_elsewhere", "reduce_hidden=True"),
+        ("the gradient of hidden states is a rank's share", "reduce_hidden=not is_summed_elsewhere", "reduce_hidden=False"),
         ("the backward of the gather does not sum", "dist.reduce_scatter_tensor(part, grad_whole, group=ctx.group)", "part.copy_(grad_whole.chunk(ranks)[dist.get_rank(ctx.group)])"),
         ("ids that pad the vocabulary are in the softmax", "VocabShard(rank * width, vocab_size, group", "VocabShard(rank * width, total, group"),
         ("the muP scale is left out", "scale=constant_scale(self.scale_logits)", "scale=1.0"),
@@ -646,12 +646,12 @@ FAULTS: list[Fault] = [
         ("marked samples are weighted by their old log-probs", "torch.where(batch.on_policy, logps, batch.old_logps)", "batch.old_logps"),
         ("NeMo-RL's worker keeps the counts of all sequences", "return self.seq_logprob_error_threshold is not None", "return False"),
         ("an option of NeMo-RL that is not read is ignored", 'and not name.startswith("_") and not unset:', "and False:"),
-        ("a weight that overflows is e^60", "high=math.inf).masked_fill(beyond, 0.0)", "high=math.inf)"),
+        ("a weight that overflows is e^60", "unbounded = unbounded.masked_fill(overflows, 0.0)", "pass"),
         (
-            "weights of kept sequences dropped", "return kept * raw, kept == 0",
-            "return kept, kept == 0",
+            "weights of kept sequences dropped", "return is_kept * unbounded, is_kept == 0",
+            "return is_kept, is_kept == 0",
         ),
-        ("gradient through a clamped KL", "ops.where(near, terms.grad_both, 0.0)", "terms.grad_both"),
+        ("gradient through a clamped KL", "ops.where(is_not_clamped, terms.grad_both, 0.0)", "terms.grad_both"),
         (
             "masked samples in a metric", "torch.where(mask.any(1), weights.amax(1), 1.0) * samples",
             "weights.amax(1)",
@@ -725,7 +725,7 @@ FAULTS: list[Fault] = [
         (
             "Dr. GRPO's budget dropped", "max_tokens=options.max_completion_length,", "max_tokens=1,",
         ),
-        ("sequences begin where others end", "cu_seqlens=offsets_of(is_scored.sum(1)),", "cu_seqlens=offsets_of(is_scored.sum(1).flip(0)),"),
+        ("sequences begin where others end", "cu_seqlens=offsets_of(is_completion.sum(1)),", "cu_seqlens=offsets_of(is_completion.sum(1).flip(0)),"),
         ("log-probs of a loss without gradients left to TRL", "if loss is None and torch.is_grad_enabled():", "if loss is None:", "tests/integrations/test_trl_runs.py"),
         (
             "TRL's sets dropped in the loss", "logps = linear_logprobs(hidden, head, targets, mask=mask, kept=sets).logps",
@@ -757,8 +757,8 @@ FAULTS: list[Fault] = [
             "        for dim", "tests/integrations/test_trl_ranks.py",
         ),
         (
-            "TRL replay: sets of the first completions for all batches", "kept, self._kept = kept[:rows], kept[rows:]",
-            "kept = kept[:rows]", "tests/integrations/test_trl_losses.py",
+            "TRL replay: sets of the first completions for all batches", "            self._next_sets = self._next_sets[num_rows:]\n",
+            "", "tests/integrations/test_trl_losses.py",
         ),
         (
             "TRL replay: tool tokens take sets of sampled ones", "row[: len(is_generated)] = torch.as_tensor(is_generated) != 0",
@@ -854,8 +854,8 @@ FAULTS: list[Fault] = [
         ("marked tokens of known log-probs keep their old ones", "torch.where(batch.on_policy_tokens, logps, old_logps)", "old_logps"),
     ),
     *of("grpo_kernels/rewards/returns.py", "tests/rewards/test_advantages.py",
-        ("RLSD ignores the sign of the advantage", "(a.sign() * d).clamp(max=LOG_RATIO_BOUND)", "d.clamp(max=LOG_RATIO_BOUND)"),
-        ("RLSD changes advantages above 0", "torch.where(a < 0, weight, 1.0)", "weight"),
+        ("RLSD ignores the sign of the advantage", "(flat_advantages.sign() * log_ratio).clamp(max=LOG_RATIO_BOUND)", "log_ratio.clamp(max=LOG_RATIO_BOUND)"),
+        ("RLSD changes advantages above 0", "torch.where(flat_advantages < 0, weight, 1.0)", "weight"),
     ),
     *of("grpo_kernels/rewards/advantages.py", "tests/rewards/test_advantages.py",
         (
@@ -887,8 +887,8 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/rewards/returns.py", "tests/rewards/test_advantages.py",
         (
-            "gae: the value of a masked token", "delta = r + gamma * tokens.next_values(value_from_here) - v",
-            "delta = r + gamma * tokens.next_values(v) - v",
+            "gae: the value of a masked token", "next_values = tokens.next_values(value_from_here)",
+            "next_values = tokens.next_values(flat_values)",
         ),
         (
             "returns flow into the sequence before", "self.sequence_ids.diff(append=no_sequence) == 0",
@@ -907,7 +907,7 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/rewards/groups.py", "tests/rewards/test_advantages.py",
         ("a quarter of single completions is silent", "num_single < MANY_SINGLE * num_groups", "num_single <= MANY_SINGLE * num_groups"),
-        ("rewards that are NaN are always left out", 'if missing_rewards == "skip" else', "if True else"),
+        ("rewards that are NaN are always left out", '    if missing_rewards == "skip":\n', "    if True:\n"),
         ("whiten: always biased", '/ (self.size - int(unbiased)).clamp(min=1.0)', "/ self.size.clamp(min=1.0)"),
         ("neighbouring groups are one", "sorted_ids.diff(prepend=sorted_ids[:1]) != 0", "sorted_ids.diff(prepend=sorted_ids[:1]) > 1"),
         (
@@ -1015,7 +1015,7 @@ FAULTS: list[Fault] = [
         ),
     ),
     *of("grpo_kernels/training/trainer.py", "tests/training/test_trainer_ranks.py",
-        ("gradients of ranks are averaged, not added", "global_normalizer(self.objective, whole) / self.ranks.world", "global_normalizer(self.objective, whole)"),
+        ("gradients of ranks are averaged, not added", "global_normalizer(self.objective, whole_batch) / self.ranks.world", "global_normalizer(self.objective, whole_batch)"),
     ),
     *of("grpo_kernels/training/policy.py", "tests/training/test_trainer_ranks.py",
         ("the optimizer's moments are not loaded", "        for optimizer in optimizers:\n            checkpoint.set", "        for optimizer in ():\n            checkpoint.set"),

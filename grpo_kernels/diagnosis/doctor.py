@@ -124,6 +124,7 @@ def examine(
     report["auto"] = name if reason_against is None else "eager"
     report["backends"] = {}
     report["step"] = None
+    # A finding that blocks: the compiled module, which losses on a CPU need, cannot be used.
     if without_native or not any(finding.blocks for finding in findings):
         findings += test_backends(report, device, write)
         # A backend that fails the checks is not timed.
@@ -131,6 +132,7 @@ def examine(
             time_step(report, device, write, findings)
     else:
         write("nothing was tested; --without-native tests the other backends\n")
+    # Grave findings make the command fail. The others are advice.
     problems = [{"problem": f.problem, "remedy": f.remedy} for f in findings if f.grave]
     advice = [{"problem": f.problem, "remedy": f.remedy} for f in findings if not f.grave]
     report = {"healthy": not problems, "problems": problems, "advice": advice, **report}
@@ -143,7 +145,11 @@ def test_backends(
 ) -> Iterator[Finding]:
     """Test each backend, and yield a finding for each one that is missing or wrong.
 
-    Adds the results to report["backends"]. `write` is called with the text of each backend.
+    A finding is a problem with its remedy.
+
+    report   gets the results of each backend as report["backends"][name]
+    device   where losses run
+    write    called with the text of each backend
     """
     native_name, _ = backends.native_backend(device)
     write(
@@ -190,10 +196,16 @@ def time_step(
 ) -> None:
     """Time a training step of the backend that backend="auto" chooses.
 
-    Sets report["step"], and adds to `findings` what is slow or was not timed.
+    report     gets the times as report["step"]
+    device     where the step runs
+    write      called with the text of each timed step
+    findings   gets a finding for each result that is slow, and for each step that was not timed
     """
     report["step"] = []
-    for level in ("logits", "matmuls", "hidden") if device.type == "cpu" else ("logits", "hidden"):
+    # "logits" and "hidden" are what the loss is computed from. "matmuls" compares the engines
+    # (implementations) of matmuls, which only the CPU has.
+    levels = ("logits", "matmuls", "hidden") if device.type == "cpu" else ("logits", "hidden")
+    for level in levels:
         try:
             step = measure(level, report["auto"], device)
         except Exception as error:  # most likely too little memory: report what else was found
@@ -211,17 +223,21 @@ def time_step(
 
 def remedy_for(message: str) -> str:
     """Return what to do about an exception with this message."""
+    # The last part is "", which every message contains.
     return next(remedy for part, remedy in REMEDIES.items() if part.lower() in message.lower())
 
 
 def step_findings(step: Step, auto: str, earlier: list[Finding]) -> Iterator[Finding]:
     """Yield a finding for each loss that is slower than plain PyTorch, or too unsteady to compare.
 
+    A finding is a problem or an advice, with a remedy.
+
+    step      the times of a training step, plain PyTorch first
     auto      the backend that was timed
     earlier   all findings so far. Those that may explain a slow step are named as its reason.
     """
     rerun = "run again on an idle machine"
-    causes = [finding for finding in earlier if finding.slows]
+    causes = [finding for finding in earlier if finding.slows]  # it may slow down our kernels
     if auto == "eager":
         causes = [
             Finding(
@@ -248,7 +264,9 @@ def step_findings(step: Step, auto: str, earlier: list[Finding]) -> Iterator[Fin
 def matmul_findings(step: Step) -> Iterator[Finding]:
     """Yield a finding if another engine of matmuls is faster than the one in use.
 
-    step   the timings of all engines, the one in use first
+    An engine is an implementation of matmuls on the CPU. An environment variable chooses it.
+
+    step   the timings of a training step with each engine, the one in use first
     """
     used, *others = step.timings
     faster = [timing for timing in others if timing.verdict == "faster"]
@@ -265,7 +283,10 @@ def matmul_findings(step: Step) -> Iterator[Finding]:
 
 
 def _text_of_facts(report: dict[str, Any]) -> str:
-    """Return the text of the facts: one line for each section, and for each GPU."""
+    """Return the text of the facts: one line for each section, and for each GPU.
+
+    report   what `machine.facts` returned
+    """
     gpus = [_text_of_items(gpu) for gpu in report["gpu"]["devices"]]
     if not gpus:
         gpus = [f"none ({report['gpu']['reason']})"]
@@ -331,6 +352,7 @@ def _text_of_items(items: dict[str, Any]) -> str:
 def _text_of_backend(name: str, result: dict[str, Any]) -> str:
     """Return one line about a backend: its checks, and its largest errors next to their limits.
 
+    name     the backend
     result   the entry of the backend in report["backends"]
     """
     if not result["available"]:
@@ -376,7 +398,10 @@ def _speed_up(timing: Timing) -> str:
 
 
 def _text_of_findings(report: dict[str, Any]) -> str:
-    """Return the advice and the problems with their remedies, then the verdict in one line."""
+    """Return the advice and the problems with their remedies, then the verdict in one line.
+
+    report   the whole report, as `examine` returns it
+    """
     lines = []
     for kind in ("advice", "problems"):
         if report[kind]:

@@ -36,6 +36,9 @@ from . import Finding, first_line
 def _search_file(pattern: str, path: str | Path, default: str = "") -> str:
     """Return the first group of the first match of a pattern in a system file.
 
+    pattern   a regular expression with one group
+    path      the file, such as "/proc/cpuinfo"
+
     `^` and `$` match at each line. Returns `default` if the file cannot be read or has no match.
     """
     try:
@@ -202,8 +205,8 @@ def module_facts() -> dict[str, Any]:
 def matmul_engine() -> str | None:
     """Return the name of the engine that computes matmuls on the CPU.
 
-    Returns None if the setting names an engine that cannot run here, or if the compiled module is
-    out of date.
+    An engine is an implementation of matmuls, such as torch.mm. Returns None if the environment
+    variable names an engine that cannot run here, or if the compiled module is out of date.
     """
     try:
         return cpu_matmuls.engine()
@@ -437,6 +440,7 @@ def module_findings(report: Mapping[str, Any], environ: Mapping[str, str]) -> It
 
 def amx_findings() -> Iterator[Finding]:
     """Yield a finding if AMX matmuls were wrong when they were compared before their first use."""
+    # A text that says what differed, or None.
     mismatch = cpu_matmuls.amx_mismatch()
     if mismatch is not None:
         yield Finding(

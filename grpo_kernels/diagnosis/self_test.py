@@ -119,7 +119,10 @@ def can_be_checked(case: str, level: str, backend: str) -> bool:
 def run_check(case: str, step: Step, backend: str, device: torch.device) -> dict[str, Any]:
     """Run one case and return its entry of "checks" in the report.
 
-    step   the size, the dtype and the level: "logits" or "hidden"
+    case      a key of `CASES`
+    step      the size, the dtype and the level: "logits" or "hidden"
+    backend   the backend that is tested
+    device    where it runs
 
     "failure" is None, the first error above its limit, or the exception that the case raised.
     """
@@ -172,6 +175,9 @@ class CaseInputs:
 def make_case(case: str, step: Step) -> CaseInputs:
     """Make random inputs of a case. The advantage of the first token is 0.
 
+    case   a key of `CASES`
+    step   the size, the dtype and the level: "logits" or "hidden"
+
     In cases that are compared with the eager backend, sequences have 4 tokens, and the last one is
     masked. Candidate sets hold only the target, the target and some more ids, or nothing.
     """
@@ -223,7 +229,12 @@ def make_candidate_sets(targets: Tensor, vocab: int) -> TokenSets:
 
 
 def plain_results(inputs: CaseInputs) -> dict[str, Tensor]:
-    """Compute the loss of a case in plain PyTorch in float64, see `backend_results`.
+    """Compute loss, log-probs, entropy and gradients of a case in plain PyTorch in float64.
+
+    inputs   the inputs of the case
+
+    Returns {"loss", "logps", "entropy", "d_logits"}, or "d_hidden" and "d_weight" in place of the
+    last, the gradients of the loss.
 
     The loss is the mean over tokens of clipped_loss + beta * kl - entropy_coef * entropy. kl is the
     exact divergence if the objective has one, else the estimator k3 = exp(d) - d - 1 for
@@ -278,6 +289,7 @@ def backend_results(
 
     inputs    the inputs of the case, on the CPU
     backend   "eager", "cpu" or "triton"
+    device    where it runs
     dtype     dtype of logits or of hidden states and head, a name of torch
 
     Returns {"loss", "logps", "entropy", "d_logits"}, or "d_hidden" and "d_weight" in place of the
@@ -317,6 +329,11 @@ def largest_errors(
     inputs: CaseInputs, backend: str, device: torch.device, dtype: str
 ) -> dict[str, float]:
     """Return the largest error of each result of a backend, by name.
+
+    inputs    the inputs of a case
+    backend   the backend that is tested
+    device    where it runs
+    dtype     dtype of logits or of hidden states and head, a name of torch
 
     Expected are the results of plain PyTorch in float64, or of the eager backend in fp32 with
     torch's matmuls.

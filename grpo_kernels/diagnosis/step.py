@@ -85,8 +85,10 @@ class Step:
     """The size of a step and the times of its contenders.
 
     level     "logits" or "hidden": what the loss is computed from. "matmuls": from hidden states,
-              with each engine of matmuls.
-    hidden    hidden size, None from logits
+              with each engine (implementation of matmuls on the CPU)
+    rows      number of tokens
+    hidden    hidden size; None at the level "logits"
+    vocab     size of the vocabulary
     dtype     of logits or hidden states, a name of torch
     timings   the first is plain PyTorch, or at "matmuls" the engine in use
     """
@@ -111,12 +113,14 @@ class Step:
 
 
 def measure(level: str, backend: str, device: torch.device) -> Step:
-    """Time all contenders of a level, and return the step with its timings.
+    """Time the loss and gradient of a training step in several ways, and return the times.
 
-    level     "logits", "hidden" or "matmuls", see `Step`
+    level     "logits", "hidden" or "matmuls": what is timed, see `make_contenders`
     backend   the backend of our losses
+    device    where the step runs
 
-    Raises MemoryError if no size fits into half of the free memory.
+    Returns a `Step` with a `Timing` for each way. Raises MemoryError if no size fits into half of
+    the free memory.
     """
     step = largest_step(level, device)
     times = time_in_turns(make_contenders(step, backend, device), device)
@@ -135,9 +139,12 @@ def measure(level: str, backend: str, device: torch.device) -> Step:
 
 
 def largest_step(level: str, device: torch.device) -> Step:
-    """Return the largest step that takes at most half of the free memory, without timings.
+    """Return the largest size of a step that takes at most half of the free memory.
 
-    Raises MemoryError if there is none.
+    level    "logits", "hidden" or "matmuls": what the loss is computed from, see `Step`
+    device   where the step will run
+
+    The result is a `Step` without timings. Raises MemoryError if no size in `SIZES` fits.
     """
     is_cpu = device.type == "cpu"
     if is_cpu:
@@ -188,11 +195,21 @@ class Contender:
 
 
 def make_contenders(step: Step, backend: str, device: torch.device) -> list[Contender]:
-    """Return the contenders of a step, the one that the others are compared with first.
+    """Return the ways to compute the loss of a step and its gradients that are to be timed.
 
-    All compute the clipped loss of fresh log-probs, and the gradients of logits or of hidden states
-    and head.
+    All get the same random inputs. The first is the one that the others are compared with. The
+    level of the step decides which they are:
+
+    "logits"    plain PyTorch, and `grpo_loss` in several ways. Gradient of the logits.
+    "hidden"    plain PyTorch, and `linear_grpo_loss`. Gradients of hidden states and head.
+    "matmuls"   `linear_grpo_loss` with each engine (implementation of matmuls on the CPU) that can
+                run here, the engine in use first. Which one is fastest depends on the CPU.
+
+    step      level, sizes and dtype
+    backend   the backend that computes our losses
+    device    where the inputs are
     """
+    # [logits] or [hidden states, head]
     leaves, batch = make_inputs(step, device)
     for leaf in leaves:
         leaf.requires_grad_()
@@ -204,7 +221,8 @@ def make_contenders(step: Step, backend: str, device: torch.device) -> list[Cont
 
     plain = Contender(PLAIN, run_plain)
     if step.level == "logits":
-        return [plain, *contenders_from_logits(leaves[0], batch, backend)]
+        (logits,) = leaves
+        return [plain, *contenders_from_logits(logits, batch, backend)]
 
     def run_ours() -> object:
         return torch.autograd.grad(our_loss(leaves, batch, backend), leaves)
@@ -215,7 +233,11 @@ def make_contenders(step: Step, backend: str, device: torch.device) -> list[Cont
 def contenders_by_engine(leaves: list[Tensor], batch: TokenBatch, backend: str) -> list[Contender]:
     """Return our loss from hidden states with each engine of matmuls, the one in use first.
 
+    An engine is an implementation of matmuls on the CPU, such as torch.mm or AMX kernels. It can be
+    chosen by an environment variable.
+
     leaves    [hidden states [rows, hidden], head [vocab, hidden]]
+    batch     targets, advantages and old log-probs of the tokens
     backend   the backend of the loss
     """
 
@@ -231,18 +253,26 @@ def contenders_by_engine(leaves: list[Tensor], batch: TokenBatch, backend: str) 
 
 
 def contenders_from_logits(logits: Tensor, batch: TokenBatch, backend: str) -> list[Contender]:
-    """Return our loss from logits: as it is, in place, and divided with and without grad_scale.
+    """Return four ways to compute our loss from logits and its gradient, to be timed.
+
+    1. The loss and its gradient.
+    2. The same in place: the gradient overwrites the logits.
+    3. The loss times 1 / 4, as for the average over four micro-batches. The backward of this
+       product takes a pass over the gradient.
+    4. The same product, and the factor passed as grad_scale too. The gradient is computed with it,
+       so the backward takes no further pass.
 
     logits    [rows, vocab], a leaf that requires grad
+    batch     targets, advantages and old log-probs of the tokens
     backend   the backend of the loss
     """
-    overwritten = logits.detach().clone().requires_grad_()
+    overwritten = logits.detach().clone().requires_grad_()  # by the second way
 
     def run(**arguments: Any) -> object:
         return torch.autograd.grad(our_loss([logits], batch, backend, **arguments), logits)
 
     def run_in_place() -> object:
-        output = ModelOutput.apply(overwritten)
+        output = ModelOutput.apply(overwritten)  # a leaf is never overwritten
         loss = our_loss([output], batch, backend, inplace=True)
         return torch.autograd.grad(loss, overwritten)
 
@@ -281,7 +311,8 @@ class ModelOutput(torch.autograd.Function):
 def our_loss(leaves: list[Tensor], batch: TokenBatch, backend: str, **arguments: Any) -> Tensor:
     """Return the DAPO loss of this package, 0-d fp32.
 
-    leaves      [logits] or [hidden states, head]
+    leaves      [logits], or [hidden states, weight of the head]
+    batch       targets, advantages and old log-probs of the tokens
     backend     the backend that computes it; a fallback to another one raises
     arguments   other arguments of `grpo_loss` or `linear_grpo_loss`
     """
@@ -292,6 +323,9 @@ def our_loss(leaves: list[Tensor], batch: TokenBatch, backend: str, **arguments:
 
 def make_inputs(step: Step, device: torch.device) -> tuple[list[Tensor], TokenBatch]:
     """Return random inputs of a step, and a batch with old log-probs near the present ones.
+
+    step     sizes, dtype and level
+    device   device of the results
 
     The inputs are [logits] or [hidden states, head].
     """
@@ -352,6 +386,9 @@ def plain_loss(leaves: list[Tensor], batch: TokenBatch) -> Tensor:
 def time_in_turns(contenders: list[Contender], device: torch.device) -> dict[str, list[float]]:
     """Return the time of each contender in each round, in milliseconds, by name.
 
+    contenders   ways to compute the same, with the same inputs
+    device       where they run
+
     All run once in a round, in the opposite order in every other round, so that a change of the
     machine's speed affects all of them.
     """
@@ -366,7 +403,11 @@ def time_in_turns(contenders: list[Contender], device: torch.device) -> dict[str
 
 
 def time_run(contender: Contender, device: torch.device) -> float:
-    """Return the time of one run in milliseconds. Restoring its inputs does not count."""
+    """Return the time of one run in milliseconds. Restoring its inputs does not count.
+
+    contender   what runs
+    device      where it runs. The host waits for it before and after the run.
+    """
     synchronize = torch.get_device_module(device).synchronize
     contender.restore()
     synchronize()

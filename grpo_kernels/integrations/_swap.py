@@ -59,6 +59,7 @@ def parameters_of(function: Any) -> list[inspect.Parameter] | None:
     An autograd function, its `apply` and the call of a module have the parameters of `forward`.
     Functions that are written in C may declare none.
     """
+    # `apply` of an autograd function is a method that is bound to its class.
     autograd_function = function
     if getattr(function, "__name__", "") == "apply":
         autograd_function = getattr(function, "__self__", None)
@@ -96,6 +97,7 @@ def adapt_arguments(ours: Function, theirs: Any = None) -> Function:
     our_parameters = inspect.signature(ours).parameters
     # Arguments that functools.partial has set are not replaced by the trainer's defaults.
     fixed = ours.keywords if isinstance(ours, functools.partial) else {}
+    # Names of our arguments that can be passed by position, in order.
     our_positions = [name for name, p in our_parameters.items() if p.kind in _BY_POSITION]
     required = [
         name
@@ -109,6 +111,7 @@ def adapt_arguments(ours: Function, theirs: Any = None) -> Function:
     # The names of the positional arguments of a call.
     positions = [p.name for p in their_parameters if p.kind in _BY_POSITION]
     if declared is None or any(p.kind is p.VAR_POSITIONAL for p in declared):
+        # The trainer's function does not name all of them: further ones are in our order.
         positions += our_positions[len(positions) :]
     # {name of an argument of a call: its name in ours}
     matched = {name: name for name in our_parameters}
@@ -129,6 +132,7 @@ def adapt_arguments(ours: Function, theirs: Any = None) -> Function:
 
     @functools.wraps(ours)
     def call(*args: Any, **kwargs: Any) -> Any:
+        # {name of an argument of ours: its value}
         passed = dict(our_defaults)
         for name, value in [*zip(positions, args, strict=False), *kwargs.items()]:
             if name in matched:
@@ -160,6 +164,7 @@ def _check_arguments(
 ) -> None:
     """Raise RuntimeError if the required arguments of theirs and ours cannot be matched.
 
+    theirs     the trainer's function, which ours is to replace
     declared   the parameters of theirs
     matched    {name of a parameter of theirs: its name in ours}
     required   the names of the required parameters of ours
@@ -171,6 +176,7 @@ def _check_arguments(
         if p.default is _REQUIRED and p.name not in matched and p.kind not in variadic
     ]
     takes_anything = any(p.kind in variadic for p in declared)
+    # Names of the arguments of ours that a call of theirs may pass.
     passed = {matched.get(p.name) for p in declared}
     lacking = [] if takes_anything else [name for name in required if name not in passed]
     if unknown or lacking:
@@ -204,7 +210,8 @@ def unknown_option(theirs: Any, known: Collection[str]) -> tuple[str, Any] | Non
     theirs   an object of a trainer, whose options are the arguments of its class
     known    the names of the options that are known
 
-    An option that is None or has its default is not set.
+    A newer trainer may have an option that changes the result. An option that is None or has its
+    default is not set.
     """
     for name, parameter in inspect.signature(type(theirs)).parameters.items():
         value = getattr(theirs, name, parameter.default)
@@ -216,6 +223,9 @@ def unknown_option(theirs: Any, known: Collection[str]) -> tuple[str, Any] | Non
 @contextlib.contextmanager
 def trainer_names(**names: str) -> Iterator[None]:
     """Replace our argument names by the trainer's in the messages of ValueErrors of a `with` block.
+
+    Within trainer_names(targets="labels"), the error "targets has shape ..." becomes "labels has
+    shape ...".
 
     names   {our name: the trainer's name}
     """
@@ -233,7 +243,11 @@ def trainer_names(**names: str) -> Iterator[None]:
 def with_trainer_names(**names: str) -> Callable[[Function], Function]:
     """Return a decorator that makes the errors of a function use a trainer's argument names.
 
-    names   {our name: the trainer's name}, as in `trainer_names`
+    A function that replaces a trainer's function calls others of this package, whose errors name
+    their own arguments. Users know the trainer's names: with targets="labels", "targets has shape"
+    becomes "labels has shape".
+
+    names   {our name: the trainer's name}
     """
 
     def decorated(function: Function) -> Function:
@@ -290,14 +304,22 @@ class Adapter:
             f"{self.package} {self.installed()} was not tested with this adapter (tested: {tested})"
         )
 
-    def bind(self, *ours: Function, **how: bool) -> Slots:
-        """Replace the trainer's functions that `replaces` declares for our functions `ours`.
+    def bind(self, *ours: Function, strict: bool = False, any_version: bool = False) -> Slots:
+        """Replace functions of the trainer by functions of this package.
 
-        how   strict= and any_version= of `Slots`
+        ours          our functions. `self.replaces` has, under the name of each, the dotted path of
+                      the trainer's function that it replaces.
+        strict        True: a call that our function does not support raises RuntimeError. False:
+                      the trainer's own function computes it.
+        any_version   False: if the installed version of the trainer was not tested, the first call
+                      of each function runs in both, and RuntimeError is raised if the results
+                      differ. True: the results are not compared.
 
-        Returns `Slots`, whose `undo()` restores the trainer's functions.
+        Returns `Slots`, the record of what is replaced: `undo()` restores the trainer's functions,
+        and `counts` has the number of calls. Raises RuntimeError if a function is replaced already
+        or has other arguments than ours.
         """
-        slots = Slots(self, **how)
+        slots = Slots(self, strict, any_version)
         for function in ours:
             slots.bind(function)
         return slots
@@ -321,8 +343,8 @@ def run_on_copies(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Call a function on copies of its tensors, because it may overwrite them.
 
-    call   (args, kwargs)
-    part   selects from the result of the function what is returned
+    call   (args, kwargs) of the call
+    part   takes the result of the function, and returns the part of it that is wanted
 
     Returns (float tensors of the selected result, leaves). The leaves are new tensors, one for each
     argument that requires a gradient; gradients of the results flow to them. Warnings are
@@ -335,7 +357,7 @@ def run_on_copies(
             return x.detach().clone()
         leaf = x.detach().requires_grad_()  # shares the caller's memory, but is not written
         leaves.append(leaf)
-        return leaf.clone()
+        return leaf.clone()  # the function may overwrite this, but not a leaf
 
     args, kwargs = tree_map_only(Tensor, copy, call)
     with warnings.catch_warnings():
@@ -347,6 +369,9 @@ def run_on_copies(
 
 def gradients_of(results: Sequence[Tensor], leaves: list[Tensor]) -> Sequence[Tensor]:
     """Return the gradient of a weighted sum of the results with respect to each leaf.
+
+    results   float tensors of any shape
+    leaves    the tensors that they were computed from
 
     The weights are different for each element and the same in each call, so that the gradients of
     two functions can be compared. Without results, returns ().
@@ -382,9 +407,13 @@ class Trial:
     def compare_first_calls(
         self, ours: Function, theirs: Function, part: Function = lambda result: result
     ) -> Function:
-        """Return our function, with `compare` before each call under an untested version.
+        """Return a function that calls ours, and compares its first calls with the trainer's.
 
-        part   selects the results to compare
+        ours     our function
+        theirs   the trainer's function, with the same arguments and results
+        part     takes a result and returns the part of it that is compared
+
+        If the version of the trainer was tested, this is `ours` itself.
         """
 
         @functools.wraps(ours)
@@ -404,10 +433,15 @@ class Trial:
     ) -> None:
         """Run both functions on copies of a call and compare values and gradients, if pending.
 
-        call   (args, kwargs)
-        part   selects the results to compare
+        name     the name of the function. A comparison is pending until values and gradients of one
+                 of its calls agreed.
+        ours     our function
+        theirs   the trainer's function
+        call     (args, kwargs) of the call
+        part     takes a result and returns the part of it that is compared
 
-        A call under no_grad has no gradients to compare, so the comparison remains pending.
+        Raises RuntimeError if they differ, and restores the trainer's functions (`refuse`). A call
+        under no_grad has no gradients to compare, so the comparison remains pending.
         """
         if not self.pending(name):
             return
@@ -416,11 +450,11 @@ class Trial:
             expected, expected_leaves = run_on_copies(theirs, call, part)
         except Exception as error:
             self.refuse(name, f"its own function raised {type(error).__name__}: {error}")
-        coarse = any(
+        has_16_bits = any(
             isinstance(x, Tensor) and x.is_floating_point() and x.element_size() < 4
             for x in tree_leaves(call)
         )
-        tolerance, floor = COARSE if coarse else FINE
+        tolerance, floor = COARSE if has_16_bits else FINE
         self.require_close(name, "values", results, expected, tolerance, floor)
         # The trainer does not use the gradient of a result that has none in its own function.
         differentiable = [
@@ -432,6 +466,7 @@ class Trial:
         wanted = gradients_of([b for _, b in differentiable], expected_leaves)
         # Gradients may be small everywhere, so they get no absolute tolerance.
         self.require_close(name, "gradients", gradients, wanted, tolerance)
+        # Gradients of 0, as without advantages, prove nothing.
         if any(x.any() for x in wanted):
             self.mark_compared(name)
 
@@ -449,8 +484,9 @@ class Trial:
         The sum of absolute differences of a tensor may be `tolerance` times the sum of its absolute
         values, plus `floor` per element.
 
-        name   the compared function
-        what   what the tensors are, for the error
+        name             the compared function
+        what             what the tensors are, for the error
+        ours, theirs     tensors of our function and of the trainer's
         """
         our_shapes = [[*x.shape] for x in ours]
         their_shapes = [[*x.shape] for x in theirs]
@@ -470,6 +506,9 @@ class Trial:
 
     def refuse(self, name: str, difference: str) -> NoReturn:
         """Restore the trainer's functions and raise RuntimeError with the difference.
+
+        name         the compared function
+        difference   what differs, for the error
 
         Under a tested version only strict=True compares, and nothing is restored.
         """
@@ -514,11 +553,21 @@ class Slots:
     """
 
     def __init__(self, adapter: Adapter, strict: bool = False, any_version: bool = False) -> None:
+        """Start with no replaced function.
+
+        adapter       declares the trainer, its package and the tested versions
+        strict        whether a call that our function does not support raises RuntimeError. If not,
+                      the trainer's own function computes it.
+        any_version   whether a version that was not tested is accepted without a comparison
+        """
         self.adapter = adapter
         self.strict = strict
+        # Compares first calls under a version that was not tested. If they differ, it calls `undo`.
         self.trial = Trial(adapter.untested(any_version), self.undo)
         self.counts: Counter[str] = Counter()
+        # (module or object, name of its attribute, our value, former value) of each replacement
         self._bound: list[tuple[Any, str, Any, Any]] = []
+        # Dotted paths of the replaced functions, for an error.
         self._paths: list[str] = []
 
     def bind(
@@ -545,32 +594,37 @@ class Slots:
         """
         try:
             home, name = import_first(path or self.adapter.replaces[ours.__name__])
-            ours = functools.wraps(ours)(functools.partial(ours, **fixed)) if fixed else ours
+            if fixed:
+                # With the name of our function, which counts and comparisons use.
+                ours = functools.wraps(ours)(functools.partial(ours, **fixed))
             if not comparable and self.trial.version is not None:
                 raise RuntimeError(
                     f"{self.trial.version}, and {home}.{name} cannot be compared with ours in the"
                     " first step: install a tested version, or pass any_version=True (or set"
                     f" {OVERRIDE}=1) and compare your first steps with and without it."
                 )
-            theirs = getattr(sys.modules[home], name)
+            theirs = getattr(sys.modules[home], name)  # a function, or a class with the attribute
             if not comparable and not attribute:
                 require_same_arguments(f"{home}.{name}", theirs, ours)
-            own = getattr(theirs, attribute) if attribute else theirs
-            value = self.counted(
-                self.trial.compare_first_calls(adapt_arguments(ours, own), own), own
-            )
+            their_function = getattr(theirs, attribute) if attribute else theirs
+            adapted = adapt_arguments(ours, their_function)
+            compared = self.trial.compare_first_calls(adapted, their_function)
+            replacement = self.counted(compared, their_function)
             if method:
-                self.replace_attribute(theirs, attribute, value)
+                self.replace_attribute(theirs, attribute, replacement)
                 self._paths.append(f"{home}.{name}.{attribute}")
                 return
             if attribute:
-                value = type(
-                    name,
-                    (),
-                    {attribute: staticmethod(value), "grpo_kernels": True, "theirs": theirs},
-                )
+                # A class that has ours as this attribute takes the place of the trainer's class.
+                members = {
+                    attribute: staticmethod(replacement),
+                    "grpo_kernels": True,
+                    "theirs": theirs,
+                }
+                replacement = type(name, (), members)
+            # In every module that has it, under any name.
             for module, key in list(references_to(theirs, home)):
-                self.replace_attribute(module, key, value)
+                self.replace_attribute(module, key, replacement)
             self._paths.append(f"{home}.{name}")
         except BaseException:
             self.undo()
@@ -579,8 +633,13 @@ class Slots:
     def replace_attribute(self, module: Any, key: str, value: Any) -> None:
         """Set `module.key` to `value` until `undo()`, in this module or object only.
 
+        module   a module, or an object such as a trainer
+        key      the name of the attribute
+        value    what replaces it
+
         Calls are not counted. Raises RuntimeError if the attribute is one of our functions already.
         """
+        # Our functions have an attribute `grpo_kernels`, see `counted`.
         if getattr(getattr(module, key, None), "grpo_kernels", False):
             raise RuntimeError(
                 f"{owner_name(module)}.{key} is replaced by grpo_kernels already: call undo() of the"
@@ -590,7 +649,15 @@ class Slots:
         setattr(module, key, value)
 
     def counted(self, ours: Function, theirs: Function) -> Any:
-        """Return a function that calls ours, or theirs if ours raises NotCovered, and counts."""
+        """Return a function that calls ours, or theirs if ours raises NotCovered, and counts.
+
+        ours     our function. It raises NotCovered, before it computes anything, for a call that it
+                 does not support.
+        theirs   the trainer's function, with the same arguments and results
+
+        `self.counts` has the number of calls of each kind. In strict mode NotCovered becomes a
+        RuntimeError.
+        """
 
         @functools.wraps(ours)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -602,6 +669,7 @@ class Slots:
             self.count("fused", theirs)
             return result
 
+        # Marks the function as ours, and remembers the trainer's.
         vars(call).update(grpo_kernels=True, theirs=theirs)
         return torch.compiler.disable(call)  # a trainer may call torch.compile on the function
 
@@ -626,7 +694,11 @@ class Slots:
             )
 
     def leave_to_trainer(self, reason: NotCovered, name: str, theirs: Function) -> None:
-        """Count a call of our function `name` that the trainer's function computes.
+        """Count a call that the trainer's own function computes in place of ours.
+
+        reason   why ours does not support the call
+        name     the name of our function, for the error
+        theirs   the trainer's function, for the log
 
         Raises RuntimeError in strict mode.
         """
@@ -642,6 +714,7 @@ class Slots:
         A second call does nothing. Raises RuntimeError, before anything is restored, if another
         package has replaced one of our functions.
         """
+        # Each entry: a module or object, the name of its attribute, our value, its former value.
         for module, name, value, _ in self._bound:
             if module.__dict__.get(name) is not value:
                 raise RuntimeError(
@@ -653,6 +726,7 @@ class Slots:
                 delattr(module, name)
                 continue
             setattr(module, name, theirs)
+            # Modules that were imported since have ours from this module.
             for late_module, key in references_to(value, owner_name(module)):
                 setattr(late_module, key, theirs)
         self._bound.clear()
@@ -661,6 +735,12 @@ class Slots:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
+        """Restore the trainer's functions at the end of a `with` block.
+
+        kind, error, trace   the exception inside the block, or None
+
+        In strict mode, raises RuntimeError if none of our functions was called in the block.
+        """
         try:
             self.undo()
         except RuntimeError as reason:
@@ -683,6 +763,9 @@ def owner_name(module: Any) -> str:
 def import_first(paths: str | tuple[str, ...]) -> tuple[str, str]:
     """Import the module of the first path whose module exists, and return (module, name).
 
+    paths   a dotted path "package.module.name", or several: versions of a trainer have a function
+            in different modules
+
     Raises the error of the first path if no module exists.
     """
     problems = []
@@ -700,7 +783,11 @@ def import_first(paths: str | tuple[str, ...]) -> tuple[str, str]:
 def references_to(value: Any, home: str) -> Iterator[tuple[Any, str]]:
     """Yield (module, name) for every module-level name that refers to `value`.
 
-    home   the name of a module. All imported modules of its top-level package are searched.
+    A module that has imported a function has a reference of its own, also under another name. To
+    replace the function, each reference must be replaced.
+
+    value   the function or class
+    home    the name of a module. All imported modules of its top-level package are searched.
     """
     package = home.partition(".")[0]
     # Lists, because the caller may change the modules meanwhile.
@@ -715,9 +802,9 @@ def references_to(value: Any, home: str) -> Iterator[tuple[Any, str]]:
 def require_same_arguments(path: str, theirs: Function, ours: Function) -> None:
     """Raise RuntimeError unless ours begins with the positional arguments of theirs.
 
-    path   dotted path of theirs, for the error
-
-    Keyword-only arguments are not compared.
+    path     dotted path of theirs, for the error
+    theirs   the trainer's function
+    ours     our function, which is to replace it. Its keyword-only arguments are not compared.
     """
 
     def positional_arguments(function: Function) -> list[str]:

@@ -42,10 +42,14 @@ BY_ITEMS = ("dapo", "cispo", "vespo")
 
 
 def require_supported(*tensors: Tensor | None) -> None:
-    """Raise NotCovered for a tensor whose dtype the kernels lack, or a sharded DTensor."""
+    """Raise NotCovered for a tensor whose dtype the kernels lack, or a sharded DTensor.
+
+    The trainer's own function then computes the call.
+    """
     for x in tensors:
         if x is not None and x.dtype not in MATMUL_DTYPES:
             raise NotCovered(f"dtype {x.dtype}")
+        # Only a DTensor has placements. A replicated one is whole on each rank.
         if not all(placement.is_replicate() for placement in getattr(x, "placements", ())):
             raise NotCovered("a sharded DTensor")
 
@@ -79,6 +83,7 @@ def vocab_shard(logits: Tensor, group: Any, megatron: bool) -> VocabShard | None
     group     the tensor-parallel group of plain tensors; None for one rank
     megatron  whether Megatron's tensor-parallel group is used if group is None
     """
+    # A DTensor knows its group. A plain tensor does not tell whether it is a part.
     placements = getattr(logits, "placements", None)
     if placements is not None:
         if (
@@ -219,9 +224,12 @@ def ratio_terms(
 def excluded_share(out: LossOutput, objective: Objective) -> Tensor:
     """Return the share of tokens that lose their gradient, 0-d.
 
-    With filters, these are the tokens that a filter drops, else the tokens whose ratio is clipped.
+    out         the result of a loss, with its metrics
+    objective   the objective of the loss. If it has filters, these are the tokens that a filter
+                drops, else the tokens whose ratio is clipped.
     """
     if objective.filters:
+        # "kept" is the share of tokens that all filters keep.
         return 1 - out.metrics["kept"]
     return out.metrics["clip_low"] + out.metrics["clip_high"]
 
@@ -233,9 +241,10 @@ def to_floats(named: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def divergence_of(beta: float) -> Exact:
-    """Return the divergence of TRL's and Liger's beta.
+    """Return the divergence that TRL and Liger choose by a number.
 
-    0 is the forward KL, 1 the reverse KL, a value between them the JSD with this mixture weight.
+    beta   0: the forward KL, KL(teacher || student). 1: the reverse KL. Between 0 and 1: the JSD
+           whose mixture has the teacher with weight beta.
     """
     if beta in (0.0, 1.0):
         return Exact("forward" if beta == 0.0 else "reverse")
@@ -340,6 +349,8 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
                        needs the logits.
 
     Name and arguments are those of a function in verl and of one in SkyRL.
+
+    The decorator makes errors use the names of these arguments.
     """
     # If the number of labels is wrong, the call below raises an error that names both shapes.
     if labels.numel() == logits.shape[:-1].numel():
@@ -383,9 +394,9 @@ def logps_in_a_column(
     entropy    False, True (differentiable) or "detached" (value only)
     options    more keyword arguments of `log_probs_of`
     """
-    logps, entropies = log_probs_of(
-        logits, tokens, group=group or default_group(), entropy=entropy, **options
-    )
+    # Both trainers pass None for the group of all ranks. `log_probs_of` takes None for one rank.
+    group = group or default_group()
+    logps, entropies = log_probs_of(logits, tokens, group=group, entropy=entropy, **options)
     # Both trainers return log-probs of shape [0] if there are no tokens.
     return logps[:, None] if len(logps) > 0 else logps, entropies
 
@@ -436,21 +447,26 @@ def score_centering_term(
 ) -> Tensor:  # fmt: skip
     """Return the weighted sum of the score-centering term over all tokens, 0-d.
 
-    The term of a token is sum over its recorded ids v of c_v log p_v, where p is the policy and the
+    Score centering removes the drift that a sampler other than the policy causes in the gradient
+    (arXiv 2609.20807). The sampler has recorded the log-probs of its likeliest ids at each token.
+    The term of a token is sum over these ids v of c_v log p_v, where p is the policy and the
     coefficients c_v of `ScoreCentering` count as constants.
 
+    centering    computes the coefficients
     logps        fp32 [..., K], the policy's log-probs of the recorded ids, differentiable
     sampler      fp32 [..., K], the sampler's log-probs of the same ids, -inf for padding
     advantages   fp32 [...]
     mask         bool [...]; a masked token contributes 0 whatever its values are
     weights      fp32 [...] or a number, multiplies the term of each token
     """
+    # Padding gets a log-prob whose probability is 0.
     is_recorded = (sampler > -math.inf) & mask[..., None]
     advantages = torch.where(mask, advantages, 0.0)
     policy_logps = torch.where(is_recorded, logps, NO_MASS)
     sampler_logps = torch.where(is_recorded, sampler, NO_MASS)
 
     def sum_ids(x: Tensor) -> Tensor:
+        """Return the sum over the K ids of each token."""
         return x.sum(-1, keepdim=True)
 
     with torch.no_grad():
@@ -478,7 +494,7 @@ def divergence_over_ids(exact: Exact, logps: Tensor, teacher: Tensor) -> Tensor:
 
 
 def response_sets(name: str, record: tuple[Any, Any], tokens: int) -> TokenSets:
-    """Return the candidate sets of one response.
+    """Return the candidate sets of one response: for each token the ids that it was sampled from.
 
     name     the record's name in errors
     record   (ids, offsets) in CSR form, lists or integer tensors
@@ -511,4 +527,5 @@ def sets_on_rows(sets: TokenSets, generated: Tensor) -> TokenSets:
     """
     is_generated = generated.flatten()
     number_of_set = is_generated.cumsum(0) - 1
+    # The number -1 stands for an empty set.
     return sets.take(torch.where(is_generated, number_of_set, -1))

@@ -36,14 +36,24 @@ ADAPTER = Adapter(
 )  # fmt: skip
 
 
-def bind(*, trees: bool = False, **how: bool) -> Slots:
+def bind(*, trees: bool = False, strict: bool = False, any_version: bool = False) -> Slots:
     """Replace AReaL's functions of log-probs and entropy by ours, until `undo()` of the result.
 
-    trees   whether `mapped_logprobs_entropy` is also replaced, AReaL's function of packed trees.
-            Versions up to 1.0.4 do not have it.
-    how     strict= and any_version= of `Slots`, which also lists the errors
+    trees         whether `mapped_logprobs_entropy` is also replaced, AReaL's function for packed
+                  trees: rollouts that share the rows of their common prefix. Versions up to 1.0.4
+                  do not have it.
+    strict        True: a call that ours does not support raises RuntimeError. False: AReaL's own
+                  function computes it.
+    any_version   False: under a version of AReaL that was not tested, the first calls are compared
+                  with AReaL's own functions, and RuntimeError is raised if they differ. True: they
+                  are not compared.
+
+    Returns `Slots`: `undo()` restores AReaL's functions, and `counts` has the number of calls.
+    Raises RuntimeError if a function is replaced already or has other arguments.
     """
-    slots = ADAPTER.bind(gather_logprobs, gather_logprobs_entropy, **how)
+    slots = ADAPTER.bind(
+        gather_logprobs, gather_logprobs_entropy, strict=strict, any_version=any_version
+    )
     if trees:
         slots.bind(mapped_logprobs_entropy)
     return slots
@@ -57,13 +67,15 @@ def gather_logprobs(
     tp_group: Any = None,
     chunk_size: int = 1024,
 ) -> Tensor:
-    """Return the log-probs of labels, fp32 [...].
+    """Return the log-probs of labels, fp32 [...], in place of AReaL's function of this name.
 
     logits        [..., V], or this rank's part [..., V / ranks]
     labels        int64 [...]
     temperature   divides the logits
     tp_group      the tensor-parallel group; None for one rank
     chunk_size    not used
+
+    The decorator makes errors use the names of these arguments.
     """
     return log_probs_of(logits, labels, temperature=temperature, group=tp_group).logps
 
@@ -87,6 +99,8 @@ def gather_logprobs_entropy(
     reuse_logits   whether the backward writes the gradient into the memory of the logits. Logits
                    that are a leaf or not contiguous are never overwritten. AReaL passes True if
                    nothing else reads the logits.
+
+    The decorator makes errors use the names of these arguments.
     """
     inplace = reuse_logits and can_be_overwritten(logits)
     logps, entropies = log_probs_of(
@@ -108,6 +122,8 @@ def mapped_logprobs_entropy(
     tp_group      the tensor-parallel group; None for one rank
 
     In a packed tree, rollouts with a common prefix share the rows of the prefix.
+
+    The decorator makes errors use the names of these arguments.
     """
     logps, entropies = log_probs_of(
         logits, labels, temperature=temperature, group=tp_group, entropy=True, rows=rows

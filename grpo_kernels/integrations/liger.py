@@ -125,8 +125,10 @@ def liger_objective(loss_type: str = "dapo", **options: Any) -> Objective:
     temperature, compiled and chunk_size are not part of an objective and are refused. Raises
     ValueError naming what is wrong.
     """
-    for name in [name for name in TOGETHER if name in options]:
-        parts = TOGETHER[name]
+    # Split an option that stands for several, such as vespo=(2.0, 3.0, 3.0, 2.0).
+    for name, parts in TOGETHER.items():
+        if name not in options:
+            continue
         values = options.pop(name)
         remedy = (
             f"it stands for {', '.join(parts)}: pass {len(parts)} numbers, and none of these names."
@@ -134,9 +136,11 @@ def liger_objective(loss_type: str = "dapo", **options: Any) -> Objective:
         fits = isinstance(values, tuple | list) and len(values) == len(parts)
         require(fits and not options.keys() & parts, name, values, remedy)
         options |= zip(parts, values, strict=True)
+    # Options of Liger's loss that belong elsewhere, each with a text that says where.
     for name in options.keys() & NO_OBJECTIVE:
         require(False, name, options[name], NO_OBJECTIVE[name])
     refuse_unknown("liger_objective", options, OPTIONS)
+    # OPTIONS has the defaults.
     return _objective_of(SimpleNamespace(**OPTIONS | options | {"loss_type": loss_type}))
 
 
@@ -208,7 +212,8 @@ def token_batch(
     ids          int64 [B, T]
     advantages   fp32 [B]
     objective    the objective of the loss
-    padding      number of masked positions to add after the last one
+    padding      number of masked positions to add after the last one, so that the batch fits logits
+                 [B, T + padding, V]
     weights      fp32 [B], [B, 1] or [B, T], importance weights, or None
     fields       more fields of `TokenBatch`, among them mask=, bool [B, T] or None
     """
@@ -237,18 +242,18 @@ def denominator(
 ) -> float | Tensor | None:
     """Return the denominator of Liger's loss, or None for the denominator of this batch.
 
+    objective   the objective of the loss
     loss_type   Liger's. Only "dapo", "cispo" and "vespo" divide by a global number of tokens.
+    batch       the micro-batch
     num_items   number of tokens of all micro-batches and ranks. None: those of this micro-batch on
                 all ranks, which takes a collective.
-
-    The number of tokens is divided by the number of ranks, because gradients are averaged.
     """
     group = default_group()
     if loss_type not in BY_ITEMS or (num_items is None and group is None):
         return None
     items: Any = global_normalizer(objective, batch) if num_items is None else num_items
     ranks = 1 if group is None else group.size()
-    return at_least_one(items / ranks)
+    return at_least_one(items / ranks)  # gradients are averaged over the ranks
 
 
 # ---- masked positions as Liger's chunked loss counts them
@@ -273,14 +278,18 @@ def weights_with_padding(weights: Tensor, mask: Tensor) -> Tensor:
 def rows_with_padding(batch: TokenBatch, objective: Objective) -> TokenInputs:
     """Return inputs of the token losses that give LUSPO the value that it has in Liger.
 
+    batch       the micro-batch, [B, T]
+    objective   the objective of LUSPO
+
     Liger takes the mean over all positions of the padded sequences, masked ones included, and
     multiplies the loss of each by the number of trained tokens of its sequence. The ratio of a
     sequence is over its trained tokens, as in our loss.
     """
-    # lengths of the sequences [B], copied to their positions
+    # The number of trained tokens of each sequence [B], copied to its positions [B * T].
     num_trained = batch.spread(batch.lengths)
     weight = num_trained.float() / batch.targets.numel()
     all_positions = objective.token_inputs(replace(batch, mask=None), 1.0)
+    # Without the mask all positions have a weight. `loss_mask` still has the trained tokens.
     return replace(all_positions.weighted(weight), loss_mask=batch.named_mask("trained"))
 
 
@@ -601,6 +610,8 @@ def fused_selective_log_softmax(
     temperature   divides the logits
     mask          [B, T] with T >= L: the result is 0 where the last L columns are 0. None: all
                   positions are computed.
+
+    The decorator makes errors use the names of these arguments.
     """
     L = logits.shape[1] - 1
     # A slice from -L would be the whole tensor for L = 0.
@@ -614,8 +625,13 @@ class _TokenLosses(torch.autograd.Function):
     """The loss of each token from its log-prob, with an upstream gradient for each token.
 
     forward   logps fp32 [N] -> losses fp32 [N]
-    backward  d / d losses [N] -> d / d logps [N]. The upstream gradient of a token multiplies its
-              weight in the loss, so that losses at sequence level have the right gradient too.
+    backward  gradient of losses [N] -> gradient of logps [N]. The upstream gradient of a token
+              multiplies its weight in the loss, and the loss is computed again with these weights.
+              At sequence level the gradient of one log-prob depends on several tokens, so
+              multiplying the gradient of each token would be wrong.
+
+    rows    the inputs of the loss for each token: weights, advantages, old log-probs
+    batch   the batch of N tokens
     """
 
     @staticmethod
@@ -644,8 +660,13 @@ def _kl_and_clipped(
 ) -> tuple[Tensor | None, Tensor]:
     """Return (KL term, 1 where the ratio is clipped) of each token, fp32 [N], 0 where masked.
 
-    The KL term is as in the loss, and None if the loss has none. The arguments are those of
-    `ratio_terms`.
+    objective   defines the ratio, its clip range and the KL
+    logps       fp32, N elements: the policy's log-probs
+    rows        the inputs of the loss for each token, such as `LossOutput.rows`: mask, advantages,
+                reference log-probs
+    batch       the batch of N tokens
+
+    The KL term is as in the loss, and None if the loss has none.
     """
     _, is_clipped, kl = ratio_terms(objective, logps, rows, batch)
     if kl is not None:
@@ -657,6 +678,7 @@ def _metrics(kl: Tensor | None, clipped: Tensor, batch: TokenBatch) -> list[Tens
     """Return [mean of kl, mean of clipped] over the trained tokens, without the mean of a None.
 
     kl, clipped   fp32 [N], 0 for masked tokens; kl may be None
+    batch         has the mask of trained tokens, None if all are trained
     """
     count = at_least_one(clipped.numel() if batch.mask is None else batch.mask.sum())
     return [x.sum() / count for x in (kl, clipped) if x is not None]
@@ -665,94 +687,132 @@ def _metrics(kl: Tensor | None, clipped: Tensor, batch: TokenBatch) -> list[Tens
 # ---- the loss in the place of Liger's, in trainers that keep it as an attribute
 
 
-def patch(trainer: Any, **how: bool) -> Slots:
-    """Replace the loss object of one trainer, and return `Slots`, which restore it.
+def patch(trainer: Any, *, strict: bool = False, any_version: bool = False) -> Slots:
+    """Make one existing trainer compute its loss with our kernels instead of Liger's.
 
-        slots = liger.patch(trainer)     # one trainer that exists
-        slots = liger.bind()             # or every trainer of this process that will be made
+    Such a trainer has Liger's GRPO loss as an object in an attribute, and calls it in every step.
+    This function puts our loss into that attribute. It has the options of the trainer's object,
+    such as loss_type, beta and the clip widths.
 
-    For TRL 0.17 to 1.13 with use_liger_kernel=True (use_liger_loss before 0.25), and for ms-swift.
-    The constants are those that the trainer passed to its own object. If the version of
-    Liger-Kernel (or of a TRL that contains a copy of it) was not tested, the first call is compared
-    with the trainer's own object. Options that Liger's loss does not have are not available: the
-    entropy bonus, the entropy quantile and off-policy masks.
+        slots = patch(trainer)
+        trainer.train()
+        print(slots.counts)   # Counter({'fused': 400}): calls that our kernels computed
+        slots.undo()          # the trainer has Liger's object again
 
-    how   strict and any_version of `Slots`
+    trainer       a trainer of TRL 0.17 to 1.13 with use_liger_kernel=True (use_liger_loss=True
+                  before 0.25), or of ms-swift
+    strict        True: a call that our loss does not support raises RuntimeError. False: Liger's
+                  object computes it, and `counts` has the reason.
+    any_version   False: if the installed Liger-Kernel (or a TRL with a copy of it) was not tested,
+                  the first call is computed by both losses and compared. True: it is not compared.
 
-    Raises RuntimeError for a trainer without such an object or with ours, and in the first step if
-    the comparison fails.
+    Options that Liger's loss does not have are not available: the entropy bonus, the entropy
+    quantile and off-policy masks.
+
+    Raises RuntimeError if the trainer has no Liger loss, if it was patched before, and in the first
+    step if the two losses differ.
     """
-    name = next((name for name in ATTRIBUTES if callable(getattr(trainer, name, None))), None)
-    if name is None:
+    present = [name for name in ATTRIBUTES if callable(getattr(trainer, name, None))]
+    if not present:
         raise RuntimeError(
-            f"{type(trainer).__name__} has no loss of Liger's ({' or '.join(ATTRIBUTES)}): make it"
-            " with use_liger_kernel=True (TRL 0.17 to 0.24, and in axolotl: use_liger_loss=True)."
-            " Other versions of TRL have no such place: before 0.17 install a newer one, in 1.14"
-            " take integrations.trl.fused_lm_head(), from 1.15 on integrations.trl.patch(trainer)."
+            f"{type(trainer).__name__} has no loss of Liger's ({' or '.join(ATTRIBUTES)}). With TRL"
+            " 0.25 to 1.13 make the trainer with use_liger_kernel=True (TRL 0.17 to 0.24, and in"
+            " axolotl: use_liger_loss=True). With TRL 1.14 call integrations.trl.fused_lm_head()"
+            " instead, and from 1.15 on integrations.trl.patch(trainer). Before 0.17 install a"
+            " newer TRL."
         )
-    theirs = getattr(trainer, name)
-    slots = _slots(theirs, **how)
+    attribute = present[0]
+    liger_loss = getattr(trainer, attribute)
+    slots = _slots_of_package(liger_loss, strict, any_version)
 
     def grad_scale() -> float:
+        # The trainer divides the loss by this number before the backward. Our loss computes its
+        # gradient in the forward. With the factor this is the gradient of the divided loss, so
+        # the backward takes no further pass over it.
         return 1.0 / accumulation_steps(trainer)
 
-    slots.replace_attribute(trainer, name, _in_place_of(theirs, slots, grad_scale))
+    # Raises RuntimeError if the attribute already has our loss, which has no options.
+    our_loss = _loss_with_options_of(liger_loss, slots, grad_scale)
+    slots.replace_attribute(trainer, attribute, our_loss)
     return slots
 
 
 def accumulation_steps(trainer: Any) -> int:
-    """Return by what a trainer of transformers divides the loss of a micro-batch."""
+    """Return the number by which a transformers Trainer divides the loss of each micro-batch.
+
+    trainer   a Trainer of transformers
+
+    That is the number of micro-batches of the current optimizer step. The last step of an epoch may
+    have fewer than args.gradient_accumulation_steps.
+    """
     steps: Any = getattr(trainer, "current_gradient_accumulation_steps", None)
-    if steps is None:
+    if steps is None:  # an older transformers
         steps = getattr(getattr(trainer, "args", None), "gradient_accumulation_steps", 1)
     return int(steps)
 
 
-def bind(**how: bool) -> Slots:
-    """Replace `liger_kernel.chunked_loss.LigerFusedLinearGRPOLoss` by our class for later imports.
+def bind(*, strict: bool = False, any_version: bool = False) -> Slots:
+    """Make trainers that are created from now on use our loss instead of Liger's.
 
-    `undo()` restores it, but not in trainers that exist already. Options and errors are those of
-    `patch`.
+    Replaces the class `liger_kernel.chunked_loss.LigerFusedLinearGRPOLoss`, which a trainer imports
+    and calls with its options. `patch` replaces the loss of one existing trainer instead.
+
+    strict        True: a call that our loss does not support raises RuntimeError. False: Liger's
+                  class computes it.
+    any_version   False: if the installed Liger-Kernel was not tested, the first call is computed by
+                  both losses, and RuntimeError is raised if they differ. True: it is not compared.
+
+    Returns `Slots`, the record of what is replaced. Its `undo()` restores Liger's class, but not in
+    trainers that already have our loss.
     """
     from liger_kernel import chunked_loss
 
-    theirs = chunked_loss.LigerFusedLinearGRPOLoss
-    slots = _slots(theirs(), **how)
+    liger_class = chunked_loss.LigerFusedLinearGRPOLoss
+    slots = _slots_of_package(liger_class(), strict, any_version)
 
-    def make(*args: Any, **kwargs: Any) -> Any:
-        own = theirs(*args, **kwargs)
+    def make_loss(*args: Any, **kwargs: Any) -> Any:
+        """Return our loss with these options, or Liger's if ours does not support one of them."""
+        liger_loss = liger_class(*args, **kwargs)
         try:
-            return _in_place_of(own, slots)
+            return _loss_with_options_of(liger_loss, slots)
         except NotCovered as reason:
-            slots.leave_to_trainer(reason, "LigerFusedLinearGRPOLoss", theirs)
-            return own
+            slots.leave_to_trainer(reason, "LigerFusedLinearGRPOLoss", liger_class)
+            return liger_loss
 
-    vars(make)["grpo_kernels"] = True
-    slots.replace_attribute(chunked_loss, "LigerFusedLinearGRPOLoss", make)
+    vars(make_loss)["grpo_kernels"] = True  # so that a second bind() is refused
+    slots.replace_attribute(chunked_loss, "LigerFusedLinearGRPOLoss", make_loss)
     return slots
 
 
-def _slots(theirs: Any, **how: bool) -> Slots:
-    """Return `Slots` whose tested versions are those of the package that an object is from.
+def _slots_of_package(liger_loss: Any, strict: bool, any_version: bool) -> Slots:
+    """Return an empty record of replaced functions for the package that an object comes from.
 
-    theirs   Liger's loss object, from Liger itself or from a TRL that has a copy of it
-    how      strict= and any_version= of `Slots`
+    `Slots` checks the installed version of that package against the versions that were tested.
+
+    liger_loss            Liger's loss object. Its class is from Liger-Kernel, or from a TRL that
+                          has a copy of it.
+    strict, any_version   as in `Slots`
     """
-    package = type(theirs).__module__.partition(".")[0].replace("_", "-")
-    return Slots(replace(ADAPTER, package=package, tested=COPIES.get(package, ())), **how)
+    package = type(liger_loss).__module__.partition(".")[0].replace("_", "-")
+    adapter = replace(ADAPTER, package=package, tested=COPIES.get(package, ()))
+    return Slots(adapter, strict, any_version)
 
 
-def _in_place_of(theirs: Any, slots: Slots, grad_scale: Callable[[], float] | float = 1.0) -> Any:
-    """Return our loss as a function that can replace one of Liger's loss objects.
+def _loss_with_options_of(
+    theirs: Any, slots: Slots, grad_scale: Callable[[], float] | float = 1.0
+) -> Any:
+    """Return a function that computes Liger's GRPO loss and can replace one of its loss objects.
 
-    theirs       Liger's object, whose options ours gets. Under a version that was not tested, the
-                 first call is also computed by it, and the two are compared.
-    slots        counts the calls, and has the state of the comparison
-    grad_scale   what the trainer multiplies the loss by before the backward
+    theirs       Liger's loss object. Ours gets its options. It computes the calls that ours does
+                 not support.
+    slots        the record of replaced functions: it counts the calls of ours. Under a version of
+                 Liger that was not tested, its `trial` compares the first call with `theirs`.
+    grad_scale   the factor by which the trainer multiplies the loss before the backward
 
-    Raises NotCovered if an option of `theirs` is set that ours does not have, and RuntimeError if
+    Raises NotCovered if `theirs` has an option that ours does not have, and RuntimeError if
     `theirs` is not Liger's GRPO loss.
     """
+    # Our class has the option names of Liger's. An older Liger lacks some, which keep our defaults.
     names = [
         name
         for name in inspect.signature(LigerFusedLinearGRPOLoss).parameters
@@ -765,17 +825,18 @@ def _in_place_of(theirs: Any, slots: Slots, grad_scale: Callable[[], float] | fl
             " loss, or is replaced by grpo_kernels already: call undo() of the object that replaced"
             " it."
         )
+    # (name, value) of an option of a newer Liger that is set, or None.
     unknown = unknown_option(theirs, names)
     if unknown is not None:
         raise NotCovered(f"option {unknown[0]}={unknown[1]!r}, which grpo_kernels does not know")
-    ours = LigerFusedLinearGRPOLoss(
+    our_module = LigerFusedLinearGRPOLoss(
         **{name: getattr(theirs, name) for name in names},
         grad_scale=grad_scale,
-        any_version=True,
-    ).forward
-    return slots.counted(
-        slots.trial.compare_first_calls(adapt_arguments(ours, theirs), theirs), theirs
+        any_version=True,  # `slots` checks the version
     )
+    ours = adapt_arguments(our_module.forward, theirs)
+    compared = slots.trial.compare_first_calls(ours, theirs)
+    return slots.counted(compared, theirs)
 
 
 # ---- Liger's fused linear Jensen-Shannon divergence

@@ -254,6 +254,9 @@ def logprobs_processor(
 ) -> FusedOutput:
     """Return the log-prob and entropy of each label, in place of the model's output layer.
 
+    Pass it as `output_processor=` to the forward of a model of megatron-core. The model then calls
+    it with hidden states, and returns its result in place of logits.
+
     hidden_states   [S, B, H], or [S / ranks, B, H] with sequence parallelism
     output_layer    the output layer, a ColumnParallelLinear
     output_weight   the shared embedding [V / ranks, H], or None for the layer's own weight
@@ -263,8 +266,8 @@ def logprobs_processor(
     loss_mask       [B, S], 0 for positions that are not computed. context.mask has precedence.
     scale_logits    what the model does to its logits (muP), or None
 
-    These are arguments of Megatron's output_processor hook. Its other arguments are not used.
-    Raises ValueError naming the argument that is wrong.
+    Megatron passes more arguments, which are not used. Raises ValueError naming the argument that
+    is wrong.
     """
     if not isinstance(context, LogprobsContext):
         context = LogprobsContext(temperature=context.temperature)
@@ -296,13 +299,20 @@ def loss_processor(
     scale_logits: Callable[[Tensor], Tensor] | None = None,
     **_unused: Any,
 ) -> LossOutput:
-    """Return the loss of `context.objective` over `context.batch`.
+    """Return the loss of `context.objective` over `context.batch`, in place of the output layer.
 
-    It takes the place of the model's output layer, and computes the gradient in the same pass.
+    Pass it as `output_processor=` to the forward of a model of megatron-core. The model then calls
+    it with hidden states, and returns its result in place of logits. The gradient is computed in
+    the same pass.
 
-    context   a `LossContext`
+    hidden_states   [S, B, H], or [S / ranks, B, H] with sequence parallelism
+    output_layer    the output layer, a ColumnParallelLinear
+    output_weight   the shared embedding [V / ranks, H], or None for the layer's own weight
+    context         a `LossContext`: batch, objective, temperature, ...
+    config          the TransformerConfig of the model
+    scale_logits    what the model does to its logits (muP), or None
 
-    The other arguments are as in `logprobs_processor`. Raises ValueError naming the argument that
+    Megatron passes more arguments, which are not used. Raises ValueError naming the argument that
     is wrong.
     """
     if not isinstance(context, LossContext):
@@ -341,13 +351,23 @@ def head_processor(
 ) -> UnprojectedLogits:
     """Return hidden states and head in place of logits, for a loss that computes log-probs itself.
 
-    context   its vocab_size and options are used. None: all rows of the weight are real ids.
+    A model of megatron-core calls it in place of its output layer, if it is passed as
+    `output_processor=` to the forward of the model.
 
-    The other arguments are as in `logprobs_processor`.
+    hidden_states   [S, B, H], or [S / ranks, B, H] with sequence parallelism
+    output_layer    the output layer, a ColumnParallelLinear
+    output_weight   the shared embedding [V / ranks, H], or None for the layer's own weight
+    context         its vocab_size and options are used. None: all rows of the weight are real ids.
+    config          the TransformerConfig of the model
+    scale_logits    what the model does to its logits (muP), or None
     """
     context = context or LogprobsContext()
     output = OutputLayer(output_layer, output_weight, config, scale_logits)
-    return output.run(lambda logits: logits, hidden_states, context.vocab_size, context.options)
+
+    def return_unprojected(logits: UnprojectedLogits) -> UnprojectedLogits:
+        return logits
+
+    return output.run(return_unprojected, hidden_states, context.vocab_size, context.options)
 
 
 # ---- from Megatron's arguments to ours
@@ -377,34 +397,39 @@ class OutputLayer:
     ) -> T:
         """Call a function with hidden states and head, and return its result.
 
-        compute         takes the `UnprojectedLogits`
+        The function runs as the forward of the output layer's module, so that hooks of the module
+        run too. With overlap_param_gather, Megatron's DistributedDataParallel waits in such a hook
+        until the parameters of the module have arrived.
+
+        compute         the function. Its argument is an `UnprojectedLogits`: hidden states and
+                        head, from which logits can be computed.
         hidden_states   [S, B, H], or [S / ranks, B, H] with sequence parallelism
         vocab_size      number of real ids; None if the vocabulary has no padding
         options         options of the kernels, or None
-
-        The call takes the place of the module's forward, so that hooks of the module run. With
-        overlap_param_gather, Megatron's DistributedDataParallel waits in such a hook until the
-        parameters of the module have arrived.
         """
 
         def forward(hidden: Tensor) -> T:
             return compute(self.unprojected(hidden, vocab_size, options))
 
-        if not isinstance(self.module, nn.Module):
+        if not isinstance(self.module, nn.Module):  # it has no hooks
             return forward(hidden_states)
-        restore = replace_forward(self.module, forward)
+        restore_forward = replace_forward(self.module, forward)
         try:
             return self.module(hidden_states)
         finally:
-            restore()
+            restore_forward()
 
     def unprojected(
         self, hidden: Tensor, vocab_size: int | None, options: Options | None
     ) -> UnprojectedLogits:
         """Return the hidden states of all ranks, and this rank's part of the head.
 
-        The arguments are as in `run`. Raises ValueError for an output layer whose logits are more
-        than a matmul, a bias and a scale.
+        hidden       [S, B, H], or [S / ranks, B, H] with sequence parallelism
+        vocab_size   number of real ids; None if the vocabulary has no padding
+        options      options of the kernels, or None
+
+        Raises ValueError for an output layer whose logits are more than a matmul, a bias and a
+        scale.
         """
         weight = self.weight
         group = tensor_parallel_group(self.module)
@@ -412,15 +437,15 @@ class OutputLayer:
         is_gathered = ranks > 1 and bool(
             getattr(self.module, "sequence_parallel", self.config.sequence_parallel)
         )
-        if is_gathered:
+        if is_gathered:  # each rank has a part of the sequence
             hidden = GatherSequence.apply(hidden, group)
         # Each rank has its share of the gradient of the hidden states. The shares are summed by the
         # backward of the gather, or with disable_grad_reduce by the layers in front of the module.
         # Otherwise our kernels have to sum them.
-        leaves_sum = is_gathered or getattr(self.module, "disable_grad_reduce", False)
+        is_summed_elsewhere = is_gathered or getattr(self.module, "disable_grad_reduce", False)
         options = replace(
             options or Options(),
-            shard=even_part(weight, group, vocab_size, reduce_hidden=not leaves_sum),
+            shard=even_part(weight, group, vocab_size, reduce_hidden=not is_summed_elsewhere),
             weight_grad=main_grad_of(weight, self.config),
         )
         transform = LogitTransform(scale=constant_scale(self.scale_logits))
@@ -432,7 +457,11 @@ class OutputLayer:
 
     @property
     def weight(self) -> Tensor:
-        """This rank's part of the output weight, [V / ranks, H]."""
+        """This rank's part of the output weight, [V / ranks, H].
+
+        It is the shared embedding if the model ties them, else the weight of the output layer.
+        Raises ValueError if the layer has an adapter, or if its weight is sharded a second time.
+        """
         weight = self.shared_weight
         if weight is None:
             weight = getattr(self.module, "weight", None)
@@ -451,23 +480,29 @@ class OutputLayer:
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
     """Give a module another forward, and return a function without arguments that undoes it."""
-    before = vars(module).get("forward")
+    # A forward on the instance, which another library has set. Usually there is none, and the
+    # class has the forward.
+    instance_forward = vars(module).get("forward")
 
     def restore() -> None:
-        if before is None:
+        if instance_forward is None:
             del module.forward
         else:
-            module.forward = before
+            module.forward = instance_forward
 
     module.forward = forward
     return restore
 
 
 def tensor_parallel_group(output_layer: Any) -> Any:
-    """Return the group that the output layer is sharded over; None without torch.distributed."""
+    """Return the group that the output layer is sharded over; None without torch.distributed.
+
+    output_layer   Megatron's output layer. Older versions of Megatron do not give it its group.
+    """
     group = getattr(output_layer, "tp_group", None)
     if group is not None or not (dist.is_available() and dist.is_initialized()):
         return group
+    # Without a group of its own the layer uses Megatron's global one.
     from megatron.core import parallel_state
 
     return parallel_state.get_tensor_model_parallel_group()
@@ -505,6 +540,7 @@ def constant_scale(scale_logits: Callable[[Tensor], Tensor] | None) -> float:
     """
     if scale_logits is None:
         return 1.0
+    # A softcap, for example, is not proportional to its argument at these three points.
     samples = torch.tensor([1.0, -3.0, 50.0], dtype=torch.float64)
     scaled = scale_logits(samples.clone()).double()
     scale = float(scaled[0])
@@ -539,6 +575,7 @@ class GatherSequence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+        """Return the whole sequence [S, B, H] from this rank's part [S / ranks, B, H]."""
         ctx.group = group
         part = part.contiguous()
         ranks = dist.get_world_size(group)
@@ -548,6 +585,7 @@ class GatherSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_whole: Tensor) -> tuple[Tensor, None]:
+        """Return this rank's part of the gradient, summed over the ranks."""
         grad_whole = grad_whole.contiguous()
         ranks = dist.get_world_size(ctx.group)
         part = grad_whole.new_empty((grad_whole.shape[0] // ranks, *grad_whole.shape[1:]))
@@ -580,16 +618,22 @@ def packed_offsets(packed_seq_params: Any, context_ranks: int = 1) -> Tensor:
 def run_with_processor(
     model: nn.Module, processor: Callable[..., T], context: Any = None, **inputs: Any
 ) -> T | Tensor:
-    """Call a model with an output processor, whether or not its forward has the hook.
+    """Call a model with an output processor, whether or not its forward has the hook for it.
+
+    An output processor is a function that the model calls in place of its output layer, with hidden
+    states. The hook is the pair of arguments output_processor= and output_processor_context= of
+    the forward, which models of older versions of megatron-core lack.
 
         out = run_with_processor(
             model, logprobs_processor, LogprobsContext(temperature=0.7),
             input_ids=ids, position_ids=positions, attention_mask=None, labels=labels,
         )
 
-    model    a language model of megatron-core, also inside of DistributedDataParallel,
-             Float16Module or a multimodal model with a `language_model`
-    inputs   the arguments of its forward
+    model       a language model of megatron-core, also inside of DistributedDataParallel,
+                Float16Module or a multimodal model with a `language_model`
+    processor   such as `logprobs_processor` or `loss_processor`
+    context     what the processor gets as `context`
+    inputs      the arguments of the model's forward
 
     Returns the result of the processor on the last pipeline stage, and hidden states on the others.
     """
@@ -602,26 +646,37 @@ def run_with_processor(
 def install_processor(
     model: nn.Module, processor: Callable[..., Any], context: Any = None
 ) -> InstalledProcessor:
-    """Make a model call an output processor in every forward, for trainers that call the model
-    without the hook's arguments.
+    """Make a model call an output processor in every forward.
 
-    Returns an object whose `remove()` undoes it; use it in a `with` block too. Its `context` may be
-    changed between calls. Calls of `build_schedule_plan` are not affected. Raises ValueError for a
-    model without an output layer, and RuntimeError if a processor is installed already.
+    This is for trainers that call the model themselves and do not pass output_processor=.
+
+    model       a language model of megatron-core, also inside of wrappers
+    processor   a function that the model calls in place of its output layer, such as
+                `loss_processor`. Its result is the result of the model.
+    context     what the processor gets as `context`
+
+    Returns an object whose `remove()` undoes it. It can be used in a `with` block, and its
+    `context` may be changed between calls. Calls of `build_schedule_plan` are not affected. Raises
+    ValueError for a model without an output layer, and RuntimeError if a processor is installed
+    already.
     """
     return InstalledProcessor(language_model(model), processor, context)
 
 
 def skip_logits(chunks: Sequence[nn.Module], vocab_size: int | None = None) -> None:
-    """Make the chunks of a pipeline return `UnprojectedLogits` in place of logits, for trainers
-    whose adapters compute log-probs from them.
+    """Make the chunks of a pipeline return `UnprojectedLogits` in place of logits.
 
-    vocab_size   as in `LogprobsContext`
+    These are hidden states and the output head. Adapters of trainers compute log-probs from them.
+
+    chunks       the parts of the model on this pipeline stage
+    vocab_size   number of real ids; the rows of the output weight beyond it pad the vocabulary.
+                 None: all rows are ids.
 
     Chunks that do so already are left alone.
     """
     for chunk in chunks:
         model = language_model(chunk)
+        # `InstalledProcessor` replaces the forward and marks it by this attribute.
         if not getattr(model.forward, "is_processed", False):
             InstalledProcessor(model, head_processor, LogprobsContext(vocab_size=vocab_size))
 
@@ -633,6 +688,15 @@ class InstalledProcessor:
     """
 
     def __init__(self, model: nn.Module, processor: Callable[..., Any], context: Any) -> None:
+        """Replace the forward of a model by one that calls the processor.
+
+        model       a language model of megatron-core, without wrappers
+        processor   a function that takes hidden states and output layer. Its result is the result
+                    of the model.
+        context     what the processor gets as `context`
+
+        Raises RuntimeError if the model has a processor already.
+        """
         if getattr(model.forward, "is_processed", False):
             raise RuntimeError(
                 f"{type(model).__name__} has a processor already: call remove() on what"
@@ -641,13 +705,14 @@ class InstalledProcessor:
         self.model = model
         self.context = context
         own_forward = model.forward
+        # If the model cannot call a processor itself, `run_trunk` calls it after the forward.
         run = run_hook if has_hook(model) else run_trunk
 
         @functools.wraps(own_forward)
         def forward(*args: Any, **inputs: Any) -> Any:
             return run(model, own_forward, processor, self.context, args, inputs)
 
-        vars(forward)["is_processed"] = True
+        vars(forward)["is_processed"] = True  # for `remove`, and against a second installation
         self.restore = replace_forward(model, forward)
 
     def remove(self) -> None:
@@ -663,11 +728,13 @@ class InstalledProcessor:
 
 
 def add_hook(model: nn.Module) -> Callable[[], None]:
-    """Make the forward of a model without the hook take output_processor= and
-    output_processor_context=, for trainers that pass them to every model.
+    """Make the forward of a model take output_processor= and output_processor_context=.
 
-    Returns a function that gives the model its own forward back. A model that has the hook is left
-    alone.
+    The output processor is a function that is called with hidden states in place of the output
+    layer. Newer versions of megatron-core have these two arguments, and some trainers pass them to
+    every model. A model that has them is left alone.
+
+    Returns a function that gives the model its own forward back.
     """
     model = language_model(model)
     if has_hook(model):
@@ -697,7 +764,14 @@ def run_hook(
     args: tuple[Any, ...],
     inputs: dict[str, Any],
 ) -> Any:
-    """Call a forward that has the hook, with a processor. The arguments are as in `run_trunk`."""
+    """Call a forward of megatron-core that calls an output processor itself.
+
+    model          not used: `run_trunk`, which has the same arguments, needs it
+    forward        the forward of a model
+    processor      a function that the forward calls with hidden states and output layer
+    context        what the processor gets as `context`
+    args, inputs   the arguments of the forward
+    """
     return forward(*args, **inputs, output_processor=processor, output_processor_context=context)
 
 
@@ -709,21 +783,26 @@ def run_trunk(
     args: tuple[Any, ...],
     inputs: dict[str, Any],
 ) -> Any:
-    """Call a forward that lacks the hook, and call the processor with its hidden states.
+    """Call a model without its output layer, and an output processor with its hidden states.
+
+    This is for models of older versions of megatron-core, whose forward cannot call a processor.
 
     model          a language model of megatron-core
     forward        the forward of this model
-    processor      an output processor
+    processor      a function that takes hidden states and output layer, such as
+                   `logprobs_processor`
     context        what the processor gets as `context`
     args, inputs   the arguments of the forward
 
-    On the last pipeline stage the model has post_process=True and computes logits. With False, its
-    forward returns hidden states. Other stages call the forward alone, and have no output layer.
+    Returns the result of the processor on the last pipeline stage. Other stages have no output
+    layer. They return what their forward returns.
     """
-    if not model.post_process:
+    if not model.post_process:  # not the last stage
         return forward(*args, **inputs)
-    bound = inspect.signature(forward).bind(*args, **inputs).arguments
-    refuse_mtp_loss(model, bound)
+    # {name: value} of the arguments of this call
+    arguments = inspect.signature(forward).bind(*args, **inputs).arguments
+    refuse_mtp_loss(model, arguments)
+    # With post_process=False the forward returns hidden states and skips the output layer.
     model.post_process = False
     try:
         hidden = forward(*args, **inputs)
@@ -736,7 +815,7 @@ def run_trunk(
         hidden_states=hidden,
         output_layer=model.output_layer,
         output_weight=weight,
-        **{name: bound.get(name) for name in INPUTS_OF_A_PROCESSOR},
+        **{name: arguments.get(name) for name in INPUTS_OF_A_PROCESSOR},
         context=context,
         compute_language_model_loss=model.compute_language_model_loss,
         scale_logits=getattr(model, "_scale_logits", None),
@@ -761,10 +840,10 @@ INPUTS_OF_A_PROCESSOR = (
 def refuse_mtp_loss(model: Any, inputs: dict[str, Any]) -> None:
     """Raise ValueError if the forward of a model adds a loss of multi-token prediction.
 
-    inputs   the arguments of the forward
+    inputs   {name: value} of the arguments of the forward
 
-    A forward without the hook adds this loss after the hidden states, where `run_trunk` leaves it
-    out.
+    The caller runs the forward up to the hidden states only, and such a forward adds this loss
+    later. It would silently be left out.
     """
     predicts_more = getattr(model, "mtp_process", False) and getattr(
         model.config, "mtp_num_layers", None
@@ -778,7 +857,11 @@ def refuse_mtp_loss(model: Any, inputs: dict[str, Any]) -> None:
 
 
 def has_hook(model: nn.Module) -> bool:
-    """Return whether the forward of a model takes an output processor."""
+    """Return whether the forward of a model takes an output processor.
+
+    This is a function that the forward calls in place of the output layer. Newer versions of
+    megatron-core have it.
+    """
     parameters = inspect.signature(model.forward).parameters
     return {"output_processor", "output_processor_context"} <= parameters.keys()
 
@@ -792,6 +875,8 @@ def innermost(model: nn.Module) -> nn.Module:
 
 def language_model(model: nn.Module) -> nn.Module:
     """Return the language model inside of wrappers and of a multimodal model.
+
+    model   the model of a trainer, such as DistributedDataParallel(Float16Module(GPTModel))
 
     Raises ValueError for a model that is none of megatron-core's.
     """

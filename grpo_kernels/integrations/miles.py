@@ -83,9 +83,10 @@ def bind(
     entropy_over: str = "vocabulary",
     missing: str = "raise",
     head: bool = False,
-    **how: bool,
+    strict: bool = False,
+    any_version: bool = False,
 ) -> Slots:
-    """Replace miles' functions by ours, until `undo()` of the result (see `Slots`) is called.
+    """Replace miles' functions of log-probs and entropy by ours, until `undo()` of the result.
 
     args            miles' arguments. If rollout_top_p is below 1 or rollout_top_k above 0, the
                     log-probs are over the candidate sets that the rollouts recorded ("replay").
@@ -97,11 +98,17 @@ def bind(
                     waits for the device.
     head            True: also replace `get_log_probs_and_entropy`, for models that return hidden
                     states in place of logits (`skip_logits`). Not with replay.
-    how             strict= and any_version= of `Slots`
+    strict          True: a call that ours does not support raises RuntimeError. False: miles' own
+                    function computes it.
+    any_version     False: under a version of miles that was not tested, the first calls are
+                    compared with miles' own functions, and RuntimeError is raised if they differ.
+                    True: they are not compared.
 
-    Raises ValueError for replay with a KL or a teacher but without reference_over. With replay or
-    head it raises RuntimeError under a version of miles that was not tested, unless
-    any_version=True.
+    Returns `Slots`: `undo()` restores miles' functions, and `counts` has the number of calls.
+
+    Raises ValueError for replay with a KL or a teacher but without reference_over. Raises
+    RuntimeError if a function is replaced already or has other arguments, and with replay or head
+    under a version of miles that was not tested, unless any_version=True.
     """
     remedy = "log-probs over all ids and sets make no KL: pass 'kept'."
     require(reference_over in (None, "kept"), "reference_over", reference_over, remedy)
@@ -118,13 +125,13 @@ def bind(
             require(not value, name, value, remedy)
     remedy = "log-probs over recorded sets are computed from logits: pass head=False."
     require(not (head and (replays or centers)), "head", head, remedy)
-    slots = Slots(ADAPTER, **how)
+    slots = Slots(ADAPTER, strict, any_version)
     if head:
         # miles' own function cannot be called with hidden states.
         slots.bind(get_log_probs_and_entropy, comparable=False)
     slots.bind(calculate_log_probs_and_entropy, missing=missing, entropy_over=entropy_over)
     if replays:
-        # Ours returns sets, miles' a mask.
+        # Results cannot be compared: ours returns candidate sets, miles' a mask.
         slots.bind(local_sets, comparable=False)
     if centers:
         slots.bind(selected_log_probs_and_entropy, missing=missing)
@@ -134,7 +141,8 @@ def bind(
 def skip_logits(args: Any, model: Sequence[Any]) -> None:
     """Make miles' model return hidden states and head in place of logits.
 
-    Requires `bind(args, head=True)`.
+    The logits [T, V] then never exist. Functions of log-probs that `bind(args, head=True)` has
+    replaced compute log-probs from hidden states and head. Call it in miles' two hooks:
 
         --custom-megatron-before-log-prob-hook-path my_hooks.before_log_probs
         --custom-megatron-before-train-step-hook-path my_hooks.before_train_step
@@ -179,6 +187,8 @@ def get_log_probs_and_entropy(
 
     Only the rows that predict a response token take part in matmuls. miles' own code decides which
     rows a response has under context parallelism, and moves results between ranks.
+
+    The decorator makes errors use the names of these arguments.
     """
     if not isinstance(logits, megatron.UnprojectedLogits):
         raise NotCovered("logits that an output layer has computed")
@@ -225,7 +235,7 @@ def _sets_of_response(name: str, record: Any, num_tokens: int) -> TokenSets:
 
     Raises ValueError if there is not one set for each token, or if a set is empty that may not be.
     """
-    if hasattr(record, "_as_tensors"):
+    if hasattr(record, "_as_tensors"):  # in some versions of miles
         ids, offsets = record._as_tensors()
     else:
         ids, offsets = record.ids, record.offsets
@@ -245,9 +255,11 @@ def kept_sets(
 ) -> TokenSets:
     """Return the candidate sets of the rows of a packed batch, on the CPU.
 
-    Row i has the set of token i + 1. There are sum(total_lengths) rows.
+    The candidate set of a token has the ids that top-k or top-p left when it was sampled. miles
+    records one for each response token. Row i has the set of token i + 1, which it predicts. There
+    are sum(total_lengths) rows.
 
-    masks              a `RolloutSamplingMask` for each sample
+    masks              miles' record of each sample, a `RolloutSamplingMask`
     total_lengths      number of tokens of each sample, prompt and response
     response_lengths   number of tokens at its end that are the response
 
@@ -279,6 +291,9 @@ def local_sets(
     response_length: int | None = None,
 ) -> TokenSets:
     """Return the candidate sets of rows of logits, in place of the mask that miles makes.
+
+    The candidate set of a token has the ids that top-k or top-p left when it was sampled. miles
+    makes a [R, V] mask of its record of these ids. Ours keeps the ids.
 
     logits             [R, V / ranks]; only the device is used
     sampling_mask      miles' record of the response
@@ -324,6 +339,8 @@ def calculate_log_probs_and_entropy(
 
     A call with true_on_policy is left to miles. chunk_size, vocab_size and
     debug_unified_grad_fused_logprob are not used.
+
+    The decorator makes errors use the names of these arguments.
     """
     if true_on_policy:
         # miles' own function has no candidate sets in this mode, so it cannot compute the call.
@@ -372,6 +389,8 @@ def selected_log_probs_and_entropy(
                        ids, as in `token_logprobs`
 
     If the last rank has no real id, miles computes the call.
+
+    The decorator makes errors use the names of these arguments.
     """
     local_vocab = logits.shape[-1]
     shard = even_shard(local_vocab, group)

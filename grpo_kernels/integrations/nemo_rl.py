@@ -148,16 +148,19 @@ REVERSE = Exact("reverse", tail="ignore")
 def _refuse_other_options(theirs: Any, read: Sequence[str]) -> None:
     """Raise ValueError if a loss object of NeMo-RL has an option set that this module ignores.
 
-    theirs   the object, whose attributes are its options. Private attributes do not count.
+    A newer NeMo-RL may have an option that changes the loss. Without this check our loss would
+    silently differ from it.
+
+    theirs   the object, whose attributes are its options. Private attributes are no options.
     read     names of the attributes that the caller reads
 
-    A newer NeMo-RL may have an option that changes the loss. An option with an empty value (None,
-    False, 0, ...) is not set.
+    An option with an empty value (None, False, 0, ...) is not set.
     """
     for name, value in vars(theirs).items():
         unset = value is None or value is False
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor):  # `in` would compare the elements of a tensor
             unset = unset or value in (0, "", (), [], {})
+        # DERIVED are attributes that follow from others. UNSUPPORTED has remedies by name.
         if name not in (*read, *DERIVED) and not name.startswith("_") and not unset:
             remedy = "this option is not known here: keep NeMo-RL's own loss."
             require(False, name, value, UNSUPPORTED.get(name, remedy))
@@ -271,31 +274,52 @@ class PolicyLoss:
         return self.seq_logprob_error_threshold is not None
 
     def _check_threshold(self) -> None:
-        """Raise ValueError if seq_logprob_error_threshold does not fit the other options."""
-        name = "seq_logprob_error_threshold"
+        """Raise ValueError if seq_logprob_error_threshold does not fit the other options.
+
+        With this option, sequences are masked whose error is above the threshold. The error of a
+        sequence is the mean over its tokens of exp |log-prob - the sampler's log-prob|. NeMo-RL's
+        worker then rescales all gradients by the share of tokens that is left.
+        """
         threshold = self.seq_logprob_error_threshold
-        remedy = "the mean of exp |difference of log-probs| is at least 1: pass a number above 1."
-        require_number(name, threshold, remedy, 1.0, LARGEST)
-        by_token = self.force_on_policy_ratio and self.objective.aggregate == "token-mean"
-        remedy = 'it needs force_on_policy_ratio=True and aggregate="token-mean", as in NeMo-RL.'
-        require(by_token, name, threshold, remedy)
-        remedy = "the counts of tokens that it changes do not divide positive_example_nll_weight."
-        require(self.positive_example_nll_weight == 0, name, threshold, remedy)
-        remedy = (
-            "with sampling_params the errors would compare other distributions: use one of them."
+        require_number(
+            "seq_logprob_error_threshold",
+            threshold,
+            "the mean of exp |difference of log-probs| is at least 1: pass a number above 1.",
+            1.0,
+            LARGEST,
         )
-        require(self.rules is None, name, threshold, remedy)
+
+        def require_for_threshold(ok: bool, remedy: str) -> None:
+            require(ok, "seq_logprob_error_threshold", threshold, remedy)
+
+        require_for_threshold(
+            self.force_on_policy_ratio and self.objective.aggregate == "token-mean",
+            'it needs force_on_policy_ratio=True and aggregate="token-mean", as in NeMo-RL.',
+        )
+        # The likelihood loss is a mean over tokens of the micro-batch, so the rescaling, which
+        # corrects global counts, would be wrong for it.
+        require_for_threshold(
+            self.positive_example_nll_weight == 0,
+            "the counts of tokens by which NeMo-RL's worker rescales gradients do not divide the loss"
+            " of positive_example_nll_weight: use one of them.",
+        )
+        # `rules` are the top-k and top-p of sampling_params, None without them.
+        require_for_threshold(
+            self.rules is None,
+            "with sampling_params the log-probs of policy and sampler run over different candidate"
+            " sets, so their difference is no error: use one of them.",
+        )
 
     @classmethod
     def like(cls, theirs: Any, **options: Any) -> PolicyLoss:
         """Return our loss with the options of one of NeMo-RL's.
 
-        theirs    a `ClippedPGLossFn`
+        theirs    a `ClippedPGLossFn`, whose attributes are its options
         options   inplace=, megatron= and sampling_params=, which `theirs` does not have
 
         Raises ValueError naming the option of `theirs` that is not supported or not known.
         """
-        _refuse_other_options(theirs, READ)
+        _refuse_other_options(theirs, READ)  # READ: the options that this function reads
         # force_on_policy_ratio has precedence in NeMo-RL.
         has_no_ratio = theirs.disable_ppo_ratio and not theirs.force_on_policy_ratio
         low = theirs.ratio_clip_min
@@ -304,6 +328,7 @@ class PolicyLoss:
         remedy = "with disable_ppo_ratio it bounds no ratio: set one of them only."
         require(delta is None or not has_no_ratio, "ratio_clip_c", delta, remedy)
         clip = bounded_clip("NeMo-RL", low, high, delta, "ratio_clip_c", "ratio_clip_max")
+        # The policy term: clipped by default.
         surrogate: Any = clip
         if theirs.use_cispo:
             surrogate = Cispo(1 + high, 1 - low)
@@ -311,6 +336,7 @@ class PolicyLoss:
             surrogate = PolicyGradient()
         level = "sequence" if theirs.sequence_level_importance_ratios else "token"
         is_token_mean = theirs.loss_type.name == "TOKEN_LEVEL"
+        # Bounds of the log-ratio to the reference, and of the estimate; None for none.
         log_bound = theirs.kl_input_clamp_value
         bound = theirs.kl_output_clamp_value
         kl = Kl(
@@ -327,6 +353,7 @@ class PolicyLoss:
             beta=theirs.reference_policy_kl_penalty,
             kl=kl,
         )
+        # Weights of policy over sampler. MODES has our name of NeMo-RL's kind of truncation.
         if theirs.use_importance_sampling_correction:
             largest = theirs.truncated_importance_sampling_ratio
             options["importance"] = {
@@ -337,6 +364,7 @@ class PolicyLoss:
             }
         if getattr(theirs, "seq_logprob_error_in_loss", False):
             options["seq_logprob_error_threshold"] = theirs.seq_logprob_error_threshold
+        # Options that have the same name and meaning in both.
         names = (
             "force_on_policy_ratio",
             "use_on_policy_kl_approximation",
@@ -372,6 +400,7 @@ class PolicyLoss:
         num_tokens = global_valid_toks.float()
         num_sequences = global_valid_seqs.float()
         counted_samples = data["sample_mask"]
+        # With sampling_params: the batch with candidate sets, and targets outside of their set.
         batch_over_sets, outside_sets = self._with_candidate_sets(logits, batch, options)
         logps = self._logps_before(logits, batch_over_sets, options)
         counts: dict[str, Tensor] = {}
@@ -384,7 +413,9 @@ class PolicyLoss:
             survivors = batch.trained.view(batch.targets.shape) & is_kept[:, None]
             batch = replace(batch, mask=survivors)
             batch_over_sets = replace(batch_over_sets, mask=survivors)
-        weights = outside_bounds = None
+        # Importance weights of policy over sampler, and tokens whose weight is out of bounds.
+        weights = None
+        outside_bounds = None
         if self.importance is not None:
             weights, outside_bounds = self._weights(_with_old_logps(batch, logps))
             batch_over_sets = replace(batch_over_sets, weights=weights)
@@ -435,10 +466,17 @@ class PolicyLoss:
         return TokenBatch(column("input_ids"), column("advantages"), **fields)
 
     def _logps_before(self, logits: Tensor, batch: TokenBatch, options: Options) -> Tensor | None:
-        """Return the policy's log-probs, fp32 [B, S], or None if the loss alone needs them.
+        """Return the policy's log-probs, fp32 [B, S], or None if only the loss needs them.
 
-        They are needed for the error of sequences, and for importance weights of samples whose old
-        log-probs are the policy's own.
+        The loss computes log-probs itself. Before it, they are needed for the error of sequences
+        (seq_logprob_error_threshold), and for importance weights of samples whose old log-probs are
+        the policy's own.
+
+        logits    [B, S, V], already divided by the temperature
+        batch     targets, mask and candidate sets
+        options   options of the kernels
+
+        They have no gradient.
         """
         has_on_policy_samples = self.force_on_policy_ratio or batch.on_policy is not None
         needed_for_weights = self.importance is not None and has_on_policy_samples
@@ -455,7 +493,8 @@ class PolicyLoss:
     ) -> tuple[TokenBatch, Tensor | None]:
         """Return the batch with the candidate sets of sampling_params, and targets outside of them.
 
-        logits   [B, S, V], whose top-k and top-p ids are the set of each row
+        logits    [B, S, V], whose top-k and top-p ids are the set of each row
+        options   options of the kernels, with the shard of sharded logits
 
         The second result is bool [B, S]. The set of such a row is replaced by its target alone, so
         that its log-prob is 0 and has no gradient, as in NeMo-RL. Without sampling_params, returns
@@ -483,7 +522,10 @@ class PolicyLoss:
     ) -> tuple[LossOutput, Tensor | None]:
         """Return the loss, and the KL term if it is not part of this loss.
 
+        logits       [B, S, V], or a part of them on each tensor-parallel rank
+        batch        targets, log-probs and weights, [B, S]
         normalizer   0-d, the denominator of both
+        options      options of the kernels
 
         The KL is separate, 0-d, in two cases: the batch has candidate sets (NeMo-RL's KL runs over
         the vocabulary), and with use_on_policy_kl_approximation (its KL has other weights).
@@ -495,10 +537,12 @@ class PolicyLoss:
         # A separate KL over the vocabulary needs the logits after the backward of the loss.
         inplace = self.inplace and not (has_sets and has_kl)
         if not (has_sets and has_kl) and not is_weighted:
+            # One pass over the logits computes the loss, with its KL if there is one.
             out = grpo_loss(
                 logits, batch, objective, normalizer=normalizer, inplace=inplace, options=options
             )
             return out, None
+        # Otherwise compute log-probs first, and both terms from them.
         scored = token_logprobs(
             logits,
             batch.targets,
@@ -507,7 +551,7 @@ class PolicyLoss:
             options=options,
             kept=batch.kept,
             inplace=inplace,
-            also=("log_kept_mass",),
+            also=("log_kept_mass",),  # log of the probability of the candidate set
         )
         without_kl = replace(objective, beta=0.0)
         out = objective_loss(
@@ -536,10 +580,11 @@ class PolicyLoss:
     def _weights(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Return (importance weights, is_outside), fp32 and bool [B, S].
 
-        batch   has old_logps and sampler_logps, whose difference is the log of the weight
+        The weight of a token corrects for a sampler that differs from the policy: it is
+        exp(old log-prob - the sampler's log-prob), or this of its whole sequence. Weights outside
+        of the bounds of `self.correction` are clamped or 0, and is_outside marks their tokens.
 
-        is_outside marks tokens whose weight (or that of their sequence) is outside of the bounds of
-        `correction`.
+        batch   has mask, old_logps and sampler_logps, [B, S]
         """
         level = self.correction["level"]
         low = self.correction["low"]
@@ -547,26 +592,27 @@ class PolicyLoss:
         log_ratio = torch.where(batch.mask, batch.old_logps - batch.sampler_logps, 0.0)
         # A weight that overflows is 0 in NeMo-RL.
         if level == "token":
-            beyond = log_ratio.exp().isinf()
+            overflows = log_ratio.exp().isinf()
         else:
             log_ratio_of_sequence = log_ratio.nansum(1, keepdim=True)
             if level == "geometric":
                 num_trained = batch.mask.sum(1, keepdim=True).clamp(min=1)
                 log_ratio_of_sequence = log_ratio_of_sequence / num_trained
-            beyond = log_ratio_of_sequence.exp().isinf()
-        raw = importance_weights(batch, level=level, high=math.inf).masked_fill(beyond, 0.0)
+            overflows = log_ratio_of_sequence.exp().isinf()
+        unbounded = importance_weights(batch, level=level, high=math.inf)
+        unbounded = unbounded.masked_fill(overflows, 0.0)
         if self.drops_sequences:
             # An infinite ratio adds 0 to the mean of its sequence in NeMo-RL. So does a token that
             # the sampler did not score (NaN) here.
             finite_logps = batch.sampler_logps.masked_fill(log_ratio.isinf(), math.nan)
             finite = replace(batch, sampler_logps=finite_logps)
-            kept = rejection_mask(finite, metric="ratio", over="mean", low=low, high=high)
-            return kept * raw, kept == 0
+            is_kept = rejection_mask(finite, metric="ratio", over="mean", low=low, high=high)
+            return is_kept * unbounded, is_kept == 0
         # The weight of 0 is clamped to low, or is masked.
         overflow_weight = low if self.correction["mode"] == "truncate" else 0.0
         weights = importance_weights(batch, **self.correction)
-        weights = weights.masked_fill(beyond, overflow_weight)
-        return weights, (raw < low) | (raw > high)
+        weights = weights.masked_fill(overflows, overflow_weight)
+        return weights, (unbounded < low) | (unbounded > high)
 
     def _metrics(
         self, out: LossOutput, batch: TokenBatch, samples: Tensor, counts: tuple[Tensor, Tensor], weights: Tensor | None,
@@ -576,6 +622,8 @@ class PolicyLoss:
 
         They are sums over the micro-batch, divided by global numbers of tokens or of sequences.
 
+        out       the result of the loss
+        batch     mask and log-probs of the micro-batch, [B, T]
         samples   [B]: 1 for samples that count
         counts    global numbers of tokens and sequences
         weights   importance weights [B, T], None to compute them here
@@ -602,6 +650,7 @@ class PolicyLoss:
             """Return the objective's KL estimate of two log-probs."""
             return self.objective.kl_spec.function(logp, logp, ref_logp)[0]
 
+        # NeMo-RL estimates the JS divergence by k3 = exp(d) - d - 1 to the mean of the two.
         mixture = torch.logaddexp(old, sampler) - math.log(2.0)
         js_divergence = (k3(mixture, mixture, old)[0] + k3(mixture, mixture, sampler)[0]) / 2
         metrics = {
@@ -628,7 +677,7 @@ class PolicyLoss:
             metrics["kl_penalty"] = kl_sum / self.objective.beta
         if weights is None:
             weights, _ = self._weights(replace(batch, old_logps=old))
-        if self.sequences:
+        if self.sequences:  # a mean over sequences: all tokens of one have the same weight
             sequence_weights = torch.where(mask.any(1), weights.amax(1), 1.0) * samples
             mean_weight = sequence_weights.sum() / num_sequences
         else:
@@ -646,8 +695,10 @@ class PolicyLoss:
 def _counts_of_survivors(batch: TokenBatch, samples: Tensor, is_kept: Tensor) -> dict[str, Tensor]:
     """Return {metric of NeMo-RL: number}, 0-d: masked sequences, and tokens and sequences left.
 
+    batch     has the number of trained tokens of each sequence
     samples   [B], 1 for samples that count
-    is_kept   bool [B], False for sequences that are masked
+    is_kept   bool [B], False for sequences that are masked, because their log-probs differ too much
+              from the sampler's
     """
     tokens = batch.lengths * samples
     return {
@@ -660,9 +711,10 @@ def _counts_of_survivors(batch: TokenBatch, samples: Tensor, is_kept: Tensor) ->
 def _with_old_logps(batch: TokenBatch, logps: Tensor | None) -> TokenBatch:
     """Return the batch with the policy's log-probs as old log-probs of its on-policy samples.
 
-    logps   fp32 [B, S], the policy's log-probs; None if the batch has no on-policy samples
+    An on-policy sample was generated by the present policy, so its ratio is 1. The batch marks
+    these samples (batch.on_policy), or has no old log-probs at all if all samples are on-policy.
 
-    All samples are on-policy if the batch has no old log-probs.
+    logps   fp32 [B, S], the policy's log-probs; None if the batch has no on-policy samples
     """
     if logps is None or (batch.old_logps is not None and batch.on_policy is None):
         return batch
@@ -684,13 +736,18 @@ def _by_ratio_to_the_sampler(kl: Kl) -> Kl:
     weighted = replace(kl, weighting="ratio", clamp=math.inf)
 
     def estimator(logp: Any, old_logp: Any, ref_logp: Any) -> tuple[Any, Any]:
-        """Return (value, derivative in logp) for one token."""
+        """Return (value, derivative in logp) for one token.
+
+        logp, old_logp, ref_logp   log-probs under policy, sampler and reference
+        """
         log_ratio = logp - old_logp
         terms = kl_terms(logp, old_logp, ref_logp, log_ratio, weighted.clamps, **weighted.formula)
-        fits = log_ratio < LARGEST_LOG
-        near = fits & (ops.abs(terms.value) <= kl.clamp)
+        fits = log_ratio < LARGEST_LOG  # exp(log_ratio) does not overflow
+        is_not_clamped = fits & (ops.abs(terms.value) <= kl.clamp)
         value = ops.minimum(ops.maximum(terms.value, -kl.clamp), kl.clamp)
-        return ops.where(fits, value, 0.0), ops.where(near, terms.grad_both, 0.0)
+        # `grad_both` is the derivative of estimate and weight. A clamped value has none.
+        gradient = ops.where(is_not_clamped, terms.grad_both, 0.0)
+        return ops.where(fits, value, 0.0), gradient
 
     return Kl(estimator)
 
@@ -698,15 +755,22 @@ def _by_ratio_to_the_sampler(kl: Kl) -> Kl:
 # ---- log-probs from hidden states, on Megatron
 
 
-def bind(**how: bool) -> Slots:
-    """Replace NeMo-RL's function of log-probs from hidden states, until `undo()` of the result.
+def bind(*, strict: bool = False, any_version: bool = False) -> Slots:
+    """Replace NeMo-RL's function of log-probs from hidden states by ours.
 
     It is `nemo_rl.distributed.model_utils.from_parallel_hidden_states_to_logprobs`, which the
     Megatron worker calls with use_fused_linear_logprobs.
 
-    how   strict= and any_version= of `Slots`, which also lists the errors
+    strict        True: a call that ours does not support raises RuntimeError. False: NeMo-RL's
+                  function computes it.
+    any_version   False: the first call is also computed by NeMo-RL and compared. True: it is not.
+
+    Returns `Slots`: `undo()` restores NeMo-RL's function, `counts` has the number of calls. Raises
+    RuntimeError if the function has other arguments or is replaced already.
     """
-    return ADAPTER.bind(from_parallel_hidden_states_to_logprobs, **how)
+    return ADAPTER.bind(
+        from_parallel_hidden_states_to_logprobs, strict=strict, any_version=any_version
+    )
 
 
 @with_trainer_names(
@@ -742,6 +806,8 @@ def from_parallel_hidden_states_to_logprobs(
                     not used
 
     Raises ValueError if the ids are not those of this rank of tp_group.
+
+    The decorator makes errors use the names of these arguments.
     """
     if cp_group is not None and torch.distributed.get_world_size(cp_group) > 1:
         raise NotCovered("context parallelism")
@@ -800,6 +866,16 @@ class DistillationLoss:
         megatron: bool = False,
         topk_logits_k: int | None = None,
     ) -> None:
+        """Check the options of the loss, and set the attributes that NeMo-RL reads.
+
+        kl_type, mixed_kl_weight
+                            "forward", "reverse" or "mixed", with the weight of the forward KL
+        zero_outside_topk   whether the policy is normalised over the vocabulary, and not over the
+                            teacher's k ids
+        megatron            whether logits are sharded over Megatron's tensor-parallel group
+        topk_logits_k       the number k in NeMo-RL's configuration, to check it here; None: it is
+                            checked in the first step
+        """
         from nemo_rl.algorithms.loss import interfaces
 
         if topk_logits_k is not None:

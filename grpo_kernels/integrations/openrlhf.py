@@ -172,6 +172,7 @@ class PolicyLoss(torch.nn.Module):
         Raises ValueError if it lacks an option of both 0.11.0 and 0.11.2, or has another option
         set.
         """
+        # The options of OpenRLHF up to 0.11.1, and from 0.11.2 on. It has all of one of the two.
         for fields in (FIELDS + BEFORE, FIELDS + SINCE):
             missing = [name for name in fields if not hasattr(theirs, name)]
             if missing:
@@ -262,6 +263,7 @@ class PolicyLoss(torch.nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return (importance weights [B, T], is_outside) of the correction.
 
+        batch     log-probs and mask of the micro-batch
         mask      bool [B, T], the trained tokens
         sampler   fp32 [B, T], log-probs under the sampler
         old       fp32 [B, T], log-probs of the policy at the start of the update
@@ -300,7 +302,9 @@ class PolicyLoss(torch.nn.Module):
         return weights, is_outside
 
 
-def bind(*, entropy_temperature: float = 1.0, **how: bool) -> Slots:
+def bind(
+    *, entropy_temperature: float = 1.0, strict: bool = False, any_version: bool = False
+) -> Slots:
     """Replace OpenRLHF's functions of log-probs and entropy by ours, until `undo()` of the result.
 
     They are `log_probs_from_logits` and `compute_entropy` of openrlhf.models.utils, also in the
@@ -308,9 +312,16 @@ def bind(*, entropy_temperature: float = 1.0, **how: bool) -> Slots:
 
     entropy_temperature   divides the logits before the entropy. OpenRLHF has no such option: its
                           entropy is at temperature 1 up to 0.11.1.
-    how                   strict= and any_version= of `Slots`, which also lists the errors
+    strict                True: a call that ours does not support raises RuntimeError. False:
+                          OpenRLHF's own function computes it.
+    any_version           False: under a version of OpenRLHF that was not tested, the first calls
+                          are compared with OpenRLHF's own functions, and RuntimeError is raised if
+                          they differ. True: they are not compared.
+
+    Returns `Slots`: `undo()` restores OpenRLHF's functions, and `counts` has the number of calls.
+    Raises RuntimeError if a function is replaced already or has other arguments.
     """
-    slots = ADAPTER.bind(log_probs_from_logits, **how)
+    slots = ADAPTER.bind(log_probs_from_logits, strict=strict, any_version=any_version)
     # At another temperature the entropy differs from OpenRLHF's on purpose.
     slots.bind(
         compute_entropy, comparable=entropy_temperature == 1.0, temperature=entropy_temperature
@@ -320,17 +331,23 @@ def bind(*, entropy_temperature: float = 1.0, **how: bool) -> Slots:
 
 @with_trainer_names(targets="labels")
 def log_probs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return the log-probs of labels, fp32 [...]. The logits are not changed.
+    """Return the log-probs of labels, fp32 [...], in place of OpenRLHF's function of this name.
+
+    The logits are not changed.
 
     logits        [..., V]
     labels        int64 [...]
     temperature   divides the logits
+
+    The decorator makes errors use the names of these arguments.
     """
     return log_probs_of(logits, labels, temperature=temperature).logps
 
 
 def compute_entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Return the entropy of each row of logits in nats, fp32 [...].
+
+    It replaces OpenRLHF's function of this name, which has no temperature.
 
     logits        [..., V]
     temperature   divides the logits

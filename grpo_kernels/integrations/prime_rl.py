@@ -54,19 +54,34 @@ ADAPTER = Adapter(
 
 
 def bind(
-    *, entropy_over: str = "vocabulary", missing: str = "full", **how: bool
-) -> Slots:  # fmt: skip
+    *,
+    entropy_over: str = "vocabulary",
+    missing: str = "full",
+    strict: bool = False,
+    any_version: bool = False,
+) -> Slots:
     """Replace prime-rl's function of log-probs and entropy by ours, until `undo()` of the result.
 
-    It is the autograd function `_SequenceChunkedLogProbEntropyFn`, which the head calls.
+    It is `apply` of the autograd function `_SequenceChunkedLogProbEntropyFn`, which the LM head
+    calls.
 
     entropy_over  for rows with a candidate set, the ids that the entropy runs over: "vocabulary",
                   as in prime-rl, or "kept" (the set)
     missing       what to do with a label outside of its set, as in `linear_logprobs`. prime-rl has
                   "full": the row uses the vocabulary.
-    how           strict= and any_version= of `Slots`, which also lists the errors
+    strict        True: a call that ours does not support raises RuntimeError. False: prime-rl's
+                  own function computes it.
+    any_version   False: under a version of prime-rl that was not tested, the first calls are
+                  compared with prime-rl's own functions, and RuntimeError is raised if they
+                  differ. True: they are not compared.
+
+    Other values of entropy_over and missing than the defaults give other results than prime-rl's. A
+    version of prime-rl that was not tested then needs any_version=True.
+
+    Returns `Slots`: `undo()` restores prime-rl's functions, and `counts` has the number of calls.
+    Raises RuntimeError if a function is replaced already or has other arguments.
     """
-    slots = Slots(ADAPTER, **how)
+    slots = Slots(ADAPTER, strict, any_version)
     is_as_in_prime_rl = missing == "full" and entropy_over == "vocabulary"
     slots.bind(
         chunked_logprobs,
@@ -109,7 +124,10 @@ def chunked_logprobs(
                      as in `bind`
 
     The entropy has no gradient, as in prime-rl.
+
+    The decorator makes errors use the names of these arguments.
     """
+    # With sets, log-probs are over them, and with return_mask_logprobs of all their ids too.
     sets = None if sampling_mask is None else TokenSets.from_padded(sampling_mask)
     result = log_probs_of(
         hidden,
@@ -137,6 +155,8 @@ def chunked_logprobs(
 
 def kept_sets(record: Any, ids: Tensor, *, cu_seqlens: Tensor | None = None) -> TokenSets:
     """Return the candidate sets that prime-rl recorded, one for each row that predicts a token.
+
+    The candidate set of a token has the ids that the sampler could draw.
 
     record       prime-rl's `SamplingMask`, whose fields are bytes: `ids` (int32) of all tokens,
                  `counts` (int32), the number of ids of each token (0 for tokens of the prompt and

@@ -88,9 +88,12 @@ def register(prefix: str = "fused_", *, any_version: bool = False) -> list[str]:
                   If not, the first call compares SkyRL's own clipped loss with ours, and raises
                   RuntimeError if they differ.
     """
+    # Compares the first call if the installed version was not tested, and does nothing otherwise.
     trial = Trial(ADAPTER.untested(any_version))
     from skyrl.backends.skyrl_train.utils import ppo_utils
 
+    # SkyRL has divided the advantages by its denominators, so the loss must be linear in them. It
+    # adds the KL itself.
     names = [
         name
         for name, preset in PRESETS.items()
@@ -114,11 +117,15 @@ def _compare_clipped_losses(
 ) -> None:
     """Compare SkyRL's own clipped loss with ours on the arguments of a policy loss.
 
-    trial   compares values and gradients, and raises RuntimeError if they differ
-
     All policy losses of SkyRL share arguments, off-policy correction and reduction. If the clipped
-    losses agree, the installed version handles these as a tested version does. The other arguments
-    are those of the result of `policy_loss`.
+    losses agree, the installed version handles these as a tested version does.
+
+    trial   compares values and gradients of two functions, and raises RuntimeError if they differ
+    log_probs, old_log_probs, advantages
+            fp32 [B, T]
+    config  SkyRL's algorithm config
+    loss_mask, rollout_logprobs
+            [B, T], or None: trained tokens, and the sampler's log-probs
     """
     from skyrl.backends.skyrl_train.utils.ppo_utils import ppo_policy_loss
 
@@ -282,16 +289,32 @@ def _cispo_metrics(log_ratios: Tensor, objective: Objective) -> dict[str, Tensor
     }
 
 
-def bind(*, megatron: bool = False, replay: bool = False, **how: bool) -> Slots:
+def bind(
+    *,
+    megatron: bool = False,
+    replay: bool = False,
+    strict: bool = False,
+    any_version: bool = False,
+) -> Slots:
     """Replace SkyRL's functions of log-probs and entropy by ours, until `undo()` of the result.
 
     Call it before `HFModelWrapper` is created, because that stores the entropy function.
 
-    megatron   whether the fused head of SkyRL's Megatron worker is also replaced
-    replay     whether the function of log-probs over recorded candidate sets is also replaced
-    how        strict= and any_version= of `Slots`, which also lists the errors
+    megatron      whether the fused head of SkyRL's Megatron worker is also replaced
+    replay        whether the function of log-probs over recorded candidate sets (the ids that top-k
+                  or top-p left when a token was sampled) is also replaced
+    strict        True: a call that ours does not support raises RuntimeError. False: SkyRL's own
+                  function computes it.
+    any_version   False: under a version of SkyRL that was not tested, the first calls are compared
+                  with SkyRL's own functions, and RuntimeError is raised if they differ. True: they
+                  are not compared.
+
+    Returns `Slots`: `undo()` restores SkyRL's functions, and `counts` has the number of calls.
+    Raises RuntimeError if a function is replaced already or has other arguments.
     """
-    slots = ADAPTER.bind(logprobs_from_logits, chunked_entropy_from_logits, **how)
+    slots = ADAPTER.bind(
+        logprobs_from_logits, chunked_entropy_from_logits, strict=strict, any_version=any_version
+    )
     if megatron:
         slots.bind(fused_lm_head_logprobs)
     if replay:
@@ -314,6 +337,8 @@ def chunked_entropy_from_logits(
     requires_grad    whether the entropy is differentiable
     attention_mask   [B, S]: the entropy is 0 where it is 0. None: all rows are computed.
     chunk_size       not used
+
+    The decorator makes errors use the names of these arguments.
     """
     mask = None if attention_mask is None else attention_mask != 0
     return entropy_from_logits(logits, mask=mask, gradient=requires_grad)
@@ -346,7 +371,10 @@ def fused_lm_head_logprobs(
     inference_only   whether the result has no gradient
 
     Raises ValueError if the ids are not those of this rank.
+
+    The decorator makes errors use the names of these arguments.
     """
+    # None is the group of all ranks in SkyRL. Here it would mean a single rank.
     group = tp_group or default_group()
     _check_ids_of_rank(weight.shape[0], vocab_start_index, vocab_end_index, group)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
@@ -433,12 +461,22 @@ def sample_support_scores(
 ) -> Any:
     """Return log-probs, entropy and the rows that have a set, as SkyRL's SampleSupportScores.
 
+    logits_or_hidden        [..., V / ranks], or [..., H] with lm_head_weight
+    sampled_ids             int64 [...]
+    support_ids             int32 [..., K], the candidate set of each row (the ids that the sampler
+                            could draw), padded with -1
+    vocab_start_index, vocab_end_index
+                            the ids of this rank's logits or rows of the weight
+    tp_group                the tensor-parallel group; None for one rank
+    lm_head_weight          [V / ranks, H], or None for logits
+    temperature             divides the logits
+    chunk_size              not used
     compute_entropy         whether the entropy over the sets is computed: fp32 in the shape of
                             sampled_ids, 0 in rows without a set. If not, it is None.
     entropy_requires_grad   whether the entropy is differentiable
 
-    The other arguments and results are those of `sample_support_logprobs`, which this function
-    replaces in newer versions of SkyRL.
+    Log-probs are over the sets, fp32, and 0 in rows without a set. Newer versions of SkyRL have
+    this function in place of `sample_support_logprobs`.
     """
     from skyrl.backends.skyrl_train.utils.sample_support_replay import SampleSupportScores
 
@@ -476,9 +514,18 @@ def _log_probs_over_support(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return (log-probs, entropies or None, rows that have a set), each in sampled_ids' shape.
 
-    entropy   whether the entropy over the sets is computed: False, True or "detached"
+    logits_or_hidden   [..., V / ranks], or [..., H] with lm_head_weight
+    sampled_ids        int64 [...]
+    support_ids        int32 [..., K], the candidate set of each row (the ids that the sampler could
+                       draw), padded with -1
+    vocab_start_index, vocab_end_index
+                       the ids of this rank's logits or rows of the weight
+    tp_group           the tensor-parallel group; None for one rank
+    lm_head_weight     [V / ranks, H], or None for logits
+    temperature        divides the logits
+    entropy            whether the entropy over the sets is computed: False, True or "detached"
 
-    The other arguments are those of `sample_support_logprobs`. Raises NotCovered for a set without
+    The decorator makes errors use the names of these arguments. Raises NotCovered for a set without
     its sampled id and for one that lists an id twice, which SkyRL has to compute.
     """
     if support_ids.shape[:-1] != sampled_ids.shape:
@@ -495,6 +542,7 @@ def _log_probs_over_support(
     is_repeated = (sorted_ids[..., 1:] == sorted_ids[..., :-1]) & (sorted_ids[..., 1:] >= 0)
     if is_repeated.any():
         raise NotCovered("a set that lists an id twice")
+    # Number of ids on each rank.
     width = logits_or_hidden.shape[-1] if lm_head_weight is None else lm_head_weight.shape[0]
     _check_ids_of_rank(width, vocab_start_index, vocab_end_index, tp_group)
     logps, entropies = log_probs_of(
@@ -516,6 +564,8 @@ def kept_sets(
     support: Tensor | tuple[Tensor, Tensor], loss_mask: Tensor, response_mask: Tensor | None = None
 ) -> TokenSets:  # fmt: skip
     """Return the candidate sets of response tokens, for a `TokenBatch` with targets [B, A].
+
+    The candidate set of a token has the ids that the sampler could draw. SkyRL records them.
 
     support        the recorded sets: int32 [B, A, K] padded with -1, or (ids, offsets) in CSR form
                    of the response tokens of all samples

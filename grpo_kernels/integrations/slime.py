@@ -100,7 +100,12 @@ class Replay(NamedTuple):
 
 
 def bind(
-    *, replay: bool = False, entropy_over: str = "vocabulary", head: bool = False, **how: bool
+    *,
+    replay: bool = False,
+    entropy_over: str = "vocabulary",
+    head: bool = False,
+    strict: bool = False,
+    any_version: bool = False,
 ) -> Slots:
     """Replace slime's functions of log-probs and entropy by ours, until `undo()` of the result.
 
@@ -113,14 +118,21 @@ def bind(
                   "vocabulary", as in slime, or "kept" (the set), which reads fewer logits
     head          True: also replace `slime.backends.megatron_utils.loss.get_log_probs_and_entropy`,
                   for models that return hidden states in place of logits (`skip_logits`)
-    how           strict= and any_version= of `Slots`, which also lists the errors
+    strict        True: a call that ours does not support raises RuntimeError. False: slime's own
+                  function computes it.
+    any_version   True: accept a version of slime that was not tested. False: under such a version
+                  the first calls are compared with slime's own, and RuntimeError is raised if they
+                  differ, or with replay=True or head=True, which cannot be compared.
+
+    Returns `Slots`: `undo()` restores slime's functions, `counts` has the number of calls. Raises
+    RuntimeError if a function of slime has other arguments or is replaced already.
     """
-    slots = Slots(ADAPTER, **how)
+    slots = Slots(ADAPTER, strict, any_version)
     slots.bind(calculate_log_probs_and_entropy, entropy_over=entropy_over)
     if hasattr(sys.modules["slime.utils.ppo_utils"], "calculate_topk_log_probs"):
         slots.bind(calculate_topk_log_probs)
     if replay:
-        # Ours returns sets, slime's a mask.
+        # Results cannot be compared: ours returns candidate sets, slime's a mask.
         slots.bind(keep_sets, comparable=False)
     if head:
         # slime's own function cannot be called with hidden states.
@@ -131,7 +143,8 @@ def bind(
 def skip_logits(args: Any, model: Sequence[Any]) -> None:
     """Make slime's model return hidden states and head in place of logits.
 
-    Requires `bind(head=True)`. Call it in slime's two hooks:
+    The logits [T, V] then never exist. Functions of log-probs that `bind(head=True)` has replaced
+    compute log-probs from hidden states and head. Call it in slime's two hooks:
 
         --custom-megatron-before-log-prob-hook-path my_hooks.before_log_probs
         --custom-megatron-before-train-step-hook-path my_hooks.before_train_step
@@ -183,6 +196,8 @@ def get_log_probs_and_entropy(
 
     Only the rows that predict a response token take part in matmuls. slime's own code decides which
     rows a response has under context parallelism, and moves results between ranks.
+
+    The decorator makes errors use the names of these arguments.
     """
     from slime.backends.megatron_utils import loss as theirs
 
@@ -247,7 +262,9 @@ def keep_sets(
 ) -> Replay:
     """Return the recorded candidate sets on this rank's rows of logits.
 
-    The result is the log_prob_keep_mask of `calculate_log_probs_and_entropy`.
+    The candidate set of a token has the ids that top-p left when it was sampled. slime's function,
+    which this replaces, makes a [T, V] mask of its record of these ids. Ours keeps the ids. The
+    result is the log_prob_keep_mask of `calculate_log_probs_and_entropy`.
 
     T                 number of rows of logits on this rank
     vocab_local       not used, because the recorded ids are those of the whole vocabulary
@@ -317,11 +334,14 @@ def calculate_log_probs_and_entropy(
     with_entropy_grad    whether the entropy is differentiable
     entropy_over         with a result of `keep_sets`, the ids that the entropy runs over:
                          "vocabulary" or "kept" (the sets). Otherwise it runs over the vocabulary.
+
+    The decorator makes errors use the names of these arguments.
     """
     entropy = entropy_mode(with_entropy, with_entropy_grad)
     if log_prob_keep_mask is None:
         return logps_in_a_column(logits, tokens, tp_group, entropy=entropy)
     if isinstance(log_prob_keep_mask, Replay):
+        # From `keep_sets`: the candidate set of each row, and which rows have a log-prob.
         return logps_in_a_column(
             logits,
             tokens,
@@ -331,6 +351,7 @@ def calculate_log_probs_and_entropy(
             kept=log_prob_keep_mask.kept,
             entropy_over=entropy_over,
         )
+    # slime's own mask: remove the logits of all other ids, except the target's.
     shard = even_shard(logits.shape[-1], tp_group or default_group())
     first_id = 0 if shard is None else shard.start
     ids = torch.arange(logits.shape[-1], device=tokens.device) + first_id
@@ -348,22 +369,32 @@ def calculate_log_probs_and_entropy(
 def calculate_topk_log_probs(
     logits: Tensor, token_ids: Tensor, tp_group: Any, chunk_size: int = -1, temperature: float = 1.0
 ) -> Tensor:  # fmt: skip
-    """Return the log-probs of K ids of each row, fp32 [R, K], in one pass over the logits.
+    """Return the log-probs of K given ids of each row, fp32 [R, K].
 
-    logits        [R, V / ranks]
-    token_ids     int64 [R, K]; may repeat. -1 is padding, with log-prob 0.
-    tp_group      the tensor-parallel group; None for all ranks, as in slime
+    It replaces slime's function of this name, which gets the sampler's top K ids. Log-probs are
+    over the whole vocabulary. They are computed in one pass over the logits.
+
+    logits        [R, V / ranks]: each rank has the logits of some of the ids
+    token_ids     int64 [R, K], ids of the whole vocabulary. An id may repeat. -1 is padding, whose
+                  log-prob is 0.
+    tp_group      the group of the ranks that have parts of the logits
     chunk_size    not used
     temperature   divides the logits
+
+    The decorator makes errors use the name token_ids, where functions that are called here say
+    `at`.
     """
-    logps, _, _ = logps_at_ids(
-        logits, token_ids, temperature=temperature, group=tp_group or default_group()
-    )
+    # slime passes None for the group of all ranks. Here None would mean a single rank.
+    group = tp_group or default_group()
+    logps, _, _ = logps_at_ids(logits, token_ids, temperature=temperature, group=group)
     return logps
 
 
 def _centered_term(args: Any) -> dict[str, Any]:
     """Return surrogate= and filters= of the policy term that slime's score centering corrects.
+
+    Score centering removes the drift that a sampler other than the policy causes in the gradient of
+    a policy term.
 
     args   slime's arguments
 
@@ -387,7 +418,8 @@ def _centered_term(args: Any) -> dict[str, Any]:
     high = correction["high"]
     if correction["mode"] == "tis":
         return {"surrogate": Cispo(cap=high, low=low)}
-    # IcePop. A trust region has the distances of its bounds from 1.
+    # IcePop: a filter drops tokens, and the ratio is not clamped. A trust region is defined by the
+    # distances of its bounds from 1.
     region = TrustRegion("ratio", 1.0 - low, high - 1.0)
     return {"surrogate": Cispo(math.inf), "filters": (region,)}
 
@@ -401,7 +433,7 @@ def objective_of(args: Any) -> Objective:
     """
     centers = getattr(args, "use_score_centering", False)
     remedy = "this loss has no such term: keep slime's own, and use bind() alone."
-    for name in REFUSED:
+    for name in REFUSED:  # options of terms that only slime's own loss has
         if name == "use_tis" and centers:
             continue  # `_centered_term` includes TIS
         value = getattr(args, name, None)
@@ -418,9 +450,10 @@ def objective_of(args: Any) -> Objective:
     else:
         policy_term = {"surrogate": clip}
 
-    kl_name = args.kl_loss_type
+    kl_name = args.kl_loss_type  # the estimator
     is_gspo = args.advantage_estimator == "gspo"
     is_low_var = kl_name == "low_var_kl"  # k3, clamped
+    # slime's "unbiased" KL is weighted by the ratio.
     is_unbiased = args.use_kl_loss and getattr(args, "use_unbiased_kl", False)
     remedy = (
         f"with gspo, score centering or kl_loss_type={kl_name!r} it is slime's own: use k1, k2 or"
@@ -570,7 +603,12 @@ def policy_loss(objective: Objective | None = None) -> Callable[..., LossAndMetr
 
 
 def _metrics(objective: Objective, out: LossOutput, batch: TokenBatch) -> dict[str, Tensor]:
-    """Return slime's metrics of each token under slime's names, fp32 [N] each."""
+    """Return slime's metrics of each token under slime's names, fp32 [N] each.
+
+    objective   defines the ratio, its clip range and the KL
+    out         the result of the loss
+    batch       the batch of N tokens
+    """
     log_ratio, is_clipped, kl = ratio_terms(objective, out.logps, out.rows, batch)
     metrics = {
         "entropy_loss": out.entropy,

@@ -171,41 +171,66 @@ class FusedLoss(Slots):
     def __init__(
         self, trainer: Any, strict: bool, skip_inactive: bool, replay: bool, any_version: bool
     ) -> None:
+        """Replace the methods of one GRPOTrainer of TRL by ours.
+
+        trainer         the trainer
+        strict          whether a loss that is not supported raises RuntimeError
+        skip_inactive   whether tokens without a gradient are left out of the forward
+        replay          whether log-probs are over the candidate sets that the generation recorded
+        any_version     whether a TRL that was not tested is accepted without a comparison
+
+        Raises ValueError if the head of the model or of the reference is not a plain Linear.
+        """
         super().__init__(ADAPTER, strict, any_version)
         self.trainer = trainer
         self.skip_inactive = skip_inactive
         for model in (x for x in (trainer.model, trainer.ref_model) if x is not None):
             plain_head(self._language_model(model), _fp32_cast)
         self.replay = Replay(trainer) if replay else None
+        # TRL's own methods of the loss and of log-probs, and its autograd function of the LM head.
         self._theirs = trainer._compute_loss
-        self._scores = getattr(trainer, SCORES)
+        self._their_log_probs = getattr(trainer, SCORES)
+        self._their_head, _ = function_of_head(log_probs)
         self._paths = [LOSS]
-        self._own, _ = function_of_head(log_probs)
+        # What replaces the autograd function during a forward of the model.
         # One object for all calls: torch.compile recompiles for a new function object.
-        head = torch.compiler.disable(adapt_arguments(self._of_rows, self._own.apply))
+        head = torch.compiler.disable(adapt_arguments(self._head_outputs, self._their_head.apply))
         self._head = type("FusedHead", (), {"apply": staticmethod(head)})
-        # State of the forward in progress: its loss (None if it only computes log-probs), the
-        # candidate sets of the positions to come, the model, and whether the model's forward has
-        # called our function of the head.
+        # The loss that the forward in progress computes; None if it only computes log-probs.
         self._loss: LossCall | None = None
-        self._kept: TokenSets | None = None
+        # With replay: the candidate sets of the positions that the head has not computed yet.
+        self._next_sets: TokenSets | None = None
+        # The language model of the forward in progress, without its wrappers.
         self._model = None
+        # Whether the forward in progress has called `self._head`.
         self._head_called = False
         loss = self.counted(adapt_arguments(self._compute_loss, self._theirs), self._theirs)
-        ours = {"_compute_loss": loss, SCORES: self._log_probs, "fused_loss": self}
-        for name, value in (ours | (self.replay.ours if self.replay else {})).items():
+        ours: dict[str, Any] = {
+            "_compute_loss": loss,
+            SCORES: self._log_probs,
+            "fused_loss": self,
+        }
+        if self.replay is not None:
+            ours |= self.replay.ours
+        for name, value in ours.items():
             self.replace_attribute(trainer, name, value)
 
     def _language_model(self, model: Any) -> Any:
+        """Return the language model inside of DDP, FSDP, PEFT and other wrappers."""
         return language_model(self.trainer.accelerator.unwrap_model(model))
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """Return the loss of a micro-batch, 0-d, in place of TRL's method.
+        """Return the loss of a micro-batch, 0-d, in place of `_compute_loss` of a TRL trainer.
 
+        model    the model, with its wrappers (DDP, FSDP, PEFT)
         inputs   TRL's micro-batch
 
-        TRL's own method runs too. It calls the model, whose forward computes our loss, and then
-        computes TRL's metrics. Raises NotCovered for a configuration that is not supported.
+        TRL's own method runs too: it calls the model and computes TRL's metrics. While it runs,
+        `self._loss` is set. The LM head in the forward of the model then computes our loss, which
+        is returned. The loss that TRL's method returns is used for a comparison only.
+
+        Raises NotCovered for a configuration that is not supported. The caller then runs TRL's
+        method alone.
         """
         trainer = self.trainer
         try:
@@ -217,12 +242,13 @@ class FusedLoss(Slots):
             raise NotCovered(*reason.args) from reason
 
         batch = token_batch(trainer, inputs, objective)
-        # Whether the losses of TRL and ours have not been compared yet, under an untested version.
-        first = self.trial.pending(LOSS)
-        # If no token has a gradient, none is skipped: the mean entropy that TRL logs needs tokens.
+        # True under a version of TRL that was not tested, until its loss and ours were compared.
+        comparison_is_pending = self.trial.pending(LOSS)
+        # Skipped tokens have no log-probs to compare. If no token has a gradient, none is skipped,
+        # because the mean entropy that TRL logs needs at least one token.
         skip = (
             self.skip_inactive
-            and not first
+            and not comparison_is_pending
             and objective.gradient_is_per_token
             and batch.count_in_mask(objective.gradient_mask) > 0
         )
@@ -231,21 +257,22 @@ class FusedLoss(Slots):
             objective,
             normalizer=denominator(trainer, inputs, batch, objective),
             options=Options(skip_inactive=skip),
-            compared=self.strict or first,
+            compared=self.strict or comparison_is_pending,
         )
         self._loss = call
         try:
             theirs = self._theirs(model, inputs)
         finally:
             self._loss = None
-        # Element 0 of this output has the loss, see `LossCall.of_rows`. Taking it from the output
-        # of the model runs the hooks of DDP and FSDP in the backward.
-        loss = call.output.log_sum_sq_probs.sum()
+        # This output of the model has our loss in element 0 and zeros elsewhere, see
+        # `LossCall.compute`. The backward of DDP and FSDP begins at outputs of the model.
+        loss = call.model_output.log_sum_sq_probs.sum()
         if call.aux_loss is not None:
             loss = loss + trainer.router_aux_loss_coef * call.aux_loss / accumulation(trainer)
         if call.compared:
             call.check(self.trial, loss, theirs)
-        if first and theirs.requires_grad:
+        # Without gradients (evaluation), only values were compared: compare the next call too.
+        if comparison_is_pending and theirs.requires_grad:
             self.trial.mark_compared(LOSS)
         return loss
 
@@ -258,26 +285,44 @@ class FusedLoss(Slots):
         *more: Any,
         **options: Any,
     ) -> Any:
-        """Return TRL's log-probs and entropies, computed by our function of the head.
+        """Return log-probs and entropies of the completions, in place of a method of a TRL trainer.
 
-        logits_to_keep   number of positions at the end whose log-probs are computed
+        TRL's method calls the model, whose forward ends in TRL's autograd function of the LM head.
+        The head turns hidden states into log-probs and entropies. This function runs TRL's method,
+        and replaces the head by `self._head`, which is ours, while it runs.
 
-        Arguments and results are those of TRL's method, which calls the model. Within a loss, the
-        forward of the model also computes the loss. TRL's own function of the head is used for
-        other calls with gradients, and for calls that ours does not support.
+        There are three kinds of calls:
+
+        - From `_compute_loss`, which has set `self._loss`. Our head also computes the loss, and the
+          loss leaves the model in one of its outputs, from which `_compute_loss` takes it. TRL
+          computes metrics from the results of this function, which are detached for that reason.
+        - Without a loss and without gradients: log-probs of the old policy or of the reference.
+        - Without a loss, but with gradients: no caller that is known. TRL's head computes it.
+
+        model            the model, with its wrappers
+        input_ids        int64 [B, S], prompts followed by completions
+        attention_mask   [B, S], 0 for padding
+        logits_to_keep   T: the last T positions of each row are the completion
+        more, options    passed on to TRL's method
+
+        Returns what TRL's method returns: (log-probs [B, T], entropies [B, T] or None, auxiliary
+        loss of a mixture of experts or None).
         """
         from trl.trainer import utils
 
         loss = self._loss
-        given = (input_ids, attention_mask, logits_to_keep, *more)
+        arguments = (input_ids, attention_mask, logits_to_keep, *more)
         if loss is None and torch.is_grad_enabled():
-            return self._scores(model, *given, **options)
-        scored = attention_mask[:, -logits_to_keep:] != 0
+            return self._their_log_probs(model, *arguments, **options)
+        is_completion = attention_mask[:, -logits_to_keep:] != 0
+        # `_head_outputs` reads these two when the model calls it.
         self._model = self._language_model(model)
-        self._kept = None if self.replay is None else self.replay.kept(scored)
+        self._next_sets = None
+        if self.replay is not None:  # log-probs over the candidate sets of the generation
+            self._next_sets = self.replay.sets_of(is_completion)
 
         def checked_model(**inputs: Any) -> Any:
-            """Call the model, check that it has called our function, and keep its output."""
+            """Call the model, check that it has called our head, and store its output."""
             self._head_called = False
             out = model(**inputs)
             if not self._head_called:
@@ -287,25 +332,26 @@ class FusedLoss(Slots):
                     " first."
                 )
             if loss is not None:
-                loss.output = out
+                loss.model_output = out
             return out
 
+        # The forward asks `_use_triton` whether to pass only the positions that have a label to the
+        # head. The replacement says yes on every device. It switches no kernel on.
+        replacements = {SLOT: self._head, "_use_triton": rows_with_a_label}
         try:
-            with temporarily_replaced(
-                utils, **{SLOT: self._head, "_use_triton": rows_with_a_label}
-            ):
-                scores = self._scores(checked_model, *given, **options)
-        except NotCovered as reason:
+            with temporarily_replaced(utils, **replacements):
+                results = self._their_log_probs(checked_model, *arguments, **options)
+        except NotCovered as reason:  # from our head, which has computed nothing
             if loss is not None:  # the whole loss is left to TRL
                 raise
-            self.leave_to_trainer(reason, SCORES, self._scores)
-            return self._scores(model, *given, **options)
+            self.leave_to_trainer(reason, SCORES, self._their_log_probs)
+            return self._their_log_probs(model, *arguments, **options)
         if loss is None:
-            return scores
-        logps, entropies, aux_loss = scores
-        return loss.detach_for_trl(scored, logps, entropies, aux_loss)
+            return results
+        logps, entropies, aux_loss = results
+        return loss.detach_for_trl(is_completion, logps, entropies, aux_loss)
 
-    def _of_rows(
+    def _head_outputs(
         self,
         hidden: Tensor,
         weight: Tensor,
@@ -318,15 +364,21 @@ class FusedLoss(Slots):
         outputs: tuple[str, ...] = EVERY_OUTPUT,
         sampling_mask: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:
-        """Return what TRL's function of the head returns, for the N positions that have a label.
+        """Return log-probs and entropies, in place of TRL's autograd function of the LM head.
 
-        Within a loss it computes the loss too, see `LossCall.of_rows`. Otherwise the results are
-        (log-probs [N], entropies [N] or None, None, None, None). The arguments are those of
-        `log_probs`.
+        TRL's forward calls it with the hidden states of the N positions that have a label. The
+        arguments are those of `log_probs`. The results are by position, as in TRL:
+
+        - While `_compute_loss` runs, it also computes the loss, and returns (log-probs [N],
+          entropies [N], loss in element 0 [N], None, None), see `LossCall.compute`.
+        - Otherwise it returns (log-probs [N], entropies [N] or None, None, None, None). The
+          entropies are None unless `outputs` has "entropy".
+
+        With replay, the log-probs are over the candidate sets of the generation.
         """
         if self.replay is None:
             # TRL's own function computes the same, so the first call can be compared with it.
-            given = (
+            arguments: tuple[Any, ...] = (
                 hidden,
                 weight,
                 bias,
@@ -337,16 +389,17 @@ class FusedLoss(Slots):
                 logit_scale,
                 outputs,
             )
-            named = {} if sampling_mask is None else {"sampling_mask": sampling_mask}
+            if sampling_mask is not None:  # not every version of TRL has this argument
+                arguments = (*arguments, sampling_mask)
+            # No effect under a tested version of TRL.
             with torch.no_grad():
-                self.trial.compare(
-                    LOSS, log_probs, self._own.apply, ((*given, *named.values()), {})
-                )
+                self.trial.compare(LOSS, log_probs, self._their_head.apply, (arguments, {}))
         elif sampling_mask is not None:
             raise RuntimeError(
                 "replay=True, but this TRL passes candidate sets itself (sampling_mask): pass"
                 " replay=False."
             )
+        # Raises ValueError if the head is not a plain Linear any more: only weight and bias count.
         plain_head(self._model, _fp32_cast)
         average_gathered(weight, bias)
         self._head_called = True
@@ -356,19 +409,25 @@ class FusedLoss(Slots):
             LogitTransform(float(temperature), final_logit_softcapping, float(logit_scale)),
         )
         sets = None if sampling_mask is None else TokenSets.from_padded(sampling_mask)
+        entropies: Tensor | None
         if self._loss is not None:
-            return *self._loss.of_rows(hidden, head, sets), None, None
+            logps, entropies, loss = self._loss.compute(hidden, head, sets)
+            return logps, entropies, loss, None, None
         self.counts["scored"] += 1
-        entropy = "entropy" in outputs
+        with_entropy = "entropy" in outputs
         if sets is not None:
-            return *logprobs_over_sets(hidden, head, targets, sets, entropy), None, None, None
-        kept = self._kept
-        if kept is not None:
+            logps, entropies = logprobs_over_sets(hidden, head, targets, sets, with_entropy)
+            return logps, entropies, None, None, None
+        recorded_sets = None
+        if self._next_sets is not None:
             # TRL may split a batch into several forwards. Each takes the sets of the next rows.
-            rows = len(targets)
-            kept, self._kept = kept[:rows], kept[rows:]
-        scored = linear_logprobs(hidden, head, targets, kept=kept, entropy=entropy)
-        return *scored, None, None, None
+            num_rows = len(targets)
+            recorded_sets = self._next_sets[:num_rows]
+            self._next_sets = self._next_sets[num_rows:]
+        logps, entropies = linear_logprobs(
+            hidden, head, targets, kept=recorded_sets, entropy=with_entropy
+        )
+        return logps, entropies, None, None, None
 
 
 def logprobs_over_sets(
@@ -384,7 +443,7 @@ def logprobs_over_sets(
     hidden    [N, H]
     head      the output head
     targets   int64 [N]
-    sets      the candidate set of each row
+    sets      the candidate set of each row: the ids that top-k or top-p left
     entropy   whether the entropy is computed: False, True or "detached", as in `linear_logprobs`
     mask      bool [N], rows to compute; None for all
 
@@ -393,6 +452,7 @@ def logprobs_over_sets(
     logps = linear_logprobs(hidden, head, targets, mask=mask, kept=sets).logps
     if not entropy:
         return logps, None
+    # A second pass, because one call has the same ids for log-probs and entropy.
     with torch.set_grad_enabled(torch.is_grad_enabled() and entropy is True):
         entropies = linear_logprobs(hidden, head, targets, mask=mask, entropy=entropy).entropy
     return logps, entropies
@@ -403,6 +463,7 @@ def logprobs_over_sets(
 
 @functools.cache
 def _trainer_class() -> type:
+    """Return the class FusedGRPOTrainer. It is made here, because its base class is TRL's."""
     from trl import GRPOTrainer
 
     class FusedGRPOTrainer(GRPOTrainer):
@@ -418,7 +479,9 @@ def _trainer_class() -> type:
                 for name in inspect.signature(patch).parameters
                 if name in kwargs
             }
-            function_of_head(log_probs)  # an older TRL may not know all arguments
+            # Raises RuntimeError for a TRL that is not supported, whose own __init__ would raise a
+            # TypeError for arguments that it does not have.
+            function_of_head(log_probs)
             super().__init__(*args, **kwargs)
             patch(self, **options)
 
@@ -428,6 +491,10 @@ def _trainer_class() -> type:
 
 
 def __getattr__(name: str) -> Any:
+    """Return FusedGRPOTrainer, which is made at first use, because its base class is TRL's.
+
+    Python calls this function for a name that the module does not define.
+    """
     if name == "FusedGRPOTrainer":
         return _trainer_class()
     if name == "GRPOTrainer":
@@ -446,23 +513,28 @@ LEAST_WEIGHT = 1e-8
 
 
 def _corrected(trainer: Any) -> bool:
-    """Return whether the loss has importance weights against the sampler."""
+    """Return whether TRL multiplies the loss by importance weights, policy over sampler (vLLM)."""
     return trainer.use_vllm and trainer.vllm_importance_sampling_correction
 
 
 def objective_of(trainer: Any) -> Objective:
     """Return the objective of a trainer's configuration at this step.
 
+    trainer   a GRPOTrainer. The coefficient of its entropy bonus may change from step to step.
+
     Raises ValueError with the reason if the configuration is not supported.
     """
     # TRL copies some options from args to the trainer. The copy counts.
     options: Any = types.SimpleNamespace(**vars(trainer.args) | vars(trainer))
     is_vespo = options.loss_type == "vespo"
-    if len({*(getattr(options.model, "hf_device_map", None) or {}).values()}) > 1:
+    device_map = getattr(options.model, "hf_device_map", None) or {}  # {module: device}
+    if len(set(device_map.values())) > 1:
         raise NotCovered("a model split over devices")
     if is_vespo and _corrected(options):
         low = options.vllm_importance_sampling_clip_min
         high = options.vllm_importance_sampling_clip_max
+        # TRL multiplies the weights of padding, which are 1, into the ratio of a sequence. Clipped
+        # to a range without 1, they change it.
         if (low or 0) > 1 or (high is not None and high < 1):
             raise NotCovered(
                 "VESPO with a clip range without 1, in which the weights of padding count"
@@ -471,6 +543,8 @@ def objective_of(trainer: Any) -> Objective:
     if is_vespo and options.importance_sampling_level == "sequence" and has_weighted_kl:
         raise NotCovered("VESPO's KL weighted by the ratio of the sequence")
 
+    # Filters drop tokens from the policy term: those of low entropy, and those of sequences that
+    # the policy has moved away from.
     filters: list[Any] = []
     if options.top_entropy_quantile < 1.0:
         filters.append(EntropyQuantile(options.top_entropy_quantile, default_group()))
@@ -517,17 +591,20 @@ def token_batch(trainer: Any, inputs: dict[str, Any], objective: Objective) -> T
     inputs      TRL's micro-batch, with values per token [B, T] or per sequence [B]
     objective   the objective of the loss
     """
-    is_scored = inputs["completion_mask"] != 0
-    places = is_scored.flatten().nonzero()[:, 0]
+    is_completion = inputs["completion_mask"] != 0
+    places = is_completion.flatten().nonzero()[:, 0]  # flat positions of the N tokens
 
     def packed(name: str) -> Any:
-        """Return the values of scored tokens, from values per sequence or token; None for None."""
+        """Return an input for completion tokens [N], or None if TRL has no such input.
+
+        It may have one value per token [B, T] or per sequence [B].
+        """
         x = inputs.get(name)
         if x is None:
             return None
         if x.dim() == 1:
             x = x[:, None]
-        return x.expand(is_scored.shape).flatten()[places]
+        return x.expand(is_completion.shape).flatten()[places]
 
     weights = packed("importance_sampling_ratio")
     if trainer.loss_type == "vespo":
@@ -536,6 +613,7 @@ def token_batch(trainer: Any, inputs: dict[str, Any], objective: Objective) -> T
     elif not _corrected(trainer):
         weights = None
     needs_sampler = trainer.off_policy_mask_threshold is not None
+    # With replay, the candidate ids of each token, which `Replay` has added to the inputs.
     kept = None
     if KEY in inputs:
         kept = TokenSets.from_padded(inputs[KEY].flatten(0, 1)[places])
@@ -548,7 +626,7 @@ def token_batch(trainer: Any, inputs: dict[str, Any], objective: Objective) -> T
         ref_logps=packed("ref_per_token_logps") if objective.beta != 0 else None,
         sampler_logps=packed("sampling_per_token_logps") if needs_sampler else None,
         kept=kept,
-        cu_seqlens=offsets_of(is_scored.sum(1)),
+        cu_seqlens=offsets_of(is_completion.sum(1)),
     )
 
 
@@ -593,7 +671,7 @@ def tree_batch(inputs: dict[str, Tensor]) -> TokenBatch:
     # token_index has the row that predicts each token, and -1 for padding.
     is_token = inputs["token_index"] >= 0
     rows = inputs["token_index"][is_token]
-    row_labels = inputs["shift_labels"][inputs["attention_mask"].bool()]
+    row_labels = inputs["shift_labels"][inputs["attention_mask"].bool()]  # one for each row
     # The tokens of one rollout are contiguous.
     tokens_per_rollout = inputs["segment_id"][is_token].bincount()
     return TokenBatch(
@@ -620,12 +698,13 @@ class LossCall:
 
     The forward of the model sets
 
-    out         LossOutput of our loss
-    output      output of the outermost model wrapper: DDP and FSDP put hooks on its tensors
-    read        [log-probs, entropies] as TRL's code gets them, [B, T] each. They require a gradient
-                if `compared`.
-    scored      bool [B, T], tokens of the completions
-    aux_loss    auxiliary loss of a mixture of experts, 0-d, or None
+    out            LossOutput of our loss
+    model_output   output of the outermost model wrapper: DDP and FSDP put hooks on its tensors
+    trl_logps, trl_entropies
+                   log-probs and entropies as TRL's code gets them, [B, T] each, without the graph
+                   of the model. They require a gradient if `compared`.
+    is_completion  bool [B, T], tokens of the completions
+    aux_loss       auxiliary loss of a mixture of experts with its graph, 0-d, or None
     """
 
     batch: TokenBatch
@@ -634,24 +713,27 @@ class LossCall:
     options: Options
     compared: bool
     out: Any = None
-    output: Any = None
-    read: Any = ()
-    scored: Any = None
+    model_output: Any = None
+    trl_logps: Any = None
+    trl_entropies: Any = None
+    is_completion: Any = None
     aux_loss: Tensor | None = None
 
-    def of_rows(
+    def compute(
         self, hidden: Tensor, head: Head, kept: TokenSets | None = None
-    ) -> tuple[Tensor, ...]:
-        """Compute the loss, and return (log-probs, entropies, the loss), fp32 [N] each.
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the loss from hidden states, and return what TRL's LM head has to return.
 
-        hidden   [N, H], the hidden states of the tokens of the batch
-        head     the output head
-        kept     the candidate set of each token, if TRL passes sets to its head. The entropy is
-                 over the vocabulary, as in TRL.
+        hidden   [N, H], the hidden states of the tokens of `self.batch`
+        head     weight, bias and logit transform of the LM head
+        kept     the candidate set of each token (the ids left by top-k or top-p), over which
+                 log-probs are normalised. None: over the vocabulary.
 
-        Only the third result has a graph. It has the loss in element 0 and zeros elsewhere. It
-        takes the place of an output that TRL's GRPO loss does not read, so that the loss leaves the
-        model as one of its outputs.
+        Returns (log-probs, entropies, loss), fp32 [N] each. Entropies are over the vocabulary, also
+        with candidate sets, as in TRL. The third has the loss in element 0 and zeros elsewhere, and
+        only it has a graph. It is [N] because it replaces a statistic of each token that TRL's GRPO
+        loss does not use. So the loss becomes an output of the model, whose wrappers (DDP, FSDP)
+        begin their backward at its outputs.
         """
         if kept is None:
             out = linear_grpo_loss(
@@ -664,19 +746,22 @@ class LossCall:
             )
         else:
             batch = self.batch
-            mode: bool | str = True if self.objective.needs_entropy else "detached"
+            # TRL logs the entropy of every loss. It gets a gradient if the loss contains it.
+            with_entropy: bool | str = True if self.objective.needs_entropy else "detached"
             logps, entropies = logprobs_over_sets(
-                hidden, head, batch.targets, kept, mode, mask=batch.mask
+                hidden, head, batch.targets, kept, with_entropy, mask=batch.mask
             )
             out = objective_loss(
                 logps, batch, self.objective, entropy=entropies, normalizer=self.normalizer
             )
-        self.out = out
+        self.out = out  # for `check`
         logps = out.logps
         entropy = out.entropy
+        # The tokens that are not skipped; None for all.
         computed = self.batch.named_mask(self.objective.gradient_mask)
         if self.options.skip_inactive and computed is not None:
-            # Skipped tokens get ratio 1 and the mean entropy of the others, for TRL's metrics.
+            # Skipped tokens have no values. TRL averages over all tokens in its metrics, so they
+            # get ratio 1, which counts as not clipped, and the mean entropy of the others.
             old_logps = self.batch.old_logps
             if old_logps is None:
                 old_logps = torch.zeros_like(logps)
@@ -687,20 +772,29 @@ class LossCall:
         return logps, entropy, loss_in_first_element
 
     def detach_for_trl(
-        self, scored: Tensor, logps: Tensor, entropies: Tensor, aux_loss: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        """Return (log-probs, entropies, auxiliary loss) without their graph, and remember them.
+        self, is_completion: Tensor, logps: Tensor, entropies: Tensor, aux_loss: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return log-probs, entropies and auxiliary loss without their graphs, and store them.
 
-        scored             bool [B, T], tokens of the completions
+        TRL computes its metrics and its own value of the loss from the results. They are detached,
+        because `compute` has computed our loss, whose gradient is the one that trains the model.
+        The stored values are for `check` and for the caller.
+
+        is_completion      bool [B, T], True for tokens of the completions
         logps, entropies   fp32 [B, T]
-        aux_loss           0-d, or None
-
-        These are the results of TRL's method of log-probs. TRL computes its metrics from them.
+        aux_loss           the auxiliary loss of a mixture of experts, 0-d, or None
         """
-        self.scored = scored
+        self.is_completion = is_completion
+        # The caller adds the auxiliary loss to our loss, so the stored one keeps its graph.
         self.aux_loss = aux_loss
-        self.read = [x.detach().requires_grad_(self.compared) for x in (logps, entropies)]
-        return *self.read, aux_loss if aux_loss is None else aux_loss.detach()
+        self.trl_logps = logps.detach()
+        self.trl_entropies = entropies.detach()
+        if self.compared:
+            # `check` takes the gradient of TRL's loss with respect to these two.
+            self.trl_logps.requires_grad_()
+            self.trl_entropies.requires_grad_()
+        detached_aux_loss = None if aux_loss is None else aux_loss.detach()
+        return self.trl_logps, self.trl_entropies, detached_aux_loss
 
     def check(self, trial: Trial, loss: Tensor, theirs: Tensor) -> None:
         """Raise RuntimeError unless TRL's loss of the same log-probs agrees in value and gradient.
@@ -710,28 +804,38 @@ class LossCall:
         Differences are summed over tokens, so that one token whose ratio crosses the edge of the
         clip range by rounding does not raise.
 
-        trial    raises the error
+        trial    the comparison with TRL, whose `require_close` raises the error
         loss     our loss, 0-d
         theirs   TRL's loss, 0-d
         """
-        rows = self.out.rows
+        rows = self.out.rows  # weights and advantages of each token, fp32 [N]
         size_of_terms = (rows.policy_weight * rows.advantages).abs().sum()
         if rows.kl_weight is not None:
             size_of_terms = size_of_terms + rows.kl_weight.sum()
         floor = 1e-3 * size_of_terms
+        # LOSS is the name of TRL's method in the error, 1e-3 the relative tolerance.
         trial.require_close(LOSS, "the fused loss", [loss], [theirs], 1e-3, floor)
-        if not theirs.requires_grad:
+        if not theirs.requires_grad:  # evaluation
             return
         grad_logps, grad_entropies = torch.autograd.grad(
-            theirs, self.read, allow_unused=True, materialize_grads=True
+            theirs, [self.trl_logps, self.trl_entropies], allow_unused=True, materialize_grads=True
         )
-        logps, entropies = self.read
         ours = self.objective.token_losses(
-            logps.detach()[self.scored], entropies.detach()[self.scored], rows, self.batch
+            self.trl_logps.detach()[self.is_completion],
+            self.trl_entropies.detach()[self.is_completion],
+            rows,
+            self.batch,
         )
 
         def require_close(name: str, our_gradient: Any, gradient: Tensor, floor: Any) -> None:
-            gradient = gradient[self.scored]
+            """Raise RuntimeError unless two gradients of the same log-probs or entropies agree.
+
+            name           "log_probs" or "entropy", for the error
+            our_gradient   fp32 [N], a number for all tokens, or None for 0
+            gradient       TRL's, fp32 [B, T], of which the N tokens of completions count
+            floor          absolute tolerance of the sum over all tokens
+            """
+            gradient = gradient[self.is_completion]
             # None stands for no gradient, a scalar for the same gradient of all tokens.
             if our_gradient is None:
                 our_gradient = torch.zeros_like(gradient)
@@ -741,11 +845,15 @@ class LossCall:
             trial.require_close(LOSS, what, [our_gradient], [gradient], 1e-3, floor_per_token)
 
         require_close("log_probs", ours.grad_logps, grad_logps, floor)
+        # Gradients of the entropy have one sign, so nothing cancels: no absolute tolerance.
         require_close("entropy", ours.grad_entropy, grad_entropies, 0.0)
 
 
 def _fp32_cast(head: Any) -> Any:
     """Return the forward that TRL's option cast_lm_head_to_fp32 sets on a head, or None.
+
+    TRL replaces the `forward` of the module by a function that casts to fp32 first. A forward that
+    another package has set is not returned, and `plain_head` refuses it.
 
     head   the module of the LM head
     """
@@ -770,6 +878,7 @@ class Replay:
     """
 
     def __init__(self, trainer: Any) -> None:
+        """Prepare the replacements of two methods of a trainer; `self.ours` has them by name."""
         self.trainer = trainer
         self.ours = {"_generate": self._generate, "_generate_and_score_completions": self._complete}
         self._theirs = {name: getattr(trainer, name) for name in self.ours}
@@ -777,26 +886,37 @@ class Replay:
         # generated tokens); None outside of a generation
         self._record: Any = None
 
-    def kept(self, scored: Tensor) -> TokenSets | None:
-        """Return the sets of the tokens in `scored`, or None if no generation is in progress.
+    def sets_of(self, is_completion: Tensor) -> TokenSets | None:
+        """Return the candidate sets of the tokens of completions, row by row.
 
-        scored   bool [B, T]
+        The candidate set of a token has the ids that top-k and top-p left when it was sampled.
+
+        is_completion   bool [B, T], True for tokens of the completions
+
+        Returns None if no generation is in progress (`self._record` is None). A loss, for example,
+        has its sets in its micro-batch.
         """
-        return None if self._record is None else self._sets(scored.shape[1])[scored]
+        if self._record is None:
+            return None
+        return self._sets(is_completion.shape[1])[is_completion]
 
     def _generate(self, prompts: list[Any], *more: Any, **options: Any) -> Any:
-        """Call TRL's method, and store the candidate sets of its completions.
+        """Call `_generate` of a TRL trainer, and store the candidate sets of its completions.
 
-        The sets come from the extra field `FIELD` of a rollout_func, or from vLLM's outputs, which
-        TRL passes to `extract_logprobs`. Raises RuntimeError if there are none.
+        The candidate set of a token has the ids that top-k and top-p left when it was sampled. The
+        sets come from the field `FIELD` that a rollout_func returns, or from the outputs of vLLM,
+        which TRL passes to `extract_logprobs`. They are stored in `self._record`.
+
+        Raises RuntimeError if there are none.
         """
         from trl.generation import vllm_generation
 
-        seen: list[list[Any]] = []
+        # Call TRL's method, and look at what vLLM returns to it.
+        masks_by_call: list[list[Any]] = []  # vLLM's sampling mask of each completion, or None
         theirs = vllm_generation.extract_logprobs
 
         def extract(outputs: Any) -> Any:
-            seen.append(
+            masks_by_call.append(
                 [getattr(output, FIELD, None) for request in outputs for output in request.outputs]
             )
             return theirs(outputs)
@@ -806,11 +926,12 @@ class Replay:
         # TRL's results by position: 1 is the token ids of the completions, 2 their lists that mark
         # generated tokens (None if all are), 5 the extra fields of a rollout_func.
         completions = result[1]
-        environment = result[2]
-        extra = result[5]
-        record = extra.pop(FIELD, None)
-        if record is None and len(seen) == 1 and None not in seen[0]:
-            record = [mask.token_ids for mask in seen[0]]
+        is_generated = result[2]
+        extra_fields = result[5]
+        record = extra_fields.pop(FIELD, None)
+        # With tools vLLM generates several times, and the parts of a completion are not matched.
+        if record is None and len(masks_by_call) == 1 and None not in masks_by_call[0]:
+            record = [mask.token_ids for mask in masks_by_call[0]]
         if record is None:
             raise RuntimeError(
                 f"replay=True, but the generation has no candidate sets: return {FIELD!r} from"
@@ -818,29 +939,40 @@ class Replay:
                 " process (vllm_mode='colocate') with return_sampling_mask and a top_k, and"
                 " without tools."
             )
-        if environment is None:
-            environment = [[1] * len(ids) for ids in completions]
-        self._record = ([*record], environment)
+        if is_generated is None:
+            is_generated = [[1] * len(ids) for ids in completions]
+        self._record = ([*record], is_generated)
         return result
 
-    def _sets(self, tokens: int) -> TokenSets:
-        """Return the candidate sets of all completions, with `tokens` positions each.
+    def _sets(self, num_positions: int) -> TokenSets:
+        """Return the recorded candidate sets of all completions of the generation.
 
-        Positions without a recorded set (padding, and tokens of tools) have an empty one.
+        `_generate` has stored them in `self._record`: ids of each generated token of each
+        completion, and for each completion a list of 1 and 0 that marks its generated tokens.
+
+        num_positions   T, the length to which the completions are padded
+
+        The result has B * T sets. Positions without a recorded set (padding, and tokens that a tool
+        returned) have an empty one.
         """
         record, marks = self._record
-        generated = torch.zeros(len(marks), tokens, dtype=torch.bool)
+        generated = torch.zeros(len(marks), num_positions, dtype=torch.bool)
         for row, is_generated in zip(generated, marks, strict=True):
             row[: len(is_generated)] = torch.as_tensor(is_generated) != 0
         return TokenSets.from_lists(record, generated=generated).to(self.trainer.accelerator.device)
 
     def _complete(self, inputs: list[Any], *more: Any, **options: Any) -> dict[str, Any]:
-        """Call TRL's method, and add the candidate sets to its result under `KEY`."""
+        """Call `_generate_and_score_completions` of a TRL trainer, and add candidate sets.
+
+        TRL's method calls `_generate`, which stores the sets of the completions in `self._record`.
+        Its result is the batch of completions, to which they are added under `KEY`.
+        """
         try:
             output = self._theirs["_generate_and_score_completions"](inputs, *more, **options)
             batch, tokens = output["completion_ids"].shape
             output[KEY] = self._sets(tokens).padded().view(batch, tokens, -1)
         finally:
+            # The record belongs to this generation only.
             self._record = None
         return output
 
@@ -853,7 +985,7 @@ NEEDED = ("weight", "bias", "targets", "temperature")
 FUSED_OUTPUTS = {"entropy": None, "log_sum_sq_probs": "sum_squares", "is_top1": "top_id"}
 
 
-def fused_lm_head(**how: bool) -> Slots:
+def fused_lm_head(*, strict: bool = False, any_version: bool = False) -> Slots:
     """Replace TRL's autograd function of the LM head by `linear_logprobs`, in all trainers.
 
         with fused_lm_head() as slots:
@@ -875,14 +1007,17 @@ def fused_lm_head(**how: bool) -> Slots:
     TRL 1.14 has a function with log-probs and entropy alone, which trainers call with
     use_liger_kernel=True.
 
-    how   strict and any_version of `Slots`
+    strict        True: a call that ours does not support raises RuntimeError. False: TRL's own
+                  function computes it.
+    any_version   False: under a version of TRL that was not tested, the first calls are compared
+                  with TRL's own functions, and RuntimeError is raised if they differ. True: they
+                  are not compared.
 
-    Raises RuntimeError if TRL's function has other arguments or is replaced already, and in the
-    first step if the comparison under an untested version fails.
+    Raises RuntimeError if TRL's function has other arguments or is replaced already.
     """
     from trl.trainer import utils
 
-    slots = Slots(ADAPTER, **how)
+    slots = Slots(ADAPTER, strict, any_version)
     _, ours = function_of_head(log_probs, log_probs_and_entropy, log_probs_and_statistics)
     slots.bind(ours, "trl.trainer.utils._ChunkedLogProbFunction", attribute="apply")
     if hasattr(utils, "_use_triton"):  # from 1.16 on
@@ -891,38 +1026,47 @@ def fused_lm_head(**how: bool) -> Slots:
 
 
 def rows_with_a_label(device: torch.device) -> bool:
-    """Return True: TRL's forward then passes only the positions that have a label.
+    """Return True, in place of TRL's `_use_triton`.
 
-    It replaces TRL's `_use_triton`, which the forward asks. TRL's kernels do not use that name.
+    TRL's forward of a model calls `_use_triton(device)` to decide which positions it passes to its
+    function of the LM head: only those that have a label (True), or all (False, on a CPU). Our
+    function needs only those with a label. TRL's kernels are not switched by this function.
     """
     return True
 
 
 def function_of_head(*ours: Any) -> tuple[Any, Any]:
-    """Return (TRL's autograd function of the head, our function with the same results).
+    """Return (TRL's autograd function of the LM head, our function with the same results).
 
-    ours   our functions to choose from: `log_probs`, `log_probs_and_entropy`,
+    Versions of TRL differ in the results of this function. Its arguments tell which it has.
+
+    ours   our functions that the caller supports, some of `log_probs`, `log_probs_and_entropy` and
            `log_probs_and_statistics`
 
-    Raises RuntimeError if the function of the installed TRL has the results of none of them.
+    Raises RuntimeError if the function of the installed TRL has the results of none of them, or
+    does not have the arguments that ours need.
     """
     import trl
     from trl.trainer import utils
 
-    theirs = getattr(utils, SLOT, None)
-    known = getattr(theirs, "theirs", theirs)  # TRL's own, if ours has replaced it
-    given = [p.name for p in parameters_of(known) or ()]
+    # SLOT is the name of the autograd function. If ours has replaced it, the replacement has TRL's
+    # own as an attribute.
+    current = getattr(utils, SLOT, None)
+    theirs = getattr(current, "theirs", current)
+    their_names = [p.name for p in parameters_of(theirs) or ()]
     function: Any = log_probs
-    if "outputs" not in given:
-        # TRL 1.14 has two results, a version without chunk_size has four
-        function = log_probs_and_entropy if "chunk_size" in given else log_probs_and_statistics
-    if function in ours and {*NEEDED} <= {*given}:
-        return known, function
-    taken = inspect.signature(function).parameters
+    if "outputs" not in their_names:
+        # TRL 1.14 has two results, a version without chunk_size has four.
+        has_two = "chunk_size" in their_names
+        function = log_probs_and_entropy if has_two else log_probs_and_statistics
+    # NEEDED are the names of the arguments that ours cannot do without.
+    if function in ours and {*NEEDED} <= {*their_names}:
+        return theirs, function
+    our_names = inspect.signature(function).parameters
     raise RuntimeError(
-        f"trl is {trl.__version__}, where trl.trainer.utils.{SLOT} is {known!r} and takes"
-        f" ({', '.join(given)}), but ours takes ({', '.join(taken)}): another package has taken the"
-        f" slot (undo that), or install TRL {ADAPTER.tested[-1]}. With an older one and"
+        f"trl is {trl.__version__}, where trl.trainer.utils.{SLOT} is {theirs!r} and takes"
+        f" ({', '.join(their_names)}), but ours takes ({', '.join(our_names)}): another package has"
+        f" replaced it (undo that), or install TRL {ADAPTER.tested[-1]}. With an older one and"
         " use_liger_kernel=True, TRL 1.14 takes our log-probs by integrations.trl.fused_lm_head(),"
         " TRL 0.17 to 1.13 our loss by integrations.liger.patch(trainer)."
     )
@@ -942,9 +1086,12 @@ def log_probs(
 ) -> tuple[Tensor | None, ...]:
     """Return (log-probs, entropy, log sum of squared probabilities, None, is_top1), each [N].
 
+    Arguments and results are those of `apply` of TRL's autograd function of the LM head, which it
+    replaces. is_top1 is bool, the others fp32.
+
     hidden         [N, H]
     weight, bias   [V, H], [V] or None
-    targets        int64 [N]; a target of -100 gives 0
+    targets        int64 [N]; -100 stands for no target, and gives 0
     temperature, final_logit_softcapping, logit_scale   as in `LogitTransform`
     chunk_size     not used
     outputs        the results that TRL asks for besides the log-probs: "entropy",
@@ -953,8 +1100,8 @@ def log_probs(
     sampling_mask  [N, K] ids padded with -1: the log-prob of a position is then over these ids and
                    its target. The other results are over the vocabulary.
 
-    is_top1 is bool, the others fp32. Arguments and results are those of `apply` of TRL's autograd
-    function.
+    Raises NotCovered, so that TRL computes the call, for results, dtypes or sharded heads that are
+    not supported.
     """
     unsupported = sorted(set(outputs) - {"log_probs", *FUSED_OUTPUTS})
     if unsupported:
@@ -962,6 +1109,7 @@ def log_probs(
     covered(weight, scales=(logit_scale,))
     require_supported(hidden, weight)
     average_gathered(weight, bias)
+    # The statistics of `linear_logprobs` from which the outputs are computed below.
     also = tuple(
         statistic for output, statistic in FUSED_OUTPUTS.items() if statistic and output in outputs
     )
@@ -972,11 +1120,11 @@ def log_probs(
         LogitTransform(float(temperature), final_logit_softcapping, float(logit_scale)),
     )
     if sampling_mask is None:
-        found = log_probs_of(hidden, ids, head=head, entropy="entropy" in outputs, also=also)
-        statistics = found.also
+        results = log_probs_of(hidden, ids, head=head, entropy="entropy" in outputs, also=also)
+        statistics = results.also
     else:
         sets = TokenSets.from_padded(sampling_mask)
-        found = log_probs_of(
+        results = log_probs_of(
             hidden,
             ids,
             head=head,
@@ -984,9 +1132,10 @@ def log_probs(
             kept=sets,
             entropy_over="vocabulary",
         )
-        with torch.no_grad():  # statistics over the vocabulary, without gradients
+        # A call with candidate sets has its statistics over them. TRL's are over the vocabulary.
+        with torch.no_grad():
             statistics = log_probs_of(hidden, ids, head=head, also=also).also if also else {}
-    squares = statistics.get("sum_squares")
+    sum_squares = statistics.get("sum_squares")  # of the probabilities
     top_id = statistics.get("top_id")
     counted = targets >= 0
 
@@ -994,9 +1143,9 @@ def log_probs(
         return None if x is None else torch.where(counted, x, 0.0)
 
     return (
-        zero_unless_counted(found.logps),
-        zero_unless_counted(found.entropy),
-        None if squares is None else zero_unless_counted(squares.detach().log()),
+        zero_unless_counted(results.logps),
+        zero_unless_counted(results.entropy),
+        None if sum_squares is None else zero_unless_counted(sum_squares.detach().log()),
         None,  # TRL's mean_logits, which is not supported
         None if top_id is None else (top_id == targets) & counted,
     )
@@ -1012,11 +1161,15 @@ def log_probs_and_entropy(
     final_logit_softcapping: float | None = None,
     logit_scale: float = 1.0,
 ) -> tuple[Tensor | None, ...]:
-    """Return (log-probs, entropy), fp32 [N] each, as `apply` of TRL 1.14 does.
+    """Return (log-probs, entropy), fp32 [N] each, as TRL's function of the LM head does in 1.14.
 
-    The arguments are those of `log_probs`.
+    hidden         [N, H]
+    weight, bias   [V, H], [V] or None
+    targets        int64 [N]; -100 stands for no target, and gives 0
+    temperature, final_logit_softcapping, logit_scale   as in `LogitTransform`
+    chunk_size     not used
     """
-    given = (
+    logps, entropy, *_ = log_probs(
         hidden,
         weight,
         bias,
@@ -1025,8 +1178,9 @@ def log_probs_and_entropy(
         chunk_size,
         final_logit_softcapping,
         logit_scale,
+        outputs=("entropy",),
     )
-    return log_probs(*given, outputs=("entropy",))[:2]
+    return logps, entropy
 
 
 def log_probs_and_statistics(
@@ -1038,31 +1192,37 @@ def log_probs_and_statistics(
     final_logit_softcapping: float | None = None,
     logit_scale: float = 1.0,
 ) -> tuple[Tensor | None, ...]:
-    """Return (log-probs, entropy, log sum of squared probabilities, is_top1) of `log_probs`.
+    """Return (log-probs, entropy, log sum of squared probabilities, is_top1), [N] each.
 
-    These are the arguments and results of `apply` in a TRL whose function has no chunk_size.
+    These are the results of TRL's function of the LM head in a version without chunk_size.
+
+    hidden         [N, H]
+    weight, bias   [V, H], [V] or None
+    targets        int64 [N]; -100 stands for no target, and gives 0
+    temperature, final_logit_softcapping, logit_scale   as in `LogitTransform`
     """
-    found = log_probs(
+    logps, entropy, log_sum_squares, _, is_top1 = log_probs(
         hidden,
         weight,
         bias,
         targets,
         temperature,
-        None,
-        final_logit_softcapping,
-        logit_scale,
-        tuple(FUSED_OUTPUTS),
+        chunk_size=None,
+        final_logit_softcapping=final_logit_softcapping,
+        logit_scale=logit_scale,
+        outputs=tuple(FUSED_OUTPUTS),
     )
-    return *found[:3], found[4]
+    return logps, entropy, log_sum_squares, is_top1
 
 
 def covered(*weights: Tensor, scales: tuple[float, ...]) -> None:
     """Raise NotCovered for a head or a scale that our functions do not support.
 
-    weights   weights of output heads. DeepSpeed ZeRO-3 marks a parameter that it shards by `ds_id`,
-              which is not supported in training.
-    scales    factors of the logits, of which 0 is not supported
+    weights   weights of output heads. Weights that DeepSpeed ZeRO-3 shards are not supported in
+              training.
+    scales    factors of the logits. 0 is not supported.
     """
+    # DeepSpeed gives the parameters that it shards an attribute `ds_id`.
     if torch.is_grad_enabled() and any(hasattr(weight, "ds_id") for weight in weights):
         raise NotCovered("a head under DeepSpeed ZeRO-3 is gathered for TRL's own backward only")
     if 0 in scales:
@@ -1080,18 +1240,22 @@ def gathered(parameter: Any) -> Any:
     from torch.distributed.tensor import Partial
 
     mesh = parameter.device_mesh
-    whole = parameter.full_tensor(grad_placements=[Partial()] * mesh.ndim)  # summed over ranks
-    if whole.requires_grad:
-        whole.register_hook(lambda gradient: gradient / mesh.size())
-    return whole
+    # Partial: each rank has a summand of the gradient. The backward sums them over the ranks.
+    full_parameter = parameter.full_tensor(grad_placements=[Partial()] * mesh.ndim)
+    if full_parameter.requires_grad:  # divide the sum, for the average
+        full_parameter.register_hook(lambda gradient: gradient / mesh.size())
+    return full_parameter
 
 
 def average_gathered(*parameters: Tensor | None) -> None:
     """Average the gradient over ranks for parameters that TRL gathered by `full_tensor()`.
 
-    The backward of `full_tensor()` without grad_placements assumes equal gradients on all ranks:
-    each rank keeps the part of its own gradient that belongs to its shard. A hook averages the
-    gradient before. Calls that run in TRL (counted "TRL: ...") keep TRL's gradient.
+    FSDP2 shards a parameter over ranks, and TRL gathers the shards of the LM head before its
+    matmul. The backward of `full_tensor()` without grad_placements assumes equal gradients on all
+    ranks: each rank keeps the part of its own gradient that belongs to its shard. A hook averages
+    the gradient before that. Calls that TRL's own function computes keep TRL's gradient.
+
+    parameters   weight and bias of the head. None, and any other tensor, is left alone.
     """
 
     def average(gradient: Tensor, mesh: Any) -> Tensor:
@@ -1100,21 +1264,22 @@ def average_gathered(*parameters: Tensor | None) -> None:
             torch.distributed.all_reduce(gradient, group=mesh.get_group(dim))
         return gradient
 
-    for whole in parameters:
-        made = getattr(whole, "grad_fn", None)
-        spec = getattr(made, "dtensor_spec", None)
+    for parameter in parameters:
+        # The autograd node of `full_tensor()` has these two attributes.
+        node = getattr(parameter, "grad_fn", None)
+        spec = getattr(node, "dtensor_spec", None)
         if (
-            whole is not None
+            parameter is not None
             and spec is not None
-            and getattr(made, "grad_placements", None) is None
+            and getattr(node, "grad_placements", None) is None
         ):
-            whole.register_hook(functools.partial(average, mesh=spec.mesh))
+            parameter.register_hook(functools.partial(average, mesh=spec.mesh))
 
 
 # ---- the distillation loss
 
 
-def fused_divergence(**how: bool) -> Slots:
+def fused_divergence(*, strict: bool = False, any_version: bool = False) -> Slots:
     """Replace TRL's function of the distillation loss by `linear_grpo_loss`, in all trainers.
 
         with fused_divergence() as slots:
@@ -1128,11 +1293,15 @@ def fused_divergence(**how: bool) -> Slots:
     in TRL. Two things differ: a logit of -inf does not give NaN, and fp32 tensors under fp16
     autocast on a CPU are multiplied in fp32, because fp16 matmuls are not faster there.
 
-    how   strict and any_version of `Slots`
+    strict        True: a call that ours does not support raises RuntimeError. False: TRL's own
+                  function computes it.
+    any_version   False: under a version of TRL that was not tested, the first calls are compared
+                  with TRL's own functions, and RuntimeError is raised if they differ. True: they
+                  are not compared.
 
-    Raises RuntimeError in the first step if the comparison under an untested version fails.
+    Raises RuntimeError if TRL's function has other arguments or is replaced already.
     """
-    return DISTILLATION.bind(divergence_loss, **how)
+    return DISTILLATION.bind(divergence_loss, strict=strict, any_version=any_version)
 
 
 def divergence_loss(

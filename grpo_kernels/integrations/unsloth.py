@@ -45,20 +45,29 @@ ADAPTER = Adapter(
 )  # fmt: skip
 
 
-def bind(trainer: type, **how: bool) -> Slots:
+def bind(trainer: type, *, strict: bool = False, any_version: bool = False) -> Slots:
     """Replace Unsloth's functions of log-probs by ours, until `undo()` of the result.
 
-    trainer   the trainer class that Unsloth generated. Up to Unsloth 2026.8 its module has a copy
-              of the function, which is replaced there.
-    how       strict= and any_version= of `Slots`, which also lists the errors
+    trainer       the trainer class that Unsloth generated. Up to Unsloth 2026.8 its module has a
+                  copy of the function, which is replaced there.
+    strict        True: a call that ours does not support raises RuntimeError. False: Unsloth's own
+                  function computes it.
+    any_version   False: under a version of Unsloth that was not tested, the first calls are
+                  compared with Unsloth's own functions, and RuntimeError is raised if they differ.
+                  True: they are not compared.
 
-    Raises AttributeError if the module does not have the function.
+    Returns `Slots`: `undo()` restores Unsloth's functions, and `counts` has the number of calls.
+    Raises RuntimeError if a function is replaced already or has other arguments, and AttributeError
+    if the module of the trainer does not have the function.
     """
     if hasattr(
         sys.modules.get("unsloth_zoo.rl_replacements"), "grpo_chunked_hidden_states_logprobs"
     ):
-        return ADAPTER.bind(selective_log_softmax, log_softmax_and_entropy, **how)
-    slots = Slots(ADAPTER, **how)
+        return ADAPTER.bind(
+            selective_log_softmax, log_softmax_and_entropy, strict=strict, any_version=any_version
+        )
+    # Up to Unsloth 2026.8: replace the copy in the generated module.
+    slots = Slots(ADAPTER, strict, any_version)
     slots.bind(
         selective_log_softmax, f"{trainer.__module__}.chunked_hidden_states_selective_log_softmax"
     )
@@ -143,10 +152,15 @@ def log_softmax_and_entropy(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return the log-probs of index, or with return_entropy (log-probs, entropy), fp32 [B, T] each.
 
+    hidden_states           [B, T, H]
+    lm_head, lm_head_bias   [V, H], [V] or None
+    index                   int64 [B, T], the targets
     return_entropy          whether the entropy is returned, in nats
     entropy_requires_grad   whether the entropy is differentiable
 
     The other arguments are those of `selective_log_softmax`. The softmax is over the vocabulary.
+
+    The decorator makes errors use the names of these arguments.
     """
     require_supported(hidden_states, lm_head)
     if fp32_lm_head is None:
@@ -162,7 +176,7 @@ def log_softmax_and_entropy(
     hidden = hidden_states.to(lm_head.device)
     ids = index.to(lm_head.device)
     device_type = lm_head.device.type
-    matmul_context: Any = nullcontext()
+    matmul_context: Any = nullcontext()  # whether the matmuls below run under autocast
     if fp32_lm_head or lm_head.dtype == torch.float32:
         hidden = hidden.float()
         if fp32_lm_head:

@@ -188,22 +188,24 @@ def register(prefix: str = "fused_", *, any_version: bool = False) -> list[str]:
 
     verl's own losses stay registered under their names. A second call registers nothing again.
     """
+    # Compares first calls if the installed version was not tested, and does nothing otherwise.
     trial = Trial(ADAPTER.untested(any_version))
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
 
     # An older verl has fewer losses, and its config lacks the constants of the others.
     in_verl = [name for name in LOSSES if name in POLICY_LOSS_REGISTRY]
+    # WITHOUT: presets that need inputs which verl does not pass to a policy loss.
     presets = [name for name in PRESETS if name not in LOSSES and name not in WITHOUT]
     for name in (*in_verl, *presets):
         if hasattr(POLICY_LOSS_REGISTRY.get(prefix + name), "grpo_kernels"):
-            continue
+            continue  # an earlier call has registered it
         # All losses of verl have the same arguments. "vanilla" shows those of a preset.
         theirs = POLICY_LOSS_REGISTRY.get(name) or POLICY_LOSS_REGISTRY.get("vanilla")
         ours = adapt_arguments(policy_loss(name), theirs)
-        if name in in_verl and name not in RANDOM:
+        if name in in_verl and name not in RANDOM:  # a random loss differs from call to call
             # Compare the loss, the first result, but not the metrics.
             ours = trial.compare_first_calls(ours, theirs, part=itemgetter(0))
-        vars(ours)["grpo_kernels"] = True
+        vars(ours)["grpo_kernels"] = True  # marks it as ours, for a later call
         register_policy_loss(prefix + name)(ours)
     return [prefix + name for name in (*in_verl, *presets)]
 
@@ -233,11 +235,16 @@ def policy_loss(objective: str | Objective) -> Callable[..., LossAndMetrics]:
     The loss is 0-d fp32, and the metrics are floats under verl's names. With the aggregate
     "constant", an objective without max_tokens takes verl's loss_scale_factor, or else T.
     """
-    name, fixed = (objective, None) if isinstance(objective, str) else ("objective", objective)
-    if fixed is None and name not in LOSSES:
-        fixed = Objective.preset(
-            name, numerics="verl" if name in NUMERICS["verl"] else None, beta=0.0
-        )
+    # The objective of every call. None: each call makes it from verl's config.
+    fixed: Objective | None = None
+    name = "objective"
+    if not isinstance(objective, str):
+        fixed = objective
+    else:
+        name = objective
+        if name not in LOSSES:
+            numerics = "verl" if name in NUMERICS["verl"] else None
+            fixed = Objective.preset(name, numerics=numerics, beta=0.0)
     if fixed is not None:
         remedy = (
             f"beta={fixed.beta} and entropy_coef={fixed.entropy_coef}: verl adds KL and entropy"
@@ -262,6 +269,15 @@ def policy_loss(objective: str | Objective) -> Callable[..., LossAndMetrics]:
         config: Any = None,
         rollout_is_weights: Tensor | None = None,
     ) -> LossAndMetrics:
+        """Return (loss, metrics) of a micro-batch.
+
+        old_log_prob, log_prob, advantages
+                             fp32 [B, T]
+        response_mask        [B, T], nonzero for trained tokens
+        loss_agg_mode        verl's name of the aggregation
+        config               verl's actor config
+        rollout_is_weights   fp32 [B, T], importance weights, or None
+        """
         spec = fixed or objective_of(name, config, loss_agg_mode)
         info = dict(getattr(config, "global_batch_info", None) or {})
         if spec.aggregate == "constant" and spec.max_tokens is None:
@@ -296,15 +312,17 @@ def objective_of(name: str, config: Any, loss_agg_mode: str = "token-mean") -> O
     remedy = "verl's losses read clip_ratio and more from the actor's config."
     require(config is not None, "config", config, remedy)
     require_one_of("loss_agg_mode", loss_agg_mode, AGGREGATES)
+    # Our equivalent: a preset, its surrogate, and the fields of the config that are its arguments.
     loss = LOSSES[name]
 
     def field_value(field: str) -> Any:
         value = attrgetter(field)(config)  # the field may be nested, as policy_loss.dro_beta
         is_width = field in ("clip_ratio_low", "clip_ratio_high")
+        # In verl clip_ratio is the default of both widths.
         return config.clip_ratio if is_width and value is None else value
 
     arguments = {argument: field_value(field) for argument, field in loss.fields.items()}
-    with trainer_names(**loss.fields):
+    with trainer_names(**loss.fields):  # errors of the surrogate name verl's fields
         changes: dict[str, Any] = {"surrogate": loss.surrogate(**arguments)}
     preset = Objective.preset(loss.preset, numerics="verl")
     # These losses of verl ignore loss_agg_mode.
@@ -312,6 +330,7 @@ def objective_of(name: str, config: Any, loss_agg_mode: str = "token-mean") -> O
     if not is_fixed:
         changes["aggregate"] = AGGREGATES[loss_agg_mode]
     if name.startswith("dppo"):
+        # The clip widths of verl's config bound the trust region, a filter of tokens.
         low = field_value("clip_ratio_low")
         high = field_value("clip_ratio_high")
         regions = [f for f in preset.filters if isinstance(f, TrustRegion)]
@@ -331,7 +350,8 @@ def _gspo_by_sequence() -> bool:
 def _normalizer(objective: Objective, info: dict[str, Any]) -> float | Tensor | None:
     """Return the denominator of a loss over all micro-batches and ranks, as in verl's `agg_loss`.
 
-    info   verl's `global_batch_info`: the number of data-parallel ranks, and global counts
+    objective   the objective of the loss, whose aggregate decides what is counted
+    info        verl's `global_batch_info`: the number of data-parallel ranks, and global counts
 
     None stands for the denominator of this micro-batch alone. verl averages gradients over the
     ranks, so a global count is divided by the number of ranks.
@@ -378,10 +398,17 @@ def _clipped_tokens(
 ) -> dict[str, Tensor]:
     """Return {metric: the tokens that it counts, bool [B, T]}: what verl calls clipped in a loss.
 
+    verl has two such metrics: the share of clipped tokens, and the share of tokens that are clipped
+    at the other bound. Each of its losses defines them in its own way, or does not report them.
+
+    name        the name of verl's loss
+    objective   the objective of the loss
+    out         the result of the loss
+    batch       its batch, with tensors [B, T]
+    log_prob    [B, T], the policy's log-probs that the loss was computed from
     log_ratio   fp32 [B, T], the log-ratio of each token, 0 where masked
 
-    The other arguments are those of `_metrics`. The result has only the metrics that verl reports
-    for this loss.
+    The result has only the metrics that verl reports for this loss.
     """
     advantages = batch.advantages
     surrogate = objective.surrogate
@@ -390,7 +417,7 @@ def _clipped_tokens(
     no_token = torch.zeros_like(batch.mask)
     if name in ("kl_cov", "dro"):
         return {}
-    if name == "sapo":
+    if name == "sapo":  # its gate is smooth, so nothing is clipped
         return {CLIPPED_SHARE: no_token, LOWER_CLIPPED_SHARE: no_token}
     if name == "cispo":
         is_clipped = (ratio < low) | (ratio > high)
@@ -426,7 +453,14 @@ def _clipped_tokens(
 # ---- log-probs and entropy
 
 
-def bind(*, hidden: bool = True, logits: bool = True, megatron: bool = False, **how: bool) -> Slots:
+def bind(
+    *,
+    hidden: bool = True,
+    logits: bool = True,
+    megatron: bool = False,
+    strict: bool = False,
+    any_version: bool = False,
+) -> Slots:
     """Replace verl's functions by ours in this process, until `undo()` of the result.
 
     hidden     whether the functions of hidden states are replaced, which use_fused_kernels calls:
@@ -439,9 +473,17 @@ def bind(*, hidden: bool = True, logits: bool = True, megatron: bool = False, **
     megatron   whether `fused_output_processor` of verl.models.mcore.model_forward_fused is
                replaced, which the Megatron engine passes to megatron-core 0.18 and later. A
                version of verl that was not tested then needs any_version=True.
-    how        strict= and any_version= of `Slots`, which also lists the errors
+    strict     True: a call that ours does not support raises RuntimeError. False: verl's own
+               function computes it.
+    any_version
+               False: under a version of verl that was not tested, the first calls are compared
+               with verl's own functions, and RuntimeError is raised if they differ. True: they are
+               not compared.
+
+    Returns `Slots`: `undo()` restores verl's functions, and `counts` has the number of calls.
+    Raises RuntimeError if a function is replaced already or has other arguments.
     """
-    slots = ADAPTER.bind(**how)
+    slots = Slots(ADAPTER, strict, any_version)
     if hidden:
         slots.bind(linear_cross_entropy)
         slots.bind(fused_linear_for_ppo, attribute="forward", method=True)
@@ -484,11 +526,11 @@ def fused_output_processor(
     scale_logits    what the model does to its logits (muP), or None
     loss_mask       [B, S], 0 for positions that are not computed
 
-    The other arguments of megatron-core's hook are not used. Ids that pad the vocabulary are in the
-    softmax, as in verl. Three things differ from verl's function: the muP scale of the model is
-    applied, the gradient of the hidden states is summed over the tensor-parallel ranks without
-    sequence parallelism too, and the gradient of the weight is added to main_grad if Megatron does
-    so for other weights.
+    megatron-core calls it in place of the output layer, with more arguments than are used. Ids that
+    pad the vocabulary are in the softmax, as in verl. Three things differ from verl's function: the
+    muP scale of the model is applied, the gradient of the hidden states is summed over the
+    tensor-parallel ranks without sequence parallelism too, and the gradient of the weight is added
+    to main_grad if Megatron does so for other weights.
     """
     return logprobs_processor(
         hidden_states=hidden_states,
@@ -523,12 +565,14 @@ def linear_cross_entropy(
                         of the sum, which verl's sequence-parallel layers before the head add up.
 
     It has the arguments and results of verl's function of this name.
+
+    The decorator makes errors use the names of these arguments.
     """
     if reduction != "none":
         raise NotCovered(f"reduction={reduction!r}")
     rows = hidden.reshape(-1, hidden.shape[-1])
     ids = labels.flatten()
-    found = log_probs_of(
+    results = log_probs_of(
         rows,
         ids,
         head=weight,
@@ -536,7 +580,7 @@ def linear_cross_entropy(
         group=dist_process_group,
         entropy=True,
     )
-    return found.logps, found.entropy
+    return results.logps, results.entropy
 
 
 @with_trainer_names(hidden="hidden_states", weight="vocab_weights", targets="input_ids")
@@ -558,19 +602,21 @@ def fused_linear_for_ppo(
     temperature    a number, or a tensor with one element or one for each id
 
     It has the arguments and results of the method that it replaces, `FusedLinearForPPO.forward`.
+
+    The decorator makes errors use the names of these arguments.
     """
     unknown = unknown_option(module, ("chunk_size", "impl_backend"))
     if unknown is not None:
         raise NotCovered(f"option {unknown[0]}={unknown[1]!r}, which grpo_kernels does not know")
     ids = input_ids.to(torch.int64)
-    found = log_probs_of(
+    results = log_probs_of(
         hidden_states,
         ids,
         head=vocab_weights,
         temperature=_per_token(temperature, ids),
         entropy=True,
     )
-    return found.logps, found.entropy
+    return results.logps, results.entropy
 
 
 def _per_token(temperature: float | Tensor, ids: Tensor) -> float | Tensor:
@@ -582,6 +628,7 @@ def _per_token(temperature: float | Tensor, ids: Tensor) -> float | Tensor:
         return temperature
     if temperature.numel() == 1:
         return temperature.reshape(())
+    # Of any other size it is returned unchanged. The caller refuses it with both shapes.
     return temperature.reshape(ids.shape) if temperature.numel() == ids.numel() else temperature
 
 
@@ -590,6 +637,8 @@ def _per_token(temperature: float | Tensor, ids: Tensor) -> float | Tensor:
 
 def kept_sets(data: Any, field: str = "sampling_mask") -> TokenSets | None:
     """Return the candidate sets of the response tokens [B, T] of a batch, or None without them.
+
+    The candidate set of a token has the ids that top-k or top-p left when it was sampled.
 
         batch = TokenBatch(
             data.batch["responses"], advantages, mask=data.batch["response_mask"] != 0,
@@ -711,6 +760,7 @@ def _require_tested(any_version: bool) -> None:
 
     any_version   accept every version
     """
+    # A sentence that names the installed version, or None if it was tested.
     version = DISTILLATION.untested(any_version)
     if version is not None:
         raise RuntimeError(
@@ -745,22 +795,25 @@ def topk_divergence(
 
     # verl's own function does not read loss_mode.
     mode: Any = getattr(config.distillation_loss, "loss_mode", None)
-    exact = _registered.get(mode)
+    exact = _registered.get(mode)  # the divergence of a loss that `register_distillation` added
     if exact is None:
         raise NotCovered(f"loss_mode={mode!r}")
+    # The values of a nested tensor are packed: [n, K] over all sequences.
     ids = teacher_topk_ids.values().unsqueeze(0)
     teacher_logps = teacher_topk_log_probs.values().unsqueeze(0)
-    if get_ulysses_sequence_parallel_world_size() > 1:
+    if get_ulysses_sequence_parallel_world_size() > 1:  # take the tokens of this rank
         ids = slice_input_tensor(ids, dim=1)
         teacher_logps = slice_input_tensor(teacher_logps, dim=1)
     teacher_logps = teacher_logps.float()
     is_sum_over_ids = exact.tail == "ignore"
+    # With a tail, these log-probs are for the statistic only. `token_divergence` reads the logits.
     with torch.set_grad_enabled(is_sum_over_ids and torch.is_grad_enabled()):
         logps, _, num_distinct = logps_at_ids(student_logits, ids)
     is_counted = (num_distinct == ids.shape[-1]) | is_sum_over_ids
     if is_sum_over_ids:
         losses = divergence_over_ids(exact, logps, teacher_logps)
     else:
+        # A row that is not counted gets -1, which is padding: no ids of the teacher, so loss 0.
         known_ids = torch.where(is_counted[..., None], ids, -1).flatten(0, 1)
         teacher = TokenSets.from_padded(known_ids, values=teacher_logps.flatten(0, 1))
         losses = token_divergence(student_logits, teacher, exact)

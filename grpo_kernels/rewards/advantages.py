@@ -193,7 +193,7 @@ def _divisor(g: GroupStatistics, scale: str, unbiased: bool, eps: float) -> Tens
     """
     if scale == "group":
         return g.std(unbiased) + eps
-    if scale == "batch":
+    if scale == "batch":  # all rewards are one group
         return GroupStatistics(Groups(), g.values, g.counted).std(unbiased) + eps
     if scale == "mean":
         return g.mean + eps

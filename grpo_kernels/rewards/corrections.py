@@ -187,7 +187,7 @@ def rejection_mask(
     require_number("high", high, f"the upper bound is a number >= low={low!r}.", max(low, -LARGEST))
     bounded = low > -math.inf or high < math.inf
     require(bounded, "high", high, "pass low=, high= or both: without a bound nothing is rejected.")
-    x = _log_weights(batch)
+    x = _log_weights(batch)  # log w of each token, fp64 [N]
     if metric == "k1":
         x = -x
     elif metric == "k2":
@@ -412,13 +412,14 @@ def _log_weights(batch: TokenBatch) -> Tensor:
 
     Raises ValueError if the batch lacks one of the two log-probs.
     """
-    for name in ("old_logps", "sampler_logps"):
+    for name in ("old_logps", "sampler_logps"):  # pi_old and pi_sampler
         if getattr(batch, name) is None:
             raise ValueError(
                 f"{name} is None: the mismatch is pi_old / pi_sampler, so the TokenBatch needs"
                 f" {name}= too."
             )
-    return logp_difference(*batch.table("old_logps", "sampler_logps").values())
+    flat = batch.table("old_logps", "sampler_logps")  # {name: [N]}
+    return logp_difference(*flat.values())
 
 
 def _reduce_over_sequences(batch: TokenBatch, x: Tensor, over: str, needs: str) -> Tensor:
@@ -441,7 +442,7 @@ def _reduce_over_sequences(batch: TokenBatch, x: Tensor, over: str, needs: str) 
     sequence_ids = batch.spread(torch.arange(len(num_trained), device=num_trained.device))
     trained_x = torch.where(batch.trained, x, nothing)
     extremes = torch.full_like(num_trained, nothing)
-    extremes = extremes.scatter_reduce(0, sequence_ids, trained_x, f"a{over}")
+    extremes = extremes.scatter_reduce(0, sequence_ids, trained_x, f"a{over}")  # "amax" or "amin"
     # With a context_group, tokens of a sequence are on several ranks, whose extremes are combined.
     return batch.over_context(extremes, over.upper())
 
@@ -449,7 +450,11 @@ def _reduce_over_sequences(batch: TokenBatch, x: Tensor, over: str, needs: str) 
 def _flat_argument(batch: TokenBatch, name: str, x: object) -> Tensor:
     """Return x, which has one number for each of the N tokens, detached and flat [N].
 
-    Raises ValueError, which names the argument `name`, for another size.
+    batch   has N tokens
+    name    the argument, for the error
+    x       what the caller passed
+
+    Raises ValueError for another size.
     """
     if not isinstance(x, Tensor) or x.numel() != batch.tokens:
         got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
@@ -513,10 +518,11 @@ class Correction:
             return dataclasses.replace(batch, mask=mask)
         arguments = {**self.options, **options}
         if self.function in (off_policy_sequence_mask, sampler_mismatch_mask):
+            # The policy has not been evaluated yet, so its old log-probs are compared.
             arguments["logps"] = batch.old_logps
         if "process_group" in parameters:
             arguments["process_group"] = process_group
-        weights = self.function(batch, **arguments)
+        weights = self.function(batch, **arguments)  # a mask is a weight of 0 or 1
         earlier_weights = batch.flat("weights")
         if earlier_weights is not None:
             weights = weights * earlier_weights.view(weights.shape)

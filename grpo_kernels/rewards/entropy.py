@@ -59,6 +59,9 @@ def entropy_threshold(
 def _gather(values: Tensor, process_group: Any) -> Tensor:
     """Return the flat `values` of all ranks, concatenated.
 
+    values          fp32 [n], where n may differ from rank to rank
+    process_group   the ranks; all of them must call
+
     All ranks pad their values with infinity to the longest tensor, because all_gather needs equal
     shapes.
     """
@@ -116,7 +119,9 @@ class AdaptiveEntropyCoef(Checked):
     def _set_state(self, name: str, coef: float, entropy: float) -> None:
         """Set the coefficient and the last entropy.
 
-        name   the argument or field that the coefficient comes from, for the error
+        name      the argument or field that the coefficient comes from, for the error
+        coef      the coefficient of the entropy bonus
+        entropy   the mean entropy of the last step
 
         Raises ValueError if the coefficient is out of range.
         """

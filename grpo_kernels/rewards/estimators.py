@@ -126,7 +126,8 @@ class Estimator:
 def _group(evidence: Evidence, **options: Any) -> Tensor:
     """Return `group_advantages`, of rewards [B] or of the rewards [B, K] of K functions.
 
-    options   keyword arguments of `group_advantages`
+    evidence   the rewards of B completions, and which of them share a prompt
+    options    keyword arguments of `group_advantages`
     """
     rewards = evidence.rewards
     if isinstance(rewards, Tensor) and rewards.dim() == 2:
@@ -142,7 +143,8 @@ def _group(evidence: Evidence, **options: Any) -> Tensor:
 def _gdpo(evidence: Evidence, **options: Any) -> Tensor:
     """Return advantages that normalise each reward function alone (GDPO, arXiv 2601.05242).
 
-    options   keyword arguments of `group_advantages`
+    evidence   the rewards [B, K] of K functions, and their weights
+    options    keyword arguments of `group_advantages`
     """
     assert evidence.columns is not None
     return group_advantages(
@@ -156,7 +158,8 @@ def _gdpo(evidence: Evidence, **options: Any) -> Tensor:
 def _gpg(evidence: Evidence, **options: Any) -> Tensor:
     """Return centred rewards times the factor of `gpg_scale` (GPG, arXiv 2504.02546).
 
-    options   keyword arguments of `group_advantages`
+    evidence   the rewards of B completions, and which of them share a prompt
+    options    keyword arguments of `group_advantages`
     """
     scale = gpg_scale(evidence.rewards, **evidence.group_arguments)
     return scale * group_advantages(evidence.rewards, **evidence.group_arguments, **options)
@@ -169,6 +172,7 @@ def _reinforce_pp(
 
     The reward of a completion, minus the baseline of its group, is the reward of its last token.
 
+    evidence    the rewards of B completions, and the mask of their tokens
     baseline    see `group_advantages`
     gamma       discount of `discounted_returns`
     whitening   keyword arguments of `whiten`
@@ -186,6 +190,7 @@ def _gae(
 ) -> Tensor:
     """Return whitened advantages of `gae` from rewards of completions and a critic's values.
 
+    evidence     the rewards of B completions, the critic's values, and the mask of their tokens
     gamma, lam   see `gae`
     whitening    keyword arguments of `whiten`
     """
@@ -199,7 +204,8 @@ def _gae(
 def _process(evidence: Evidence, **options: Any) -> Tensor:
     """Return `process_advantages` of the rewards of reasoning steps.
 
-    options   keyword arguments of `process_advantages` and `group_advantages`
+    evidence   the rewards of reasoning steps, per token
+    options    keyword arguments of `process_advantages` and `group_advantages`
     """
     assert evidence.steps is not None
     return process_advantages(
@@ -208,7 +214,10 @@ def _process(evidence: Evidence, **options: Any) -> Tensor:
 
 
 def _optimal_token(evidence: Evidence) -> Tensor:
-    """Return `optimal_token_advantages` of the rewards of completions."""
+    """Return `optimal_token_advantages` of the rewards of completions.
+
+    evidence   the rewards, and of each token its log-prob and the sum of squared probabilities
+    """
     assert evidence.old_logps is not None and evidence.sum_squares is not None
     return optimal_token_advantages(
         at_last_token(evidence.rewards, **evidence.token_arguments),
@@ -222,13 +231,17 @@ def _optimal_token(evidence: Evidence) -> Tensor:
 def _pass_at_k(evidence: Evidence, **options: Any) -> Tensor:
     """Return `pass_at_k_advantages` of the rewards of completions.
 
-    options   keyword arguments of `pass_at_k_advantages`
+    evidence   the rewards of B completions, and which of them share a prompt
+    options    keyword arguments of `pass_at_k_advantages`
     """
     return pass_at_k_advantages(evidence.rewards, **evidence.group_arguments, **options)
 
 
 def _remax(evidence: Evidence) -> Tensor:
-    """Return `greedy_baseline_advantages`: rewards minus those of greedy completions."""
+    """Return `greedy_baseline_advantages`: rewards minus those of greedy completions.
+
+    evidence   the rewards of B completions, and of the greedy completion of each prompt
+    """
     assert evidence.greedy_rewards is not None
     return greedy_baseline_advantages(evidence.rewards, evidence.greedy_rewards)
 

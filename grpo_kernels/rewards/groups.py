@@ -66,15 +66,24 @@ def read_rewards(
     if rewards.dim() != num_dims:
         _refuse_shape(name, rewards, several)
     require_one_of("missing_rewards", missing_rewards, ("raise", "skip"))
-    r = rewards.detach().double()
-    missing = torch.isnan(r) if missing_rewards == "skip" else torch.zeros_like(r, dtype=torch.bool)
-    r = torch.where(missing, 0.0, r)
-    require_finite(name, r, "give every completion a finite number, or leave it out.")
-    return r, ~missing
+    values = rewards.detach().double()
+    if missing_rewards == "skip":
+        missing = torch.isnan(values)
+    else:
+        missing = torch.zeros_like(values, dtype=torch.bool)
+    values = torch.where(missing, 0.0, values)
+    # Without "skip" this refuses NaN too.
+    require_finite(name, values, "give every completion a finite number, or leave it out.")
+    return values, ~missing
 
 
 def _refuse_shape(name: str, rewards: Tensor, several: bool) -> NoReturn:
-    """Raise ValueError that says which shape rewards must have, see `read_rewards`."""
+    """Raise ValueError that says which shape rewards must have.
+
+    name      the argument, for the error
+    rewards   what the caller passed
+    several   whether there must be rewards of several functions, [B, K], and not [B]
+    """
     if several:
         shape_needed = "with reward_weights, one per completion and function, [B, K]"
     else:
@@ -96,6 +105,10 @@ def _refuse_shape(name: str, rewards: Tensor, several: bool) -> NoReturn:
 
 def require_finite(name: str, x: Tensor, remedy: str, low: float = -math.inf) -> None:
     """Raise ValueError, naming the first index, if a value is NaN, infinite or below `low`.
+
+    name     the argument, for the error
+    x        a float tensor
+    remedy   what to pass instead, the end of the error
 
     Does nothing unless `values_are_checked`, because the host would wait for a GPU.
     """
@@ -169,6 +182,10 @@ class Groups:
     """
 
     def __init__(self, ids: Tensor | None = None) -> None:
+        """Sort the values by group.
+
+        ids   int64 [n]: values with equal ids are a group. None: all values are one group.
+        """
         #: int64 [n], indices that sort values by group; None if there is only one group.
         self.order = None
         if ids is not None:
@@ -186,7 +203,9 @@ class Groups:
         """Return the sum or maximum of the group of each value, [n].
 
         reduction   "sum" or "max"
+        values      [n]
         """
+        # Sorted by group. Group g has the elements offsets[g] to offsets[g + 1] - 1.
         sorted_values = values[self.order]
         results = torch.segment_reduce(sorted_values, reduction, offsets=self.offsets, unsafe=True)
         return results[self.group]
@@ -230,6 +249,12 @@ class GroupStatistics:
     """
 
     def __init__(self, groups: Groups, values: Tensor, counted: Tensor) -> None:
+        """Compute size, mean and extremes of each group, over the values that count.
+
+        groups    the groups of the values
+        values    fp64 [n], 0 where they do not count
+        counted   bool [n]: the values that count
+        """
         self.groups = groups
         self.values = values
         self.counted = counted
@@ -238,6 +263,7 @@ class GroupStatistics:
         self.lowest = -groups.max(torch.where(counted, -values, -math.inf))
         self.highest = groups.max(torch.where(counted, values, -math.inf))
         self.equal = self.lowest >= self.highest
+        # Exactly 0 in a group of equal values, whose rounded mean may differ from them.
         self.centred = torch.where(counted & ~self.equal, values - self.mean, 0.0)
 
     def variance(self, unbiased: bool) -> Tensor:
@@ -255,7 +281,10 @@ def reward_statistics(
 ) -> GroupStatistics:  # fmt: skip
     """Check rewards [B] and return the statistics of the groups of completions.
 
-    Arguments as in `read_rewards` and `group_ids`.
+    rewards              numbers [B], as a tensor or a list
+    group_size, groups   which completions share a prompt: consecutive runs of group_size, or those
+                         with equal numbers in `groups`, integer [B]
+    missing_rewards      "skip": a NaN is a missing reward. "raise": a NaN is an error.
     """
     r, scored = read_rewards(rewards, missing_rewards)
     ids = group_ids(len(r), r.device, group_size, groups)

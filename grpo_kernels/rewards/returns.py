@@ -97,10 +97,11 @@ def gae(
 
     Raises ValueError naming the argument.
     """
+    # Checks the shapes. Its methods take one number for each token, flat [N].
     tokens = _Tokens("rewards", rewards, mask, cu_seqlens)
     require_number("gamma", gamma, SHARE, 0, 1)
-    r = tokens.values("rewards", rewards)
-    v = tokens.values("values", values)
+    flat_rewards = tokens.values("rewards", rewards)
+    flat_values = tokens.values("values", values)
     decay: float | Tensor
     if isinstance(lam, Tensor):
         decay = gamma * per_token("lam", lam, tokens.shape, cu_seqlens).double()
@@ -109,10 +110,11 @@ def gae(
         decay = gamma * lam
     # V of this token if it is trained, else of the next trained token. Shifted by one token, this
     # is V_{t+1}.
-    value_from_here = tokens.scan_backwards(torch.where(tokens.trained, 0.0, 1.0), v)
-    delta = r + gamma * tokens.next_values(value_from_here) - v
+    value_from_here = tokens.scan_backwards(torch.where(tokens.trained, 0.0, 1.0), flat_values)
+    next_values = tokens.next_values(value_from_here)
+    delta = flat_rewards + gamma * next_values - flat_values
     advantages = tokens.discounted_sums(decay, torch.where(tokens.trained, delta, 0.0))
-    return tokens.to_result(advantages), tokens.to_result(advantages + v)
+    return tokens.to_result(advantages), tokens.to_result(advantages + flat_values)
 
 
 def process_advantages(
@@ -165,10 +167,10 @@ def at_last_token(rewards: Tensor, *, mask: Tensor, cu_seqlens: Tensor | None = 
     Raises ValueError naming the argument.
     """
     tokens = _Tokens("mask", mask.float(), mask, cu_seqlens)
-    r, _ = read_rewards(rewards)
+    sequence_rewards, _ = read_rewards(rewards)  # fp64 [B]
     expected_shape = torch.Size([tokens.num_sequences])
-    require_shape("rewards", r, expected_shape, "a tensor of one number a sequence")
-    return tokens.to_result(tokens.place_at_last(r.to(mask.device)))
+    require_shape("rewards", sequence_rewards, expected_shape, "a tensor of one number a sequence")
+    return tokens.to_result(tokens.place_at_last(sequence_rewards.to(mask.device)))
 
 
 def kl_in_reward(
@@ -327,15 +329,17 @@ def self_distilled_advantages(
     require_number("strength", strength, SHARE, 0, 1)
     require_number("clip", clip, "the largest change is a finite number >= 0.", 0, LARGEST)
     require_float("advantages", advantages)
+    # One advantage for each token, flat [N].
     expanded = per_token("advantages", advantages, tokens.shape, cu_seqlens)
-    a = tokens.values("advantages", expanded.view(tokens.shape))
-    d = tokens.values("teacher_logps", teacher_logps) - tokens.values("old_logps", old_logps)
+    flat_advantages = tokens.values("advantages", expanded.view(tokens.shape))
+    flat_teacher_logps = tokens.values("teacher_logps", teacher_logps)
+    log_ratio = flat_teacher_logps - tokens.values("old_logps", old_logps)
     # Bounded, so that exp does not overflow.
-    ratio = (a.sign() * d).clamp(max=LOG_RATIO_BOUND).exp()
+    ratio = (flat_advantages.sign() * log_ratio).clamp(max=LOG_RATIO_BOUND).exp()
     weight = 1.0 - strength + strength * ratio.clamp(1.0 - clip, 1.0 + clip)
     if negative_only:
-        weight = torch.where(a < 0, weight, 1.0)
-    return tokens.to_result(a * weight)
+        weight = torch.where(flat_advantages < 0, weight, 1.0)
+    return tokens.to_result(flat_advantages * weight)
 
 
 def whiten(
@@ -411,6 +415,13 @@ class _Tokens:
     def __init__(
         self, name: str, like: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
     ) -> None:
+        """Check the shapes of mask and cu_seqlens, and find the sequence of each token.
+
+        name         the argument whose shape the tokens have, for errors
+        like         float [B, T], or packed [N] with cu_seqlens (without it: one sequence)
+        mask         the trained tokens, in the shape of `like`; None: all
+        cu_seqlens   [num_sequences + 1], the offsets of packed sequences, or None
+        """
         self.name = name
         self.shape = require_float(name, like).shape
         num_tokens = like.numel()
@@ -420,14 +431,15 @@ class _Tokens:
                     f"{name} has shape {list(self.shape)}: pass [B, T], or packed [N] with"
                     " cu_seqlens."
                 )
-            self.longest = self.shape[-1]
+            self.longest = self.shape[-1]  # each row [T] is a sequence
             cu_seqlens = torch.arange(like[..., :1].numel() + 1, device=like.device) * self.longest
         else:
             check_offsets(name, like, cu_seqlens)
-            self.longest = num_tokens
+            self.longest = num_tokens  # an upper bound that needs no values of cu_seqlens
         self.offsets = cu_seqlens.long()
         self.num_sequences = len(self.offsets) - 1
         self.sequence_ids = sequence_ids(self.offsets, num_tokens)
+        # The last token of the batch is followed by a token of no sequence.
         no_sequence = self.sequence_ids.new_full((1,), -1)
         self.has_next = self.sequence_ids.diff(append=no_sequence) == 0
         if mask is None:
@@ -451,14 +463,16 @@ class _Tokens:
         return torch.where(self.trained, x, 0.0).float().view(self.shape)
 
     def next_values(self, x: Tensor) -> Tensor:
-        """Return x_{t+1} for each token, 0 for the last token of a sequence."""
-        return torch.where(self.has_next, torch.cat((x[1:], x[:1])), 0.0)
+        """Return x_{t+1} for each token, 0 for the last token of a sequence. x is [N]."""
+        shifted = torch.cat((x[1:], x[:1]))
+        return torch.where(self.has_next, shifted, 0.0)
 
     def scan_backwards(self, decay: Tensor, x: Tensor) -> Tensor:
         """Return y_t = x_t + decay_t y_{t+1} within each sequence, y = 0 after its last token.
 
-        Takes log2(longest) passes. After a pass, x_t is the discounted sum over the next `reach`
-        tokens, and decay_t the product of their decays.
+        A loop over tokens would be slow. This takes log2(length of the longest sequence) passes.
+        After a pass, x_t is the discounted sum over the next `reach` tokens, and decay_t the
+        product of their decays.
 
         decay, x   fp64 [N]
         """

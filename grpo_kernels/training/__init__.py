@@ -48,6 +48,10 @@ class Ranks:
     """
 
     def __init__(self, device: torch.device) -> None:
+        """Find the rank of this process, and create a process group if there is none.
+
+        device   the device of this process
+        """
         self.device = device
         self.made_group = False
         if device.type == "cuda":
@@ -127,6 +131,8 @@ class Ranks:
     @torch.no_grad()
     def make_same(self, model: nn.Module) -> None:
         """Copy the parameters and buffers of rank 0 to all ranks.
+
+        model   on each rank a model of the same architecture, on any device
 
         Training would never remove an initial difference between ranks.
         """

@@ -544,12 +544,16 @@ class TrainConfig(
 
     @property
     def truncates(self) -> bool:
-        """Whether sampling leaves tokens out."""
+        """Whether top-p, top-k or min-p leave ids out when tokens are sampled."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @property
     def replays(self) -> bool:
-        """Whether the loss is over the sets that were sampled from."""
+        """Whether log-probs of the loss are normalised over the ids that sampling left.
+
+        Otherwise they are over the vocabulary. The option `replay` decides. If it is None, they are
+        if sampling leaves ids out.
+        """
         return self.truncates if self.replay is None else self.replay
 
     @property
@@ -594,6 +598,7 @@ class TrainConfig(
         # The options of an estimator, such as the baseline of "rloo", define it. Constants of a
         # trainer must not change them.
         free_options = estimator.option_names - estimator.options.keys()
+        # {option: value} as the trainer has it whose numerics are used; none by default.
         constants = CONSTANTS.get(self.numerics or "", {})
         options = {option: value for option, value in constants.items() if option in free_options}
         if self.advantage_baseline is not None:
@@ -674,6 +679,8 @@ ELSEWHERE = {
 def parse(argv: list[str]) -> TrainConfig:
     """Return the config of a command line.
 
+    argv   the arguments after "python -m grpo_kernels train"
+
     Options come from the YAML file of --config, which options on the command line override. Raises
     ValueError for a wrong option.
     """
@@ -725,7 +732,10 @@ def _read(
 ) -> argparse.Namespace:
     """Parse arguments into a namespace, and return it. Options that it has are overridden.
 
-    where   the beginning of errors: the file that the arguments come from; "": the command line
+    parser      the parser of the command line
+    argv        arguments, such as ["--lr=1e-6"]
+    namespace   the options that were parsed before
+    where       the beginning of errors: the file that the arguments come from; "": the command line
 
     Raises ValueError for a wrong value or an unknown option.
     """
@@ -748,6 +758,8 @@ def _read(
 def _arguments_of_file(path: str) -> list[str]:
     """Return the options of a YAML file as arguments of the command line, ["--lr=1e-6", ...].
 
+    path   the file, whose lines are `option: value`
+
     An option that is null in the file is left out, and so gets its default.
 
     Raises ValueError if the file cannot be read, or has no options.
@@ -769,7 +781,11 @@ def _arguments_of_file(path: str) -> list[str]:
 
 
 def write(config: TrainConfig, path: Path) -> None:
-    """Write all options of a run to a YAML file, group by group."""
+    """Write all options of a run to a YAML file, group by group.
+
+    config   the options
+    path     the file, which `--config` can read
+    """
     text = (
         "# All options of this run. Another one like it: python -m grpo_kernels train --config"
         " THIS_FILE --out FOLDER\n"

@@ -48,6 +48,7 @@ class Start:
 def check(config: TrainConfig, passed: Start) -> torch.device:
     """Return the device of this process, after all checks that need neither models nor data.
 
+    config   the options of the run
     passed   the objects that the caller passed to Trainer, None for each that is to be loaded
 
     Raises ValueError for options that do not fit each other, the caller's objects or the machine.
@@ -82,6 +83,9 @@ def check(config: TrainConfig, passed: Start) -> torch.device:
 def _check_teacher(config: TrainConfig, passed: Start) -> None:
     """Raise ValueError unless the teacher fits the policy and the objective.
 
+    A teacher is a frozen model from which the policy learns.
+
+    config   the options of the run, one of which may name a teacher
     passed   the caller's objects; `passed.reference` is the teacher or None
     """
     teacher = passed.reference
@@ -112,7 +116,10 @@ def _check_teacher(config: TrainConfig, passed: Start) -> None:
 
 
 def _check_hardware(config: TrainConfig, device: torch.device) -> None:
-    """Raise ValueError for an option that does not work on the device."""
+    """Raise ValueError for an option that does not work on the device.
+
+    config   its options attn_implementation, dtype and liger are checked
+    """
     on_gpu = device.type == "cuda"
     uses_flash = config.attn_implementation.startswith("flash_attention")
     # The kernels of flash-attn have no fp32.
@@ -186,8 +193,9 @@ def load(config: TrainConfig, start: Start, ranks: Ranks) -> None:
     Parameters are float32. If the objective has a KL term and there is no teacher, the reference is
     a copy of the policy.
 
-    start   the caller's objects. Fields that are None are replaced, and rows are tokenized.
-    ranks   the ranks of the run; all of them must call this
+    config   the options of the run, which name what to load
+    start    the caller's objects. Fields that are None are replaced, and rows are tokenized.
+    ranks    the ranks of the run; all of them must call this
 
     Raises ValueError if something cannot be loaded, or if the teacher has another vocabulary.
     """
@@ -228,6 +236,7 @@ def _load_model(name: str, config: TrainConfig, device: torch.device) -> Any:
     """Return a causal language model of transformers with float32 parameters, on the CPU.
 
     name     path or Hub name
+    config   has attn_implementation and dtype
     device   where the model will run, which decides what attn_implementation="auto" means
     """
     attention = config.attn_implementation
@@ -241,7 +250,10 @@ def _load_model(name: str, config: TrainConfig, device: torch.device) -> Any:
 
 
 def _prepare_policy(model: Any, config: TrainConfig) -> None:
-    """Switch on liger kernels and gradient checkpointing as the config says. Set eval mode."""
+    """Switch on liger kernels and gradient checkpointing as the config says. Set eval mode.
+
+    model   the policy, a causal language model of transformers
+    """
     if config.liger:
         # liger's fused losses would replace the model's forward, which the losses here need.
         without_losses = {"cross_entropy": False, "fused_linear_cross_entropy": False}
@@ -273,6 +285,8 @@ def _check_same_vocabulary(teacher: Any, model: Any) -> None:
 def load_rows(config: TrainConfig) -> tuple[list[Row], list[Row]]:
     """Return (training rows, held-out rows) of the data set, with "prompt" and "answer".
 
+    config   names the data set, its splits and its columns
+
     Without evaluations no rows are held out. Raises ValueError if the data set cannot be read, or
     lacks a split or a column.
     """
@@ -288,6 +302,8 @@ def load_rows(config: TrainConfig) -> tuple[list[Row], list[Row]]:
 
 def _rows_of_file(config: TrainConfig) -> tuple[list[Row], list[Row]]:
     """Return (training rows, held-out rows) of a single file: its last rows are held out.
+
+    config   its `dataset` is the path of the file
 
     Raises ValueError if the file has another format, or too few rows.
     """
@@ -315,6 +331,8 @@ def _rows_of_file(config: TrainConfig) -> tuple[list[Row], list[Row]]:
 def _rows_of_splits(config: TrainConfig) -> tuple[list[Row], list[Row]]:
     """Return (training rows, held-out rows): two splits of a data set of the Hub or a folder.
 
+    config   names the data set, its configuration and the two splits
+
     Raises ValueError if a split is missing.
     """
     datasets = package("datasets")
@@ -338,6 +356,8 @@ def _rows_of_splits(config: TrainConfig) -> tuple[list[Row], list[Row]]:
 
 def _load(function: Any, config: TrainConfig, *arguments: Any, **options: Any) -> Any:
     """Return function(*arguments, **options), for a function of the package datasets.
+
+    config   names the data set, for the error
 
     Raises ValueError with the reason if it fails.
     """
@@ -399,9 +419,11 @@ def encode(
 
     Prompts of more than max_prompt_tokens tokens are left out.
 
-    rows     rows with "prompt", a text or a conversation, see `render`
-    which    "training" or "held-out", for messages
-    tell     whether to print how many rows are left out
+    rows        rows with "prompt", a text or a conversation, see `render`
+    tokenizer   a tokenizer of transformers
+    config      has max_prompt_tokens, and the template that texts are put into
+    which       "training" or "held-out", for messages
+    tell        whether to print how many rows are left out
 
     Raises ValueError, which names the row, for a prompt that is neither a text nor a conversation,
     and if no row is left.
@@ -437,8 +459,11 @@ def encode(
 def render(prompt: Any, tokenizer: Any, config: TrainConfig) -> tuple[str, list[int]]:
     """Return (the text of a prompt as the model sees it, its token ids).
 
-    prompt   a text, or a conversation: a list of messages {"role": ..., "content": ...}. If the
-             last message is the assistant's, the completion continues it.
+    prompt      a text, or a conversation: a list of messages {"role": ..., "content": ...}. If the
+                last message is the assistant's, the completion continues it.
+    tokenizer   a tokenizer of transformers, with a chat template for conversations
+    config      has prompt_template, into which a text is put, and chat: whether a text is a message
+                of the user
 
     Raises ValueError for another prompt, and for one without tokens.
     """

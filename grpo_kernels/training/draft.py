@@ -38,6 +38,7 @@ class DraftHead(nn.Module):
     """
 
     def __init__(self, width: int) -> None:
+        """Make the layers. `width` is H, the hidden size of the policy."""
         super().__init__()
         self.hidden_norm = nn.RMSNorm(width)
         self.embedding_norm = nn.RMSNorm(width)
@@ -74,6 +75,12 @@ class DraftTrainer:
     """
 
     def __init__(self, config: TrainConfig, policy: ParallelModel, ranks: Ranks) -> None:
+        """Make the draft head on each rank, with the same parameters, and its optimizer.
+
+        config   the options of the run
+        policy   the policy, which the head reads and does not change
+        ranks    the ranks of the run
+        """
         self.config = config
         self.policy = policy
         self.ranks = ranks
@@ -184,6 +191,8 @@ class DraftTrainer:
 
 def summed_metrics(out: DraftLoss) -> Tensor:
     """Return sums over the positions of a micro-batch, fp64 [4].
+
+    out   the loss of the draft head on a micro-batch, whose metrics are means over its positions
 
     They are the sums of loss, acceptance and top-1 agreement, and the number of positions.
     """

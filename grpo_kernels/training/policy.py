@@ -62,6 +62,13 @@ class ParallelModel:
     """
 
     def __init__(self, model: Any, ranks: Ranks, layout: str, *, frozen: bool = False) -> None:
+        """Copy or shard a model over the ranks.
+
+        model    a causal language model of transformers, the same on all ranks
+        ranks    the ranks of the run
+        layout   "ddp": a copy on each rank. "fsdp2": parameters are sharded. One rank has neither.
+        frozen   whether the model is not trained
+        """
         self.model = model
         self.ranks = ranks
         self.layout = layout if ranks.world > 1 else "single"
@@ -268,6 +275,9 @@ def positions(attention: Tensor) -> Tensor:
 def completion_logits(model: Any, completions: Completions) -> Tensor:
     """Return logits [B, T, V], of which row t predicts token t of the completion.
 
+    model         a causal language model of transformers
+    completions   B completions of T tokens with their prompts
+
     Only the last T positions go through the head. Raises ValueError for a model that ignores
     `logits_to_keep`.
     """
@@ -302,6 +312,15 @@ class Losses:
     def __init__(
         self, config: TrainConfig, policy: ParallelModel, reference: ParallelModel | None
     ) -> None:
+        """Choose how losses and log-probs are computed.
+
+        config      the options of the run
+        policy      the model that is trained
+        reference   the frozen reference of the KL term, or None
+
+        Raises ValueError with config.loss="linear" if it is not known how a model computes its
+        logits.
+        """
         self.config = config
         self.policy = policy
         self.reference = reference
@@ -334,29 +353,32 @@ class Losses:
         normalizer    the denominator of the loss, see `global_normalizer`
         """
         with self.policy.autocast(self.config.dtype):
-            rows = self.rows(model, completions)
-            reference_rows = None
+            # (hidden states, head) or logits
+            source = self.logits_or_hidden(model, completions)
+            reference_source = None
             if objective.exact is not None:  # a divergence from the reference over all ids
                 assert self.reference is not None
-                reference_rows = self.reference.without_gradients(self.rows, completions)
+                reference_source = self.reference.without_gradients(
+                    self.logits_or_hidden, completions
+                )
         if self.linear:
-            hidden, head = rows
+            hidden, head = source
             with self.policy.autocast(self.config.dtype):
                 out = linear_grpo_loss(
                     hidden,
                     head,
                     batch,
                     objective,
-                    reference=reference_rows,
+                    reference=reference_source,
                     normalizer=normalizer,
                     options=self.options,
                 )
         else:
             out = grpo_loss(
-                rows,
+                source,
                 batch,
                 objective,
-                ref_logits=reference_rows,
+                ref_logits=reference_source,
                 transform=LogitTransform(self.config.temperature),
                 normalizer=normalizer,
                 # With candidate sets the logits are read twice, so they must not be overwritten.
@@ -365,10 +387,13 @@ class Losses:
             )
         return LossParts(out.loss, out.logps, out.metrics)
 
-    def rows(self, model: Any, completions: Completions) -> Any:
+    def logits_or_hidden(self, model: Any, completions: Completions) -> Any:
         """Return (hidden states [B, T, H], head) with config.loss="linear", else logits [B, T, V].
 
         Position t predicts token t of the completion.
+
+        model         the policy or the reference
+        completions   completions of T tokens with their prompts
         """
         if not self.linear:
             return completion_logits(model, completions)
@@ -379,7 +404,10 @@ class Losses:
     def logps(self, model: Any, completions: Completions) -> Tensor:
         """Return log-probs of the sampled tokens, fp32 [B, T], 0 for padding.
 
-        They are over the set that each token was sampled from, if `completions` has these sets.
+        If `completions` has the candidate sets of the tokens (the ids left by top-k, top-p or
+        min-p), log-probs are normalised over these sets, otherwise over the vocabulary.
+
+        model   the policy or the reference
         """
         return self._logprobs(model, completions).logps
 
@@ -393,22 +421,24 @@ class Losses:
     def _logprobs(self, model: Any, completions: Completions, also: tuple[str, ...] = ()) -> Any:
         """Return the result of `linear_logprobs` or `token_logprobs` for the sampled tokens.
 
-        also   names of statistics that the result has in addition
+        model         the policy or the reference
+        completions   the completions, with the candidate sets of their tokens if they have any
+        also          names of statistics that the result has in addition
         """
         arguments: dict[str, Any] = {
             "mask": completions.mask,
-            "kept": completions.kept,
+            "kept": completions.kept,  # the ids that each token was sampled from; None for all
             "also": also,
             "options": self.options,
         }
         targets = completions.targets
         with self.policy.autocast(self.config.dtype):
-            rows = self.rows(model, completions)
+            source = self.logits_or_hidden(model, completions)
             if self.linear:
-                hidden, head = rows
+                hidden, head = source
                 return linear_logprobs(hidden, head, targets, **arguments)
         transform = LogitTransform(self.config.temperature)
-        return token_logprobs(rows, targets, transform=transform, **arguments)
+        return token_logprobs(source, targets, transform=transform, **arguments)
 
 
 def head_of(model: Any, temperature: float) -> Head:
@@ -461,6 +491,8 @@ def check_projection(model: Any) -> None:
 def recomputing(model: Any) -> Iterator[None]:
     """Let layers with gradient checkpointing recompute activations in this context.
 
+    model   the policy, which is in eval mode
+
     transformers recomputes only in training mode. Only the layers themselves are set to it, not the
     modules inside them, so that dropout stays off.
     """
@@ -480,7 +512,9 @@ def recomputing(model: Any) -> Iterator[None]:
 def check_recomputing(model: Any) -> None:
     """Raise ValueError if gradient checkpointing changes the logits, such as by dropout.
 
-    The logits are compared on eight tokens.
+    model   a causal language model in eval mode, whose layers have gradient checkpointing
+
+    The logits with and without recomputing are compared on eight tokens.
     """
     vocab_size = model.config.get_text_config().vocab_size
     ids = torch.arange(8, device=next(model.parameters()).device)[None] % vocab_size

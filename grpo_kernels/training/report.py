@@ -150,6 +150,8 @@ def append(file: IO[str], line: Line) -> None:
 def read_metrics(path: Path) -> list[Line]:
     """Return all complete lines of a file, one dictionary for each.
 
+    path   a file with one JSON object a line, such as metrics.jsonl
+
     A crash during a write may leave a partial last line or NUL bytes, which are skipped.
     """
     lines = []
@@ -183,6 +185,14 @@ class Dashboard:
     """
 
     def __init__(self, name: str, config: TrainConfig, out: Path, resume_at: int) -> None:
+        """Start a run of a tracker of accelerate, and give it the options of the run.
+
+        name        "tensorboard", "wandb", "trackio" or "mlflow"
+        config      the options, which the tracker shows
+        out         the output folder, whose name the run of the tracker gets
+        resume_at   first step of this run. A resumed run repeats the steps after its checkpoint, so
+                    TensorBoard hides the old ones.
+        """
         project = "grpo_kernels"
         options: Line
         if name == "tensorboard":
@@ -254,7 +264,11 @@ class RunLog:
             self.call_trackers(lambda tracker: tracker.close(), problem="is not closed")
 
     def _open(self, step: int) -> None:
-        """Write config.yaml, and open files and trackers; see `opened`."""
+        """Write config.yaml, and open files and trackers, on rank 0.
+
+        step   the first step that will be written. A resumed run repeats the steps after its
+               checkpoint, so their lines are cut off.
+        """
         # A run that is started from this file must not continue the present run.
         write(replace(self.config, resume=False), self.out / "config.yaml")
         self.files = {
@@ -290,6 +304,7 @@ class RunLog:
         This happens every `config.sample_every` steps, on rank 0, which has the first completions.
         On other steps and ranks nothing is stored.
 
+        step         number of the step
         rows         the rows of the prompts, of all ranks
         scores       the scores of the completions, of all ranks
         advantages   [B], or [B, T] of tokens. A sample has the mean over its tokens.
@@ -322,7 +337,13 @@ class RunLog:
         self.ranks.on_main(lambda: self._write(**line))
 
     def _write(self, step: int, **metrics: Any) -> None:
-        """Write a line on rank 0, see `write`."""
+        """Write the metrics of a step to files, trackers and the terminal, on rank 0.
+
+        step      number of the step
+        metrics   the metrics. Those of an evaluation alone have no "loss".
+
+        The samples of a training step, which `keep_samples` has stored, are written too.
+        """
         is_training_step = "loss" in metrics
         if is_training_step:
             for sample in self.samples:

@@ -140,6 +140,12 @@ class RewardModel:
     """
 
     def __init__(self, path: str, device: torch.device) -> None:
+        """Load the classifier onto a device.
+
+        path   path or Hub name
+
+        Raises ValueError if it has several outputs.
+        """
         self.pipeline = require("transformers").pipeline(
             "text-classification",
             model=path,
@@ -267,6 +273,7 @@ def _check_reward(value: Any, num_tokens: int) -> float | list[float]:
 def _to_float(value: Any, remedy: str) -> float:
     """Return a finite Python, NumPy or torch number as a float.
 
+    value    what a reward function returned for a completion or a token
     remedy   what to return instead, the end of the error
 
     Raises ValueError for a text, NaN, infinity and anything that is not a number.
@@ -319,7 +326,10 @@ class Scores:
         return weighted_sum(self.each.unbind(), self.weights)
 
     def summary(self, group_size: int) -> dict[str, float]:
-        """Return metrics of the rewards. With several functions, also the mean of each one."""
+        """Return metrics of the rewards. With several functions, also the mean of each one.
+
+        group_size   number of completions of each prompt
+        """
         totals = self.totals
         equal_groups = zero_variance(totals, group_size=group_size).float().mean()
         metrics = dict[str, float]()
@@ -431,7 +441,10 @@ def score(
 
 
 def _distinct_names(functions: list[RewardFunction]) -> list[str]:
-    """Return the name of each function. A name that occurs again gets a number: "exact#2"."""
+    """Return the name of each reward function, all different.
+
+    A name that occurs again gets a number, such as "exact#2".
+    """
     names = [name_of(function) for function in functions]
     distinct = list[str]()
     for k, name in enumerate(names):

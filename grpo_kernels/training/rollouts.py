@@ -30,8 +30,9 @@ from .rewards import RewardArguments, RewardFunction, Scores, name_of, score
 def left_pad(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return (ids int64 [B, P], attention bool [B, P]) of prompts, padded on the left to width P.
 
-    prompts   the token ids of each prompt
+    prompts   the token ids of each of B prompts
     pad_id    the id of padding, where attention is False
+    device    device of the results
     """
     ids = [torch.tensor(prompt, device=device) for prompt in prompts]
     is_prompt = [torch.ones_like(x, dtype=torch.bool) for x in ids]
@@ -171,6 +172,9 @@ def draw(
 def sets_of_completions(steps: list[TokenSets], mask: Tensor, padding: int) -> TokenSets | None:
     """Return the sets of the B * T tokens of completions, from the sets of B rows at T steps.
 
+    The set of a token has the ids that top-k, top-p and min-p left when it was sampled.
+
+    steps     the sets of the B tokens that were sampled at each step; [] if nothing was left out
     mask      bool [B, T]: sampled tokens
     padding   the id after the end of a completion. It is the only id of its set there, because an
               empty set would stand for the whole vocabulary.
@@ -237,7 +241,8 @@ class Rollouts:
                     depend on the number of ranks. None: torch's global generator.
         options     temperature, top_p, top_k and min_p
 
-        The sets that tokens were sampled from are dropped unless `config.replays`.
+        With top_p, top_k or min_p each token has a candidate set, the ids that they left. The
+        result has these sets if `config.replays`, that is if the loss is over them.
         """
         share = self.ranks.share(len(rows))
         num_prompts = len(rows[share])
@@ -255,7 +260,8 @@ class Rollouts:
             max_new_tokens=self.config.max_new_tokens,
             ends=self.ends,
             uniform=uniform[:, sampled].flatten(1),
-            # Each forward of a sharded model needs all ranks.
+            # Each forward of a sharded model needs all ranks, so sampling goes on until the
+            # completions of all ranks are finished.
             wants_forward=self.ranks.any if self.policy.sharded else bool,
         )
         prompts = [row["prompt_ids"] for row in rows[sampled]]

@@ -147,6 +147,8 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> None:
 def load_newest(folder: Path) -> dict[str, Any]:
     """Return the state in the newest intact checkpoint, {} if the folder has no checkpoint.
 
+    folder   the folder of the checkpoints, files "step-00000120.pt"
+
     Damaged checkpoints are skipped with a message. Raises ValueError if there are only damaged
     ones, or ones of another version: a new run would delete them.
     """
@@ -165,6 +167,8 @@ def load_newest(folder: Path) -> dict[str, Any]:
 
 def read(path: Path) -> dict[str, Any]:
     """Return the state that `save` wrote to a checkpoint.
+
+    path   a file "step-00000120.pt"
 
     Raises an error of any type if the file is damaged, or if `save` did not write it.
     """
@@ -235,7 +239,7 @@ class Saved:
         """
         # Only rank 0 reads the file. It sends small entries to the other ranks as Python objects.
         # `ParallelModel.load_state` sends the parameters.
-        checkpoint = {}
+        checkpoint = {}  # stays empty on other ranks
 
         def read_on_main() -> dict[str, Any]:
             """Fill `checkpoint`, and return its small entries, None for each that it lacks."""
@@ -351,7 +355,10 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(states: dict[str, Any], device: torch.device) -> None:
-    """Restore the states that `random_state` returned."""
+    """Restore the states that `random_state` returned.
+
+    device   if it is a GPU, torch's state of this GPU is restored if it was saved
+    """
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     require("numpy").random.set_state(states["numpy"])

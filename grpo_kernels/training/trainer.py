@@ -71,6 +71,17 @@ class Trainer:
         teacher: Any = None,
         trackers: Sequence[Tracker] = (),
     ) -> None:
+        """Check all options, load models and data, and prepare the run.
+
+        config     the options
+        model, tokenizer, rewards, teacher
+                   objects of the caller, in place of what the config names: the policy and its
+                   tokenizer, reward functions, and a frozen model to learn from
+        rows       (training rows, held-out rows), in place of a data set
+        trackers   get the metrics of each step, in addition to those that the config names
+
+        The output folder is locked until `train` ends.
+        """
         self.config = config
         self.out = Path(config.out)
         start = data.Start(model, tokenizer, rows, rewards, teacher)
@@ -219,8 +230,9 @@ class Trainer:
         rows = prompts_of_step(self.train_rows, self.step, config.prompts_per_step, config.seed)
         # Each step has its own seed, so that a resumed run samples the same completions.
         generator = torch.Generator(self.device).manual_seed(config.seed * 1_000_003 + self.step)
-        cuts = {name: getattr(config, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-        completions = self.rollouts.sample(rows, config.group_size, generator, **cuts)
+        names = ("temperature", "top_p", "top_k", "min_p")
+        sampling_options = {name: getattr(config, name) for name in names}
+        completions = self.rollouts.sample(rows, config.group_size, generator, **sampling_options)
         self.watch.lap("sampling")
         scores = self.rollouts.score(rows, completions, config.group_size)
         self.watch.lap("reward")
@@ -255,19 +267,22 @@ class Trainer:
         next steps, unless the ratio is to the sampler (`config.ratio_to`).
         """
         config = self.config
-        whole = self.corrected(completions, advantages)
-        parts, dropped = micro_batches(completions, whole, config, self.ranks)
+        whole_batch = self.corrected(completions, advantages)
+        # (completions, inputs of their loss) of each micro-batch, and the share of completions that
+        # was left out because they have no gradient
+        parts, dropped = micro_batches(completions, whole_batch, config, self.ranks)
         parts = [(part, self.with_given_logps(part, batch)) for part, batch in parts]
         # One denominator for the whole batch of all ranks, with the completions that were dropped.
         # Gradients are averaged over the ranks instead of summed, so it is divided by their number.
-        normalizer = global_normalizer(self.objective, whole) / self.ranks.world
+        normalizer = global_normalizer(self.objective, whole_batch) / self.ranks.world
         metrics = {}
-        self.mid_update = True
+        self.mid_update = True  # no checkpoint until all steps are done
         for k in range(config.num_updates):
             if self.entropy_coef is not None:
                 self.objective = replace(self.objective, entropy_coef=self.entropy_coef.coef)
             logps, part_metrics = self.accumulate_gradients(parts, normalizer)
             if k == 0 and config.ratio_to == "policy":
+                # The first step had no old log-probs: its ratios are 1.
                 parts = [
                     (part, replace(batch, old_logps=old_logps))
                     for (part, batch), old_logps in zip(parts, logps, strict=True)
@@ -277,7 +292,7 @@ class Trainer:
                 part_metrics, self.objective, self.ranks, weighted=bool(config.corrections)
             )
             metrics |= optimizer_metrics
-            if self.entropy_coef is not None:
+            if self.entropy_coef is not None:  # it adapts to the entropy of each step
                 metrics["entropy_coef"] = self.entropy_coef.coef
                 self.entropy_coef.update(metrics["entropy"])
             self.watch.lap("optimizer")
@@ -337,9 +352,8 @@ class Trainer:
         grad_norm = self.policy.clip_gradients(self.config.max_grad_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        finite = math.isfinite(
-            grad_norm
-        )  # waits for the device, so the lap below includes backward
+        # This waits for the device, so the time of the lap below includes the backward.
+        finite = math.isfinite(grad_norm)
         self.watch.lap("gradient")
         if finite:
             self.optimizer.step()
@@ -358,8 +372,8 @@ class Trainer:
         config = self.config
         group_size = config.group_size
         estimator = config.estimator(config.advantages)
-        needs = estimator.func.needs
-        evidence = dict[str, Tensor]()  # for the completions of all ranks
+        needs = estimator.func.needs  # names of the data that this estimator uses
+        evidence = dict[str, Tensor]()  # these data, for the completions of all ranks
         if "greedy_rewards" in needs:
             evidence["greedy_rewards"] = self.rollouts.greedy_rewards(rows)
         functions = {"old_logps": self.losses.logps, "sum_squares": self.losses.sum_squares}
@@ -386,6 +400,9 @@ class Trainer:
 
         Corrections are weights and masks for the mismatch between sampler and policy. The batch has
         no old log-probs; `update` adds them.
+
+        completions   the completions of this rank
+        advantages    their advantages, [B] or of tokens [B, T]
         """
         batch = TokenBatch(
             completions.targets,
@@ -395,6 +412,7 @@ class Trainer:
         )
         if not self.config.corrections:
             return batch
+        # Corrections compare the log-probs of the policy with the sampler's.
         batch = replace(
             batch,
             old_logps=self.per_token_values(self.losses.logps, completions),
@@ -402,6 +420,7 @@ class Trainer:
         )
         group = torch.distributed.group.WORLD if self.ranks.world > 1 else None
         batch = self.config.corrected(batch, finished=completions.finished, process_group=group)
+        # They are not part of the loss, whose first step takes the ratio 1.
         return replace(batch, old_logps=None, sampler_logps=None)
 
     def per_token_values(self, function: Any, completions: Completions) -> Tensor:
@@ -423,6 +442,8 @@ class Trainer:
 
 def main(argv: list[str]) -> int:
     """Run `python -m grpo_kernels train`, and return its exit status.
+
+    argv   the arguments after "train"
 
     0: done. 128 + the number of a signal (130, 143): stopped by it after a step, with a checkpoint
     to resume from. 2: an argument is wrong.
