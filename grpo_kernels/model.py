@@ -771,8 +771,9 @@ def plain_head(model: Any, known_forward: Callable[[Any], Any] | None = None) ->
     """Return the output embeddings of a language model, whose weight and bias make the logits.
 
     model           a causal language model of transformers
-    known_forward   takes the head, and returns a function that may replace its forward, see
-                    `check_linear`; None: no function may
+    known_forward   the caller may have replaced the forward of the head by a function of its own.
+                    known_forward(head) returns this function, so that it is not taken for a
+                    forward that does more. None: any replaced forward is refused.
 
     Raises ValueError if a call of the head does more than multiply with its weight and add its
     bias.

@@ -1150,9 +1150,10 @@ class Objective(Checked):
         return replace(inputs, **new_weights)
 
     def _denominator_ratio(self, keep: Tensor, batch: TokenBatch, aggregate: str) -> float | Tensor:
-        """Return the factor by which weights grow if dropped sequences do not count.
+        """Return the factor by which weights of tokens grow because a filter dropped sequences.
 
-        The weight of a token contains 1 / denominator, so the factor is
+        With `SamplerMismatch(normalize=True)` they do not count in the denominator of the loss. The
+        weight of a token contains 1 / denominator, so the factor is
 
             denominator of all sequences / denominator of the sequences that are left
 
@@ -1166,39 +1167,57 @@ class Objective(Checked):
         batch       the batch of these tokens
         aggregate   one of AGGREGATES
 
-        Return a number, a 0-d fp32 tensor or fp32 [num_tokens].
+        Return a number, a 0-d fp32 tensor or fp32 [num_tokens]. If nothing is left, all weights are
+        0 already. A denominator of at least 1 then keeps the factor finite.
         """
-        if aggregate == "token-sum":
+        if aggregate == "token-sum":  # a sum over tokens has no denominator
             return 1.0
         # Trained tokens of each sequence, and those that are left, fp64 [num_sequences] each.
         num_trained = batch.lengths
         num_left = batch.sequence_sum(keep & batch.trained)
-        if aggregate == "token-mean":
+        if aggregate == "token-mean":  # the denominator is the number of trained tokens
             return (num_trained.sum() / num_left.sum().clamp(min=1.0)).float()
-        # A sequence without trained tokens is not dropped.
+        # A sequence without trained tokens has none that could be dropped, so it is left.
         is_left = (num_trained == 0) | (num_left > 0)
-        # `part` is what each sequence adds to the denominator: 1, or with "group-mean"
-        # 1 / (sequences of its group), so that each group adds 1. A group is left if any of its
-        # sequences is.
-        part = torch.ones_like(num_trained)
-        token_factor = torch.ones_like(num_trained)
-        if aggregate == "group-mean":
-            # A product with this matrix is a sum over the group of each sequence.
-            is_same_group = batch.same_group()
-            part = part / is_same_group.sum(1)
-            # From here on these three are about the group of each sequence.
-            is_left = is_same_group @ is_left.double() > 0
-            num_trained = is_same_group @ num_trained
-            num_left = is_same_group @ num_left
-            token_factor = num_trained / num_left.clamp(min=1.0)
+        if aggregate != "group-mean":  # a mean over sequences: each adds 1 to the denominator
+            one = torch.ones_like(num_trained)
+            return batch.spread(self._count_ratio(one, num_trained, num_left, is_left)).float()
+
+        # A product with this matrix [num_sequences, num_sequences] is a sum over the group of each
+        # sequence.
+        same_group = batch.same_group()
+        group_size = same_group.sum(1)
+        group_trained = same_group @ num_trained
+        group_left = same_group @ num_left
+        # A group is left if any of its sequences is.
+        is_group_left = same_group @ is_left.double() > 0
+        count_ratio = self._count_ratio(1 / group_size, group_trained, group_left, is_group_left)
+        token_ratio = group_trained / group_left.clamp(min=1.0)
+        return batch.spread(token_ratio * count_ratio).float()
+
+    def _count_ratio(
+        self, part: Tensor, num_trained: Tensor, num_left: Tensor, is_left: Tensor
+    ) -> Tensor:
+        """Return how many sequences or groups count, divided by how many count that are left.
+
+        All arguments are [num_sequences]. For groups each sequence has the numbers of its group.
+
+        part          what a sequence adds to the count: 1, or 1 / (sequences of its group), so that
+                      each group adds 1
+        num_trained   fp64: number of trained tokens
+        num_left      fp64: number of those that are left
+        is_left       bool: whether the sequence, or a sequence of the group, is left
+
+        `count_empty` says whether sequences or groups without trained tokens count. The result is
+        fp64 [num_sequences], the same number for all.
+        """
         if self.count_empty:
-            denominator = part.sum()
-            denominator_left = (part * is_left).sum()
+            count = part.sum()
+            count_left = (part * is_left).sum()
         else:
-            denominator = (part * (num_trained > 0)).sum()
-            denominator_left = (part * (num_left > 0)).sum()
-        factor = token_factor * denominator / denominator_left.clamp(min=1.0)
-        return batch.spread(factor).float()
+            count = (part * (num_trained > 0)).sum()
+            count_left = (part * (num_left > 0)).sum()
+        return (count / count_left.clamp(min=1.0)).expand_as(part)
 
     def _filter_entropy_weight(
         self, entropy_weight: Tensor, keep: Tensor, batch: TokenBatch

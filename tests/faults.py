@@ -844,7 +844,7 @@ FAULTS: list[Fault] = [
         ("dropped sequences keep their KL", 'aggregates = {"policy_weight": policy, "kl_weight": kl, "entropy_weight": entropy}', 'aggregates = {"policy_weight": policy, "entropy_weight": entropy}'),
         ("dropped sequences count in the denominators", "self._denominator_ratio(keep, batch, aggregate)", "1.0"),
         ("dropped sequences keep their NLL", "torch.where(keep, inputs.nll_weight, 0.0)", "inputs.nll_weight"),
-        ("the mean of a group is over its dropped tokens", "token_factor = num_trained / num_left.clamp(min=1.0)", "pass"),
+        ("the mean of a group is over its dropped tokens", "batch.spread(token_ratio * count_ratio)", "batch.spread(count_ratio)"),
     ),
     *of("grpo_kernels/formulas/future_kl.py", "tests/formulas/test_future_kl.py",
         ("the future of a sequence is the next sequence", "torch.where(is_same_sequence, math.exp(log_gamma * reach) * sums[reach:], 0.0)", "math.exp(log_gamma * reach) * sums[reach:]"),

@@ -165,14 +165,14 @@ class PolicyLoss(torch.nn.Module):
 
     @classmethod
     def like(cls, theirs: Any) -> PolicyLoss:
-        """Return our loss with the options of one of OpenRLHF's, and with its results.
+        """Return our loss with the options of a loss of OpenRLHF. It returns the same results.
 
         theirs   an `openrlhf.models.loss.PolicyLoss`
 
-        Raises ValueError if it lacks an option of both 0.11.0 and 0.11.2, or has another option
-        set.
+        OpenRLHF renamed some options in 0.11.2. Raises ValueError if the loss has neither all
+        options of the older nor all of the newer versions, or if it has an option set that is not
+        known here.
         """
-        # The options of OpenRLHF up to 0.11.1, and from 0.11.2 on. It has all of one of the two.
         for fields in (FIELDS + BEFORE, FIELDS + SINCE):
             missing = [name for name in fields if not hasattr(theirs, name)]
             if missing:

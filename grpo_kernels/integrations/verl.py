@@ -398,8 +398,10 @@ def _clipped_tokens(
 ) -> dict[str, Tensor]:
     """Return {metric: the tokens that it counts, bool [B, T]}: what verl calls clipped in a loss.
 
-    verl has two such metrics: the share of clipped tokens, and the share of tokens that are clipped
-    at the other bound. Each of its losses defines them in its own way, or does not report them.
+    verl has two such metrics, pg_clipfrac (CLIPPED_SHARE) and pg_clipfrac_lower
+    (LOWER_CLIPPED_SHARE). Each of its losses defines both in its own way, whatever their names say,
+    or does not report them. This function follows the definition of each loss, so that a run
+    reports the same numbers with our losses.
 
     name        the name of verl's loss
     objective   the objective of the loss
@@ -415,7 +417,7 @@ def _clipped_tokens(
     ratio = log_ratio.exp()
     low, high = surrogate.ratio_bounds
     no_token = torch.zeros_like(batch.mask)
-    if name in ("kl_cov", "dro"):
+    if name in ("kl_cov", "dro"):  # verl reports neither metric
         return {}
     if name == "sapo":  # its gate is smooth, so nothing is clipped
         return {CLIPPED_SHARE: no_token, LOWER_CLIPPED_SHARE: no_token}
@@ -423,9 +425,11 @@ def _clipped_tokens(
         is_clipped = (ratio < low) | (ratio > high)
         return {CLIPPED_SHARE: is_clipped, LOWER_CLIPPED_SHARE: no_token}
     if name in ("dppo_tv", "dppo_kl"):
-        # In verl an advantage of 0 counts as negative.
+        # These losses drop tokens by a trust region, which is the only filter of the objective. In
+        # verl an advantage of 0 counts as negative.
+        (trust_region,) = objective.filters
         signs = torch.where(advantages == 0, -1.0, advantages)
-        is_kept = objective.filters[0].keeps(out.logps, batch.old_logps, signs)
+        is_kept = trust_region.keeps(out.logps, batch.old_logps, signs)
         return {CLIPPED_SHARE: ~is_kept, LOWER_CLIPPED_SHARE: (ratio > high) & is_kept}
     if name == "geo_mean":
         is_clipped = (log_ratio < -surrogate.eps_low) | (log_ratio > surrogate.eps_high)
@@ -434,12 +438,14 @@ def _clipped_tokens(
             LOWER_CLIPPED_SHARE: is_clipped & (advantages < 0),
         }
     if name == "clip_cov":
-        # verl reports the tokens that were dropped at random. They have no gradient. All others
-        # have one, unless they are clipped or have an advantage or a weight of 0.
-        gradient = log_ratio  # of a loss without a graph: any tensor of the shape
+        # verl reports the tokens that this loss dropped at random. The loss does not return which
+        # they are, but they have no gradient. Other tokens have one, unless they are clipped or
+        # have an advantage or a weight of 0.
+        gradient = log_ratio  # without gradients the metric has no meaning, but must have a value
         if out.loss.requires_grad:
             (gradient,) = torch.autograd.grad(out.loss, log_prob, retain_graph=True)
-        has_no_term = torch.logical_or(*surrogate.clipped(ratio, advantages)) | (advantages == 0)
+        is_clipped_low, is_clipped_high = surrogate.clipped(ratio, advantages)
+        has_no_term = is_clipped_low | is_clipped_high | (advantages == 0)
         if batch.weights is not None:
             has_no_term = has_no_term | (batch.weights == 0)
         return {CLIPPED_SHARE: (gradient == 0) & ~has_no_term}

@@ -190,11 +190,12 @@ def check_name(option: str, name: str | None) -> None:
 def load(config: TrainConfig, start: Start, ranks: Ranks) -> None:
     """Load what the caller did not pass into `start`, and move the models to the device.
 
-    Parameters are float32. If the objective has a KL term and there is no teacher, the reference is
-    a copy of the policy.
+    Models are loaded in float32. The reference is the teacher if `config` names one. Otherwise it
+    is a copy of the policy if the objective has a KL term (beta is not 0) and the caller passed no
+    reference.
 
     config   the options of the run, which name what to load
-    start    the caller's objects. Fields that are None are replaced, and rows are tokenized.
+    start    the caller's objects. What the caller left out is loaded, and rows are tokenized.
     ranks    the ranks of the run; all of them must call this
 
     Raises ValueError if something cannot be loaded, or if the teacher has another vocabulary.

@@ -249,11 +249,12 @@ class RunLog:
     def opened(self, step: int) -> Iterator[None]:
         """Return a context in which files and trackers are open.
 
-        A resumed run repeats the steps after its checkpoint. Lines of these steps, which are beyond
-        `sizes`, are cut off.
+        A resumed run repeats the steps after its checkpoint, so `_open` cuts off the lines that
+        these steps had written.
 
-        step   the first step of the run that will be written
+        step   the first step that will be written
         """
+        # Other ranks open nothing, so they have nothing to close.
         self.ranks.on_main(lambda: self._open(step))
         try:
             yield
