@@ -1,19 +1,20 @@
-"""Our loss and those of other projects side by side: checked against float64, then timed in one
-interleaved run.
+"""Compare our losses with those of other projects.
 
-python -m benchmarks                     all suites; a second run measures only what is missing or
-                                         changed
-python -m benchmarks --quick             the smallest meaningful cells, a few minutes; with --suite
-                                         logits hidden one
+Each implementation is checked against float64. Then all of them are timed in turns in one process.
+
+python -m benchmarks                     all suites; a second run only measures cells that are
+                                         missing or changed
+python -m benchmarks --quick             small cells, a few minutes
 python -m benchmarks --suite hidden rows
 
-Ends with the cells of this kind of machine in which ours is slower than plain PyTorch by more than
-5 %, or with the line that none is. Exit code: 0; 1 if there is such a cell, or one that could not
-be measured.
+At the end, the command lists the cells of this kind of machine in which ours is slower than plain
+PyTorch by more than 5 %. The exit code is 1 if there is such a cell, or if a cell could not be
+measured.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from pathlib import Path
@@ -29,9 +30,10 @@ from benchmarks.suites import SUITES, How, run
 from benchmarks.tune import apply
 
 
-def main(argv: list[str] | None = None) -> None:
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     available = "cuda" if torch.cuda.is_available() else "cpu"
-    parser = parser_of("benchmarks", __doc__, {
+    return parser_of("benchmarks", __doc__, {
         "--suite": {"nargs": "+", "choices": SUITES, "default": list(SUITES), "metavar": "NAME", "help": "see --list"},
         "--quick": SWITCH | {"help": "small cells, few runs"},
         "--device": {"choices": ("cpu", "cuda"), "default": available},
@@ -42,42 +44,54 @@ def main(argv: list[str] | None = None) -> None:
         "--out": {"type": Path, "help": "folder (default: benchmarks/results; with --quick runs/benchmarks)"},
         "--list": SWITCH | {"help": "print the suites and their cells, and do nothing"},
     })  # fmt: skip
+
+
+def _print_cells(names: list[str], device: str, quick: bool) -> None:
+    """Print the titles and the cells of suites."""
+    for name in names:
+        print(f"{name}: {SUITES[name].title}")
+        for cell, _ in SUITES[name].plan(device, quick):
+            fields = describe(cell).items()
+            words = [f"{field} {value}" for field, value in fields if value is not None]
+            print("  " + ", ".join(words))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command with these arguments; None: those of the process."""
+    parser = _parser()
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda, but torch finds no GPU: use --device cpu.")
     if args.list:
-        for name in args.suite:
-            print(f"{name}: {SUITES[name].title}")
-            for cell, _ in SUITES[name].plan(args.device, args.quick):
-                print(
-                    "  "
-                    + ", ".join(
-                        f"{key} {value}"
-                        for key, value in describe(cell).items()
-                        if value is not None
-                    )
-                )
+        _print_cells(args.suite, args.device, args.quick)
         return
     if not args.without_native:
         require_kernels(args.device)
-    busy = load_warning(os.getloadavg()[0], os.cpu_count() or 1)
-    if busy is not None:
-        print(busy, file=sys.stderr)
+    warning = load_warning(os.getloadavg()[0], os.cpu_count() or 1)
+    if warning is not None:
+        print(warning, file=sys.stderr)
     out = args.out or (Path("runs/benchmarks") if args.quick else RESULTS)
-    choices = apply(args.choices) if args.choices else None
-    paths, unmeasured = run(
-        args.suite, How(args.device, out, args.quick, args.first, args.fresh, choices)
+    how = How(
+        device=args.device,
+        out=out,
+        quick=args.quick,
+        first=args.first,
+        fresh=args.fresh,
+        choices=apply(args.choices) if args.choices else None,
     )
+    paths, unmeasured = run(args.suite, how)
     print("\nwritten:", *paths)
     if unmeasured:
         print("\nCells without figures:", *unmeasured, sep="\n")
-    kept, said = (
-        True,
-        "Not compared with plain PyTorch: without our kernels there is nothing to compare.",
-    )
-    if not args.without_native:
-        kept, said = promise(out, kind(args.device))
-    print(f"\n{said}")
+
+    if args.without_native:
+        kept = True
+        comparison = (
+            "Not compared with plain PyTorch: without our kernels there is nothing to compare."
+        )
+    else:
+        kept, comparison = promise(out, kind(args.device))
+    print(f"\n{comparison}")
     if unmeasured or not kept:
         raise SystemExit(1)
 

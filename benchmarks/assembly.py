@@ -1,9 +1,11 @@
-"""The assembly and the machine code of a compiled kernel: its loops over a row, the instructions of
-an iteration, accesses, the loads in flight, registers.
+"""Read the assembly and the machine code of a compiled kernel.
 
-NVIDIA's binaries are disassembled by `cuobjdump`, which Triton ships; each instruction carries in
-its encoding the barrier that a load sets and the barriers that an instruction waits for. AMD's
-assembly states its waits.
+`row_loops` returns its loops over a row, with the instructions of an iteration, the widths of
+accesses, and the number of loads in flight. `taken` returns its registers and spills.
+
+NVIDIA's binaries are disassembled by `cuobjdump`, which Triton ships. The encoding of each
+instruction has the barrier that a load sets, and the barriers that an instruction waits for. AMD's
+assembly has instructions that wait.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,52 +23,68 @@ import triton
 
 
 def code(kernel: Any) -> str:
+    """Return the PTX of a kernel, or its assembly for AMD."""
     return kernel.asm["ptx"] if "ptx" in kernel.asm else kernel.asm["amdgcn"]
 
 
 def loops(assembly: str) -> list[list[str]]:
-    """The instructions of every innermost loop."""
-    body, successors = _blocks(assembly)
-    every = _reached(successors, 0)
-    predecessors = {block: {p for p in every if block in successors[p]} for block in every}
-    found = set()
-    for header in every:
-        # A branch back to it comes from a block that control reaches through it alone.
-        back = predecessors[header] - _reached(successors, 0, without=header)
-        if back:
-            found.add(
-                frozenset(
-                    {header}.union(*(_reached(predecessors, tail, without=header) for tail in back))
-                )
-            )
-    inner = [a for a in found if not any(b < a for b in found)]
-    return [[line for block in sorted(loop) for line in body[block]] for loop in inner]
+    """Return the lines of every innermost loop.
+
+    A loop is found by a branch from one of its blocks back to its first block, the header. Control
+    reaches all blocks of a loop only through the header.
+    """
+    lines_of_blocks, successors = _blocks(assembly)
+    blocks = _reached(successors, 0)
+    predecessors = {block: {p for p in blocks if block in successors[p]} for block in blocks}
+    loops: set[frozenset[int]] = set()
+    for header in blocks:
+        reached_without_header = _reached(successors, 0, without=header)
+        branch_back = predecessors[header] - reached_without_header
+        if not branch_back:
+            continue
+        loop = {header}
+        for block in branch_back:
+            loop |= _reached(predecessors, block, without=header)
+        loops.add(frozenset(loop))
+    innermost = [loop for loop in loops if not any(other < loop for other in loops)]
+    return [
+        [line for block in sorted(loop) for line in lines_of_blocks[block]] for loop in innermost
+    ]
 
 
 def _blocks(assembly: str) -> tuple[list[list[str]], list[set[int]]]:
-    """Basic blocks of the kernel's code and, for each, where control goes next."""
-    body: list[list[str]] = [[]]
+    """Return (the lines of each basic block, the blocks that may be executed after each)."""
+    lines_of_blocks: list[list[str]] = [[]]
     labels: dict[str, int] = {}
     for line in map(str.strip, assembly.splitlines()):
-        if m := re.match(r"([$.]?L\w*BB\w+):", line):
-            body.append([])
-            labels[m[1]] = len(body) - 1
-        body[-1].append(line)
+        label = re.match(r"([$.]?L\w*BB\w+):", line)
+        if label:
+            lines_of_blocks.append([])
+            labels[label[1]] = len(lines_of_blocks) - 1
+        lines_of_blocks[-1].append(line)
         if re.search(r"\bbra\b|s_c?branch", line):
-            body.append([])
+            lines_of_blocks.append([])
+
     successors: list[set[int]] = []
-    for i, block in enumerate(body):
-        last = block[-1] if block else ""
-        branch = re.search(r"(?:bra(?:\.uni)?|s_c?branch\w*)\s+([$.]?L\w*BB\w+)", last)
-        follows = not re.match(r"bra|s_branch|ret|s_endpgm", last) and i + 1 < len(body)
-        successors.append(
-            ({labels[branch[1]]} if branch else set()) | ({i + 1} if follows else set())
-        )
-    return body, successors
+    for i, lines in enumerate(lines_of_blocks):
+        last_line = lines[-1] if lines else ""
+        following: set[int] = set()
+        branch = re.search(r"(?:bra(?:\.uni)?|s_c?branch\w*)\s+([$.]?L\w*BB\w+)", last_line)
+        if branch:
+            following.add(labels[branch[1]])
+        always_leaves = re.match(r"bra|s_branch|ret|s_endpgm", last_line)
+        if not always_leaves and i + 1 < len(lines_of_blocks):
+            following.add(i + 1)
+        successors.append(following)
+    return lines_of_blocks, successors
 
 
 def _reached(graph: Any, start: int, without: int | None = None) -> set[int]:
-    """The blocks to which edges lead from `start`, with it, and not through the block `without`."""
+    """Return the blocks that can be reached from `start`, which is one of them.
+
+    graph     graph[block] is the set of the next blocks
+    without   a block that must not be entered
+    """
     seen: set[int] = {start} - {without}
     stack = [*seen]
     while stack:
@@ -83,161 +101,193 @@ NO_INSTRUCTION = r"$|[.;$/{})]|\w+:"
 
 
 def bits(access: str) -> int:
-    """Width of a load or store per thread."""
+    """Return the bits per thread of a load or store, from its instruction in PTX or for AMD."""
     if access.startswith(("ld", "st")):
-        m = re.search(r"(?:\.v(\d))?\.[bfus](\d+)$", access)
-        assert m, access
-        return int(m[1] or 1) * int(m[2])
-    m = re.search(r"(?:byte|short|dword)(?:_d16)?(?:_hi)?(?:x(\d))?", access)
-    assert m, access
-    return {"b": 8, "s": 16, "d": 32}[m[0][0]] * int(m[1] or 1)
+        # PTX: ld.global.v4.b32
+        match = re.search(r"(?:\.v(?P<count>\d))?\.[bfus](?P<bits>\d+)$", access)
+        assert match, access
+        return int(match["count"] or 1) * int(match["bits"])
+    # AMD: global_load_dwordx4
+    match = re.search(r"(?P<type>byte|short|dword)(?:_d16)?(?:_hi)?(?:x(?P<count>\d))?", access)
+    assert match, access
+    bits_of_type = {"byte": 8, "short": 16, "dword": 32}
+    return bits_of_type[match["type"]] * int(match["count"] or 1)
 
 
 def cuobjdump(kernel: Any, *options: str) -> str:
-    """What NVIDIA's tool, which Triton ships, prints about a kernel's binary."""
+    """Return what NVIDIA's tool, which Triton ships, prints about a kernel's binary."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        return subprocess.run(
-            [tool, *options, file.name], capture_output=True, text=True, check=True
-        ).stdout
+        command = [tool, *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def taken(kernel: Any) -> dict[str, int]:
-    """Registers per thread, bytes spilled and bytes of stack."""
+    """Return a kernel's registers, spilled bytes and bytes of stack, each per thread."""
     if "amdgcn" in kernel.asm:
-        # Scalar registers may spill into lanes of vector registers, which is not memory.
-        counts = dict(
-            re.findall(
-                r"\.(vgpr_count|vgpr_spill_count|private_segment_fixed_size):\s+(\d+)",
-                kernel.asm["amdgcn"],
-            )
-        )
+        # Scalar registers do not count: they may spill into lanes of vector registers, not memory.
+        pattern = r"\.(vgpr_count|vgpr_spill_count|private_segment_fixed_size):\s+(\d+)"
+        counts = dict(re.findall(pattern, kernel.asm["amdgcn"]))
         return {
             "registers": int(counts["vgpr_count"]),
             "spilled": 4 * int(counts["vgpr_spill_count"]),
             "stack": int(counts["private_segment_fixed_size"]),
         }
-    text = cuobjdump(kernel, "--dump-resource-usage")
-    reg, stack, local = (
-        int(re.search(rf"{key}:(\d+)", text)[1]) for key in ("REG", "STACK", "LOCAL")
-    )  # type: ignore[index]
-    return {"registers": reg, "spilled": local, "stack": stack}
+    usage = cuobjdump(kernel, "--dump-resource-usage")  # has "REG:64 STACK:0 SHARED:0 LOCAL:0"
+
+    def number(key: str) -> int:
+        match = re.search(rf"{key}:(\d+)", usage)
+        assert match, usage
+        return int(match[1])
+
+    return {
+        "registers": number("REG"),
+        "spilled": number("LOCAL"),
+        "stack": number("STACK"),
+    }
 
 
 # ---- machine code
 
 
 class Instruction(NamedTuple):
-    """An instruction of a loop. loads and stores: bits that a thread accesses in device memory.
-    local: it accesses a spilled register.
+    """An instruction of a loop.
+
+    pipe              one of PIPES
+    load_bits         bits that a thread loads from device memory
+    store_bits        bits that a thread stores to device memory
+    is_local          whether it accesses a spilled register
+
+    On NVIDIA:
+
+    barrier           the barrier that is set when its result is there, or None
+    wait_mask         bit i: it waits for the barrier i
+    is_copy           whether it copies into shared memory without waiting. A copy sets no barrier
+    closes_group      whether the copies since the previous group form a group
+    most_groups       it waits until at most this number of groups of copies is outstanding
+
+    On AMD:
+
+    most_accesses     it waits until at most this number of accesses is outstanding
     """
 
-    pipe: str  # one of PIPES
-    loads: int
-    stores: int
-    sets: int | None  # NVIDIA: the barrier that its result sets
-    waits: int  # NVIDIA: a bit for each barrier that it waits for. AMD: see `at_most`
-    at_most: int | None = None  # AMD: accesses that may be outstanding when it goes on
-    copies: bool = False  # NVIDIA: into shared memory, which sets no barrier
-    closes: bool = False  # NVIDIA: the copies since the last one that does are a group
-    groups: int | None = None  # NVIDIA: of copies, which may be outstanding when it goes on
-    local: bool = False
+    pipe: str
+    load_bits: int
+    store_bits: int
+    is_local: bool = False
+    barrier: int | None = None
+    wait_mask: int = 0
+    is_copy: bool = False
+    closes_group: bool = False
+    most_groups: int | None = None
+    most_accesses: int | None = None
 
 
-#: The unit that executes an instruction, and limits it besides the four instructions that a
-#: multiprocessor issues in a clock cycle: exponentials and reciprocals, fp32 adders and
-#: multipliers, device memory, AMD's scalar unit, and all else (integers, maxima, conversions,
-#: shared memory).
+#: The units that execute instructions. "special" computes exponentials and reciprocals, "fp32" adds
+#: and multiplies, "memory" accesses device memory, "scalar" is AMD's scalar unit, and "other" does
+#: the rest (integers, maxima, conversions, shared memory). A multiprocessor issues at most four
+#: instructions in a clock cycle, and each unit has a limit too.
 PIPES = ("special", "fp32", "memory", "scalar", "other")
 _SPECIAL = r"MUFU|v_(?:exp|log|rcp|rsq|sqrt)_"
 _FP32 = r"F(?:FMA|ADD|MUL)|v_(?:pk_)?(?:fma|fmac|add|sub|subrev|mul|mac)_f32"
 
 
 def _pipe(name: str) -> str:
+    """Return the unit that executes an instruction, from its name."""
     if re.match(_SPECIAL, name):
         return "special"
     if re.match(_FP32, name):
         return "fp32"
-    if name.startswith("s_"):  # one for a wave, in addition to the instructions of its threads
+    if name.startswith("s_"):  # AMD: executed once for all threads of a wave
         return "scalar"
-    return (
-        "memory"
-        if re.match(r"LDG(?!DEPBAR)|STG|(?:global|buffer)_(?:load|store)", name)
-        else "other"
-    )
+    if re.match(r"LDG(?!DEPBAR)|STG|(?:global|buffer)_(?:load|store)", name):
+        return "memory"
+    return "other"
 
 
+#: An instruction as cuobjdump prints it, in two lines. The second line has the upper half of the
+#: encoding.
 _LINE = re.compile(
-    r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;\s*/\* 0x([0-9a-f]{16}) \*/\s*\n\s*/\* 0x([0-9a-f]{16}) \*/"
+    r"/\*(?P<address>[0-9a-f]{4,})\*/\s+(?P<text>.*?)\s*;\s*/\* 0x[0-9a-f]{16} \*/\s*\n"
+    r"\s*/\* 0x(?P<upper_half>[0-9a-f]{16}) \*/"
 )
+_BRANCH = re.compile(r"\bBRA(?:\.\w+)*\s+(?P<predicate>!?U?P\w+,\s*)?0x(?P<target>[0-9a-f]+)")
+#: In place of the number of a barrier: an instruction sets none.
+_NO_BARRIER = 7
 
 
 def disassembled(kernel: Any) -> str:
-    """NVIDIA's code as lines that `assembly.loops` reads:
+    """Return NVIDIA's machine code in a form that `loops` and `_nvidia` read.
 
-    labels, lower-case branches, and `@@ sets waits` behind each.
+    Targets of branches get labels, branches are in lower case, and each instruction is followed by
+    "@@ BARRIER WAITS", see `Instruction.barrier` and `Instruction.wait_mask`.
     """
-    matches = _LINE.findall(cuobjdump(kernel, "--dump-sass"))
-    branch = re.compile(r"\bBRA(?:\.\w+)*\s+(!?U?P\w+,\s*)?0x([0-9a-f]+)")
-    targets = {int(m[2], 16) for _, text, _, _ in matches if (m := branch.search(text))}
+    matches = list(_LINE.finditer(cuobjdump(kernel, "--dump-sass")))
+    branches = [_BRANCH.search(match["text"]) for match in matches]
+    targets = {int(branch["target"], 16) for branch in branches if branch}
     lines = []
-    for address, text, _, encoding in matches:
-        if int(address, 16) in targets:
-            lines.append(f"L_BB{int(address, 16):x}:")
-        control = int(encoding, 16)
-        if m := branch.search(text):
-            text = f"{'@' if m[1] or m.start() else ''}bra L_BB{int(m[2], 16):x}"
-        lines.append(f"{text} @@ {control >> 46 & 7} {control >> 52 & 63}")
+    for match, branch in zip(matches, branches, strict=True):
+        address = int(match["address"], 16)
+        if address in targets:
+            lines.append(f"L_BB{address:x}:")
+        text = match["text"]
+        if branch:
+            # A predicate comes before or after BRA. Such a branch may not be taken.
+            is_conditional = branch["predicate"] or branch.start() > 0
+            target = int(branch["target"], 16)
+            text = f"{'@' if is_conditional else ''}bra L_BB{target:x}"
+        control = int(match["upper_half"], 16)
+        barrier = control >> 46 & 7
+        wait_mask = control >> 52 & 63
+        lines.append(f"{text} @@ {barrier} {wait_mask}")
     return "\n".join(lines)
 
 
 def _width(name: str) -> int:
-    m = re.search(r"\.(?:U|S)?(8|16|64|128|256)\b", name)
-    return int(m[1]) if m else 32
+    """Return the bits of an access, from the name of NVIDIA's instruction, such as LDG.E.128."""
+    match = re.search(r"\.(?:U|S)?(8|16|64|128|256)\b", name)
+    return int(match[1]) if match else 32
 
 
 def _nvidia(lines: list[str]) -> Iterator[Instruction]:
+    """Read lines of `disassembled`."""
     for line in lines:
-        if "@@" not in line:
+        if "@@" not in line:  # a label
             continue
         text, _, control = line.rpartition("@@")
-        name = re.sub(r"^@!?U?P\w+\s+", "", text).split(" ")[0]
-        sets, waits = map(int, control.split())
-        copies, closes = name.startswith("LDGSTS"), name == "LDGDEPBAR"
-        load = _width(name) if name.startswith("LDG") and not closes else 0
-        store, local = (
-            _width(name) if name.startswith("STG") else 0,
-            name.startswith(("LDL", "STL")),
-        )
-        left = re.search(
-            r"DEPBAR\.LE SB0, 0x([0-9a-f]+)", text
-        )  # groups of copies count on the first barrier
-        groups = int(left[1], 16) if left else None
+        barrier, wait_mask = map(int, control.split())
+        name = re.sub(r"^@!?U?P\w+\s+", "", text).split(" ")[0]  # without a predicate
+        closes_group = name == "LDGDEPBAR"
+        is_load = name.startswith("LDG") and not closes_group
+        # Groups of copies are counted by the first barrier, SB0.
+        wait_for_groups = re.search(r"DEPBAR\.LE SB0, 0x([0-9a-f]+)", text)
         yield Instruction(
-            _pipe(name),
-            load,
-            store,
-            None if sets == 7 else sets,
-            waits,
-            None,
-            copies,
-            closes,
-            groups,
-            local,
+            pipe=_pipe(name),
+            load_bits=_width(name) if is_load else 0,
+            store_bits=_width(name) if name.startswith("STG") else 0,
+            is_local=name.startswith(("LDL", "STL")),
+            barrier=None if barrier == _NO_BARRIER else barrier,
+            wait_mask=wait_mask,
+            is_copy=name.startswith("LDGSTS"),
+            closes_group=closes_group,
+            most_groups=int(wait_for_groups[1], 16) if wait_for_groups else None,
         )
 
 
 def _amd(lines: list[str]) -> Iterator[Instruction]:
+    """Read lines of AMD's assembly."""
     for line in lines:
         if re.match(NO_INSTRUCTION, line):
             continue
-        load, store = (sum(map(bits, re.findall(pattern, line))) for pattern in (LOAD, STORE))
         wait = re.search(r"vmcnt\((\d+)\)", line)
-        local = line.startswith("scratch_")
         yield Instruction(
-            _pipe(line), load, store, None, 0, int(wait[1]) if wait else None, local=local
+            pipe=_pipe(line),
+            load_bits=sum(bits(access) for access in re.findall(LOAD, line)),
+            store_bits=sum(bits(access) for access in re.findall(STORE, line)),
+            is_local=line.startswith("scratch_"),
+            most_accesses=int(wait[1]) if wait else None,
         )
 
 
@@ -249,69 +299,82 @@ class Loop:
 
     @property
     def loads(self) -> list[int]:
-        return [x.loads for x in self.body if x.loads]
+        """The bits of each load of a thread."""
+        return [x.load_bits for x in self.body if x.load_bits]
 
     @property
     def stores(self) -> list[int]:
-        return [x.stores for x in self.body if x.stores]
+        """The bits of each store of a thread."""
+        return [x.store_bits for x in self.body if x.store_bits]
 
     @property
     def local(self) -> int:
-        """Accesses to spilled registers."""
-        return sum(x.local for x in self.body)
+        """The number of accesses to spilled registers."""
+        return sum(x.is_local for x in self.body)
 
     @property
     def issued(self) -> Counter[str]:
-        """Instructions of an iteration by PIPES."""
+        """The number of instructions of an iteration for each of PIPES."""
         return Counter(x.pipe for x in self.body)
 
     @property
     def in_flight(self) -> int:
-        """The most loads of a thread that are outstanding at a time, in the steady state: load,
-        wait, load, wait gives 1. Copies into shared memory are loads, and outstanding until their
-        group is waited for.
-        """
-        queue: list[Instruction] = []
-        groups = [0]  # of copies, the last one open
-        most = 0
-        for x in self.body * 3:
-            if x.groups is not None:
-                groups = groups[max(0, len(groups) - 1 - x.groups) :]
-            if x.closes:
-                groups.append(0)
-            groups[-1] += x.copies
-            if x.at_most is not None:
-                queue = queue[max(0, len(queue) - x.at_most) :]  # in order, loads and stores alike
-            queue = [y for y in queue if y.sets is None or not x.waits >> y.sets & 1]
-            if (x.loads and not x.copies) or (x.stores and x.sets is None and self._in_order):
-                queue.append(x)
-            most = max(most, sum(groups) + sum(y.loads > 0 for y in queue))
-        return most
+        """The largest number of loads of a thread that are outstanding at a time.
 
-    @property
-    def _in_order(self) -> bool:
-        return any(x.at_most is not None for x in self.body)
+        Load, wait, load, wait gives 1. A copy into shared memory is a load too. It is outstanding
+        until an instruction waits for its group.
+        """
+        # On AMD, accesses finish in order, and a wait counts loads and stores alike. On NVIDIA only
+        # loads matter, each of which sets a barrier.
+        counts_accesses = any(x.most_accesses is not None for x in self.body)
+        outstanding: list[Instruction] = []
+        copies_of_groups = [0]  # the last group is not closed yet
+        most = 0
+        for x in self.body * 3:  # later iterations are in the steady state
+            # What the instruction waits for is finished when it runs.
+            if x.most_groups is not None:
+                finished = len(copies_of_groups) - 1 - x.most_groups
+                copies_of_groups = copies_of_groups[max(0, finished) :]
+            if x.most_accesses is not None:
+                finished = len(outstanding) - x.most_accesses
+                outstanding = outstanding[max(0, finished) :]
+            outstanding = [
+                access
+                for access in outstanding
+                if access.barrier is None or not x.wait_mask >> access.barrier & 1
+            ]
+            # What it starts is outstanding from now on.
+            if x.closes_group:
+                copies_of_groups.append(0)
+            if x.is_copy:
+                copies_of_groups[-1] += 1
+            elif x.load_bits or (x.store_bits and counts_accesses):
+                outstanding.append(x)
+            num_loads = sum(access.load_bits > 0 for access in outstanding)
+            most = max(most, sum(copies_of_groups) + num_loads)
+        return most
 
 
 def row_loops(kernel: Any, needs: str = "special") -> list[Loop]:
-    """The loops over a row: of those that read it and of those that also write, the one that loads
-    most in an iteration. (The assembler may unroll a loop and keep a smaller copy for the rest.)
-    Only loops that issue to the pipe `needs`.
+    """Return the loops over a row: at most one that only reads it, then one that also writes.
+
+    The assembler may unroll a loop and keep a smaller copy for the rest of the row. The one that
+    loads the most in an iteration is returned.
+
+    needs   a pipe: loops without an instruction for it are ignored
     """
-    text, read = _text(kernel)
     loops_of_row: dict[bool, Loop] = {}
-    for lines in loops(text):
-        loop = Loop(tuple(read(lines)))
+    for loop in _all_loops(kernel):
+        if not loop.loads or not loop.issued[needs]:
+            continue
         writes = bool(loop.stores)
-        if (
-            loop.loads
-            and loop.issued[needs]
-            and (writes not in loops_of_row or sum(loop.loads) > sum(loops_of_row[writes].loads))
-        ):
+        if writes not in loops_of_row or sum(loop.loads) > sum(loops_of_row[writes].loads):
             loops_of_row[writes] = loop
     return [loops_of_row[writes] for writes in sorted(loops_of_row)]
 
 
-def _text(kernel: Any) -> tuple[str, Callable[[list[str]], Iterator[Instruction]]]:
-    """The machine code, and the function that reads its lines."""
-    return (disassembled(kernel), _nvidia) if "cubin" in kernel.asm else (code(kernel), _amd)
+def _all_loops(kernel: Any) -> list[Loop]:
+    """Return all innermost loops in the machine code of a kernel."""
+    if "cubin" in kernel.asm:
+        return [Loop(tuple(_nvidia(lines))) for lines in loops(disassembled(kernel))]
+    return [Loop(tuple(_amd(lines))) for lines in loops(code(kernel))]

@@ -396,9 +396,9 @@ def summary(kit: Kit) -> str:
         met = {None: "", True: "yes", False: "**no**"}[target.met]
         lines.append(f"| {target.what} | {target.sign} {target.limit:g} | {measured} | {met} |")
     for name in kit.stages:
-        said = kit.found(name).get("lines", [])
-        if said:
-            lines += ["", f"## {name}", "", "```", *said, "```"]
+        stage_lines = kit.found(name).get("lines", [])
+        if stage_lines:
+            lines += ["", f"## {name}", "", "```", *stage_lines, "```"]
     return "\n".join(lines) + "\n"
 
 
@@ -417,8 +417,8 @@ def chosen(kit: Kit, call: int, names: Sequence[str] | None) -> list[Stage]:
         return [
             stage for stage in CALLS[call] if stage.name in AGAIN or stage.name not in ended_well
         ]
-    every = {stage.name: stage for stages in CALLS.values() for stage in stages}
-    return [stage for name, stage in every.items() if name in names]
+    stage_by_name = {stage.name: stage for stages in CALLS.values() for stage in stages}
+    return [stage for name, stage in stage_by_name.items() if name in names]
 
 
 def absolute_path(text: str) -> Path:
@@ -439,9 +439,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--rehearse": SWITCH | {"help": "on a CPU, small, with Triton's interpreter"},
     })  # fmt: skip
     args = parser.parse_args(argv)
-    for given in (args.wheels, args.resume):
-        if given is not None and not given.exists():
-            parser.error(f"{given} does not exist: name what there is, or leave it out.")
+    for path in (args.wheels, args.resume):
+        if path is not None and not path.exists():
+            parser.error(f"{path} does not exist: name what there is, or leave it out.")
     with tempfile.TemporaryDirectory(prefix="gpu-kit-") as work:
         if args.resume is not None:
             with tarfile.open(args.resume) as tar:

@@ -58,9 +58,9 @@ class Kit:
         """Seconds until the time limit, at least 1."""
         return max(1.0, self.deadline - time.monotonic())
 
-    def add(self, **found: Any) -> None:
+    def add(self, **results: Any) -> None:
         """Add results to the stage's JSON file."""
-        self.found |= found
+        self.found |= results
         save(self.work / "json" / f"{self.stage}.json", self.found)
 
     def say(self, line: str, well: bool = True) -> None:
@@ -180,22 +180,22 @@ def correctness(kit: Kit) -> None:
     tests/support/on_device.py. A group passes if the time suffices for the former.
     """
     begin = time.monotonic()
-    seconds = 0.95 * kit.left
-    found = load(kit.work / "json" / "correctness.json").get("groups", {})  # of an earlier call
-    share = 0.0
+    total_seconds = 0.95 * kit.left
+    groups = load(kit.work / "json" / "correctness.json").get("groups", {})  # of an earlier call
+    share = 0.0  # of the time, which this group and all earlier ones may take together
     for name, cases in CASES.items():
-        earlier = found.get(name)
+        earlier = groups.get(name)
         if earlier and not earlier["failed"] and earlier["ran"] == earlier["collected"]:
-            kit.add(groups=found)
+            kit.add(groups=groups)
             kit.say(f"{name}: {earlier['passed']} passed in an earlier call")
             continue
-        share += cases.share  # time that earlier groups left over is added
+        share += cases.share
         report = kit.work / "json" / f"tests-{slug_of(name)}.jsonl"
         report.unlink(missing_ok=True)
         status = kit.python(
             *pytest_command(cases.processes, kit.rehearse),
             *(f"tests/{file}" for file in cases.files),
-            seconds=max(1.0, share * seconds - (time.monotonic() - begin)),
+            seconds=max(1.0, share * total_seconds - (time.monotonic() - begin)),
             PYTHONPATH=os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
             PYTEST_ADDOPTS="",
             GRPO_KERNELS_TEST_DEVICE=kit.device,
@@ -203,8 +203,9 @@ def correctness(kit: Kit) -> None:
             GRPO_KERNELS_TEST_REPORT=str(report),
         )
         group = tally(report)
-        found[name] = group
-        kit.add(groups=found)
+        groups[name] = group
+        kit.add(groups=groups)
+        # A timeout is no failure if the first wave of cases has run.
         enough = 0 < group["first"] <= group["ran"] and not group["failed"]
         kit.say(
             f"{name}: {group['passed']} passed, {len(group['failed'])} failed; {group['ran']} of"
@@ -215,8 +216,8 @@ def correctness(kit: Kit) -> None:
         for failure in group["failed"][:8]:
             test = failure["test"].removeprefix("tests/")
             kit.say(f"  {test}: {' '.join(failure['message'].split())[:160]}")
-        for what, value in group["largest"].items():
-            kit.say(f"  largest error, {what}: {value:.1e}")
+        for test_and_property, value in group["largest"].items():
+            kit.say(f"  largest error, {test_and_property}: {value:.1e}")
 
 
 def slug_of(name: str) -> str:
@@ -252,8 +253,8 @@ def tally(report: Path) -> dict:
     largest: dict[str, float] = {}
     for line in tests:
         name = re.sub(r".*::|\[.*", "", line["test"])
-        for what, value in line["properties"].items():
-            key = f"{name}, {what}"
+        for property_name, value in line["properties"].items():
+            key = f"{name}, {property_name}"
             largest[key] = max(value, largest.get(key, 0.0))
     return {
         "collected": sum(sum(line.get("collected", {}).values()) for line in lines),
@@ -272,10 +273,10 @@ def tally(report: Path) -> dict:
 def counters(kit: Kit) -> None:
     """Count recompilations and host waits, time the host, and capture CUDA graphs.
 
-    Also reads the registers and the spills of the kernels that have run by then. The budgets of all
+    It also reads the registers and the spills of the kernels that have run. The budgets of all
     kernels are checked without a GPU: `python -m benchmarks.resources`.
     """
-    from benchmarks import gpu_counters as on  # needs pytest, as `small` does
+    from benchmarks import gpu_counters as on  # here, because it needs pytest
 
     if kit.rehearse:
         rows, vocab, width, dtype = 8, 272, 8, "float32"
@@ -459,27 +460,33 @@ def traffic(kit: Kit) -> None:
     command = [tool, "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base"]
     command += ["--metrics", ",".join(METRICS), "--kernel-name", f"regex:^({any_kernel})$"]
     command += [sys.executable, "-m", "benchmarks.gpu_stages", "large", "--work", str(kit.work)]
-    printed = subprocess.run(
-        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=kit.left
-    ).stdout
-    print(printed, flush=True)
-    lines = printed.splitlines()
-    head = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
-    table = csv.DictReader(lines[head:])
-    launched = [row for row in table if row["ID"]]  # the line after the head has units
-    names = [row["Kernel Name"] for row in launched]
+    run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=kit.left)
+    print(run.stdout, flush=True)
+    launches = _launches_of_ncu(run.stdout)
+    names = [launch["Kernel Name"] for launch in launches]
     if names != [name for _, name in expected]:
         kit.say(f"bytes of device memory: {names} were launched", well=False)
         return
-    for (dtype, name), row in zip(expected, launched, strict=True):
-        read, written, ns = (float(row[metric].replace(",", "")) for metric in METRICS)
-        size = LARGE[dtype] * 151936 * dtype.itemsize
-        found = {"read": read / size, "written": written / size, "ms": ns / 1e6}
-        kit.add(traffic=kit.found.get("traffic", {}) | {f"{name}, {dtype}": found})
-        kit.say(
-            f"{name}, {dtype}: reads {read / size:.3f}, writes {written / size:.3f} x the logits in"
-            f" {ns / 1e6:.3f} ms"
+    for (dtype, name), launch in zip(expected, launches, strict=True):
+        bytes_read, bytes_written, ns = (
+            float(launch[metric].replace(",", "")) for metric in METRICS
         )
+        size = LARGE[dtype] * 151936 * dtype.itemsize
+        figures = {"read": bytes_read / size, "written": bytes_written / size, "ms": ns / 1e6}
+        kit.add(traffic=kit.found.get("traffic", {}) | {f"{name}, {dtype}": figures})
+        kit.say(
+            f"{name}, {dtype}: reads {figures['read']:.3f}, writes {figures['written']:.3f} x the"
+            f" logits in {figures['ms']:.3f} ms"
+        )
+
+
+def _launches_of_ncu(printed: str) -> list[dict[str, str]]:
+    """Return {column: text} for each kernel launch that Nsight Compute printed as CSV."""
+    lines = printed.splitlines()
+    # The table comes after other output. Its head begins with "ID".
+    head = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
+    table = csv.DictReader(lines[head:])
+    return [row for row in table if row["ID"]]  # the line after the head has units and no ID
 
 
 def large(kit: Kit) -> None:

@@ -129,9 +129,10 @@ def compiling(target: str) -> Iterator[list[tuple[str, Any]]]:
     launches: list[tuple[str, Any]] = []
     run = JITFunction.run
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        launches.append((self.__name__, kernel))
+    def compile_only(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        """Replace JITFunction.run, which launches the compiled kernel unless warmup is True."""
+        kernel = run(function, *args, grid=grid, warmup=True, **kwargs)
+        launches.append((function.__name__, kernel))
         return kernel
 
     with (
@@ -155,8 +156,8 @@ class Kind(NamedTuple):
     stores: bool = False  # whether its loop stores a gradient
 
 
-#: Kernels over (row, id) pairs. Their loops read ids and values too, and the store is behind them.
-PRODUCTS = ("slot_logits", "add_weight_rows", "add_hidden_rows")
+#: Kernels over (row, id) pairs. Their loops also read ids and values; they store after the loop.
+PAIR_KERNELS = ("pair_logits", "grad_hidden_of_pairs", "grad_weight_of_pairs")
 KINDS = {
     "stats": Kind("one_pass"),
     "pull": Kind("one_pass", stores=True),
@@ -165,7 +166,7 @@ KINDS = {
     "two_stats": Kind("reference"),
     "mixed": Kind("mixture"),
     "two_pull": Kind("reference", stores=True),
-    **dict.fromkeys(PRODUCTS, Kind("pairs", "fp32", counted=False)),
+    **dict.fromkeys(PAIR_KERNELS, Kind("pairs", "fp32", counted=False)),
 }
 DTYPE_NAMES = {
     torch.float32: "fp32",
@@ -180,35 +181,36 @@ SINGLE, HALF, FP16 = torch.float32, torch.bfloat16, torch.float16
 class Case:
     """The arguments of a launch that select a compiled kernel.
 
-    For a kernel over pairs, `vocab` is the width of a row, `logits` the dtype of the rows that are
-    read, and `gradient` that of the rows that they are multiplied with or added to.
+    The kernels of PAIR_KERNELS have two matrices of hidden size `vocab` in place of the logits and
+    their gradient: `logits_dtype` is the dtype of the matrix whose rows are read, `gradient_dtype`
+    the dtype of the matrix that is written, or of the hidden states in "pair_logits".
     """
 
-    kernel: str
-    logits: torch.dtype = HALF
-    gradient: torch.dtype | None = HALF  # None: the fused loss without a gradient
-    vocab: int = 151936
-    stride: int = 151936
+    kernel: str  # a key of KINDS
+    logits_dtype: torch.dtype = HALF
+    gradient_dtype: torch.dtype | None = HALF  # None: the fused loss without a gradient
+    vocab: int = 151936  # vocabulary size: number of columns
+    stride: int = 151936  # elements from one row to the next; more than `vocab` in padded rows
     transform: str = "linear"
     entropy: bool = False  # a sum of "stats" and "pull", the entropy bonus of "fused"
     #: Of "stats" and "pull": the sum of squares and, without a teacher, the largest probability.
     squares: bool = False
     objective: str = "grpo"  # a key of OBJECTIVES
     without: str | None = None  # a tensor that the batch lacks: "mask" or "old_logps"
-    teacher: torch.dtype | None = None  # dtype of the teacher's logits. None: no teacher
+    teacher_dtype: torch.dtype | None = None  # of the teacher's logits. None: no teacher
     divergence: str = ""
 
     @property
     def partials(self) -> tuple[str, ...]:
         """The softmax sums that the kernel computes or reads."""
         wanted = []
-        if self.teacher is not None:
+        if self.teacher_dtype is not None:
             wanted.append("divergence")
         if self.entropy:
             wanted.append("entropy")
         if self.squares:
             wanted.append("sum_squares")
-            if self.teacher is None:
+            if self.teacher_dtype is None:
                 wanted.append("top_id")
         return sums_for(tuple(wanted), self.divergence)
 
@@ -224,7 +226,7 @@ class Case:
         """The package's launch parameters for it."""
         softcap = TRANSFORMS[self.transform](1).softcap
         if self.kernel == "fused":
-            return choice_of(fused_kind(self.logits, softcap))
+            return choice_of(fused_kind(self.logits_dtype, softcap))
         if self.kernel == "two_pull":
             return LAUNCH[reference_gradient_kind(softcap, softcap)]
         return LAUNCH[self.kind.launch]
@@ -235,13 +237,13 @@ class Case:
 
     @property
     def stores(self) -> bool:
-        return self.kind.stores and self.gradient is not None
+        return self.kind.stores and self.gradient_dtype is not None
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Bytes per element of each matrix that a pass reads. The first sets the access width."""
-        second = self.gradient if self.kind.launch == "pairs" else self.teacher
-        return tuple(dtype.itemsize for dtype in (self.logits, second) if dtype is not None)
+        second = self.gradient_dtype if self.kind.launch == "pairs" else self.teacher_dtype
+        return tuple(dtype.itemsize for dtype in (self.logits_dtype, second) if dtype is not None)
 
     @property
     def before_wait(self) -> float:
@@ -256,7 +258,7 @@ class Case:
           With tanh, or with all sums and tanh, half of them.
         """
         tanh = self.transform == "softcap"
-        if self.teacher is None:
+        if self.teacher_dtype is None:
             odd = not self.aligned or self.vocab % 8 != 0
             return 0.5 if self.kernel == "fused" and (tanh or (self.entropy and odd)) else 1.0
         if self.divergence == "jsd" and self.kernel != "two_stats":
@@ -269,9 +271,9 @@ class Case:
 
     def __str__(self) -> str:
         is_over_pairs = self.kind.launch == "pairs"
-        dtypes = DTYPE_NAMES[self.logits]
-        if (is_over_pairs or self.kind.stores) and self.gradient != self.logits:
-            dtypes += f" -> {DTYPE_NAMES[self.gradient]}"
+        dtypes = DTYPE_NAMES[self.logits_dtype]
+        if (is_over_pairs or self.kind.stores) and self.gradient_dtype != self.logits_dtype:
+            dtypes += f" -> {DTYPE_NAMES[self.gradient_dtype]}"
         words = [
             dtypes,
             f"{'H' if is_over_pairs else 'V'} {self.vocab}",
@@ -289,38 +291,44 @@ class Case:
             words.append(self.objective)
         if self.without is not None:
             words.append(f"no {self.without}")
-        if self.teacher is not None:
-            words += [f"teacher {DTYPE_NAMES[self.teacher]}", self.divergence]
+        if self.teacher_dtype is not None:
+            words += [f"teacher {DTYPE_NAMES[self.teacher_dtype]}", self.divergence]
         return ", ".join(words)
 
     def launch(self) -> None:
-        """Call the kernel's function of the package with two rows of zeros."""
+        """Call the package's function that launches the kernel, with two rows of zeros.
+
+        Inside `compiling` this only compiles the kernel, so the values do not matter.
+        """
         if self.kind.launch == "pairs":
             self._launch_over_pairs()
             return
         n = 2
-        logits = self._zeros(n, self.logits)
-        out = None if self.gradient is None else self._zeros(n, self.gradient)
+        logits = self._zeros(n, self.logits_dtype)
+        grad_logits = None
+        if self.gradient_dtype is not None:
+            grad_logits = self._zeros(n, self.gradient_dtype)
         objective = replace(OBJECTIVES[self.objective], entropy_coef=0.01 if self.entropy else 0.0)
         inputs = token_inputs(n, objective, self.without)
         transform = TRANSFORMS[self.transform](n)
-        if self.teacher is None:
+        if self.teacher_dtype is None:
             reference = None
             rows = LogitRows(logits, inputs.targets, inputs.processed, transform, None)
         else:
             kind = DivergenceKind(self.divergence, 0.5)
-            reference = ReferenceRows(self._zeros(n, self.teacher), transform, kind)
+            reference = ReferenceRows(self._zeros(n, self.teacher_dtype), transform, kind)
             rows = LogitRows(logits, inputs.targets, None, transform, reference)
         sums = SoftmaxSums.masked(self.partials, n, logits.device, reference)
         match self.kernel:
             case "fused":
-                KERNELS.fused_loss(rows, objective.loss_formula(inputs), out)
+                KERNELS.fused_loss(rows, objective.loss_formula(inputs), grad_logits)
             case "stats" | "two_stats":
                 KERNELS.run_sums_kernel(rows, self.partials)
             case "mixed":
                 KERNELS.run_mixture_kernel(rows, sums)
             case "pull" | "two_pull":
-                KERNELS.run_gradient_kernel(rows, sums, self._coefficients(n), out)
+                coefficients = self._coefficients(n)
+                KERNELS.run_gradient_kernel(rows, sums, coefficients, grad_logits)
             case "scale_":
                 KERNELS.scale_(logits, torch.ones(()))
 
@@ -329,36 +337,43 @@ class Case:
         return torch.zeros(1, n, self.stride, dtype=dtype)[..., : self.vocab]
 
     def _coefficients(self, n: int) -> GradientCoefficients:
-        """Return the gradients of n rows with respect to the sums of the case."""
+        """Return upstream gradients of 1 for the target's logit and for each sum of the case."""
         names = ["target"]
         if self.entropy:
             names += ["constant", "logp"]
         if self.squares:
             names.append("prob")
-        if self.teacher is not None:
+        if self.teacher_dtype is not None:
             names.append("divergence")
         return GradientCoefficients(torch.ones(len(names), n), tuple(names))
 
     def _launch_over_pairs(self) -> None:
-        """Call the kernel's function of the package with a few pairs of candidate sets."""
-        n, num_pairs, num_ids = 4, 8, 16
-        ids, offsets, rows = (
-            torch.zeros(size, dtype=torch.int64) for size in (num_pairs, n + 1, num_pairs)
+        """Call the package's function that launches a kernel over (row, id) pairs.
+
+        Inside `compiling` this only compiles the kernel. Only dtypes and strides matter then, so
+        the sizes are small and arbitrary.
+        """
+        num_rows, num_pairs, vocab_size = 4, 8, 16
+        pairs = Pairs(
+            ids=torch.zeros(num_pairs, dtype=torch.int64),
+            offsets=torch.zeros(num_rows + 1, dtype=torch.int64),
+            rows=torch.zeros(num_pairs, dtype=torch.int64),
         )
-        pairs = Pairs(ids, offsets, rows)
-        values = torch.ones(num_pairs)
-        # The matrix that is read sets the width of an access.
-        read, second = (
-            torch.zeros(num_ids, self.stride, dtype=dtype)[:, : self.vocab]
-            for dtype in (self.logits, self.gradient)
-        )
+        grad_pair_logits = torch.ones(num_pairs)
+        assert self.gradient_dtype is not None
+        # [vocab_size, H] like the weight. The first num_rows rows serve as hidden states.
+        read_matrix = self._zeros(vocab_size, self.logits_dtype)[0]
+        other_matrix = self._zeros(vocab_size, self.gradient_dtype)[0]
         match self.kernel:
-            case "slot_logits":
-                KERNELS.pair_logits(second[:n], read, pairs)
-            case "add_weight_rows":
-                KERNELS.write_grad_hidden_of_pairs(values, pairs, read, second[:n])
-            case "add_hidden_rows":
-                KERNELS.add_grad_weight_of_pairs(values, pairs, read[:n], second)
+            case "pair_logits":
+                hidden, weight = other_matrix[:num_rows], read_matrix
+                KERNELS.pair_logits(hidden, weight, pairs)
+            case "grad_hidden_of_pairs":
+                weight, grad_hidden = read_matrix, other_matrix[:num_rows]
+                KERNELS.write_grad_hidden_of_pairs(grad_pair_logits, pairs, weight, grad_hidden)
+            case "grad_weight_of_pairs":
+                hidden, grad_weight = read_matrix[:num_rows], other_matrix
+                KERNELS.add_grad_weight_of_pairs(grad_pair_logits, pairs, hidden, grad_weight)
 
 
 def token_inputs(
@@ -383,28 +398,28 @@ def _objectives() -> dict[str, Objective]:
 
     They are the presets that need one pass, and GRPO with each other term that a preset may have.
     """
-    found = {
+    objective_by_name = {
         name: replace(preset, aggregate="token-mean")
         for name, preset in PRESETS.items()
         if preset.gradient_is_per_token and preset.exact is None
     }
-    grpo = found["grpo"]
+    grpo = objective_by_name["grpo"]
     for estimator in (*ESTIMATORS, "k3+"):
-        found[f"grpo + {estimator}"] = replace(grpo, beta=0.04, kl=estimator)
+        objective_by_name[f"grpo + {estimator}"] = replace(grpo, beta=0.04, kl=estimator)
     for kl in (
         *(Kl("k3", weighting) for weighting in WEIGHTINGS),
         Kl("k3", clamp_log=20.0, clamp=10.0),
     ):
-        found[f"grpo + {_kl_name(kl)}"] = replace(grpo, beta=0.04, kl=kl)
-    found["grpo, entropy floor"] = replace(grpo, filters=(EntropyFloor(1.0),))
-    found["grpo, bounded ratio"] = replace(grpo, log_ratio_bounds=(-20.0, 20.0))
+        objective_by_name[f"grpo + {_kl_name(kl)}"] = replace(grpo, beta=0.04, kl=kl)
+    objective_by_name["grpo, entropy floor"] = replace(grpo, filters=(EntropyFloor(1.0),))
+    objective_by_name["grpo, bounded ratio"] = replace(grpo, log_ratio_bounds=(-20.0, 20.0))
     # Objectives that differ only in parameters share a compiled kernel. They are listed once, with
     # the name of the first and in the place of the last.
     distinct: dict[tuple, str] = {}
-    for name, objective in found.items():
+    for name, objective in objective_by_name.items():
         key = _formula_key(objective)
         distinct[key] = distinct.pop(key, name)
-    return {name: found[name] for name in distinct.values()}
+    return {name: objective_by_name[name] for name in distinct.values()}
 
 
 def _formula_key(objective: Objective) -> tuple:
@@ -464,65 +479,67 @@ def cases() -> list[Case]:
     Layouts, transforms, objectives and further sums are varied one at a time. Layouts and
     transforms change the loops over a row, an objective only changes arithmetic on a few scalars.
     """
-    found = [
+    launch_cases = [
         *_without_teacher(),
         *_with_teacher(),
         *(
-            Case(kernel, read, second, vocab=width, stride=width)
-            for kernel, (read, second), width in product(PRODUCTS, MATRICES, (4096, 1001))
+            Case(kernel, read_dtype, other_dtype, vocab=hidden_size, stride=hidden_size)
+            for kernel, (read_dtype, other_dtype), hidden_size in product(
+                PAIR_KERNELS, MATRICES, (4096, 1001)
+            )
         ),
     ]
     distinct: dict[Case, None] = {}
-    for case in found:
+    for case in launch_cases:
         has_gradient = case.kind.stores or case.kind.launch == "pairs"
-        distinct[case if has_gradient else replace(case, gradient=None)] = None
+        distinct[case if has_gradient else replace(case, gradient_dtype=None)] = None
     return [*distinct]
 
 
 def _without_teacher() -> list[Case]:
     """Return the launches of the kernels for rows of logits."""
-    found: list[Case] = []
+    launch_cases: list[Case] = []
     for (logits, gradient), entropy in product(DTYPES, (False, True)):
         for case in _varied(Case("stats", logits, gradient, entropy=entropy)):
             if logits == gradient:
-                found.append(case)
-            found.append(replace(case, kernel="pull"))
+                launch_cases.append(case)
+            launch_cases.append(replace(case, kernel="pull"))
             fused_gradient = None if logits == FP16 else gradient
-            found.append(replace(case, kernel="fused", gradient=fused_gradient))
+            launch_cases.append(replace(case, kernel="fused", gradient_dtype=fused_gradient))
     for name in OBJECTIVES:
-        found.append(Case("fused", objective=name))
-        found.append(Case("fused", SINGLE, objective=name, entropy=True))
-    found.append(Case("fused", without="mask"))
-    found.append(Case("fused", without="old_logps"))
-    found.append(Case("fused", gradient=None))
-    found.append(Case("stats", SINGLE, without="mask"))  # as from hidden states
+        launch_cases.append(Case("fused", objective=name))
+        launch_cases.append(Case("fused", SINGLE, objective=name, entropy=True))
+    launch_cases.append(Case("fused", without="mask"))
+    launch_cases.append(Case("fused", without="old_logps"))
+    launch_cases.append(Case("fused", gradient_dtype=None))
+    launch_cases.append(Case("stats", SINGLE, without="mask"))  # as from hidden states
     for logits in (HALF, SINGLE):
-        found.append(Case("stats", logits, squares=True))
-        found.append(Case("pull", logits, entropy=True, squares=True))
+        launch_cases.append(Case("stats", logits, squares=True))
+        launch_cases.append(Case("pull", logits, entropy=True, squares=True))
     for dtype, padding in product((SINGLE, HALF, FP16), (0, 16, 1)):
-        found.append(Case("scale_", dtype, dtype, stride=151936 + padding))
-    return found
+        launch_cases.append(Case("scale_", dtype, dtype, stride=151936 + padding))
+    return launch_cases
 
 
 def _with_teacher() -> list[Case]:
     """Return the launches of the kernels for rows of logits with those of a teacher."""
-    found: list[Case] = []
+    launch_cases: list[Case] = []
     for kernel, divergences in OF_TWO.items():
         for divergence in divergences:
             plain = [
-                Case(kernel, logits, gradient, teacher=teacher, divergence=divergence)
+                Case(kernel, logits, gradient, teacher_dtype=teacher, divergence=divergence)
                 for logits, teacher, gradient in PAIRS
             ]
             # A softcap takes most registers, so that it meets every pair of dtypes, an odd
             # vocabulary, and all other sums.
             capped = [replace(case, transform="softcap") for case in plain]
-            found += [*plain, *_varied(plain[0]), *capped]
-            found.append(replace(capped[0], vocab=50257, stride=50257))
+            launch_cases += [*plain, *_varied(plain[0]), *capped]
+            launch_cases.append(replace(capped[0], vocab=50257, stride=50257))
             if kernel != "mixed":
-                found.append(replace(plain[0], entropy=True))
+                launch_cases.append(replace(plain[0], entropy=True))
                 for case in (plain[0], *capped):
-                    found.append(replace(case, entropy=True, squares=True))
-    return found
+                    launch_cases.append(replace(case, entropy=True, squares=True))
+    return launch_cases
 
 
 #: A few launches of each kernel, to compile in seconds.

@@ -1,4 +1,4 @@
-"""The machine that figures were measured on, and whether the kernels run there."""
+"""Describe the machine on which figures are measured, and check that the kernels run on it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from grpo_kernels.core import backends
 from grpo_kernels.core.backends import cpu_matmuls, native
 from grpo_kernels.diagnosis.machine import advice, best_isa, facts, processor, version
 
+#: Prefixes of environment variables that change speed or memory.
 ENVIRONMENT = (
     "OMP_",
     "KMP_",
@@ -26,8 +27,9 @@ ENVIRONMENT = (
     "LD_PRELOAD",
     "PYTORCH_",
     "GRPO_KERNELS_",
-)  # prefixes
-NATIVE = {"cpu": "cpu", "cuda": "triton"}  # the backend of the kernels on each device
+)
+NATIVE = {"cpu": "cpu", "cuda": "triton"}  # {device: the backend whose kernels run on it}
+#: Packages whose versions are recorded.
 PACKAGES = (
     "triton",
     "transformers",
@@ -40,32 +42,45 @@ PACKAGES = (
 
 
 def kind(device: str) -> str:
-    """The kind of machine, which names the folder of its results:
+    """Return the kind of this machine, which names the folder of its results.
 
-    see `kind_of_cpu`, or the GPU's name.
+    This is the name of the GPU, or `kind_of_cpu` for a CPU.
     """
-    return kind_of_cpu(*processor()) if device == "cpu" else _hyphened(torch.cuda.get_device_name())
+    if device == "cpu":
+        return kind_of_cpu(*processor())
+    return _hyphened(torch.cuda.get_device_name())
 
 
 def kind_of_cpu(model: str, flags: frozenset[str]) -> str:
-    """Maker, line, family and the best instructions for products: "amd-epyc-family-26-avx512bf16".
-    Generations of AMD, which the family tells apart, differ in what products cost, and so do ratios
-    to other implementations.
+    """Return a name for all CPUs with similar speed ratios, e.g. "amd-epyc-family-26-avx512bf16".
+
+    It has the maker, the product line, the family, and the best instructions for matmuls. The
+    family tells generations of AMD apart, on which matmuls differ in speed.
+
+    model   the name of the processor, with ", family N" at its end if the family is known
+    flags   its CPU flags
     """
-    line, _, family = re.sub(r"\((r|tm)\)", "", model.lower()).partition(", family ")
-    brand = re.search(r"(?:amd|intel) [a-z]+", line)
-    best = "amx" if flags >= {"amx_tile", "amx_bf16"} else best_isa(flags)
-    return _hyphened(
-        f"{brand[0] if brand else line}{f' family {family}' if family else ''} {best or ''}"
-    )
+    without_trademarks = re.sub(r"\((r|tm)\)", "", model.lower())
+    name, _, family = without_trademarks.partition(", family ")
+    maker_and_line = re.search(r"(?:amd|intel) [a-z]+", name)
+    words = [maker_and_line[0] if maker_and_line else name]
+    if family:
+        words.append(f"family {family}")
+    has_amx = flags >= {"amx_tile", "amx_bf16"}
+    words.append("amx" if has_amx else best_isa(flags) or "")
+    return _hyphened(" ".join(words))
 
 
 def _hyphened(name: str) -> str:
+    """Return a name in lower case, with a hyphen for each run of other characters."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def machine(device: str) -> dict:
-    """A description of the machine and the packages, for the result files."""
+    """Return a description of the machine and its packages, for the result files.
+
+    Figures are measured again if any of it changes.
+    """
     reason = backends.unavailable(NATIVE[device])
     facts = {
         "device": device,
@@ -81,31 +96,36 @@ def machine(device: str) -> dict:
         "library": library(),
     }
     if device == "cpu":
-        own = {"instruction set": native.load().isa()} if reason is None else {}
-        return facts | {"name": facts["cpu"], "products": cpu_matmuls.engine()} | own
-    p = torch.cuda.get_device_properties(0)
-    known = {
-        "name": p.name,
-        "capability": f"{p.major}.{p.minor}",
-        "multiprocessors": p.multi_processor_count,
+        facts["name"] = facts["cpu"]
+        facts["products"] = cpu_matmuls.engine()
+        if reason is None:
+            facts["instruction set"] = native.load().isa()
+        return facts
+    gpu = torch.cuda.get_device_properties(0)
+    facts |= {
+        "name": gpu.name,
+        "capability": f"{gpu.major}.{gpu.minor}",
+        "multiprocessors": gpu.multi_processor_count,
+        "memory_gb": round(gpu.total_memory / 1e9, 1),
+        "cuda": torch.version.cuda,
     }
-    known |= {"memory_gb": round(p.total_memory / 1e9, 1), "cuda": torch.version.cuda}
-    return facts | known | _nvidia_smi("driver_version")
+    return facts | _nvidia_smi("driver_version")
 
 
 def require_kernels(device: str) -> None:
-    """Raises SystemExit with the remedy if the kernels for `device` are missing or out of date:
-    otherwise eager PyTorch, or old code, would be measured in their place.
+    """Raise SystemExit with the remedy if the kernels for `device` are missing or out of date.
+
+    Otherwise eager PyTorch, or old code, would be measured in their place.
     """
+    reasons = []
     if device == "cpu":
-        reasons = [
-            f"{f.problem}\n  -> {f.remedy}" for f in advice(facts(torch.device(device))) if f.blocks
-        ]
+        for finding in advice(facts(torch.device(device))):
+            if finding.blocks:
+                reasons.append(f"{finding.problem}\n  -> {finding.remedy}")
     else:
         reason = backends.unavailable(NATIVE[device])
-        reasons = (
-            [] if reason is None else [f"the kernels for {device} tensors do not run: {reason}"]
-        )
+        if reason is not None:
+            reasons.append(f"the kernels for {device} tensors do not run: {reason}")
     if reasons:
         raise SystemExit("\n".join(["Nothing was measured.", *reasons]))
 
@@ -127,7 +147,7 @@ def load_warning(load: float, processors: int) -> str | None:
 
 
 def environment() -> dict[str, str]:
-    """Environment variables that allocators and thread pools read.
+    """Return the environment variables that allocators and thread pools read.
 
     A path is shortened to the name of the file.
     """
@@ -139,7 +159,7 @@ def environment() -> dict[str, str]:
 
 
 def library() -> str:
-    """A hash of the compiled module, or "none"."""
+    """Return a hash of the compiled C++ module, or "none" if it cannot be imported."""
     try:
         path = native.load().__file__
     except ImportError:
@@ -149,24 +169,34 @@ def library() -> str:
 
 
 def _huge_pages() -> str:
+    """Return when Linux uses huge pages, such as "madvise", or "" if it does not say."""
     path = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    return path.read_text().partition("[")[2].partition("]")[0] if path.exists() else ""
+    if not path.exists():
+        return ""
+    # The file lists all settings, with the current one in brackets: always [madvise] never.
+    return path.read_text().partition("[")[2].partition("]")[0]
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages whose code is measured, where they are installed."""
-    return {name: there for name in PACKAGES if (there := version(name))}
+    """Return the versions of those PACKAGES that are installed."""
+    installed = {name: version(name) for name in PACKAGES}
+    return {name: number for name, number in installed.items() if number}
 
 
 def gpu_state(device: str) -> dict[str, str]:
-    """Clock, power and temperature now, if nvidia-smi is there; empty on a CPU."""
-    return _nvidia_smi("clocks.sm", "power.draw", "temperature.gpu") if device == "cuda" else {}
+    """Return the current clock, power and temperature of the GPU, or {} on a CPU."""
+    if device != "cuda":
+        return {}
+    return _nvidia_smi("clocks.sm", "power.draw", "temperature.gpu")
 
 
 def _nvidia_smi(*fields: str) -> dict[str, str]:
+    """Return what nvidia-smi reports about the first GPU, or {} if it fails or is not installed."""
     if shutil.which("nvidia-smi") is None:
         return {}
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "--id=0"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=20)
     values = answer.stdout.strip().split(", ")
-    return dict(zip(fields, values, strict=True)) if len(values) == len(fields) else {}
+    if len(values) != len(fields):
+        return {}
+    return dict(zip(fields, values, strict=True))

@@ -106,7 +106,7 @@ def _bars(title: str, cell: Cell, relative: bool) -> Record:
 
 def _curves(record: Record) -> list[Record]:
     """Return panels with time and memory over the field that a suite varies, for each dtype."""
-    field, what = SWEEPS[record["suite"]]
+    field, field_title = SWEEPS[record["suite"]]
     panels = []
     for cells in by_dtype(sorted(record["cells"], key=lambda cell: cell[field])):
         title = f"{DTYPES[cells[0]['dtype']]}, {fixed(cells[0], field)}: "
@@ -119,7 +119,7 @@ def _curves(record: Record) -> list[Record]:
                         x.append(cell[field])
                         y.append(_rounded(row[key]))
             log = "xy" if field == "rows" else ""  # the axes with a log scale
-            panels.append({"title": title + axis, "x": what, "log": log, "curves": curves})
+            panels.append({"title": title + axis, "x": field_title, "log": log, "curves": curves})
     return panels
 
 
@@ -146,15 +146,17 @@ def of_suite(record: Record) -> Picture:
 
 def of_front(folder: Path, machine: str) -> Picture | None:
     """Return the picture of the first table of docs/benchmarks.md for a machine."""
-    found = {
+    standing_of_line = {
         words: standings[0]
         for words, standings in asked(folder, machine).items()
         if standings and "cells" not in words  # not the extremes of all cells
     }
-    if not found:
+    if not standing_of_line:
         return None
-    panels = [_bars(f"{words}, {size(x.cell)}", x.cell, False) for words, x in found.items()]
-    title = f"Loss and gradient of DAPO · {processor(next(iter(found.values())).record)}"
+    panels = [
+        _bars(f"{words}, {size(x.cell)}", x.cell, False) for words, x in standing_of_line.items()
+    ]
+    title = f"Loss and gradient of DAPO · {processor(next(iter(standing_of_line.values())).record)}"
     return {
         "title": title,
         "panels": panels,

@@ -106,9 +106,9 @@ WITHOUT_PEERS = ("kept",)  # suites of operations that no other project has
 PROMISED = 64  # least number of rows of the cells that are compared with plain PyTorch
 #: Providers of plain PyTorch, by the start of their names.
 PLAIN = (EAGER, "pairs in PyTorch", "torch.compile", "torch linear_cross_entropy")
-#: Suites of the first table of docs/benchmarks.md.
-ASKED = {"logits": "from logits", "hidden": "from hidden states"}
-ASKED_ROWS = 1_000  # this number of rows is shown, or the nearest that was measured
+#: {suite: its words in the first table of docs/benchmarks.md}.
+FRONT_SUITES = {"logits": "from logits", "hidden": "from hidden states"}
+FRONT_ROWS = 1_000  # this number of rows is shown, or the nearest that was measured
 
 
 class Standing(NamedTuple):
@@ -142,7 +142,7 @@ def standings(folder: Path, machine: str, plain: bool = False) -> list[Standing]
     the other rows are of plain PyTorch, and cells have at least PROMISED rows.
     """
     least_rows = PROMISED if plain else BATCH
-    found = []
+    all_standings = []
     for suite in SUITES:
         if suite in WITHOUT_PEERS and not plain:
             continue
@@ -153,8 +153,8 @@ def standings(folder: Path, machine: str, plain: bool = False) -> list[Standing]
             if plain:
                 peers = [row for row in peers if row["name"].startswith(PLAIN)]
             if ours and peers and cell["rows"] >= least_rows:
-                found.append(Standing(record, cell, _fastest(ours), _fastest(peers)))
-    return sorted(found, key=lambda standing: -standing.ratio)
+                all_standings.append(Standing(record, cell, _fastest(ours), _fastest(peers)))
+    return sorted(all_standings, key=lambda standing: -standing.ratio)
 
 
 def _is_ours(row: Row) -> bool:
@@ -218,7 +218,7 @@ def readme_cells(folder: Path) -> dict[str, tuple[Record, Cell, list[Row]]]:
         candidates = [cell for cell in record.get("cells", ()) if cell["dtype"] == "bfloat16"]
         if not candidates:
             return {}
-        cell = max(candidates, key=lambda one: one["rows"] * one["vocab"])
+        cell = max(candidates, key=lambda candidate: candidate["rows"] * candidate["vocab"])
         rows = [row for row in right(cell) if not any(word in row["name"] for word in VARIANTS)]
         cells[suite] = (record, cell, sorted(rows, key=lambda row: row["ms"]))
     return cells
@@ -269,19 +269,17 @@ def asked(folder: Path, machine: str) -> dict[str, list[Standing]]:
     The lines are DAPO from logits and from hidden states, in fp32 and bf16, then the largest and
     the smallest speed-up of all cells. A list is empty if there is no such cell.
     """
-    every = standings(folder, machine)
-    found = {}
-    for suite, words in ASKED.items():
+    all_standings = standings(folder, machine)
+    standings_of_lines = {}
+    for suite, words in FRONT_SUITES.items():
         for dtype, short in (("float32", "fp32"), ("bfloat16", "bf16")):
-            of_suite = [one for one in every if one.record["suite"] == suite]
-            candidates = [one for one in of_suite if one.cell["dtype"] == dtype]
-            candidates.sort(
-                key=lambda one: (abs(one.cell["rows"] - ASKED_ROWS), -one.cell["vocab"])
-            )
-            found[f"{words}, {short}"] = candidates[:1]
-    return found | {
-        "largest speed-up of all cells": every[:1],
-        "smallest speed-up of all cells": every[-1:],
+            of_suite = [x for x in all_standings if x.record["suite"] == suite]
+            candidates = [x for x in of_suite if x.cell["dtype"] == dtype]
+            candidates.sort(key=lambda x: (abs(x.cell["rows"] - FRONT_ROWS), -x.cell["vocab"]))
+            standings_of_lines[f"{words}, {short}"] = candidates[:1]
+    return standings_of_lines | {
+        "largest speed-up of all cells": all_standings[:1],
+        "smallest speed-up of all cells": all_standings[-1:],
     }
 
 
@@ -310,7 +308,7 @@ def front(folder: Path) -> str:
     table = render([head, *lines], markdown=True)
     # Times and memory are text, so that their columns are aligned to the left.
     table = table.replace("---: | ---: | ---:", "--- | --- | ---", 1)
-    note = f"Cells have {ASKED_ROWS:,} rows, or the closest number that was measured."
+    note = f"Cells have {FRONT_ROWS:,} rows, or the closest number that was measured."
     sources = dict.fromkeys(f"- {source(standing.record)}" for _, standing in all_lines)
     links = [picture(folder, machine, "front", FIGURES) for machine in of_machines]
     parts = [table, note, "\n".join(sources), *(link for link in links if link)]
@@ -389,18 +387,27 @@ def pictures(folder: Path, device: str = "cpu", page: Path = FIGURES) -> str:
     return "\n\n".join(links) or f"No plots yet: `{COMMAND}`."
 
 
+#: Shown in place of figures as long as no GPU has any. {link} leads to benchmarks/README.md.
+NO_GPU = (
+    "**No GPU has run this package yet: its compiled kernels run in the tests, in an"
+    " emulator of their PTX, which shows neither the last compile step, nor the order of"
+    " memory that the hardware keeps, nor any time.** `python3 -m benchmarks.gpu_kit --out"
+    " DIR` checks, tunes and measures all of this on one, in four calls of ten minutes:"
+    " [benchmarks/README.md]({link})."
+)
+
+
 def gpus(folder: Path, page: Path = FIGURES) -> str:
-    """Return tables and plots of the GPUs that were measured, or how to measure one."""
+    """Return the figures of all measured GPUs in Markdown, or how to measure one if there are none.
+
+    folder   of result files
+    page     the page that shows the text: links are relative to it
+    """
     if not machines(folder, "cuda"):
-        guide = Path(os.path.relpath(GUIDE, page.parent)).as_posix()
-        return (
-            "**No GPU has run this package yet: its compiled kernels run in the tests, in an"
-            " emulator of their PTX, which shows neither the last compile step, nor the order of"
-            " memory that the hardware keeps, nor any time.** `python3 -m benchmarks.gpu_kit --out"
-            " DIR` checks, tunes and measures all of this on one, in four calls of ten minutes:"
-            f" [benchmarks/README.md]({guide})."
-        )
-    tables = [f"**{SUITES[suite].title}.** {figures(folder, suite, 'cuda')}" for suite in ASKED]
+        return NO_GPU.format(link=Path(os.path.relpath(GUIDE, page.parent)).as_posix())
+    tables = []
+    for suite in FRONT_SUITES:
+        tables.append(f"**{SUITES[suite].title}.** {figures(folder, suite, 'cuda')}")
     return "\n\n".join([*tables, pictures(folder, "cuda", page)])
 
 
@@ -413,7 +420,7 @@ def swapped(record: Record) -> str:
 
 
 def budgets() -> Table:
-    """Return what benchmarks.resources has found, a line for each version of Triton and target."""
+    """Return the outcomes of benchmarks.resources, a line for each version of Triton and target."""
     record = results.load(BUDGETS)
     table = [
         [
@@ -426,15 +433,15 @@ def budgets() -> Table:
         ]
     ]
     for version in sorted(record, key=TorchVersion):
-        for target, found in record[version].items():
+        for target, outcome in record[version].items():
             table.append(
                 [
                     version,
                     target,
-                    str(found["kernels"]),
-                    "; ".join(found["beyond"]) or "0",
-                    str(found["spilled"]),
-                    f"{found['in flight']:.0f}",
+                    str(outcome["kernels"]),
+                    "; ".join(outcome["beyond"]) or "0",
+                    str(outcome["spilled"]),
+                    f"{outcome['in flight']:.0f}",
                 ]
             )
     return table
@@ -541,11 +548,14 @@ def stale() -> list[Path]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    others = "folder of result files; of others, --write makes pictures alone"
+    """Run the command with these arguments; None: those of the process."""
+    results_help = (
+        "folder of result files; of another than the default, --write only makes pictures"
+    )
     args = parser_of("benchmarks.report", __doc__, {
         "--write": SWITCH | {"help": "update pictures, README.md, docs/ and benchmarks/RESULTS.md"},
         "--check": SWITCH | {"help": "name what --write would change, and exit with 1 if there is any"},
-        "--results": {"type": Path, "default": RESULTS, "help": others},
+        "--results": {"type": Path, "default": RESULTS, "help": results_help},
     }).parse_args(argv)  # fmt: skip
     folder = args.results.resolve()
     if args.check:
@@ -556,10 +566,10 @@ def main(argv: list[str] | None = None) -> None:
         return
     from benchmarks import plots
 
-    written = [plots.save(shown, path) for path, shown in plots.pictures(folder).items()]
+    written = [plots.save(picture, path) for path, picture in plots.pictures(folder).items()]
     if folder == RESULTS:
-        for page, made in pages():
-            page.write_text(made())
+        for page, current_text in pages():
+            page.write_text(current_text())
             written.append(page)
     print("written:", *dict.fromkeys(written), sep="\n")
 

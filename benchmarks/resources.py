@@ -1,14 +1,15 @@
-"""The resources that the Triton kernels need on a GPU, and their budgets: registers, accesses,
-occupancy, work per logit. No GPU is needed.
+"""Check the resources that the Triton kernels need on a GPU against budgets, without a GPU.
 
     python -m benchmarks.resources [--target sm_90 ...] [--quick] [--write]
 
-Compiles the kernels for each target as the library launches them, and reads the binary (AMD: the
-assembly). Exits with 1 when a budget (see `broken`) is exceeded. Nothing is timed. Figures per
-logit are counted in the machine code of the loops over a row, see `benchmarks/assembly.py`; not
-those of `scale_` and of the products over slots, whose loops do more. Run it with each version of
-Triton that is supported, because they order loads differently. `--write` saves the outcome of the
-budgets in results/budgets.json, for benchmarks/README.md.
+The resources are registers, memory accesses, occupancy, and instructions per logit. Nothing is
+timed. The kernels are compiled for each target as the package launches them, and the binary (AMD:
+the assembly) is read. The exit code is 1 if a kernel exceeds a budget, see `broken`.
+
+Figures per logit are counted in the machine code of the loops over a row, see
+`benchmarks/assembly.py`. `scale_` and the kernels over (row, id) pairs have none, because their
+loops do more. Run the command with each supported version of Triton, because they order loads
+differently. --write saves the outcome in results/budgets.json, for benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ from grpo_kernels.core.backends.triton.launch import Tile
 
 @dataclass(frozen=True)
 class Report:
-    target: str
-    kernel: str
-    case: str
+    """The resources of a compiled kernel."""
+
+    target: str  # a key of TARGETS
+    kernel: str  # a key of KINDS
+    case: str  # the arguments of its launch, in words
     registers: int  # per thread
     spilled: int  # bytes per thread
     stack: int  # bytes per thread
@@ -46,210 +49,254 @@ class Report:
     warps: int  # per program
     programs: int  # resident per multiprocessor
     limit: str  # what limits the number of resident programs
-    fp64: bool
-    # tiles of a row that are computed or copied into shared memory at a time; 1: none is copied
+    fp64: bool  # whether it has fp64 instructions
+    #: Tiles of a row that are being computed or copied into shared memory. 1: none is copied.
     stages: int
-    loops: tuple[Loop, ...]  # over a row: that reads it, and that writes
-    size: int  # bytes of a row's numbers, of all streams
+    loops: tuple[Loop, ...]  # over a row: the one that only reads it, the one that also writes
+    size: int  # bytes per column of a row, of all matrices that a pass reads
 
     @property
     def threads(self) -> int:
-        """Of a program."""
+        """The number of threads of a program."""
         return self.warps * TARGETS[self.target].gpu.warp_size
 
     @property
     def loads(self) -> list[int]:
-        """Widths in bits of the loops' accesses, per thread."""
+        """The widths of loads in the loops, in bits per thread."""
         return sorted({width for loop in self.loops for width in loop.loads})
 
     @property
     def stores(self) -> list[int]:
+        """The widths of stores in the loops, in bits per thread."""
         return sorted({width for loop in self.loops for width in loop.stores})
 
     @property
     def in_flight(self) -> float:
-        """KiB that the resident programs of a multiprocessor load at once."""
-        of_thread = min((loop.in_flight * min(loop.loads) for loop in self.loops), default=0)
-        return of_thread / 8 * self.programs * self.threads / 1024
+        """KiB that the resident programs of a multiprocessor load at the same time, at least."""
+        bits_per_thread = min((loop.in_flight * min(loop.loads) for loop in self.loops), default=0)
+        return bits_per_thread / 8 * self.programs * self.threads / 1024
 
     @property
     def written(self) -> float:
-        """Bytes for a logit, of a row that gets a gradient."""
+        """Bytes written per logit, in a row that gets a gradient."""
         return sum(sum(loop.stores) / 8 / self.elements(loop) for loop in self.loops)
 
     def elements(self, loop: Loop) -> float:
-        """Logits that a thread processes in one iteration."""
+        """Return the number of logits that a thread processes in one iteration."""
         return sum(loop.loads) / 8 / self.size
 
     def issued(self, *pipes: str) -> float:
-        """Instructions of a thread for a logit, in all passes."""
+        """Return the instructions per logit that the loops issue to these pipes, in all passes."""
         return sum(loop.issued[pipe] / self.elements(loop) for loop in self.loops for pipe in pipes)
 
 
 def report(target: str, case: Case) -> Report:
+    """Compile the kernel of a launch for a target, and return its resources."""
     with compiling(target) as launches:
         case.launch()
     ((_, kernel),) = launches
-    used, warps, shared = taken(kernel), kernel.metadata.num_warps, kernel.metadata.shared
+    used = taken(kernel)
+    warps = kernel.metadata.num_warps
+    shared = kernel.metadata.shared
     programs, limit = TARGETS[target].occupancy(warps, used["registers"], shared)
-    stages = next(x.STAGES for x in kernel.src.constants.values() if isinstance(x, Tile))
     return Report(
-        target, case.kernel, str(case), **used, shared=shared, warps=warps, programs=programs, limit=limit, stages=stages,
-        fp64=bool(re.search(r"\.f64|_f64", code(kernel))), loops=tuple(row_loops(kernel, case.kind.loops)), size=sum(case.sizes),
-    )  # fmt: skip
+        target=target,
+        kernel=case.kernel,
+        case=str(case),
+        **used,
+        shared=shared,
+        warps=warps,
+        programs=programs,
+        limit=limit,
+        fp64=bool(re.search(r"\.f64|_f64", code(kernel))),
+        stages=next(x.STAGES for x in kernel.src.constants.values() if isinstance(x, Tile)),
+        loops=tuple(row_loops(kernel, case.kind.loops)),
+        size=sum(case.sizes),
+    )
 
 
 # ---- budgets
 
-#: Bytes per thread that a kernel may spill. Outside its loops for three things, for which ptxas
-#: needs more registers than there are: a tile in single elements, such as the last one of an odd
-#: vocabulary in padded rows; tanh of a tile that is kept in registers; and tanh of two rows with
-#: all of their sums. Also for the choices that an H100 has found the fastest, by Triton 3.6, with
-#: so many registers that 3.9 needs a few more: the fused kernel in 512 threads, and two rows in two
-#: programs of 512, which read some of it again in their loops (3 % faster all the same than half
-#: the threads, results/gpu_kit.json).
+#: Bytes per thread that a kernel may spill. ptxas needs more registers than there are for
+#:
+#: - a tile that is accessed in single elements: all tiles of unaligned rows, and the last tile of
+#:   an odd vocabulary in padded rows,
+#: - tanh of a tile that is kept in registers, and tanh in two rows with all of their sums,
+#: - the launch parameters that were the fastest on an H100 with Triton 3.6, because Triton 3.9
+#:   needs a few registers more. With these, kernels with a teacher even reload spilled registers in
+#:   their loops (RELOADS). They are still 3 % faster than with half the threads
+#:   (results/gpu_kit.json).
+#:
+#: The budgets are for all rows, and more for some of them.
 SPILL = {"fused": 8, "mixed": 32}
 UNALIGNED_SPILL = {"fused": 192, "scale_": 32, "mixed": 136, "two_pull": 32}
 PADDED_SPILL = {"fused": 160, "pull": 8}
 SOFTCAP_SPILL = {"fused": 32, "two_stats": 8}
+#: Accesses to spilled registers in the loops of a kernel.
 RELOADS = {"mixed": 38, "two_pull": 7}
 
 
-def broken(case: Case, found: Report) -> list[str]:
-    """The budgets that a kernel exceeds, in words; empty if it meets all."""
-    choice = case.choice
-    threads = choice.threads * choice.programs
-    spill = max(
-        SPILL.get(case.kernel, 0),
-        0 if case.aligned else UNALIGNED_SPILL.get(case.kernel, 0),
-        PADDED_SPILL.get(case.kernel, 0) if case.vocab % 8 else 0,
-        SOFTCAP_SPILL.get(case.kernel, 0) if case.transform == "softcap" else 0,
-    )
-    # A choice is made for this number of full programs on a multiprocessor, or for as many threads
-    # in programs of short rows.
+def broken(case: Case, figures: Report) -> list[str]:
+    """Return the budgets that a kernel exceeds, in words.
+
+    case    the launch
+    figures   the resources of its kernel
+    """
+    # The launch parameters are chosen for this number of threads on a multiprocessor. Short rows
+    # have more and smaller programs.
+    threads = case.choice.threads * case.choice.programs
+    # {name of a budget: (value, limit)}
     at_most = {
-        "registers": (found.registers, TARGETS[found.target].registers // threads),
-        "bytes spilled": (found.spilled + found.stack, spill),
-        "reloads in loops": (sum(loop.local for loop in found.loops), RELOADS.get(case.kernel, 0)),
-        "fp64": (int(found.fp64), 0),
-        "kinds of store": (len(found.stores), int(case.stores) if case.kind.counted else 2),
-    }
-    at_least = {"resident threads": (found.programs * found.threads, threads)}
-    if case.aligned:
-        widest = min if case.kind.counted else max
-        # The access to the first stream sets the width of a tile: accesses to a stream of a
-        # narrower dtype are narrower.
-        at_least["bits per load"] = (
-            widest(found.loads, default=0),
-            min(128, 128 * min(case.sizes) // case.sizes[0]),
-        )
-        if case.gradient is not None and case.stores:
-            # 16-bit gradients of fp32 logits are stored in accesses of 64 bits.
-            width = (
-                128 * case.gradient.itemsize // max(case.logits.itemsize, case.gradient.itemsize)
-            )
-            at_least["bits per store"] = (widest(found.stores, default=0), width)
-    if case.kind.counted:
-        at_least |= _loads_before_the_first_wait(case, found)
-    return [
-        f"{name} {value}, at most {limit}"
-        for name, (value, limit) in at_most.items()
-        if value > limit
-    ] + [
-        f"{name} {value}, at least {limit}"
-        for name, (value, limit) in at_least.items()
-        if value < limit
-    ]
-
-
-def _loads_before_the_first_wait(case: Case, found: Report) -> dict[str, tuple[int, int]]:
-    """Of a tile; the assembler may unroll a loop over tiles."""
-    choice, cols = case.choice, 16 // case.sizes[0]
-    accesses = max(
-        1,
-        min(
-            choice.accesses, triton.next_power_of_2(triton.cdiv(case.vocab, cols)) // choice.threads
+        "registers": (figures.registers, TARGETS[figures.target].registers // threads),
+        "bytes spilled": (figures.spilled + figures.stack, _most_spilled(case)),
+        "reloads in loops": (
+            sum(loop.local for loop in figures.loops),
+            RELOADS.get(case.kernel, 0),
         ),
-    )
-    for loop in found.loops:
+        "fp64": (int(figures.fp64), 0),
+        "kinds of store": (len(figures.stores), int(case.stores) if case.kind.counted else 2),
+    }
+    at_least = {"resident threads": (figures.programs * figures.threads, threads)}
+    if case.aligned:
+        # Loops of other kernels also load ids and values, so only their widest access is checked.
+        width_of = min if case.kind.counted else max
+        # A thread reads 128 bits of the first matrix at a time, and as many columns of the others,
+        # which are fewer bits in a narrower dtype.
+        width = min(128, 128 * min(case.sizes) // case.sizes[0])
+        at_least["bits per load"] = (width_of(figures.loads, default=0), width)
+        if case.gradient_dtype is not None and case.stores:
+            # 16-bit gradients of fp32 logits are stored in accesses of 64 bits.
+            gradient_bytes = case.gradient_dtype.itemsize
+            width = 128 * gradient_bytes // max(case.logits_dtype.itemsize, gradient_bytes)
+            at_least["bits per store"] = (width_of(figures.stores, default=0), width)
+    if case.kind.counted:
+        at_least |= _loads_before_the_first_wait(case, figures)
+    exceeded = []
+    for name, (value, limit) in at_most.items():
+        if value > limit:
+            exceeded.append(f"{name} {value}, at most {limit}")
+    for name, (value, limit) in at_least.items():
+        if value < limit:
+            exceeded.append(f"{name} {value}, at least {limit}")
+    return exceeded
+
+
+def _most_spilled(case: Case) -> int:
+    """Return the bytes per thread that the kernel of a launch may spill."""
+    budgets = [SPILL]
+    if not case.aligned:
+        budgets.append(UNALIGNED_SPILL)
+    if case.vocab % 8 != 0:
+        budgets.append(PADDED_SPILL)
+    if case.transform == "softcap":
+        budgets.append(SOFTCAP_SPILL)
+    return max(budget.get(case.kernel, 0) for budget in budgets)
+
+
+def _loads_before_the_first_wait(case: Case, figures: Report) -> dict[str, tuple[int, int]]:
+    """Return {name of the budget: (value, limit)} of the first loop that is below its limit, or {}.
+
+    The value is the number of loads that a thread issues before it waits for the first of them. The
+    limit is the share `case.before_wait` of the loads of a tile.
+    """
+    choice = case.choice
+    columns = 16 // case.sizes[0]  # of an access of 128 bits
+    accesses_of_row = triton.next_power_of_2(triton.cdiv(case.vocab, columns))
+    accesses = max(1, min(choice.accesses, accesses_of_row // choice.threads))
+    is_hip = TARGETS[figures.target].gpu.backend == "hip"
+    for loop in figures.loops:
         width = max(loop.loads)
-        tile = min(len(loop.loads), len(case.sizes) * accesses * (1 if width == 128 else cols))
-        needed = max(1, round(case.before_wait * tile))
-        if found.stages > 1 and width == 128:  # all tiles but the one that is computed
-            needed = (found.stages - 1) * tile
-        if TARGETS[found.target].gpu.backend == "hip" and TorchVersion(triton.__version__) < (3, 6):
+        loads_per_access = 1 if width == 128 else columns  # one for each column if unaligned
+        # An iteration may have more loads than a tile, because the assembler may unroll the loop.
+        loads_of_tile = min(len(loop.loads), len(case.sizes) * accesses * loads_per_access)
+        needed = max(1, round(case.before_wait * loads_of_tile))
+        if figures.stages > 1 and width == 128:
+            # All tiles but the one that is being computed are being copied.
+            needed = (figures.stages - 1) * loads_of_tile
+        if is_hip and TorchVersion(triton.__version__) < (3, 6):
             # Triton's compiler for AMD waits for the first loads of a tile before it issues the
-            # last
+            # last ones.
             needed = 1
         if loop.in_flight < needed:
             return {"loads before the first wait": (loop.in_flight, needed)}
     return {}
 
 
-Judged = tuple[Report, list[str]]  # with the budgets that it exceeds
+#: The resources of a kernel, and the budgets that it exceeds.
+Judged = tuple[Report, list[str]]
 
 
 def judge(job: tuple[str, Case]) -> Judged:
-    found = report(*job)
-    return found, broken(job[1], found)
+    """Compile a kernel, and compare it with its budgets. job: (target, launch)."""
+    target, case = job
+    figures = report(target, case)
+    return figures, broken(case, figures)
 
 
 def judge_all(targets: Sequence[str], cases: Sequence[Case]) -> Iterator[Judged]:
-    """Each case for each target, compiled by as many processes as there are processors."""
+    """Yield the outcome of each launch for each target.
+
+    As many processes as there are processors compile the kernels.
+    """
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         yield from pool.map(judge, product(targets, cases), chunksize=4)
 
 
-def outcome(found: Sequence[Judged]) -> Record:
-    """Of one target: how many kernels, which are beyond their budgets, the most bytes that one
-    spills, the least KiB that one has in flight on a multiprocessor in a long row.
+def outcome(judged: Sequence[Judged]) -> Record:
+    """Return the record of a target for results/budgets.json.
+
+    "kernels" is their number, "beyond" lists those that exceed a budget, "spilled" is the most
+    bytes that one spills, and "in flight" the least KiB that one loads at the same time on a
+    multiprocessor, in long rows.
     """
+    beyond = [f"{r.kernel} {r.case}: {'; '.join(exceeded)}" for r, exceeded in judged if exceeded]
+    in_long_rows = [r for r, _ in judged if "V 151936" in r.case and KINDS[r.kernel].counted]
     return {
-        "kernels": len(found),
-        "beyond": [
-            f"{r.kernel} {r.case}: {'; '.join(failures)}" for r, failures in found if failures
-        ],
-        "spilled": max(r.spilled + r.stack for r, _ in found),
-        "in flight": min(
-            r.in_flight for r, _ in found if "V 151936" in r.case and KINDS[r.kernel].counted
-        ),
+        "kernels": len(judged),
+        "beyond": beyond,
+        "spilled": max(r.spilled + r.stack for r, _ in judged),
+        "in flight": min(r.in_flight for r in in_long_rows),
     }
 
 
 # ---- the command
 
 
-#: The columns of the table.
-HEAD = (
-    "kernel, regs, spill, shared, load, store, warps, /SM, limit, in flight, KiB/SM, written, fp32,"
-    " exp, all"
-)
+def shown(judged: Sequence[Judged]) -> Table:
+    """Return a table with a line for each kernel. The last four columns are per logit."""
+    lines = [_columns_of_report(report) for report, _ in judged]
+    return [list(lines[0]), *(list(columns.values()) for columns in lines)]
 
 
-def shown(found: Sequence[Judged]) -> Table:
-    lines = [HEAD.split(", ")]
-    for r, _ in found:
-        widths = ["/".join(map(str, x)) or "-" for x in (r.loads, r.stores)]
-        together = "/".join(f"{loop.in_flight} of {len(loop.loads)}" for loop in r.loops)
-        work = [
-            f"{r.written:g}",
-            *(f"{r.issued(*pipes):.2f}" for pipes in (("fp32",), ("special",), PIPES)),
-        ]
-        work = work if KINDS[r.kernel].counted else [""] * len(work)
-        held = (
-            f"{r.registers}",
-            f"{r.spilled + r.stack}",
-            f"{r.shared}",
-            *widths,
-            f"{r.warps}",
-            f"{r.programs}",
-            r.limit,
-        )
-        lines.append([f"{r.kernel:10} {r.case}", *held, together, f"{r.in_flight:.0f}", *work])
-    return lines
+def _columns_of_report(r: Report) -> dict[str, str]:
+    """Return {head of a column: its text} for the resources of a kernel."""
+    columns = {
+        "kernel": f"{r.kernel:10} {r.case}",
+        "regs": f"{r.registers}",
+        "spill": f"{r.spilled + r.stack}",
+        "shared": f"{r.shared}",
+        "load": "/".join(map(str, r.loads)) or "-",
+        "store": "/".join(map(str, r.stores)) or "-",
+        "warps": f"{r.warps}",
+        "/SM": f"{r.programs}",
+        "limit": r.limit,
+        "in flight": "/".join(f"{loop.in_flight} of {len(loop.loads)}" for loop in r.loops),
+        "KiB/SM": f"{r.in_flight:.0f}",
+        "written": "",
+        "fp32": "",
+        "exp": "",
+        "all": "",
+    }
+    if KINDS[r.kernel].counted:
+        columns["written"] = f"{r.written:g}"
+        columns["fp32"] = f"{r.issued('fp32'):.2f}"
+        columns["exp"] = f"{r.issued('special'):.2f}"
+        columns["all"] = f"{r.issued(*PIPES):.2f}"
+    return columns
 
 
 def main() -> int:
+    """Run the command, and return its exit code."""
     parser = parser_of("benchmarks.resources", __doc__, {
         "--target": {"nargs": "+", "choices": TARGETS, "default": list(TARGETS)},
         "--quick": SWITCH | {"help": "a few kernels of each kind"},
@@ -258,25 +305,20 @@ def main() -> int:
     args = parser.parse_args()
     if not isinstance(backend.softmax_sums_kernel, JITFunction):
         parser.error("TRITON_INTERPRET=1 is set: there is nothing to compile. Unset it.")
-    every = QUICK if args.quick else cases()
+    launches = QUICK if args.quick else cases()
     failed = []
     for target in args.target:
-        found = [*judge_all([target], every)]
-        print(
-            f"\n{target}, Triton {triton.__version__}\n{render(shown(found), markdown=False)}",
-            flush=True,
-        )
-        of_target = outcome(found)
-        failed += [f"{target} {beyond}" for beyond in of_target["beyond"]]
+        judged = [*judge_all([target], launches)]
+        table = render(shown(judged), markdown=False)
+        print(f"\n{target}, Triton {triton.__version__}\n{table}", flush=True)
+        target_outcome = outcome(judged)
+        failed += [f"{target} {beyond}" for beyond in target_outcome["beyond"]]
         if args.write:
-            kept = load(BUDGETS)
-            kept.setdefault(triton.__version__, {})[target] = of_target
-            save(BUDGETS, kept)
-    print(
-        f"\n{len(every) * len(args.target)} kernels, {len(failed)} beyond their budgets",
-        *failed,
-        sep="\n",
-    )
+            outcomes = load(BUDGETS)
+            outcomes.setdefault(triton.__version__, {})[target] = target_outcome
+            save(BUDGETS, outcomes)
+    num_kernels = len(launches) * len(args.target)
+    print(f"\n{num_kernels} kernels, {len(failed)} beyond their budgets", *failed, sep="\n")
     return 1 if failed else 0
 
 

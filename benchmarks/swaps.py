@@ -1,10 +1,9 @@
-"""What our loss saves in the place of a trainer's own: the examples that swap it and assert equal
-losses.
+"""Measure time and memory of training steps before and after a trainer's loss is replaced by ours.
 
     python -m benchmarks.swaps
 
-Prints the table, and writes results/swaps.json, from which `benchmarks.report` makes the block of
-the page of adapters.
+The examples of EXAMPLES replace the loss and assert that the losses are equal. The command prints a
+table and writes results/swaps.json. `benchmarks.report` copies the table to the page of adapters.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from benchmarks.machine import machine, require_kernels
 from benchmarks.tables import Record, Table, figure, render
 
 FILE = results.RESULTS / "swaps.json"
+#: {trainer: the module of its example, whose `main` returns the lines of the table}
 EXAMPLES = {
     "TRL": "examples.trl_grpo",
     "Liger": "examples.liger_swap",
@@ -26,29 +26,27 @@ EXAMPLES = {
 
 
 def measure() -> Record:
-    """Each example runs in a process of its own."""
+    """Run each example in a separate process, and return the result file."""
     rows = []
     for trainer, module in EXAMPLES.items():
         code = (
             f"import importlib, json; rows = importlib.import_module({module!r}).main();"
             " print(json.dumps(rows))"
         )
-        run = subprocess.run(
-            [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True
-        )
-        rows += [{"trainer": trainer} | row for row in json.loads(run.stdout.splitlines()[-1])]
+        command = [sys.executable, "-c", code]
+        run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        last_line = run.stdout.splitlines()[-1]  # the example prints too
+        rows += [{"trainer": trainer} | row for row in json.loads(last_line)]
     return results.origin(machine("cpu"), "python -m benchmarks.swaps") | {"rows": rows}
 
 
 def table(record: Record) -> Table:
-    head = ["trainer", "what", "ms before", "ms after", "MB before", "MB after", "memory"]
-    return [
-        head,
-        *(
-            [r["trainer"], r["what"], *map(figure, (*r["ms"], *r["mb"])), r["memory"]]
-            for r in record["rows"]
-        ),
-    ]
+    """Return the table of a result file. "ms" and "mb" of a row are pairs (before, after)."""
+    lines = [["trainer", "what", "ms before", "ms after", "MB before", "MB after", "memory"]]
+    for row in record["rows"]:
+        figures = [figure(value) for value in (*row["ms"], *row["mb"])]
+        lines.append([row["trainer"], row["what"], *figures, row["memory"]])
+    return lines
 
 
 if __name__ == "__main__":

@@ -224,11 +224,11 @@ def marks(cells: list[Cell], field: str = "dtype") -> list[str]:
     Machines are known for the cells from `headline` only.
     """
     has_machines = len({cell.get("kind") for cell in cells}) > 1
-    found = []
+    marks_of_cells = []
     for cell in cells:
         value = DTYPES[cell["dtype"]] if field == "dtype" else f"{cell[field]:,}"
-        found.append(f"{cell['kind']} {value}" if has_machines else value)
-    return found
+        marks_of_cells.append(f"{cell['kind']} {value}" if has_machines else value)
+    return marks_of_cells
 
 
 def untimed(cells: list[Cell], field: str = "dtype") -> dict[str, str]:
@@ -247,14 +247,14 @@ def untimed(cells: list[Cell], field: str = "dtype") -> dict[str, str]:
                 reason = f"{row['status']}, {row['reason']}"
             of_provider = marks_of.setdefault(reason, {})
             of_provider.setdefault(display_name(row["name"]), []).append(mark)
-    found = {}
+    names_of_reasons = {}
     for reason, providers in marks_of.items():
         names = [
             name if len(of_cells) == len(cells) else f"{name} [{', '.join(of_cells)}]"
             for name, of_cells in providers.items()
         ]
-        found[reason] = "; ".join(names)
-    return found
+        names_of_reasons[reason] = "; ".join(names)
+    return names_of_reasons
 
 
 def reasons(cells: list[Cell], field: str = "dtype") -> list[str]:

@@ -142,34 +142,46 @@ def setting_of(kind: str, choice: dict[str, Any]) -> Setting:
 
 
 def settings(kind: str, small: bool) -> list[Setting]:
-    """Return the settings to try, the package's first. All others fit."""
+    """Return the settings to try for a kind of kernel.
+
+    The first is the setting of the package. All others fit, see `Setting.fits`.
+
+    small   whether to return only two of them
+    """
     if kind == "chunk":
         return _chunk_settings(small)
-    now = backend.launch.LAUNCH[kind]
-    candidates = [now]
+    current = backend.launch.LAUNCH[kind]
+    # Settings that differ from the package's in threads, accesses and programs, and settings that
+    # differ in one of the other parameters.
     shapes = [
-        now._replace(threads=threads, accesses=accesses, programs=programs)
+        current._replace(threads=threads, accesses=accesses, programs=programs)
         for threads, accesses, programs in product(*SHAPES.get(kind, OF_A_ROW))
     ]
+    variants = []
     if kind in ("one_pass", *FUSED):
-        candidates.append(now._replace(hints=not now.hints))
-        candidates += [now._replace(stages=stages) for stages in (1, 3, 4)]
+        variants.append(current._replace(hints=not current.hints))
+        variants += [current._replace(stages=stages) for stages in (1, 3, 4)]
         shapes = [shape._replace(stages=stages) for shape in shapes for stages in (1, 3)]
     if kind in FUSED:
-        candidates += [now._replace(kept=kept) for kept in range(now.ends)]
-        candidates += [now._replace(ends=now.ends + n, kept=now.ends + n) for n in (1, 2)]
-    first, *others = [Setting(kind, choice) for choice in dict.fromkeys(candidates + shapes)]
-    found = [first] + [setting for setting in others if setting.fits]
-    return found[:2] if small else found
+        variants += [current._replace(kept=kept) for kept in range(current.ends)]
+        for num_further in (1, 2):
+            ends = current.ends + num_further
+            variants.append(current._replace(ends=ends, kept=ends))
+    settings = [Setting(kind, current)]
+    for choice in dict.fromkeys(variants + shapes):
+        setting = Setting(kind, choice)
+        if choice != current and setting.fits:
+            settings.append(setting)
+    return settings[:2] if small else settings
 
 
 def _chunk_settings(small: bool) -> list[Setting]:
-    """Return the sizes of chunks and blocks to try, the package's first."""
-    now = Chunk(blocks.CHUNK_BYTES["cuda"] // MIB, blocks.BLOCK_BYTES["cuda"] // MIB)
+    """Return the sizes of chunks and blocks to try. The first is the setting of the package."""
+    current = Chunk(blocks.CHUNK_BYTES["cuda"] // MIB, blocks.BLOCK_BYTES["cuda"] // MIB)
     if small:
-        others = [Chunk(1, 1)]
+        further = [Chunk(1, 1)]
     else:
-        others = [
+        further = [
             Chunk(450, 700),
             Chunk(600, 600),
             Chunk(300, 1800),
@@ -177,7 +189,7 @@ def _chunk_settings(small: bool) -> list[Setting]:
             Chunk(1200, 1200),
             Chunk(1200, 2400),
         ]
-    return [Setting("chunk", chunk) for chunk in dict.fromkeys([now, *others])]
+    return [Setting("chunk", chunk) for chunk in dict.fromkeys([current, *further])]
 
 
 # ---- workloads
@@ -335,7 +347,7 @@ def tune(kind: str, small: bool, seconds: float, found: Record, path: Path | Non
     device = "cpu" if small else "cuda"
     candidates = settings(kind, small)
     setting_by_name = {str(setting): setting for setting in candidates}
-    chosen = [workload for workload in workloads(small) if workload.kind == kind]
+    workloads_of_kind = [workload for workload in workloads(small) if workload.kind == kind]
     earlier = found.get(kind, {})
     lost: dict[str, dict[str, str]] = earlier.get("lost", {})  # {workload: {setting: reason}}
     measured = {
@@ -344,24 +356,28 @@ def tune(kind: str, small: bool, seconds: float, found: Record, path: Path | Non
     cells: list[Record] = []
 
     def save_cells(timed: list[Record]) -> None:
-        order = ranking(timed)
-        best = setting_by_name[order[0][0]].choice._asdict() if order else None
-        of_kind = {
+        ranked = ranking(timed)
+        best = None
+        if ranked:
+            best_name, _ = ranked[0]
+            best = setting_by_name[best_name].choice._asdict()
+        results = {
             "cells": timed,
-            "ranking": order,
+            "ranking": ranked,
             "best": best,
             "now": str(candidates[0]),
             "lost": lost,
         }
-        found[kind] = json.loads(json.dumps(of_kind))
+        found[kind] = json.loads(json.dumps(results))  # a copy, as it is in the file
         if path is not None:
             save(path, found)
 
     # Candidates of "chunk" use the kernels that the package compiles anyway.
     if kind != "chunk" and not measured:
         workers = 1 if small else min(12, os.cpu_count() or 1)
-        compile_all([(w, s, device) for w in chosen for s in candidates], workers)
-    for workload in chosen:
+        jobs = [(w, setting, device) for w in workloads_of_kind for setting in candidates]
+        compile_all(jobs, workers)
+    for workload in workloads_of_kind:
         name = str(workload)
         if name not in measured:
             limits = [p for p in providers(workload.cell.contract) if p.limit]
@@ -394,10 +410,10 @@ def tune(kind: str, small: bool, seconds: float, found: Record, path: Path | Non
 # ---- the settings found
 
 
-def winners(found: Record) -> Record:
+def winners(results_of_kinds: Record) -> Record:
     """Return {kind: the best setting} for the kinds in which it is faster than the package's."""
     chosen = {}
-    for kind, result in found.items():
+    for kind, result in results_of_kinds.items():
         means = dict(result["ranking"])
         if means and means.get(result["now"], math.inf) > (1 + GAIN) * min(means.values()):
             chosen[kind] = result["best"]
@@ -417,11 +433,11 @@ def apply(path: Path) -> Record:
     return chosen
 
 
-def summary(found: Record) -> list[str]:
+def summary(results_of_kinds: Record) -> list[str]:
     """Return a line for each kind, with its best setting, and the table of launches to paste."""
     lines = []
     launch = dict(backend.launch.LAUNCH)
-    for kind, result in found.items():
+    for kind, result in results_of_kinds.items():
         if not result["ranking"]:
             lines.append(f"{kind}: no setting was right in all workloads")
             continue
@@ -440,7 +456,7 @@ def summary(found: Record) -> list[str]:
             )
         else:
             launch[kind] = best
-    if found.keys() & launch.keys():
+    if results_of_kinds.keys() & launch.keys():
         entries = ", ".join(f'"{kind}": {choice}' for kind, choice in launch.items())
         lines.append("LAUNCH = {" + entries + "}")
     return lines
@@ -455,17 +471,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--small": SWITCH | {"help": "small shapes on the CPU, to try the script itself"},
     })  # fmt: skip
     args = parser.parse_args(argv)
-    found = load(args.json) if args.json is not None else {}
+    results_of_kinds = load(args.json) if args.json is not None else {}
     try:
         for kind in args.kind:
-            tune(kind, args.small, args.seconds, found, args.json)
+            tune(kind, args.small, args.seconds, results_of_kinds, args.json)
     except DeviceLost as failure:
         print(
             f"\n{failure}: CUDA is unusable in this process. Run the same command again.",
             flush=True,
         )
         return LOST_DEVICE
-    print("\n" + "\n".join(summary(found)))
+    print("\n" + "\n".join(summary(results_of_kinds)))
     return 0
 
 

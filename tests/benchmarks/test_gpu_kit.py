@@ -412,7 +412,8 @@ def test_a_replay_is_compared_with_a_plain_call(scale, exact, said, cuda, monkey
             into.copy_(value)
 
     cuda.CUDAGraph.return_value.replay = replay
-    assert said in str(gpu_counters.replay_differs(gpu_counters.Made(given, step, exact)))
+    call = gpu_counters.StepOfCall(given, step, exact)
+    assert said in str(gpu_counters.replay_differs(call))
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_the_cases_are_what_the_library_launches():
     for kernel in ("stats", "pull", "fused"):
         these = [case for case in every if case.kernel == kernel]
         assert {case.transform for case in these} == {*TRANSFORMS} and {
-            case.logits for case in these
+            case.logits_dtype for case in these
         } == {FP32, BF16, FP16}
         assert len({(case.vocab > SHORT, case.aligned, case.entropy) for case in these}) == 8
 
@@ -140,7 +140,7 @@ def test_a_kernel_with_too_few_registers_is_seen_to_spill(monkeypatch):
         ("sm_90", Case("fused"), 4, 2, 17.0),  # the second read is meant to be served by L2
         ("sm_90", Case("fused", FP32, FP32, transform="softcap", entropy=True), 8, 4, 45.0),
         ("gfx942", Case("pull", FP32, BF16), 4, 2, 20.0),
-        ("gfx942", Case("fused", gradient=None), 2, 0, 12.0),
+        ("gfx942", Case("fused", gradient_dtype=None), 2, 0, 12.0),
         ("gfx942", Case("fused", vocab=50257, stride=50257), 4, 2, 30.0),
     ],
     ids=str,

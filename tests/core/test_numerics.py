@@ -72,7 +72,7 @@ TRAINERS = {
             "cispo": replace(TWO_SIDED, bounds=WIDE, **VERL),
             "dppo_tv": Spec("cispo", cap=3.0, trust=("tv", 0.2, 0.2, "old"), bounds=WIDE, **VERL),
             "dppo_kl": Spec("cispo", cap=3.0, trust=("kl", 0.2, 0.2, "old"), bounds=WIDE, **VERL),
-            "kl_cov": replace(KL_COV, pull=0.1, **VERL),
+            "kl_cov": replace(KL_COV, coefficient=0.1, **VERL),
         }
         | of_papers("reinforce clip_cov dro", **VERL)
     ),

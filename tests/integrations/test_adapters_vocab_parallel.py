@@ -16,7 +16,7 @@ from grpo_kernels import TokenSets
 from grpo_kernels.integrations import areal, miles, skyrl, slime, verl
 from support.processes import checks_of
 from support.trainers import (
-    values_and_slopes,
+    values_and_gradients,
 )
 
 N, H, WIDTH = 11, 6, 13
@@ -110,20 +110,20 @@ OF_HEADS = {
 def check_logits(rank, ranks):
     """Values on this rank, and its columns of the gradient."""
     for call in OF_LOGITS.values():
-        *values, gradient = values_and_slopes(
+        *values, gradient = values_and_gradients(
             lambda x, call=call: call(x, dist.group.WORLD), own(LOGITS, rank)
         )
-        *expected, whole = values_and_slopes(lambda x, call=call: call(x, alone()), LOGITS)
+        *expected, whole = values_and_gradients(lambda x, call=call: call(x, alone()), LOGITS)
         same([*values, gradient], [*expected, own(whole, rank)])
 
 
 def check_heads(rank, ranks):
     """The gradient of hidden is this rank's share: the shares of all add up to it."""
     for call in OF_HEADS.values():
-        *values, d_hidden, d_weight = values_and_slopes(
+        *values, d_hidden, d_weight = values_and_gradients(
             lambda h, w, call=call: call(h, w, dist.group.WORLD), HIDDEN, own(WEIGHT, rank, 0)
         )
-        *expected, whole, whole_weight = values_and_slopes(
+        *expected, whole, whole_weight = values_and_gradients(
             lambda h, w, call=call: call(h, w, alone()), HIDDEN, WEIGHT
         )
         assert (d_hidden - whole).abs().max() > 0.1

@@ -41,7 +41,7 @@ from support.trainers import (
     log_softmax_of,
     stand_in,
     their_file,
-    values_and_slopes,
+    values_and_gradients,
     without_trainers,
 )
 
@@ -433,7 +433,7 @@ def test_the_first_call_of_an_untested_version_is_compared(name, factor, newer):
         TRAINERS[name].bind(),
         expected if factor != 1 else pytest.warns(UserWarning, match="They agree"),
     ):
-        values_and_slopes(call, *leaves)
+        values_and_gradients(call, *leaves)
 
 
 @parametrize("name", TRAINERS)
@@ -442,13 +442,13 @@ def test_what_is_left_to_the_trainer_is_counted_or_an_error(name):
     module, functions = put(name)
     (call, leaves), *_ = calls_of(name, module)
     with TRAINERS[name].bind() as slots:
-        values_and_slopes(call, *leaves, dtype=torch.float64)
+        values_and_gradients(call, *leaves, dtype=torch.float64)
     assert {*slots.counts} == {f"{slots.adapter.trainer}: dtype torch.float64"}
     with (
         pytest.raises(RuntimeError, match=r"strict=True.*dtype torch\.float64"),
         TRAINERS[name].bind(strict=True),
     ):
-        values_and_slopes(call, *leaves, dtype=torch.float64)
+        values_and_gradients(call, *leaves, dtype=torch.float64)
     assert max(f.calls for f in functions) == 1
 
 
@@ -483,7 +483,7 @@ def test_an_argument_of_a_newer_trainer(name, value):
         module, functions = put(name)
         (call, leaves), *_ = calls_of(name, module)
         slots = TRAINERS[name].bind(strict=strict)
-        want = values_and_slopes(call, *leaves)
+        want = values_and_gradients(call, *leaves)
         slots.counts.clear()
         before = {theirs: getattr(module, theirs) for _, theirs in TRAINERS[name].paths}
         pass_an_argument(name, module, value)
@@ -492,9 +492,9 @@ def test_an_argument_of_a_newer_trainer(name, value):
                 RuntimeError,
                 match=r"strict=True.*argument newer=7, which grpo_kernels does not know",
             ):
-                values_and_slopes(calls_of(name, module)[0][0], *leaves)
+                values_and_gradients(calls_of(name, module)[0][0], *leaves)
         else:
-            got = values_and_slopes(calls_of(name, module)[0][0], *leaves)
+            got = values_and_gradients(calls_of(name, module)[0][0], *leaves)
             for a, b in zip(got, want, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
             reason = f"{slots.adapter.trainer}: argument newer=7, which grpo_kernels does not know"

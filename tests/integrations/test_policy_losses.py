@@ -372,9 +372,9 @@ def spec_of_verl(name, mode, c, info):
     low, high = c["clip_ratio_low"], c["clip_ratio_high"]
     spec = {
         "vanilla": Spec("clip", low, high, c["clip_ratio_c"], bounds=FAR), "gspo": Spec("clip", low, high, level="sequence-token", bounds=(-math.inf, 10.0)),
-        "gpg": Spec("policy-gradient"), "cispo": Spec("cispo", cap=1 + high, low=1 - low, bounds=FAR), "dro": Spec("dro", pull=c["dro_beta"]),
+        "gpg": Spec("policy-gradient"), "cispo": Spec("cispo", cap=1 + high, low=1 - low, bounds=FAR), "dro": Spec("dro", coefficient=c["dro_beta"]),
         "clip_cov": Spec("clip-cov", low, high, share=c["clip_cov_ratio"], band=(c["clip_cov_lb"], c["clip_cov_ub"])),
-        "kl_cov": Spec("kl-cov", pull=c["ppo_kl_coef"], share=c["kl_cov_ratio"]), "geo_mean": Spec("gmpo", low, high, level="sequence"),
+        "kl_cov": Spec("kl-cov", coefficient=c["ppo_kl_coef"], share=c["kl_cov_ratio"]), "geo_mean": Spec("gmpo", low, high, level="sequence"),
         "sapo": Spec("sapo", tau=(c["tau_pos"], c["tau_neg"]), bounds=FAR),
         "dppo_tv": Spec("cispo", cap=c["clip_ratio_c"], trust=("tv", low, high, "old"), bounds=FAR),
         "dppo_kl": Spec("cispo", cap=c["clip_ratio_c"], trust=("kl", low, high, "old"), bounds=FAR),

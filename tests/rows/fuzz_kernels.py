@@ -185,7 +185,7 @@ def drawn_rows(draw, absurd):
     if draw.random() < 0.5:
         other = r.logits.float() if draw.random() < 0.5 else numbers(kind, A, T, vocab)
         r = with_reference(r, other.to(draw.choice(DTYPES)), draw.choice(KINDS))
-    r.slopes = {name: x * (torch.rand(n) < 0.8) for name, x in r.slopes.items()}
+    r.upstream = {name: x * (torch.rand(n) < 0.8) for name, x in r.upstream.items()}
     return r, (lo, lo if draw.random() < 0.05 else draw.randint(lo + 1, n))
 
 

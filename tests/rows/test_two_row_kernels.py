@@ -128,7 +128,7 @@ def test_a_total_variation_by_hand(module):
     q = torch.tensor([[0.2, 0.3, 0.5], [0.2, 0.4, 0.4], [0.6, 0.3, 0.1], [0.0, 0.5, 0.5]])
     r = replace(
         two(p.log(), q.log(), "tv", 0.0),
-        slopes={"logps": torch.zeros(4), "divergence": torch.ones(4)},
+        upstream={"logps": torch.zeros(4), "divergence": torch.ones(4)},
     )
     by_hand = torch.tensor(
         [[0.21, -0.14, -0.07], [0.25, -0.15, -0.1], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]

@@ -1,14 +1,15 @@
-"""The reference for advantages: plain Python floats, one loop per sentence of the definition.
-Imports nothing of the package.
+"""The reference for advantages: plain Python floats, one loop for each sentence of the definition.
 
-Rewards are lists; None stands for a missing one. Tokens are lists of sequences, each a list of its
-trained tokens alone. Sources: the papers and trainers named in the package's docstrings.
+Imports nothing of the package. Rewards are lists, in which None is a missing reward. Values of
+tokens are lists of sequences, and a sequence is a list that has only its trained tokens. Sources:
+the papers and trainers that the docstrings of the package name.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -17,59 +18,103 @@ Rows = list[list[float]]
 
 
 def mean(values: Sequence[float]) -> float:
+    """Return the mean of at least one value."""
     return math.fsum(values) / len(values)
 
 
 def std(values: Sequence[float], unbiased: bool = True) -> float:
-    """The standard deviation; 0 if there is nothing to divide by."""
-    m, n = mean(values), len(values) - int(unbiased)
-    return math.sqrt(math.fsum((v - m) ** 2 for v in values) / n) if n > 0 else 0.0
+    """Return the standard deviation, or 0 for a single value if unbiased.
+
+    unbiased   whether the variance divides by n - 1, otherwise by n
+    """
+    center = mean(values)
+    divisor = len(values) - 1 if unbiased else len(values)
+    if divisor <= 0:
+        return 0.0
+    return math.sqrt(math.fsum((x - center) ** 2 for x in values) / divisor)
 
 
 def group_advantages(
-    rewards: Sequence[Number], groups: Sequence[int], *, baseline: str = "mean", scale: str = "group", unbiased: bool = True,
-    eps: float = 1e-4, lengths: Sequence[float] | None = None, singleton: str = "zero", missing_rewards: str = "raise",
-) -> list[float]:  # fmt: skip
-    scored = {i: r for i, r in enumerate(rewards) if r is not None}
+    rewards: Sequence[Number],
+    groups: Sequence[int],
+    *,
+    baseline: str = "mean",
+    scale: str = "group",
+    unbiased: bool = True,
+    eps: float = 1e-4,
+    lengths: Sequence[float] | None = None,
+    singleton: str = "zero",
+    missing_rewards: str = "raise",
+) -> list[float]:
+    """Return (reward - baseline) / (scale + eps) for each reward, and 0 for a missing reward.
+
+    The arguments are those of the package's `group_advantages`.
+
+    groups            the group of each reward
+    missing_rewards   ignored, so that tests can pass the same options to both functions
+    """
+    scored = {i: reward for i, reward in enumerate(rewards) if reward is not None}
+    all_rewards = list(scored.values())
     weights = [1.0] * len(rewards) if lengths is None else lengths
 
-    def spread(values: Sequence[float]) -> float:
+    def divisor(group: list[float], others: list[float]) -> float:
+        if scale == "none":
+            return 1.0
+        if scale == "mean":
+            return mean(group) + eps
+        if scale == "others" and max(others) == min(others):
+            return 1.0
+        values = {"group": group, "batch": all_rewards, "others": others}[scale]
         return std(values, unbiased) + eps
 
     def advantage(i: int) -> float:
         if i not in scored:
             return 0.0
+        reward = scored[i]
         members = [j for j in scored if groups[j] == groups[i]]
-        peers, others = [scored[j] for j in members], [scored[j] for j in members if j != i]
+        group = [scored[j] for j in members]
+        others = [scored[j] for j in members if j != i]
+
         if not others and singleton == "raw":
-            return scored[i] / {"none": 1.0, "batch": spread([*scored.values()])}.get(
-                scale, 1.0 + eps
-            )
+            # The baseline is 0, and a scale that is computed from the group is 1.
+            if scale == "none":
+                return reward
+            if scale == "batch":
+                return reward / (std(all_rewards, unbiased) + eps)
+            return reward / (1.0 + eps)
+
         if baseline == "none":
-            return scored[i]
-        total = math.fsum(weights[j] for j in members)
-        if max(peers) == min(peers) or (baseline == "length" and total == 0):
+            return reward
+        if max(group) == min(group):
             return 0.0
-        if scale == "mean" and mean(peers) <= 0:
+        if scale == "mean" and mean(group) <= 0:
             return 0.0
-        base = mean(others) if baseline == "leave-one-out" else mean(peers)
-        if baseline == "length":
-            base = math.fsum(weights[j] * scored[j] for j in members) / total
-        if scale == "none" or (scale == "others" and max(others) == min(others)):
-            return scored[i] - base
-        if scale == "mean":
-            return (scored[i] - base) / (mean(peers) + eps)
-        return (scored[i] - base) / spread(
-            {"group": peers, "batch": [*scored.values()], "others": others}[scale]
-        )
+
+        if baseline == "leave-one-out":
+            base = mean(others)
+        elif baseline == "length":
+            num_tokens = math.fsum(weights[j] for j in members)
+            if num_tokens == 0:
+                return 0.0
+            base = math.fsum(weights[j] * scored[j] for j in members) / num_tokens
+        else:
+            base = mean(group)
+        return (reward - base) / divisor(group, others)
 
     return [advantage(i) for i in range(len(rewards))]
 
 
 def summed(rewards: Sequence[Sequence[Number]], weights: Sequence[float]) -> list[Number]:
-    """The weighted sum over the functions that gave a reward; None if none did."""
-    given = [[w * r for w, r in zip(weights, row, strict=True) if r is not None] for row in rewards]
-    return [math.fsum(row) if row else None for row in given]
+    """Return the weighted sum of each completion's rewards, or None if all are missing.
+
+    rewards   for each completion the rewards of all functions
+    weights   of the functions
+    """
+    sums: list[Number] = []
+    for row in rewards:
+        terms = [w * r for w, r in zip(weights, row, strict=True) if r is not None]
+        sums.append(math.fsum(terms) if terms else None)
+    return sums
 
 
 def gdpo(
@@ -78,88 +123,140 @@ def gdpo(
     groups: Sequence[int],
     *,
     eps: float = 1e-4,
-    **options: object,
+    **options: Any,
 ) -> list[float]:
-    """Each function's advantages apart, then their weighted sum over its deviation; 0 where no
-    function can tell.
+    """Return advantages of several reward functions as in GDPO (arXiv 2601.05242).
+
+    The advantages of each function are computed alone. Their weighted sum is then normalised over
+    the batch. A completion gets 0 if its advantage is 0 for every function.
+
+    rewards   for each completion the rewards of all functions
+    weights   of the functions
+    options   of `group_advantages`
     """
     columns = [
         group_advantages(column, groups, eps=eps, **options)
         for column in zip(*rewards, strict=True)
-    ]  # type: ignore[arg-type]
-    rows = [*zip(*columns, strict=True)]
-    total = [math.fsum(w * a for w, a in zip(weights, row, strict=True)) for row in rows]
-    counted = [t for t, row in zip(total, rewards, strict=True) if any(r is not None for r in row)]
-    return [
-        (t - mean(counted)) / (std(counted) + eps) if any(row) else 0.0
-        for t, row in zip(total, rows, strict=True)
     ]
+    advantages_of_completions = list(zip(*columns, strict=True))
+    totals = [
+        math.fsum(w * a for w, a in zip(weights, advantages, strict=True))
+        for advantages in advantages_of_completions
+    ]
+    # A completion without any reward counts neither in the mean nor in the deviation.
+    counted = [
+        total
+        for total, row in zip(totals, rewards, strict=True)
+        if any(reward is not None for reward in row)
+    ]
+    normalised = []
+    for total, advantages in zip(totals, advantages_of_completions, strict=True):
+        if any(advantages):
+            normalised.append((total - mean(counted)) / (std(counted) + eps))
+        else:
+            normalised.append(0.0)
+    return normalised
 
 
 # ---- tokens
 
 
 def returns_to_go(rewards: Rows, gamma: float) -> Rows:
-    return [
-        [math.fsum(gamma**k * r for k, r in enumerate(row[t:])) for t in range(len(row))]
-        for row in rewards
-    ]
+    """Return for each token the sum of its reward and all later ones, discounted by gamma."""
+
+    def return_of(row: list[float], t: int) -> float:
+        return math.fsum(gamma**k * reward for k, reward in enumerate(row[t:]))
+
+    return [[return_of(row, t) for t in range(len(row))] for row in rewards]
 
 
 def gae(rewards: Rows, values: Rows, gamma: float, lam: float) -> tuple[Rows, Rows]:
-    """(advantages, returns): sums of the errors of values, decayed by gamma * lam."""
-    after = [[*v, 0.0][1:] for v in values]
-    errors = [
-        [r + gamma * n - v for r, v, n in zip(*row, strict=True)]
-        for row in zip(rewards, values, after, strict=True)
-    ]
+    """Return (advantages, returns) of generalised advantage estimation.
+
+    The error of a value is reward + gamma * next value - value, with a next value of 0 at the end.
+    An advantage is the sum of this error and all later ones, discounted by gamma * lam.
+    """
+    errors = []
+    for row_rewards, row_values in zip(rewards, values, strict=True):
+        next_values = [*row_values, 0.0][1:]
+        errors.append(
+            [
+                reward + gamma * next_value - value
+                for reward, value, next_value in zip(
+                    row_rewards, row_values, next_values, strict=True
+                )
+            ]
+        )
     advantages = returns_to_go(errors, gamma * lam)
-    return advantages, [
-        [a + v for a, v in zip(*row, strict=True)] for row in zip(advantages, values, strict=True)
+    returns = [
+        [advantage + value for advantage, value in zip(*row, strict=True)]
+        for row in zip(advantages, values, strict=True)
     ]
+    return advantages, returns
 
 
 def process_advantages(
-    steps: Sequence[Sequence[Number]], groups: list[int], gamma: float = 1.0, **options: object
+    steps: Sequence[Sequence[Number]], groups: list[int], gamma: float = 1.0, **options: Any
 ) -> Rows:
-    """steps: the reward of the step that ends at a token, None if no step ends there."""
-    found = [(groups[b], r) for b, row in enumerate(steps) for r in row if r is not None]
-    normalised = iter(group_advantages([r for _, r in found], [g for g, _ in found], **options))  # type: ignore[arg-type]
-    return returns_to_go(
-        [[0.0 if r is None else next(normalised) for r in row] for row in steps], gamma
-    )
+    """Return advantages of tokens from rewards of steps.
+
+    The rewards of all steps of a group are normalised together. A token gets the discounted sum of
+    the normalised rewards at its place and later.
+
+    steps     for each token the reward of the step that ends there, None if no step ends there
+    groups    the group of each sequence
+    options   of `group_advantages`
+    """
+    step_rewards = []
+    step_groups = []
+    for sequence, row in enumerate(steps):
+        for reward in row:
+            if reward is not None:
+                step_rewards.append(reward)
+                step_groups.append(groups[sequence])
+    normalised = iter(group_advantages(step_rewards, step_groups, **options))
+    rewards = [[0.0 if reward is None else next(normalised) for reward in row] for row in steps]
+    return returns_to_go(rewards, gamma)
 
 
 def optimal_token_advantages(
     rewards: Rows, logps: Rows, squares: Rows, groups: list[int], weights: Rows | None = None
 ) -> Rows:
-    """The return less the mean of the group's at that token, weighted by the energy of the paths up
-    to it.
+    """Return the return of each token minus a weighted mean of the group's returns there.
+
+    The weight of a sequence at a token is the energy of its path: the sum of
+    (1 - 2 p + sum_squares) w^2 over its tokens so far. The baseline is 0 for a sequence that is the
+    only one of its group at this token.
+
+    logps     log-probs log p of the tokens
+    squares   the sum of squared probabilities at each token
+    groups    the group of each sequence
+    weights   w of each token; None: 1
     """
     returns = returns_to_go(rewards, 1.0)
 
-    def energy(b: int, t: int) -> float:
-        of = zip(
-            logps[b],
-            squares[b],
-            [1.0] * len(logps[b]) if weights is None else weights[b],
-            strict=True,
-        )
-        return math.fsum(
-            (1 - 2 * math.exp(logp) + square) * w**2 for logp, square, w in [*of][: t + 1]
-        )
+    def energy(sequence: int, t: int) -> float:
+        terms = []
+        for k in range(t + 1):
+            w = 1.0 if weights is None else weights[sequence][k]
+            prob = math.exp(logps[sequence][k])
+            terms.append((1 - 2 * prob + squares[sequence][k]) * w**2)
+        return math.fsum(terms)
 
-    def advantage(b: int, t: int) -> float:
-        peers = [c for c, g in enumerate(groups) if g == groups[b] and len(returns[c]) > t]
-        g, w = [returns[c][t] for c in peers], [energy(c, t) for c in peers]
-        if len(peers) > 1 and max(g) == min(g):
+    def advantage(sequence: int, t: int) -> float:
+        peers = [
+            other
+            for other, group in enumerate(groups)
+            if group == groups[sequence] and len(returns[other]) > t
+        ]
+        if len(peers) == 1:
+            return returns[sequence][t]
+        peer_returns = [returns[peer][t] for peer in peers]
+        if max(peer_returns) == min(peer_returns):
             return 0.0
-        base = (
-            math.fsum(x * y for x, y in zip(g, w, strict=True)) / (math.fsum(w) + 1e-8)
-            if len(peers) > 1
-            else 0.0
-        )
-        return returns[b][t] - base
+        energies = [energy(peer, t) for peer in peers]
+        weighted_sum = math.fsum(x * y for x, y in zip(peer_returns, energies, strict=True))
+        return returns[sequence][t] - weighted_sum / (math.fsum(energies) + 1e-8)
 
     return [[advantage(b, t) for t in range(len(row))] for b, row in enumerate(returns)]
 
@@ -167,71 +264,131 @@ def optimal_token_advantages(
 def whiten(
     values: list[float], *, unbiased: bool, eps: float, guard: str, shift_mean: bool = True
 ) -> list[float]:
-    m, d = mean(values), std(values, unbiased)
-    divisor = {"add": math.sqrt(d * d + eps), "floor": math.sqrt(max(d * d, eps)), "std": d + eps}[
-        guard
-    ]
-    same = max(values) == min(values)
-    return [(0.0 if same else (v - m) / divisor) + (0.0 if shift_mean else m) for v in values]
+    """Return (x - mean) / std of each value, or 0 if all values are equal.
+
+    guard        how eps keeps the divisor above 0: "add" adds it to the variance, "floor" is the
+                 least variance, "std" adds it to the standard deviation
+    shift_mean   False: the mean is added again
+    """
+    center = mean(values)
+    deviation = std(values, unbiased)
+    if guard == "add":
+        divisor = math.sqrt(deviation * deviation + eps)
+    elif guard == "floor":
+        divisor = math.sqrt(max(deviation * deviation, eps))
+    else:
+        assert guard == "std", guard
+        divisor = deviation + eps
+    are_equal = max(values) == min(values)
+    offset = 0.0 if shift_mean else center
+    return [(0.0 if are_equal else (x - center) / divisor) + offset for x in values]
 
 
-# ---- mismatch to the sampler: the log-ratio of each trained token, NaN where the sampler did not
+# ---- mismatch to the sampler: the log-ratio of each trained token, NaN if the sampler did not
 # score it
+
+#: The definition bounds log-ratios to [-60, 60], and exponents from above, so that results are
+#: finite.
+BOUND = 60.0
 
 
 def log_weights(rows: Rows) -> Rows:
-    return [[0.0 if math.isnan(x) else min(max(x, -60.0), 60.0) for x in row] for row in rows]
+    """Return log-ratios within the bound, 0 for tokens that were not scored."""
+    return [[0.0 if math.isnan(x) else min(max(x, -BOUND), BOUND) for x in row] for row in rows]
 
 
 def over_sequence(how: str, rows: Rows) -> Rows:
-    """For each token its own number, or that of its sequence."""
-    one = {"sum": math.fsum, "mean": mean, "max": max, "min": min}.get(how)
-    return rows if one is None else [[one(row)] * len(row) if row else [] for row in rows]  # type: ignore[operator]
+    """Replace the numbers of a sequence by their "sum", "mean", "max" or "min", for each token.
+
+    With another `how`, such as "token", the numbers are returned unchanged.
+    """
+    functions = {"sum": math.fsum, "mean": mean, "max": max, "min": min}
+    if how not in functions:
+        return rows
+    reduce: Any = functions[how]
+    return [[reduce(row)] * len(row) if row else [] for row in rows]
 
 
 def importance_weights(
     rows: Rows, level: str, mode: str, low: float, high: float, normalize: bool
 ) -> Rows:
-    how = {"sequence": "sum", "geometric": "mean"}.get(level, "")
-    raw = [[math.exp(min(x, 60.0)) for x in row] for row in over_sequence(how, log_weights(rows))]
-    out = [
-        [
-            min(max(w, low), high) if mode == "truncate" else w if low <= w <= high else 0.0
-            for w in row
-        ]
-        for row in raw
-    ]
-    counted = [w for row in out for w in (row if level == "token" else row[:1])]
-    m = mean(counted) if normalize and any(counted) else 1.0
-    return [[w / m for w in row] for row in out]
+    """Return the importance weight of each token.
+
+    rows        log-ratios, see above
+    level       "token": the ratio of the token. "sequence": the product over its sequence.
+                "geometric": the geometric mean over its sequence.
+    mode        "truncate": weights are clamped to [low, high]. "mask": weights outside are 0.
+    normalize   whether weights are divided by their mean: over tokens at the level "token",
+                otherwise over sequences. Not if all weights are 0.
+    """
+    reduction = {"token": "token", "sequence": "sum", "geometric": "mean"}[level]
+    log_ratios = over_sequence(reduction, log_weights(rows))
+
+    def weight_of(log_ratio: float) -> float:
+        ratio = math.exp(min(log_ratio, BOUND))
+        if mode == "truncate":
+            return min(max(ratio, low), high)
+        return ratio if low <= ratio <= high else 0.0
+
+    weights = [[weight_of(x) for x in row] for row in log_ratios]
+    if level == "token":
+        counted = [w for row in weights for w in row]
+    else:  # all weights of a sequence are equal
+        counted = [row[0] for row in weights if row]
+    if not normalize or not any(counted):
+        return weights
+    mean_weight = mean(counted)
+    return [[w / mean_weight for w in row] for row in weights]
 
 
 def rejection_metric(rows: Rows, metric: str, over: str) -> Rows:
-    of = {
+    """Return the metric by which tokens are rejected, for each token.
+
+    metric   "ratio" w, or an estimate of KL(sampler || old): "k1" -log w, "k2" (log w)^2 / 2,
+             "k3" w - 1 - log w
+    over     "token", or how the tokens of a sequence are combined, see `over_sequence`. For "ratio"
+             the log-ratios are combined.
+    """
+    functions = {
         "ratio": lambda x: x,
         "k1": lambda x: -x,
         "k2": lambda x: x * x / 2,
         "k3": lambda x: math.expm1(x) - x,
-    }[metric]
-    found = over_sequence(over, [[of(x) for x in row] for row in log_weights(rows)])
-    return [[math.exp(min(x, 60.0)) for x in row] for row in found] if metric == "ratio" else found
+    }
+    function = functions[metric]
+    combined = over_sequence(over, [[function(x) for x in row] for row in log_weights(rows)])
+    if metric == "ratio":
+        return [[math.exp(min(x, BOUND)) for x in row] for row in combined]
+    return combined
 
 
 def kept_by_second_moment(rows: Rows, threshold: float) -> list[float]:
-    """The squares that stay when the largest are taken away one by one."""
-    rest = sorted(x * x for row in log_weights(rows) for x in row)
-    while len(rest) > 1 and not math.fsum(rest) < threshold * len(rest):
-        rest.pop()
-    return rest
+    """Return the squared log-ratios that are kept, sorted.
+
+    The largest are removed one by one until the mean is below the threshold. One is always kept.
+    """
+    squares = sorted(x * x for row in log_weights(rows) for x in row)
+    while len(squares) > 1 and not math.fsum(squares) < threshold * len(squares):
+        squares.pop()
+    return squares
 
 
 def self_distilled(
     advantage: float, old: float, teacher: float, strength: float, clip: float, negative_only: bool
 ) -> float:
-    """RLSD (2604.03128) of one token."""
+    """Return the advantage of a token, scaled by the teacher's evidence (RLSD, arXiv 2604.03128).
+
+    The evidence is the ratio teacher / old, inverted for a negative advantage, in [1 - clip,
+    1 + clip].
+
+    old, teacher    log-probs of the token
+    strength        share of the scaled advantage in the result, 0 to 1
+    negative_only   whether positive advantages are returned unchanged
+    """
     if advantage == 0 or (negative_only and advantage > 0):
         return advantage
-    evidence = math.exp(min(math.copysign(1.0, advantage) * (teacher - old), 700.0))
+    log_evidence = math.copysign(1.0, advantage) * (teacher - old)
+    evidence = math.exp(min(log_evidence, 700.0))  # exp(710) overflows
     bounded = min(max(evidence, 1 - clip), 1 + clip)
     return advantage * (1 - strength + strength * bounded)
 
@@ -240,7 +397,12 @@ def self_distilled(
 
 
 class Ragged:
-    """Sequences of these lengths with holes in their masks, padded to [B, T] and packed."""
+    """Sequences of given lengths whose masks have random holes.
+
+    inside       bool [B, T]: tokens that are not padding
+    mask         bool [B, T]: trained tokens
+    cu_seqlens   [B + 1]: boundaries of the same sequences if they are packed
+    """
 
     def __init__(self, lengths: list[int]) -> None:
         self.inside = torch.arange(max(lengths, default=0)) < torch.tensor(lengths)[:, None]
@@ -248,25 +410,30 @@ class Ragged:
         self.cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
 
     def poisoned(self, x: torch.Tensor) -> torch.Tensor:
-        """fp64, with numbers of every kind where the mask is False."""
+        """Return x in fp64, with NaN, infinities or 1e30 where the mask is False."""
         wild = torch.tensor([math.nan, math.inf, -math.inf, 1e30], dtype=torch.float64)
         return torch.where(self.mask, x.double(), wild[torch.randint(4, x.shape)])
 
     def random(self) -> torch.Tensor:
+        """Return normal random numbers [B, T], poisoned where the mask is False."""
         return self.poisoned(torch.randn(self.mask.shape))
 
     def lists(self, x: torch.Tensor) -> Rows:
-        return [row[own].tolist() for row, own in zip(x, self.mask, strict=True)]
+        """Return the numbers of the trained tokens, a list for each sequence."""
+        return [row[row_mask].tolist() for row, row_mask in zip(x, self.mask, strict=True)]
 
     def check(self, got: torch.Tensor, want: Rows, rtol: float = 1e-6, atol: float = 1e-9) -> None:
-        """Those of trained tokens, padded or packed, are wanted, all others exactly 0."""
+        """Assert that trained tokens have the expected numbers, and all others exactly 0.
+
+        got   [B, T], or packed [N]
+        """
         mask = self.mask if got.dim() == 2 else self.mask[self.inside]
         assert not got[~mask].any()
         close(got[mask], [x for row in want for x in row], rtol, atol)
 
 
 def close(got: torch.Tensor, expected: object, rtol: float = 1e-6, atol: float = 1e-9) -> None:
-    """Asserts that an fp32 tensor equals the float64 result."""
+    """Assert that a tensor is fp32, has no gradient, and equals the float64 result."""
     assert got.dtype == torch.float32 and not got.requires_grad
     torch.testing.assert_close(
         got.double(), torch.as_tensor(expected, dtype=torch.float64), rtol=rtol, atol=atol

@@ -1,6 +1,7 @@
-"""AMX for tests: the processor's, or on others the emulator of amx_emulator.cpp, which executes
-what the compiler made of csrc/matmuls_amx.cpp. As a plugin it makes tiles the engine of every
-product of a test run:
+"""Run tests of AMX instructions on any processor.
+
+On a processor without AMX, amx_emulator.cpp executes the AMX instructions in the machine code of
+csrc/matmuls_amx.cpp. As a pytest plugin, this module lets all matmuls of a test run use AMX:
 
     GRPO_KERNELS_PRODUCTS=amx python -m pytest -p support.amx tests/core/test_combinations.py
 """
@@ -21,67 +22,65 @@ from unittest import mock
 
 import pytest
 
-INTEL = (
-    "GenuineIntel",
-    1 << 22 | 1 << 24,
-    1 << 17 | 1 << 18,
-)  # a processor with AMX, and a system that saves its tiles
+#: (vendor, features in CPUID, state components in XCR0) of a processor with AMX, on a system that
+#: saves the tiles at a context switch. The features are amx_bf16 and amx_tile.
+INTEL = ("GenuineIntel", 1 << 22 | 1 << 24, 1 << 17 | 1 << 18)
 
 
 @functools.cache
 def emulator() -> Path | None:
-    """The compiled emulator, for a process to load and to install; None without a compiler."""
+    """Compile the emulator, and return the path of the library, or None without a compiler."""
     compiler = shutil.which("g++")
     if compiler is None:
         return None
     library = Path(tempfile.mkdtemp()) / "amx_emulator.so"
     source = Path(__file__).with_name("amx_emulator.cpp")
     flags = ["-std=c++17", "-O2", "-fPIC", "-shared", "-o"]
-    environment = {
-        k: v for k, v in os.environ.items() if k != "LD_PRELOAD"
-    }  # a sanitizer's, for this process only
-    subprocess.run(
-        [compiler, *flags, library, source], check=True, capture_output=True, env=environment
-    )
+    # LD_PRELOAD may name the library of a sanitizer, which only this process needs.
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    command = [compiler, *flags, library, source]
+    subprocess.run(command, check=True, capture_output=True, env=environment)
     return library
 
 
 @functools.cache
 def install(library: Path) -> Any:
-    """Loads the emulator: from now on tile instructions run in this process."""
-    loaded = ctypes.CDLL(str(library))
-    assert loaded.amx_install() == 0
-    loaded.amx_executed.restype = loaded.amx_configured.restype = ctypes.c_long
-    return loaded
+    """Load the emulator. From now on, AMX instructions can be executed in this process.
+
+    Returns the library, whose functions amx_executed and amx_configured count instructions.
+    """
+    emulator_library = ctypes.CDLL(str(library))
+    assert emulator_library.amx_install() == 0
+    emulator_library.amx_executed.restype = ctypes.c_long
+    emulator_library.amx_configured.restype = ctypes.c_long
+    return emulator_library
 
 
 @contextmanager
 def processor(
     found: tuple[str, int, int], refusal: int = 0, difference: str | None = "as compared"
 ) -> Iterator[None]:
-    """Run as on another processor and system.
+    """Let the package believe that it runs on another processor, within the block.
 
     found        what CPUID and XCR0 say, as in INTEL
     refusal      errno of the request to use AMX, 0 if it is granted
-    difference   what comparing the AMX products gives, None if they are equal; "as compared": they
-                 are compared
+    difference   result of the comparison of AMX matmuls with others: None if they are equal, a text
+                 if not. "as compared": they are compared
     """
     from grpo_kernels.core.backends import cpu_matmuls
 
-    compare = (
-        cpu_matmuls.first_difference
-        if difference == "as compared"
-        else lambda engine, reference: difference
-    )
-    with ExitStack() as patches:
-        for owner, name, value in (
-            (cpu_matmuls._cpu, "has_matmuls", lambda: True),
-            (cpu_matmuls._cpu, "processor", lambda: found),
-            (cpu_matmuls._cpu, "request_amx_permission", lambda: refusal),
-            (cpu_matmuls, "first_difference", compare),
-            (cpu_matmuls, "_chosen", None),
-        ):
-            patches.enter_context(mock.patch.object(owner, name, value))
+    def compare(engine: Any, reference: Any) -> str | None:
+        return difference
+
+    first_difference = cpu_matmuls.first_difference if difference == "as compared" else compare
+    _cpu = cpu_matmuls._cpu
+    with (
+        mock.patch.object(_cpu, "has_matmuls", lambda: True),
+        mock.patch.object(_cpu, "processor", lambda: found),
+        mock.patch.object(_cpu, "request_amx_permission", lambda: refusal),
+        mock.patch.object(cpu_matmuls, "first_difference", first_difference),
+        mock.patch.object(cpu_matmuls, "_chosen", None),
+    ):
         cpu_matmuls._examine_amx.cache_clear()
         try:
             yield
@@ -91,9 +90,12 @@ def processor(
 
 @contextmanager
 def tiles(difference: str | None = None) -> Iterator[Any]:
-    """Where products may take the engine "amx"; gives the emulator, None on a processor with AMX.
-    Skips where there is neither. The emulated products are compared only if `difference` asks for
-    it, see `processor`: that takes a second.
+    """Make the matmul engine "amx" available within the block, or skip the test if this fails.
+
+    Yields the library of the emulator, or None on a processor with AMX.
+
+    difference   see `processor`. By default the emulated matmuls are not compared with others,
+                 which takes a second.
     """
     from grpo_kernels.core.backends import cpu_matmuls
 
@@ -103,13 +105,16 @@ def tiles(difference: str | None = None) -> Iterator[Any]:
     library = emulator()
     if library is None or "amx" not in cpu_matmuls._cpu.matmul_engines():
         pytest.skip("no AMX here, and no compiler with AMX for its emulation")
-    loaded = install(library)
+    emulator_library = install(library)
     with processor(INTEL, difference=difference):
-        yield loaded
+        yield emulator_library
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Later than pytest's own handler of SIGILL."""
+    """Make AMX available until the end of the session.
+
+    The emulator handles SIGILL, for which pytest has installed its own handler by now.
+    """
     stack = ExitStack()
     stack.enter_context(tiles())
     session.config.add_cleanup(stack.close)

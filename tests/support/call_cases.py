@@ -462,63 +462,82 @@ class Problem:
         return next(iter(self.clean.values())).shape[:-1]
 
 
-def taken(p: Problem, rows: list[int], some: Callable[[Tensor], Tensor], **changes: Any) -> Problem:
-    """Return a part of a problem.
+def taken(
+    p: Problem, rows: list[int], part_of: Callable[[Tensor], Tensor], **changes: Any
+) -> Problem:
+    """Return a problem with some of the tokens of another.
 
     rows      the tokens of the part
-    some      takes the part out of a tensor with one value per token or per sequence
-    changes   further fields of the part
+    part_of   returns the part of a tensor that has a value per token or per sequence
+    changes   fields of the part that are set to other values
     """
 
-    def take(x: Any) -> Any:
+    def part_of_field(x: Any) -> Any:
+        """Return the part of a tensor, or of the tensors in a dictionary except the head."""
         if isinstance(x, dict):
             return {
-                name: value if name in ("weight", "bias") else take(value)
+                name: value if name in ("weight", "bias") else part_of_field(value)
                 for name, value in x.items()
             }
-        return some(x) if isinstance(x, Tensor) and x.dim() else x
+        has_rows = isinstance(x, Tensor) and x.dim() > 0
+        return part_of(x) if has_rows else x
 
-    def take_lists(lists: Any) -> Any:
+    def part_of_lists(lists: Any) -> Any:
         return None if lists is None else [lists[i] for i in rows]
 
     other = p.other
     if other is not None:
         other = replace(
-            other, rows=other.rows[rows], given=take(other.given), ids=take_lists(other.ids)
+            other,
+            rows=other.rows[rows],
+            given=part_of_field(other.given),
+            ids=part_of_lists(other.ids),
         )
-    parts = {
-        name: take(getattr(p, name))
-        for name in ("given", "targets", "fields", "transform", "temperature")
+    fields = {
+        "given": part_of_field(p.given),
+        "targets": part_of_field(p.targets),
+        "fields": part_of_field(p.fields),
+        "transform": part_of_field(p.transform),
+        "temperature": part_of_field(p.temperature),
+        "other": other,
+        "sets": part_of_lists(p.sets),
     }
-    parts |= {"other": other, "sets": take_lists(p.sets)}
-    return replace(p, **{**parts, **changes})
+    return replace(p, **{**fields, **changes})
 
 
 def of_sequences(p: Problem, sequences: list[int]) -> Problem:
-    """Return some sequences of a padded problem as a problem."""
+    """Return a problem with some of the sequences [T] of a padded problem [B, T].
+
+    sequences   their indices
+    """
     num_sequences, length = p.shape
     tokens = torch.arange(num_sequences * length).view(num_sequences, length)
     rows = tokens[sequences].reshape(-1).tolist()
 
-    def some(x: Tensor) -> Tensor:
+    def part_of(x: Tensor) -> Tensor:
         return x[sequences].contiguous() if len(x) == num_sequences else x
 
-    upstream = {name: some(x) if x.dim() and name != "at" else x for name, x in p.upstream.items()}
-    at = None
+    upstream = {
+        name: part_of(x) if x.dim() and name != "at" else x for name, x in p.upstream.items()
+    }
+    ids_at = None
     if p.at is not None:
-        at = [p.at[i] for i in rows]
+        # The upstream gradients of all tokens' ids are in one vector.
+        ids_at = [p.at[i] for i in rows]
         upstream_of_token = p.upstream["at"].split([len(ids) for ids in p.at])
         upstream["at"] = torch.cat([upstream_of_token[i] for i in rows])
-    clean = {name: x if name in ("weight", "bias") else some(x) for name, x in p.clean.items()}
-    seen = {name: some(x) if isinstance(x, Tensor) and x.dim() else x for name, x in p.seen.items()}
+    clean = {name: x if name in ("weight", "bias") else part_of(x) for name, x in p.clean.items()}
+    seen = {
+        name: part_of(x) if isinstance(x, Tensor) and x.dim() else x for name, x in p.seen.items()
+    }
     return taken(
         p,
         rows,
-        some,
+        part_of,
         ids=p.ids[rows],
         trained=p.trained[rows],
         upstream=upstream,
-        at=at,
+        at=ids_at,
         keep=None if p.keep is None else p.keep[rows],
         clean=clean,
         seen=seen,
@@ -653,14 +672,14 @@ def problem(r: CallCase) -> Problem:
     if r.seed % 4 == 3:
         # As from NumPy.
         fields = {name: x.double() for name, x in fields.items()}
-    own: dict[str, Any] = {
+    structure: dict[str, Any] = {
         "mask": handed(mask, r.seed) if has_mask else None,
         "cu_seqlens": None if offsets is None else handed(offsets, r.seed),
     }
     if "group-mean" in (spec.aggregate, spec.kl_aggregate, spec.entropy_aggregate):
-        own["groups"] = torch.arange(len(sequences)) // 2
+        structure["groups"] = torch.arange(len(sequences)) // 2
     if r.given == "marked":
-        own["on_policy"] = _marked(r, shape, len(sequences), g)
+        structure["on_policy"] = _marked(r, shape, len(sequences), g)
     rows_field = {}
     if row_of is not None:
         no_row = _alternating(shape, even=10**6, odd=-(10**6))
@@ -677,8 +696,8 @@ def problem(r: CallCase) -> Problem:
         targets=handed(targets, r.seed),
         ids=ids,
         sequences=sequences,
-        fields={**fields, **own, **rows_field},
-        seen={**seen, **own, "mask": trained_tokens},
+        fields={**fields, **structure, **rows_field},
+        seen={**seen, **structure, "mask": trained_tokens},
         trained=trained,
         transform=transform,
         temperature=spoil(transform["temperature"]),

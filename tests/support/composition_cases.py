@@ -20,13 +20,13 @@ Source = Float64Source | LinearSource
 
 @dataclass(eq=False)
 class Case:
-    """Rows in one form, and the same rows in float64.
+    """Rows of logits as the package gets them, and the same rows in float64.
 
-    tensors   the leaves of the source
-    source    makes a source of tensors like these
-    exact     float64 leaves of the same values
-    logits    makes float64 logits [num_rows, V] of these
-    eps       half the distance from 1 to the next number of the dtype of the leaves
+    tensors   leaves: logits, or hidden states and weight
+    source    makes a row source from `tensors`
+    exact     float64 leaves with the same values
+    logits    makes float64 logits [num_rows, V] from `exact`
+    eps       the relative rounding error of the dtype of `tensors`
     """
 
     tensors: tuple[Tensor, ...]
@@ -37,6 +37,10 @@ class Case:
 
     @classmethod
     def of(cls, kind: str, seed: int = 0) -> Case:
+        """Return a case with random values.
+
+        kind   one of SOURCES: form and dtype
+        """
         form, dtype_name = kind.split()
         dtype = getattr(torch, dtype_name)
         g = torch.Generator().manual_seed(seed)
@@ -51,6 +55,11 @@ class Case:
 
     @classmethod
     def with_values(cls, form: str, *tensors: Tensor) -> Case:
+        """Return a case with given values.
+
+        form      "exact", "logits" or "linear"
+        tensors   logits [num_rows, V], or for "linear" hidden states and weight
+        """
         sources = {"exact": Float64Source, "logits": LogitsSource, "linear": LinearSource}
         return cls(
             tensors=tuple(x.clone().requires_grad_() for x in tensors),
@@ -89,7 +98,7 @@ SOURCES = (
 
 
 def random_sets(num_tokens: int, g: torch.Generator, sizes: tuple[int, ...]) -> TokenSets:
-    """Sets of random ids in random order. The size of a set is drawn from `sizes`."""
+    """Return sets of random ids in random order. The size of a set is drawn from `sizes`."""
     lists = []
     for _ in range(num_tokens):
         size = sizes[int(torch.randint(len(sizes), (), generator=g))]
@@ -98,6 +107,7 @@ def random_sets(num_tokens: int, g: torch.Generator, sizes: tuple[int, ...]) -> 
 
 
 def random_mask(num_tokens: int, g: torch.Generator) -> Tensor:
+    """Return a random mask that is True for 70 % of the tokens."""
     return torch.rand(num_tokens, generator=g) < 0.7
 
 
@@ -130,7 +140,9 @@ def check(
 ) -> None:
     """Compare values and gradients of a composition with plain torch in float64.
 
-    num_terms   the largest number of log-probs that a result is a sum of, times their coefficients
+    composed    returns results by name from a row source
+    plain       returns the same results from float64 logits
+    num_terms   the number of log-probs that a result is a sum of, times their coefficients, at most
     """
     value_tolerance, grad_tolerance = case.tolerance(5.0 * num_terms)
     value_tolerance *= num_terms
@@ -138,7 +150,7 @@ def check(
     expected = plain(case.logits(*case.exact))
     assert results.keys() == expected.keys()
     for name, values in results.items():
-        if case.tensors[0].dtype != torch.float64:  # whose source gives float64
+        if case.tensors[0].dtype != torch.float64:  # a float64 source returns float64
             dtypes = {"top_id": torch.int64, "extra": torch.float64}
             assert values.dtype == dtypes.get(name, torch.float32), name
         torch.testing.assert_close(
@@ -156,11 +168,15 @@ def check(
 
 
 def kl_terms(a: Tensor, b: Tensor) -> Tensor:
+    """Return the terms of the sum KL(a, b), from log-probs."""
     return a.exp() * (a - b)
 
 
 def plain_terms(exact: Exact, logp: Tensor, logq: Tensor) -> Tensor:
-    """The terms of a sum that is the divergence, of one outcome each."""
+    """Return the terms of the sum that is the divergence, one for each outcome.
+
+    logp, logq   log-probs of the policy and of the teacher
+    """
     if exact.direction == "reverse":
         return kl_terms(logp, logq)
     if exact.direction == "forward":

@@ -1,5 +1,7 @@
-"""A small model with a head, which is called in each of its ways, for tests of FusedLMHead; the
-gradients of any model; and tiny models of real architectures, with random weights.
+"""Models for tests of FusedLMHead, and the gradients of any model.
+
+`Model` is a small model whose head is called in all ways that are supported. `build` makes tiny
+models of the architectures of transformers, with random weights.
 """
 
 from __future__ import annotations
@@ -24,33 +26,45 @@ OBJECTIVE = Objective.preset("dapo", beta=0.1, entropy_coef=0.02)
 
 
 def make_batch(seed: int, lengths: list[int], masked: bool = False) -> TokenBatch:
+    """Return a random batch [B, T] with one column of padding after the longest sequence.
+
+    lengths   trained tokens of each sequence
+    masked    whether all tokens are masked
+    """
     g = torch.Generator().manual_seed(seed)
     shape = (len(lengths), max(lengths, default=3) + 1)
     mask = torch.arange(shape[1]) < torch.tensor(lengths, dtype=torch.int64)[:, None]
-    old, ref = (-2.8 + 0.3 * torch.randn(shape, generator=g) for _ in range(2))
-    advantages, ids = torch.randn(len(lengths), generator=g), torch.randint(V, shape, generator=g)
-    return TokenBatch(ids, advantages, mask=mask & (not masked), old_logps=old, ref_logps=ref)
+    if masked:
+        mask = torch.zeros_like(mask)
+    old_logps = -2.8 + 0.3 * torch.randn(shape, generator=g)
+    ref_logps = -2.8 + 0.3 * torch.randn(shape, generator=g)
+    advantages = torch.randn(len(lengths), generator=g)
+    targets = torch.randint(V, shape, generator=g)
+    return TokenBatch(targets, advantages, mask=mask, old_logps=old_logps, ref_logps=ref_logps)
 
 
 @dataclass(frozen=True)
 class Case:
-    """What a model is like, and how its head is called."""
+    """A model, and how its head is called."""
 
-    kind: str = "loss"  # loss, log-probs, logits
-    outside: bool = False  # the head is called after the model's forward, not in it
-    tied: bool = False
+    kind: str = "loss"  # what the head returns: "loss", "log-probs" or "logits"
+    outside: bool = False  # whether the head is called after the model's forward, not in it
+    tied: bool = False  # whether the head has the weight of the embedding
     bias: bool = True
-    #: what torch.utils.checkpoint runs again: "layers", "head" or "all"; reentrant or not
+    #: The part that torch.utils.checkpoint computes twice: "layers", "head", "all", or "" for none.
     recompute: str = ""
-    reentrant: bool = False
+    reentrant: bool = False  # argument use_reentrant of torch.utils.checkpoint
     autocast: torch.dtype | None = None
-    scaled: bool = False  # by a GradScaler
+    scaled: bool = False  # whether a GradScaler scales the loss
 
 
 class Model(nn.Module):
+    """An embedding, two layers, a norm and a head, with weights that are the same for each case."""
+
     def __init__(self, case: Case) -> None:
         super().__init__()
-        self.case, self.options = case, Options()
+        self.case = case
+        self.options = Options()
         with torch.random.fork_rng():
             torch.manual_seed(0)
             self.embedding = nn.Embedding(V, H)
@@ -62,45 +76,56 @@ class Model(nn.Module):
             self.lm_head.weight = self.embedding.weight
 
     def again(self, part: str, function: Callable[..., Any], *inputs: Tensor) -> Any:
+        """Call a function, under torch.utils.checkpoint if the case recomputes this part."""
         if self.case.recompute != part:
             return function(*inputs)
         return checkpoint(function, *inputs, use_reentrant=self.case.reentrant)
 
     def hidden(self, ids: Tensor) -> Tensor:
+        """Return hidden states [B, T, H] from the ids before each of the target ids [B, T]."""
         x = self.embedding(ids.roll(1, 1))
         for layer in self.layers:
             x = self.again("layers", lambda x, layer=layer: x + torch.tanh(layer(x)), x)
         return self.norm(x)
 
     def call_head(self, hidden: Tensor, batch: TokenBatch) -> Any:
-        """A tuple at least, which is what reentrant checkpoints leave of a named one."""
+        """Return what the head returns for hidden states [B, T, H]."""
         return call_head(self.lm_head, hidden, batch, self.case.kind, options=self.options)
 
     def forward(self, batch: TokenBatch) -> Any:
+        """Return what the head returns, or the hidden states if the head is called outside."""
         if self.case.outside:
             return self.hidden(batch.targets)
-        if (
-            self.case.recompute == "all"
-        ):  # of something that needs a gradient, which reentrant checkpoints ask for
-            one = torch.ones((), requires_grad=True)
-            out = self.again(
-                "all", lambda one: self.call_head(self.hidden(batch.targets) * one, batch), one
-            )
+
+        def all_parts(one: Tensor) -> Any:
+            return self.call_head(self.hidden(batch.targets) * one, batch)
+
+        if self.case.recompute == "all":
+            # A reentrant checkpoint needs an input that requires a gradient, and ids do not.
+            out = self.again("all", all_parts, torch.ones((), requires_grad=True))
         else:
             out = self.again("head", lambda h: self.call_head(h, batch), self.hidden(batch.targets))
+        # A reentrant checkpoint returns a named tuple as a plain tuple.
         return OUTPUTS[self.case.kind](*out) if type(out) is tuple else out
 
 
 def fused(case: Case) -> Model:
+    """Return the model of a case with its head replaced by a FusedLMHead."""
     model = Model(case)
     model.lm_head = FusedLMHead(model.lm_head)
     return model
 
 
+#: {kind of a Case: the named tuple that the head returns}
 OUTPUTS: dict[str, Callable[..., Any]] = {"loss": HeadLoss, "log-probs": HeadLogprobs}
 
 
 def call_head(head: nn.Module, hidden: Tensor, batch: TokenBatch, kind: str, **how: Any) -> Any:
+    """Call a head for a loss, log-probs or logits.
+
+    kind   see `Case.kind`
+    how    further keywords of a call for a loss or log-probs
+    """
     if kind == "loss":
         return head(
             hidden,
@@ -119,15 +144,17 @@ def call_head(head: nn.Module, hidden: Tensor, batch: TokenBatch, kind: str, **h
 
 
 def value_of(out: Any, batch: TokenBatch) -> Tensor:
-    """A loss of each kind of output, in which all of its differentiable parts take part."""
+    """Return a loss that depends on all differentiable outputs of a head.
+
+    out   what `call_head` returned, of any kind
+    """
     if isinstance(out, HeadLoss):
         return out.loss
     if not isinstance(out, HeadLogprobs):
         logps, entropy = oracle.log_probs(out, batch.targets, TEMPERATURE)
         assert batch.mask is not None
-        out = HeadLogprobs(
-            torch.where(batch.mask, logps, 0.0), torch.where(batch.mask, entropy, 0.0)
-        )
+        masked_logps = torch.where(batch.mask, logps, 0.0)
+        out = HeadLogprobs(masked_logps, torch.where(batch.mask, entropy, 0.0))
     return (batch.advantages[:, None] * out.logps - 0.1 * out.entropy).sum() / NORMALIZER
 
 
@@ -135,26 +162,30 @@ def value_of(out: Any, batch: TokenBatch) -> Tensor:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the gradients, whole where they are sharded, under the names that the model has
-    without a wrapper for ranks.
+    """Return copies of the gradients of a model by the name of their parameter.
+
+    Sharded gradients (DTensor) are gathered. Names are without the "module." of a DDP wrapper.
     """
-    found = {
-        name.removeprefix("module."): p.grad
-        for name, p in model.named_parameters()
-        if p.grad is not None
-    }
-    return {name: getattr(x, "full_tensor", lambda x=x: x)().clone() for name, x in found.items()}
+    copies = {}
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if hasattr(gradient, "full_tensor"):
+            gradient = gradient.full_tensor()
+        copies[name.removeprefix("module.")] = gradient.clone()
+    return copies
 
 
 def take_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """The same, and removes them from the model."""
-    found = gradients(model)
+    """Return copies of the gradients of a model, and remove them from it."""
+    copies = gradients(model)
     model.zero_grad(set_to_none=True)
-    return found
+    return copies
 
 
 VOCAB = 97
-#: Fields of tiny configs under the names of all architectures; each config takes those that it has.
+#: Fields of tiny configurations. `build` passes those that a configuration class has.
 TINY: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
@@ -162,7 +193,7 @@ TINY: dict[str, Any] = {
     "num_experts_per_tok": 2, "moe_intermediate_size": 16, "initializer_range": 0.3,
 }  # fmt: skip
 
-#: class -> fields that scale or cap its logits.
+#: {class: fields that scale or cap its logits}
 SPECIAL: dict[str, dict[str, Any]] = {
     "Gemma2ForCausalLM": {"final_logit_softcapping": 3.0},
     "Gemma3ForCausalLM": {"final_logit_softcapping": 4.0},
@@ -190,13 +221,13 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "Inkling2LoopForCausalLM": {"final_logit_softcapping": 3.0, "unpadded_vocab_size": VOCAB},
 }
 
-#: The most used architectures whose logits are plain.
+#: The most used architectures that neither scale nor cap their logits.
 COMMON = """
     Llama Mistral Mixtral Qwen2 Qwen2Moe Qwen3 Qwen3Moe Gemma Phi Phi3 Olmo Olmo2 Olmoe StableLm Starcoder2 SmolLM3 Glm Glm4 GptOss
     GPTNeoX OPT Bloom Falcon Nemotron Helium Ernie4_5 HunYuanDenseV1 SeedOss Exaone4 Lfm2 Mamba
     Apertus1p5Text LaraMini
 """
-#: A latent attention and its experts.
+#: Fields of models with latent attention and experts.
 LATENT = {
     "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
     "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
@@ -212,17 +243,21 @@ SLOW = ("FalconH1ForCausalLM",)
 
 
 def build(name: str) -> Any:
-    """A tiny model in fp32, in eval mode; skipped where this transformers has no such class."""
+    """Return a tiny fp32 model of an architecture, in eval mode.
+
+    The test is skipped if the installed transformers has no such class.
+
+    name   a key of MODELS
+    """
     transformers = pytest.importorskip("transformers")
-    kind = getattr(transformers, name, None)
-    if kind is None:
+    model_class = getattr(transformers, name, None)
+    if model_class is None:
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
     torch.manual_seed(7)
     fields = {**TINY, **MODELS[name]}
-    known = inspect.signature(kind.config_class.__init__).parameters
-    given = (
-        fields
-        if any(p.kind is p.VAR_KEYWORD for p in known.values())
-        else {k: v for k, v in fields.items() if k in known}
-    )
-    return kind(kind.config_class(**given)).float().eval()
+    config_class = model_class.config_class
+    parameters = inspect.signature(config_class.__init__).parameters
+    takes_any_field = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if not takes_any_field:
+        fields = {name: value for name, value in fields.items() if name in parameters}
+    return model_class(config_class(**fields)).float().eval()

@@ -1,6 +1,7 @@
-"""What tests see and change of the package's inside, in one place: chunks, products, instruction
-sets, memory that is allocated; and stand-ins for the products of a GPU, which check their
-arguments.
+"""Helpers with which tests look inside the package.
+
+Tests use it to set chunk sizes, choose instruction sets, count matmuls, and measure memory. It also
+has stand-ins for the matmuls of a GPU, which check their arguments.
 """
 
 from __future__ import annotations
@@ -32,24 +33,32 @@ from grpo_kernels.core.softmax import LogitRows, RowTransform, SoftmaxSums
 from grpo_kernels.inputs import as_3d_logits, with_unit_stride
 from grpo_kernels.overlap import overlap
 
-#: Sizes of chunks and blocks.
+#: The module that decides the sizes of chunks and blocks.
 blocks = linear_memory
+#: Second word of the executor that computes matmuls with a library instead of the package's code.
 LIBRARY = "library"
 
 
 def executors() -> list[str]:
-    """What can compute here: eager, C++ with each instruction set, and with products of a library
-    where it has its own; or the backends that the environment names, as on a GPU.
+    """Return the names of all ways to compute on this machine, for `executor`.
+
+    These are "eager", "cpu ISA" for each instruction set of the C++ code, and "cpu library", or the
+    backends that GRPO_KERNELS_TEST_BACKENDS names, for example on a GPU.
     """
-    chosen = os.environ.get("GRPO_KERNELS_TEST_BACKENDS", "eager cpu").split()
-    of_cpu = [f"cpu {isa}" for isa in (_cpu.isas() if _cpu else ())]
-    of_cpu += [] if cpu_matmuls.unavailable_reason() else [f"cpu {LIBRARY}"]
-    return [name for backend in chosen for name in (of_cpu if backend == "cpu" else [backend])]
+    cpu_executors = []
+    if _cpu:
+        cpu_executors += [f"cpu {isa}" for isa in _cpu.isas()]
+    if not cpu_matmuls.unavailable_reason():
+        cpu_executors.append(f"cpu {LIBRARY}")
+    names = []
+    for backend in os.environ.get("GRPO_KERNELS_TEST_BACKENDS", "eager cpu").split():
+        names += cpu_executors if backend == "cpu" else [backend]
+    return names
 
 
 @contextmanager
 def executor(name: str) -> Iterator[str]:
-    """Let an executor compute; gives the name of its backend."""
+    """Compute with one of `executors` within the block. Yields the name of its backend."""
     backend, _, isa = name.partition(" ")
     with pytest.MonkeyPatch.context() as patch:
         if isa == LIBRARY:
@@ -60,12 +69,13 @@ def executor(name: str) -> Iterator[str]:
             yield backend
         finally:
             if isa:
-                _cpu.use_isa(_cpu.isas()[0])
+                _cpu.use_isa(_cpu.isas()[0])  # the best one, which is the default
 
 
 def our_products(dtype: torch.dtype) -> bool:
-    """Whether products from hidden states of this dtype are our own, whose sums do not depend on
-    what else is there.
+    """Return whether the package's own code computes matmuls of hidden states of this dtype.
+
+    Only then is the result of a row independent of the other rows, bit for bit.
     """
     return cpu_matmuls.unavailable_reason() is None and dtype in cpu_matmuls.OPERANDS
 
@@ -85,106 +95,136 @@ def in_chunks(monkeypatch: pytest.MonkeyPatch, rows: int, block: int | None = No
 
 
 def values_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values of tensors are not checked, as on a GPU, where the host would wait for them."""
+    """Switch off the checks of tensor values, as on a GPU, where the host would wait for them."""
     for name, module in list(sys.modules.items()):
         if name.startswith("grpo_kernels") and hasattr(module, "values_are_checked"):
             monkeypatch.setattr(module, "values_are_checked", lambda _: False)
 
 
 def count_products(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts the rows that take part in each of the three products from here on."""
-    rows: Counter[str] = Counter()
-    make = linear.make_matmuls
-    rows_of = {
-        "logits": ("hidden", 0),
-        "grad_hidden": ("grad_logits", 0),
-        "add_grad_weight": ("grad_logits", 1),
-    }
-    keys = {"logits": "logits", "grad_hidden": "d_hidden", "add_grad_weight": "d_weight"}
+    """Count the rows of each of the three matmuls that are computed from now on.
 
-    def counted(*args: Any) -> Any:
-        products = make(*args)
+    The keys of the returned counter are "logits", "d_hidden" and "d_weight".
+    """
+    num_rows: Counter[str] = Counter()
+    make_matmuls = linear.make_matmuls
 
-        def watch(name: str) -> None:
-            product = getattr(products, name)
+    def make_counting_matmuls(*args: Any) -> Any:
+        matmuls = make_matmuls(*args)
+        for method in _COUNTED_MATMULS:
+            matmul = getattr(matmuls, method.name)
+            setattr(matmuls, method.name, _counting(matmul, method, num_rows))
+        return matmuls
 
-            def counting(*args: Any, **kwargs: Any) -> Any:
-                keyword, position = rows_of[name]
-                matrix = kwargs[keyword] if keyword in kwargs else args[position]
-                rows[keys[name]] += matrix.shape[0]
-                return product(*args, **kwargs)
+    monkeypatch.setattr(linear, "make_matmuls", make_counting_matmuls)
+    return num_rows
 
-            setattr(products, name, counting)
 
-        for name in rows_of:
-            watch(name)
-        return products
+class _CountedMatmul(NamedTuple):
+    """A method of the package's matmuls, and the argument [num_rows, ...] that has its rows."""
 
-    monkeypatch.setattr(linear, "make_matmuls", counted)
-    return rows
+    name: str
+    key: str  # in the counter
+    keyword: str  # the name of the argument
+    position: int  # of the argument, if it is passed by position
+
+
+_COUNTED_MATMULS = (
+    _CountedMatmul("logits", "logits", "hidden", 0),
+    _CountedMatmul("grad_hidden", "d_hidden", "grad_logits", 0),
+    _CountedMatmul("add_grad_weight", "d_weight", "grad_logits", 1),
+)
+
+
+def _counting(
+    matmul: Callable[..., Any], method: _CountedMatmul, num_rows: Counter[str]
+) -> Callable[..., Any]:
+    """Return a function that calls `matmul` and adds its rows to the counter."""
+
+    def counting_matmul(*args: Any, **kwargs: Any) -> Any:
+        if method.keyword in kwargs:
+            matrix = kwargs[method.keyword]
+        else:
+            matrix = args[method.position]
+        num_rows[method.key] += matrix.shape[0]
+        return matmul(*args, **kwargs)
+
+    return counting_matmul
 
 
 def backends_that_run(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of backends whose statistics are asked for from here on."""
+    """Record which backend computes softmax sums from now on.
+
+    Returns a list that gets "eager" or "cpu" at each such computation.
+    """
     names: list[str] = []
     if backends.unavailable("cpu"):
         pytest.skip("needs two backends")
     for name in ("eager", "cpu"):
         kernels = backends.load(name).Kernels
 
-        def stats(*args: Any, right: Any = kernels.run_sums_kernel, name: str = name) -> Any:
+        # Defaults keep the values of this iteration.
+        def recording(*args: Any, original: Any = kernels.run_sums_kernel, name: str = name) -> Any:
             names.append(name)
-            return right(*args)
+            return original(*args)
 
-        monkeypatch.setattr(kernels, "run_sums_kernel", stats)
+        monkeypatch.setattr(kernels, "run_sums_kernel", recording)
     return names
 
 
 def only_eager(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
-    """No other backend can run, for this reason, and nobody has been warned of it yet."""
+    """Make all backends but eager PyTorch unavailable, and forget which warnings were given.
+
+    reason   why they are unavailable
+    """
     monkeypatch.setattr(backends, "unavailable", lambda name: None if name == "eager" else reason)
     monkeypatch.setattr("grpo_kernels.checks._warned", set())
 
 
 def blocks_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eager code takes one row of given logits at a time."""
+    """Let eager code process one row of given logits at a time."""
     monkeypatch.setattr(backends.load("eager"), "block_bytes", lambda device: 1)
 
 
 def traced_stages(backend: str, dtype: torch.dtype) -> list[tuple[Callable[..., Any], bool]]:
-    """What puts operators into a graph: functions of (targets, tensors) that give log-probs and
-    entropies of rows, and whether they take hidden states, weight and bias, or logits.
+    """Return functions whose operators torch.compile puts into its graph.
+
+    Each is (function, whether it takes hidden states). The functions return (log-probs, entropies)
+    from (targets, logits) or (targets, hidden states, weight, bias).
+
+    dtype   of the matmuls
     """
-    transform = RowTransform(1.0, 0.0, 0.7)
+    transform = RowTransform(1.0, 0.0, 0.7)  # temperature 0.7
 
     def from_logits(targets: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
         source = CompiledLogits(logits, transform, None, backend=backend)
-        found = source.statistics(targets, None, ("entropy",))
-        return found["logps"], found["entropy"]
+        statistics = source.statistics(targets, None, ("entropy",))
+        return statistics["logps"], statistics["entropy"]
 
     def from_hidden(targets: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         source = CompiledProjection(Projection(*tensors, transform, dtype), None, backend=backend)
-        found = source.statistics(targets, None, ("entropy",))
-        return found["logps"], found["entropy"]
+        statistics = source.statistics(targets, None, ("entropy",))
+        return statistics["logps"], statistics["entropy"]
 
     return [(from_logits, False), (from_hidden, True)]
 
 
 def rows_of_logits(logits: torch.Tensor) -> torch.Tensor:
-    """Logits [B, T, V] as the stages take them."""
+    """Return logits [B, T, V] with the strides that `traced_stages` need."""
     return as_3d_logits(logits, logits.shape[:2], logits.device)
 
 
 def rows_of_head(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 ) -> list[torch.Tensor]:
-    """A head's tensors as the stages take them."""
+    """Return the tensors of a head with the strides that `traced_stages` need."""
     return [with_unit_stride(hidden), with_unit_stride(weight), bias]
 
 
 class Allocations(TorchDispatchMode):
-    """The shapes of all tensors that operators return in this context, except for views of existing
-    ones.
+    """A context that records the shapes of new tensors, which operators return.
+
+    Views of arguments and empty tensors are not recorded.
     """
 
     def __init__(self) -> None:
@@ -192,18 +232,16 @@ class Allocations(TorchDispatchMode):
         self.shapes: list[tuple[int, ...]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out, leaves = func(*args, **(kwargs or {})), torch.utils._pytree.tree_leaves
-        known = {
+        out = func(*args, **(kwargs or {}))
+        argument_memory = {
             x.untyped_storage().data_ptr()
-            for x in leaves((args, kwargs))
-            if isinstance(x, torch.Tensor)
+            for x in tree_leaves((args, kwargs))
+            if isinstance(x, Tensor)
         }
-        for x in leaves(out):
-            if (
-                isinstance(x, torch.Tensor)
-                and x.numel()
-                and x.untyped_storage().data_ptr() not in known
-            ):
+        for x in tree_leaves(out):
+            if not isinstance(x, Tensor) or x.numel() == 0:
+                continue
+            if x.untyped_storage().data_ptr() not in argument_memory:
                 self.shapes.append(tuple(x.shape))
         return out
 
@@ -215,31 +253,31 @@ MM = torch.mm
 
 
 class Product(NamedTuple):
-    """A product that was computed:
-
-    [m, k] x [k, n], the dtype of the result, and whether it was added to existing values.
-    """
+    """A matmul [m, k] x [k, n] that was computed."""
 
     m: int
     k: int
     n: int
-    dtype: torch.dtype
-    added: bool = False
+    dtype: torch.dtype  # of the result
+    added: bool = False  # whether the result was added to existing values
 
 
 class GpuProducts:
-    """torch.mm and torch.addmm with operands of 16 bits, as CUDA has them; `made` are the calls in
-    order. Others stay as they are.
+    """Stand-ins for torch.mm and torch.addmm with 16-bit operands, with the rules of CUDA.
 
-    adds    whether addmm takes an fp32 sum, as from torch 2.10 on.
+    `made` lists their calls in order. A matmul of fp32 matrices is computed but not listed.
+
+    adds    whether addmm can add to an fp32 matrix, as in torch 2.10 and later
     """
 
     def __init__(self, adds: bool = True) -> None:
-        self.adds, self.made = adds, list[Product]()
+        self.adds = adds
+        self.made: list[Product] = []
 
     def mm(
         self, a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None
     ) -> Tensor:  # fmt: skip
+        """Replace torch.mm. On "meta" the result has no values."""
         if a.dtype == b.dtype == torch.float32:
             return MM(a, b) if out is None else MM(a, b, out=out)
         dtype = self._checked(a, b, out_dtype, out)
@@ -252,6 +290,7 @@ class GpuProducts:
     def addmm(
         self, total: Tensor, a: Tensor, b: Tensor, *, out_dtype: torch.dtype, out: Tensor
     ) -> Tensor:
+        """Replace torch.addmm: add a @ b to `total` in place."""
         if not self.adds and total.dtype != a.dtype:
             raise RuntimeError("self and mat2 must have the same dtype")
         assert total is out, "another sum would be copied into the result"
@@ -262,17 +301,19 @@ class GpuProducts:
     def _checked(
         self, a: Tensor, b: Tensor, out_dtype: torch.dtype | None, out: Tensor | None
     ) -> torch.dtype:
+        """Assert that cuBLAS can compute a @ b without copies. Return the dtype of the result."""
         dtype = a.dtype if out_dtype is None else out_dtype
-        assert a.dtype == b.dtype in (torch.bfloat16, torch.float16) and dtype in (
-            a.dtype,
-            torch.float32,
-        )
-        assert a.dim() == b.dim() == 2 and a.shape[1] == b.shape[0] and min(*a.shape, *b.shape) > 0
-        for x in (a, b):  # one dimension must be contiguous: otherwise the operand is copied first
-            assert any(x.stride(i) == 1 and x.stride(1 - i) >= x.shape[i] for i in (0, 1)), (
-                x.shape,
-                x.stride(),
-            )
+        assert a.dtype == b.dtype
+        assert a.dtype in (torch.bfloat16, torch.float16)
+        assert dtype in (a.dtype, torch.float32)
+        assert a.dim() == b.dim() == 2
+        assert a.shape[1] == b.shape[0]
+        assert min(*a.shape, *b.shape) > 0
+        for x in (a, b):
+            # One dimension must be contiguous, otherwise the operand is copied first.
+            is_by_column = x.stride(0) == 1 and x.stride(1) >= x.shape[0]
+            is_by_row = x.stride(1) == 1 and x.stride(0) >= x.shape[1]
+            assert is_by_column or is_by_row, (x.shape, x.stride())
         if out is not None:
             assert out.dtype == dtype and out.shape == (a.shape[0], b.shape[1])
             assert out.stride(1) == 1 and out.stride(0) >= out.shape[1]
@@ -281,38 +322,44 @@ class GpuProducts:
 
 
 def apart_or_in_place(logits: Tensor, out: Tensor) -> bool:
-    """Whether a row kernel may write a gradient there:
+    """Return whether a row kernel may write the gradient of these logits to `out`.
 
-    element for element over its logits, or elsewhere.
+    `out` must be the logits themselves, element for element, or memory without an overlap.
     """
-    same = (
+    is_in_place = (
         out.dtype == logits.dtype
         and out.stride() == logits.stride()
         and out.storage_offset() == logits.storage_offset()
     )
-    return out.shape == logits.shape and (same or not overlap(logits, out))
+    return out.shape == logits.shape and (is_in_place or not overlap(logits, out))
 
 
 @contextlib.contextmanager
 def of_a_gpu(adds: bool = True) -> Iterator[list[Product]]:
-    """A context in which products are recorded."""
-    stand_ins = GpuProducts(adds)
-    tried = matmuls.can_add_to_fp32.__wrapped__
+    """Let the engine use its code for a GPU on tensors of other devices, within the block.
 
-    def adds_widened(device: torch.device) -> bool:
-        before = len(stand_ins.made)
-        found = tried(device)
-        del stand_ins.made[before:]  # what it tries is none of the engine's
-        return found
+    Yields a list that gets each matmul of 16-bit matrices.
+
+    adds   see `GpuProducts`
+    """
+    stand_ins = GpuProducts(adds)
+    # Without its cache, which has the answer for real devices.
+    can_add_to_fp32 = matmuls.can_add_to_fp32.__wrapped__
+
+    def can_add_to_fp32_unrecorded(device: torch.device) -> bool:
+        """Remove the matmuls that the question itself tries from the list."""
+        num_made = len(stand_ins.made)
+        answer = can_add_to_fp32(device)
+        del stand_ins.made[num_made:]
+        return answer
 
     with (
         mock.patch.object(matmuls, "has_fp32_accumulators", lambda device: True),
-        mock.patch.object(matmuls, "can_add_to_fp32", adds_widened),
+        mock.patch.object(matmuls, "can_add_to_fp32", can_add_to_fp32_unrecorded),
         mock.patch.object(torch, "mm", stand_ins.mm),
         mock.patch.object(torch, "addmm", stand_ins.addmm),
-        mock.patch.object(
-            torch, "is_autocast_enabled", lambda *_: False
-        ),  # which does not know "meta"
+        # Autocast does not know the device "meta".
+        mock.patch.object(torch, "is_autocast_enabled", lambda *_: False),
         mock.patch.object(torch, "autocast", lambda *_, **__: contextlib.nullcontext()),
     ):
         yield stand_ins.made
@@ -338,14 +385,20 @@ class NoRows(eager.Kernels):
 
 
 class LiveBytes(TorchDispatchMode):
-    """`peak`: the most bytes of tensors made inside that were alive at a time."""
+    """A context that measures the memory of the tensors that operators make.
+
+    `peak` is the largest number of bytes that were alive at a time. Memory that existed before does
+    not count. It also works on "meta", where tensors have no memory.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.peak, self._alive = 0, dict[int, tuple[StorageWeakRef, int]]()
+        self.peak = 0
+        #: {address of a storage: (weak reference, bytes)}
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {
+        argument_storages = {
             StorageWeakRef(x.untyped_storage()).cdata
             for x in tree_leaves((args, kwargs))
             if isinstance(x, Tensor)
@@ -355,8 +408,12 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(x, Tensor):
                 storage = x.untyped_storage()
                 reference = StorageWeakRef(storage)
-                if reference.cdata not in given:
+                if reference.cdata not in argument_storages:
                     self._alive[reference.cdata] = (reference, storage.nbytes())
-        self._alive = {key: found for key, found in self._alive.items() if not found[0].expired()}
+        self._alive = {
+            address: (reference, size)
+            for address, (reference, size) in self._alive.items()
+            if not reference.expired()
+        }
         self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
         return out

@@ -103,7 +103,7 @@ class Rows:
     reference   the logits of a reference, or None
     mask        bool [n], False: the row is not read. None: all are read.
     targets     int64 [n], random if they are not given
-    slopes      upstream gradients of the statistics by name, [n] each, 0 in masked rows. Random if
+    upstream    upstream gradients of the statistics by name, [n] each, 0 in masked rows. Random if
                 they are not given.
     """
 
@@ -112,10 +112,10 @@ class Rows:
     reference: ReferenceRows | None = None
     mask: Tensor | None = None
     targets: Tensor = field(default_factory=lambda: torch.empty(0))
-    slopes: dict[str, Tensor] = field(default_factory=dict)
+    upstream: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.slopes:
+        if self.upstream:
             return
         if self.targets.dtype != torch.int64:
             vocab = self.logits.shape[-1]
@@ -124,7 +124,7 @@ class Rows:
         if self.reference is not None:
             names.append("divergence")
         is_read = torch.ones(self.count) if self.mask is None else self.mask.float()
-        self.slopes = {name: torch.randn(self.count) * is_read for name in names}
+        self.upstream = {name: torch.randn(self.count) * is_read for name in names}
 
     @property
     def count(self) -> int:
@@ -133,13 +133,13 @@ class Rows:
 
     def only(self, *names: str) -> Rows:
         """Return the rows with upstream gradients of these statistics alone."""
-        return replace(self, slopes={name: self.slopes[name] for name in names})
+        return replace(self, upstream={name: self.upstream[name] for name in names})
 
     @property
     def divergence_alone(self) -> Rows:
         """Return the rows with an upstream gradient of the divergence alone, as for its loss."""
-        slopes = {"logps": torch.zeros(self.count), "divergence": self.slopes["divergence"]}
-        return replace(self, slopes=slopes)
+        upstream = {"logps": torch.zeros(self.count), "divergence": self.upstream["divergence"]}
+        return replace(self, upstream=upstream)
 
     def at(self, begin: int, end: int) -> Rows:
         """Return a copy of the rows from begin to end, with logits [end - begin, 1, V]."""
@@ -157,7 +157,7 @@ class Rows:
             reference=reference,
             mask=None if self.mask is None else self.mask[rows],
             targets=self.targets[rows],
-            slopes={name: slope[rows] for name, slope in self.slopes.items()},
+            upstream={name: grad[rows] for name, grad in self.upstream.items()},
         )
 
 
@@ -202,9 +202,9 @@ def statistics_of(stats: SoftmaxSums, r: Rows) -> dict[str, Tensor]:
     return {name: getattr(stats, name) for name in names}
 
 
-def make_coefficients(stats: SoftmaxSums, slopes: dict[str, Tensor]) -> GradientCoefficients:
+def make_coefficients(stats: SoftmaxSums, upstream: dict[str, Tensor]) -> GradientCoefficients:
     """Return the coefficients of the backward kernel from upstream gradients of statistics."""
-    return GradientCoefficients.from_gradients(stats, slopes, None)
+    return GradientCoefficients.from_gradients(stats, upstream, None)
 
 
 def _nan_like(logits: Tensor) -> Tensor:
@@ -219,23 +219,23 @@ def two_passes(
     if out is None:
         out = _nan_like(r.logits)
     rows = slice(None) if part is None else slice(*part)
-    slopes = {name: slope[rows] for name, slope in r.slopes.items()}
+    upstream = {name: grad[rows] for name, grad in r.upstream.items()}
     stats = softmax_sums_of(kernels, r, part)
-    kernels.softmax_gradient(to_logit_rows(r, part), stats, make_coefficients(stats, slopes), out)
+    kernels.softmax_gradient(to_logit_rows(r, part), stats, make_coefficients(stats, upstream), out)
     return statistics_of(stats, r), out
 
 
 def loss_formula_of(r: Rows, surrogate: Surrogate | None = None) -> TokenLossFormula:
-    """Return a loss whose gradients of log-prob, entropy and divergence are r.slopes."""
-    entropy_slope = r.slopes.get("entropy")
-    has_bonus = entropy_slope is not None
+    """Return a loss whose gradients of log-prob, entropy and divergence are r.upstream."""
+    grad_entropy = r.upstream.get("entropy")
+    has_bonus = grad_entropy is not None
     inputs = TokenInputs(
         r.targets,
         r.mask,
-        advantages=-r.slopes["logps"],
+        advantages=-r.upstream["logps"],
         policy_weight=torch.ones(r.count),
-        divergence_weight=r.slopes.get("divergence"),
-        entropy_weight=-entropy_slope if has_bonus else None,
+        divergence_weight=r.upstream.get("divergence"),
+        entropy_weight=-grad_entropy if has_bonus else None,
     )
     objective = Objective(surrogate or PolicyGradient(), entropy_coef=0.3 if has_bonus else 0.0)
     return objective.loss_formula(inputs)
@@ -278,53 +278,67 @@ def ways_to_compute(r: Rows) -> list[tuple[Callable[..., Found], Rows]]:
 def exact(r: Rows, dtype: torch.dtype = torch.float64) -> Found:
     """Return statistics and losses [n] and the gradient of the logits [n, V], in float64.
 
-    They are computed by autograd in `dtype`. The log-prob of a target outside the vocabulary is
-    NaN. In rows that are not read, everything is 0, except a top_prob of 1.
+    They are computed by autograd in `dtype`, with the upstream gradients of the rows. In rows that
+    are not read, everything is 0, except a top_prob of 1.
     """
     is_read = torch.ones(r.count, dtype=torch.bool) if r.mask is None else r.mask
     logits = r.logits.detach().reshape(r.count, r.logits.shape[-1])[is_read].to(dtype)
     logits.requires_grad_()
+    statistics = _statistics(r, logits, is_read)
+    upstream = {name: grad[is_read].to(dtype) for name, grad in r.upstream.items()}
+    total = sum((grad * statistics[name]).sum() for name, grad in upstream.items())
+    statistics["losses"] = torch.zeros(len(logits), dtype=dtype)
+    for name, grad in upstream.items():
+        if name == "sum_squares":  # no loss depends on it
+            continue
+        term = grad * statistics[name]
+        if name == "divergence":
+            # It may be inf in a row where it has no part in the loss.
+            term = torch.where(grad == 0, 0.0, term)
+        statistics["losses"] = statistics["losses"] + term
+    (gradient,) = torch.autograd.grad(total, logits)  # type: ignore[arg-type]
+
+    def to_all_rows(x: Tensor, elsewhere: float = 0.0) -> Tensor:
+        """Return x in float64, with the number `elsewhere` in rows that are not read."""
+        out = torch.full((r.count, *x.shape[1:]), elsewhere, dtype=torch.float64)
+        rows = is_read.view(-1, *[1] * (x.dim() - 1))
+        return out.masked_scatter(rows, x.detach().double())
+
+    all_statistics = {
+        name: to_all_rows(x, elsewhere=1.0 if name == "top_prob" else 0.0)
+        for name, x in statistics.items()
+    }
+    return all_statistics, to_all_rows(gradient)
+
+
+def _statistics(r: Rows, logits: Tensor, is_read: Tensor) -> dict[str, Tensor]:
+    """Return the statistics of the rows that are read, [n] each, with graphs.
+
+    The log-prob of a target outside the vocabulary is NaN.
+
+    logits    [n, V], of the rows that are read
+    is_read   bool [rows]
+    """
+    dtype = logits.dtype
     log_p = transformed(logits, r.transform.select(is_read)).log_softmax(-1)
     p = log_p.exp()
     finite_log_p = log_p.masked_fill(p == 0, 0.0)
     targets = r.targets[is_read]
     is_id = (targets >= 0) & (targets < logits.shape[-1])
     target_logps = log_p.gather(1, torch.where(is_id, targets, 0)[:, None])[:, 0]
-    found = {
+    statistics = {
         "logps": target_logps * torch.where(is_id, 1.0, torch.nan).to(dtype),
         "entropy": -(p * finite_log_p).sum(-1),
         "sum_squares": p.square().sum(-1),
         "top_prob": p.amax(-1),
     }
     if r.reference is not None:
+        direction, mixture = r.reference.direction, r.reference.mixture
         reference = r.reference.logits.reshape(r.count, logits.shape[-1])[is_read].to(dtype)
         transform = r.reference.transform.select(is_read)
         log_q = transformed(reference, transform).log_softmax(-1)
-        found["divergence"] = oracle.divergence(
-            log_p, log_q, r.reference.direction, r.reference.mixture
-        )
-    slopes = {name: slope[is_read].to(dtype) for name, slope in r.slopes.items()}
-    found["losses"] = torch.zeros(len(logits), dtype=dtype)
-    for name, slope in slopes.items():
-        if name == "sum_squares":
-            continue
-        term = slope * found[name]
-        if name == "divergence":
-            # It may be inf where it has no part in the loss.
-            term = torch.where(slope == 0, 0.0, term)
-        found["losses"] = found["losses"] + term
-    total = sum((slope * found[name]).sum() for name, slope in slopes.items())
-    (gradient,) = torch.autograd.grad(total, logits)  # type: ignore[arg-type]
-
-    def to_all_rows(x: Tensor, elsewhere: float = 0.0) -> Tensor:
-        """Return x in float64, with the rows that are not read."""
-        out = torch.full((r.count, *x.shape[1:]), elsewhere, dtype=torch.float64)
-        rows = is_read.view(-1, *[1] * (x.dim() - 1))
-        return out.masked_scatter(rows, x.detach().double())
-
-    elsewhere = {"top_prob": 1.0}
-    statistics = {name: to_all_rows(x, elsewhere.get(name, 0.0)) for name, x in found.items()}
-    return statistics, to_all_rows(gradient)
+        statistics["divergence"] = oracle.divergence(log_p, log_q, direction, mixture)
+    return statistics
 
 
 def first_order(r: Rows) -> tuple[Any, Any]:
@@ -334,7 +348,7 @@ def first_order(r: Rows) -> tuple[Any, Any]:
     rounding error in fp32, either sign is right. Other divergences depend on small log-ratios
     quadratically, so that (0.0, 0.0) is returned for them.
     """
-    if r.reference is None or r.reference.direction != "tv" or "divergence" not in r.slopes:
+    if r.reference is None or r.reference.direction != "tv" or "divergence" not in r.upstream:
         return 0.0, 0.0
     z = transformed(r.logits.double().flatten(0, 1), r.transform)
     w = transformed(r.reference.logits.double().flatten(0, 1), r.reference.transform)
@@ -360,7 +374,7 @@ def first_order(r: Rows) -> tuple[Any, Any]:
     value_error = (torch.maximum(p, q) * rounding).sum(-1) / 2.0
     gradient_error = p * (is_near_zero + (p * is_near_zero).sum(-1, keepdim=True))
     factor = abs(r.transform.scale) * _inverse_temperatures(r)
-    factor = factor * r.slopes["divergence"].double().abs()[:, None]
+    factor = factor * r.upstream["divergence"].double().abs()[:, None]
     return value_error.nan_to_num(0.0), (gradient_error * factor).nan_to_num(0.0)
 
 
@@ -395,9 +409,9 @@ def check(r: Rows, *found: Found) -> None:
             _check_statistic(name, x, expected, tolerance)
 
     gradient_size = torch.zeros(r.count, 1, dtype=torch.float64)
-    for name, slope in r.slopes.items():
+    for name, grad in r.upstream.items():
         statistic_size = 1.0 if name == "logps" else 1 + right[name].abs()
-        term = torch.where(slope == 0, 0.0, slope.double().abs() * statistic_size)
+        term = torch.where(grad == 0, 0.0, grad.double().abs() * statistic_size)
         gradient_size[:, 0] += term
     tolerance = (naive_gradient - right_gradient).abs().amax(-1, keepdim=True) + EPS * (
         4 + size
@@ -432,7 +446,7 @@ def _check_statistic(name: str, x: Tensor, expected: Tensor, tolerance: Tensor) 
     error = (x.double() - expected).abs()
     excess = (error - tolerance)[is_finite]
     assert (error <= tolerance)[is_finite].all(), (
-        f"{name}: off by {excess.max():.3g} beyond the room"
+        f"{name}: off by {excess.max():.3g} above the tolerance"
     )
     if name in ("divergence", "entropy", "sum_squares"):
         assert (x[is_finite] >= 0).all()
@@ -457,7 +471,9 @@ def _check_gradient(
     note("gradients", (error / (gradient_size + 1e-30))[is_finite])
     tolerance = tolerance.expand_as(error)
     excess = (error - tolerance)[is_finite]
-    assert (error <= tolerance)[is_finite].all(), f"gradient: {excess.max():.3g} beyond the room"
+    assert (error <= tolerance)[is_finite].all(), (
+        f"gradient: {excess.max():.3g} above the tolerance"
+    )
 
 
 def same(found: Found, expected: Found, what: object = "") -> None:

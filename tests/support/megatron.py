@@ -1,5 +1,7 @@
-"""Stand-ins for models of megatron-core that run on a CPU: the arguments of their forward and of
-the output processor hook, the stages of a pipeline, and the sharding of the output layer.
+"""Stand-ins for models of megatron-core that run on a CPU.
+
+They have the arguments of the originals' forward and output processor hook, pipeline stages, and
+the sharding of the output layer.
 """
 
 from __future__ import annotations
@@ -24,8 +26,10 @@ class Config:
 
 
 class OutputLayer(nn.Module):
-    """A ColumnParallelLinear: this rank's rows of the weight, or none for tied embeddings. It fails
-    if logits are computed.
+    """A ColumnParallelLinear with this rank's rows of the weight. It raises if it is called.
+
+    weight   [V / ranks, H], or None if the embedding is tied
+    group    the tensor-parallel group, or None
     """
 
     def __init__(self, weight: Tensor | None, group: Any, config: Config) -> None:
@@ -43,9 +47,12 @@ class OutputLayer(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """What GPTModel and HybridModel have in common. The trunk is tanh of `decoder_input`.
+    """The common parts of GPTModel and HybridModel. Hidden states are tanh of `decoder_input`.
 
-    weight   this rank's [V / ranks, H]: of the output layer, or of the embedding if tied
+    weight   this rank's rows [V / ranks, H] of the weight of the output layer or, if tied, of the
+             embedding
+    group    the tensor-parallel group, or None
+    config   fields of `Config`
     """
 
     def __init__(
@@ -69,6 +76,7 @@ class LanguageModel(nn.Module):
         return self.output_layer.weight
 
     def shared_embedding_or_output_weight(self) -> Any:
+        """Return the tied weight."""
         return self.embedding.word_embeddings.weight
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
@@ -101,6 +109,10 @@ class GPTModel(LanguageModel):
         output_processor: Any = None,
         output_processor_context: Any = None,
     ) -> Any:
+        """Return hidden states, logits, or what the output processor returns.
+
+        These are hidden states on all pipeline stages but the last.
+        """
         hidden_states = decoder_input.tanh()
         if not self.post_process:
             return hidden_states
@@ -148,6 +160,7 @@ class HybridModel(LanguageModel):
         padding_mask: Tensor | None = None,
         compute_mtp_loss: bool = True,
     ) -> Any:
+        """Return logits, or hidden states on all pipeline stages but the last."""
         hidden_states = decoder_input.tanh()
         if not self.post_process:
             return hidden_states
@@ -155,7 +168,7 @@ class HybridModel(LanguageModel):
 
 
 class Wrapper(nn.Module):
-    """A Float16Module or DistributedDataParallel, which passes arguments on."""
+    """Stands for Float16Module or DistributedDataParallel, which pass arguments on."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

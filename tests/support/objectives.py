@@ -72,7 +72,7 @@ PAPERS: dict[str, Spec] = {
     "clip_cov": CLIP_COV,
     "kl_cov": KL_COV,
     "dro": Spec("dro"),
-    "a2po": Spec("regression", pull=1e-3, level="sequence-sum", aggregate=MEAN),
+    "a2po": Spec("regression", coefficient=1e-3, level="sequence-sum", aggregate=MEAN),
     "sampled_distillation": Spec("policy-gradient", beta=1.0, kl="distillation"),
 }
 
@@ -204,16 +204,19 @@ OBJECTIVES: dict[str, tuple[Callable[[], Objective], Spec]] = {
         ),
         Spec("gmpo", eps_low=0.2, eps_high=0.3, level="sequence", beta=0.3, kl_weighting="ratio"),
     ),
-    "dro": (lambda: Objective(Dro(0.7)), Spec("dro", pull=0.7)),
+    "dro": (lambda: Objective(Dro(0.7)), Spec("dro", coefficient=0.7)),
     "a2po": (
         lambda: Objective(A2po(0.3), level="sequence-sum", aggregate=MEAN),
-        Spec("regression", pull=0.3, level="sequence-sum", aggregate=MEAN),
+        Spec("regression", coefficient=0.3, level="sequence-sum", aggregate=MEAN),
     ),
     "clip-cov": (
         lambda: Objective(ClipCov(share=1.0)),
         Spec("clip-cov", band=(1.0, 5.0)),
     ),
-    "kl-cov": (lambda: Objective(KlCov(0.5, share=0.15)), Spec("kl-cov", pull=0.5, share=0.15)),
+    "kl-cov": (
+        lambda: Objective(KlCov(0.5, share=0.15)),
+        Spec("kl-cov", coefficient=0.5, share=0.15),
+    ),
     # ---- filters, bounds
     "dppo-tv, numerics of verl": (
         lambda: Objective.preset("dppo_tv", numerics="verl"),
@@ -421,6 +424,7 @@ class Option:
 
 
 def options(*rows: tuple[str, dict[str, Any], dict[str, Any]]) -> list[Option]:
+    """Return options from rows (name, ours, theirs)."""
     return [Option(*row) for row in rows]
 
 
@@ -433,24 +437,24 @@ SURROGATES: list[tuple[Surrogate, dict[str, Any]]] = [
     (Sapo(1.0, 2.0), {"surrogate": "sapo", "tau": (1.0, 2.0)}),
     (Vespo(), {"surrogate": "vespo"}),
     (Gmpo(0.2, 0.25), {"surrogate": "gmpo", "eps_low": 0.2, "eps_high": 0.25}),
-    (Dro(0.5), {"surrogate": "dro", "pull": 0.5}),
-    (A2po(0.5), {"surrogate": "regression", "pull": 0.5}),
+    (Dro(0.5), {"surrogate": "dro", "coefficient": 0.5}),
+    (A2po(0.5), {"surrogate": "regression", "coefficient": 0.5}),
     (
         ClipCov(0.2, 0.3, share=1.0, low=0.1, high=0.6),
         {"surrogate": "clip-cov", "eps_high": 0.3, "band": (0.1, 0.6)},
     ),
-    (KlCov(0.7, share=0.4), {"surrogate": "kl-cov", "pull": 0.7, "share": 0.4}),
+    (KlCov(0.7, share=0.4), {"surrogate": "kl-cov", "coefficient": 0.7, "share": 0.4}),
 ]
 LEVELS = ("token", "sequence", "sequence-token", "sequence-sum")
 
 
-def trust(*args: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    kind, low, high, anchor = args
-    return (
-        f"{kind} to {anchor}",
-        {"filters": (TrustRegion(kind, low, high, anchor),)},
-        {"trust": args},
-    )
+def trust(
+    kind: str, low: float, high: float, anchor: str
+) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Return the row of a trust region for `options`."""
+    ours = {"filters": (TrustRegion(kind, low, high, anchor),)}
+    theirs = {"trust": (kind, low, high, anchor)}
+    return f"{kind} to {anchor}", ours, theirs
 
 
 FILTERS = options(
@@ -496,12 +500,16 @@ FILTERS = options(
 
 
 def kl(name: str, **fields: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    theirs = {"kl_weighting" if k == "weighting" else k: v for k, v in fields.items()}
-    return (
-        f"{name} {fields}",
-        {"beta": 0.3, "kl": Kl(name, **fields)},
-        {"beta": 0.3, "kl": name, **theirs},
-    )
+    """Return the row of a KL estimate for `options`.
+
+    name     the estimator
+    fields   of `Kl`
+    """
+    ours = {"beta": 0.3, "kl": Kl(name, **fields)}
+    theirs = {"beta": 0.3, "kl": name, **fields}
+    if "weighting" in theirs:
+        theirs["kl_weighting"] = theirs.pop("weighting")
+    return f"{name} {fields}", ours, theirs
 
 
 KLS = options(

@@ -37,6 +37,7 @@ from torch.overrides import TorchFunctionMode
 
 from grpo_kernels import TokenSets
 
+#: Functions that draw random tensors, and all functions that make tensors.
 RANDOM = {torch.rand, torch.randn, torch.randint, torch.randperm}
 MADE = RANDOM | {
     torch.arange, torch.empty, torch.empty_strided, torch.eye, torch.full, torch.linspace, torch.ones, torch.tensor, torch.zeros,
@@ -53,10 +54,11 @@ FATAL = (
 
 
 class OnDevice(TorchFunctionMode):
-    """A context in which tensors are made on a device, like torch.device.
+    """A context in which tensors are made on a device, like `with torch.device(...)`.
 
-    Differences: random tensors are drawn on the CPU and moved. Pinned memory stays on the host.
-    `TokenSets.from_lists` puts its sets on the device. Calls by the package are not changed.
+    Unlike with torch.device, random tensors are drawn on the CPU and moved, pinned memory stays on
+    the host, `TokenSets.from_lists` puts its sets on the device, and calls by the package itself
+    are not changed.
     """
 
     def __init__(self, device: str) -> None:
@@ -64,12 +66,18 @@ class OnDevice(TorchFunctionMode):
         self.device = device
 
     def __enter__(self) -> Any:
+        """Enter the context, and replace `TokenSets.from_lists` until it ends.
+
+        The package would make the sets on the CPU, because its own calls are not changed.
+        """
+        # __func__ is the function under the classmethod, which takes the class as its first
+        # argument. The bound method would ignore the subclass that the replacement is called on.
         from_lists = TokenSets.from_lists.__func__  # type: ignore[attr-defined]
 
         def from_lists_on_device(
             cls: type, *args: Any, device: Any = None, **kwargs: Any
         ) -> TokenSets:
-            # The mask `generated` decides about the device by itself.
+            # With the mask `generated`, from_lists uses the device of the mask.
             if device is None and kwargs.get("generated") is None:
                 device = self.device
             return from_lists(cls, *args, device=device, **kwargs)
@@ -79,18 +87,21 @@ class OnDevice(TorchFunctionMode):
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
+        """Leave the context, and restore `TokenSets.from_lists`."""
         super().__exit__(*raised)
         self.patch.stop()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        """Call a function of torch. If it makes a tensor, make the tensor on the device."""
         kwargs = kwargs or {}
         names_memory = any(kwargs.get(name) is not None for name in ("device", "pin_memory", "out"))
         if func not in MADE or names_memory or in_package():
             return func(*args, **kwargs)
         if func not in RANDOM:
             return func(*args, **kwargs, device=self.device)
+        # The gradient must arrive at the moved tensor, so that it is the leaf.
         needs_grad = kwargs.pop("requires_grad", False)
         return func(*args, **kwargs).to(self.device).requires_grad_(needs_grad)
 
@@ -176,20 +187,21 @@ def diagonal_cases(items: list[pytest.Item]) -> list[pytest.Item]:
 
     A parameter with fewer values than the longest one starts again at its first value.
     """
+    # {(test, parameter): ids of its values, in the order of the cases}
     values: dict[tuple[str, str], list[int]] = {}
     for item in items:
         for name, value in parameters(item).items():
-            known = values.setdefault((test_of(item), name), [])
-            if id(value) not in known:
-                known.append(id(value))
+            ids_of_values = values.setdefault((test_of(item), name), [])
+            if id(value) not in ids_of_values:
+                ids_of_values.append(id(value))
 
     def is_diagonal(item: pytest.Item) -> bool:
         sizes = []
         indices = []
         for name, value in parameters(item).items():
-            known = values[test_of(item), name]
-            sizes.append(len(known))
-            indices.append(known.index(id(value)))
+            ids_of_values = values[test_of(item), name]
+            sizes.append(len(ids_of_values))
+            indices.append(ids_of_values.index(id(value)))
         if not sizes:
             return True
         step = indices[sizes.index(max(sizes))]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,50 +33,51 @@ class Spec:
     surrogate: str = "clip"
     eps_low: float = 0.2
     eps_high: float = 0.2
-    delta: float | None = None
-    cap: float = 5.0
-    low: float = 0.0
+    delta: float | None = None  # clip: upper bound of the unclipped ratio (dual clip)
+    cap: float = 5.0  # cispo: upper bound of the ratio
+    low: float = 0.0  # cispo: lower bound of the ratio
     level: str = "token"  # token, sequence, sequence-token, sequence-sum
     #: token-mean, seq-mean-token-mean, seq-mean-token-sum, group-mean, token-sum, constant
     aggregate: str = "token-mean"
     beta: float = 0.0
     kl: str = "k3"  # k1, k2, k3, abs, distillation, sdar
     entropy_coef: float = 0.0
-    max_tokens: int | None = None
-    tau: tuple[float, float] = (1.0, 1.05)  # sapo: A > 0, else
-    vespo: tuple[float, float, float, float] = (
-        2.0,
-        3.0,
-        3.0,
-        2.0,
-    )  # k, lambda for A >= 0; k, lambda for A < 0
-    pull: float = 1.0  # beta of dro and of the regression, coefficient of kl-cov
-    share: float = 1.0  # of tokens selected by clip-cov and kl-cov
-    band: tuple[float, float] = (1.0, 5.0)  # clip-cov: of covariances
+    max_tokens: int | None = None  # of a sequence, for the aggregate "constant"
+    tau: tuple[float, float] = (1.0, 1.05)  # sapo: for A > 0, for other A
+    #: (k, lambda) for A >= 0, then (k, lambda) for A < 0
+    vespo: tuple[float, float, float, float] = (2.0, 3.0, 3.0, 2.0)
+    coefficient: float = 1.0  # beta of dro and of the regression, coefficient of kl-cov
+    share: float = 1.0  # share of the tokens that clip-cov and kl-cov select
+    band: tuple[float, float] = (1.0, 5.0)  # clip-cov: bounds of the covariances
     bounds: tuple[float, float] | None = None  # of the log-ratio
     kl_weighting: str = "none"  # none, ratio, detached-ratio, score
-    straight_through: bool = False
-    clamp_log: float = math.inf
-    clamp: float = math.inf
-    kl_aggregate: str | None = None
-    entropy_aggregate: str | None = None
-    count_empty: bool = True
-    trust: tuple[str, float, float, str] | None = None  # kind, low, high, anchor
-    entropy_floor: float | None = None
-    entropy_share: float | None = None
-    off_policy: float | None = None
+    straight_through: bool = False  # whether the KL estimate has the gradient of k2
+    clamp_log: float = math.inf  # bound of |log(ref / p)| in KL estimates
+    clamp: float = math.inf  # bound of KL estimates
+    kl_aggregate: str | None = None  # None: `aggregate`
+    entropy_aggregate: str | None = None  # None: `aggregate`
+    count_empty: bool = True  # whether sequences without trained tokens count in means
+    #: trust region: (kind, low, high, anchor), see `trusts`. The anchor is "old" or "sampler"
+    trust: tuple[str, float, float, str] | None = None
+    entropy_floor: float | None = None  # least entropy of tokens in the policy term
+    entropy_share: float | None = None  # share of the tokens, those with the highest entropy
+    off_policy: float | None = None  # most mean of log(sampler / p) of a sequence, see `filters`
     off_policy_by: str = "sequence"  # or "token": whose advantage must be negative
-    #: the largest error of a sequence, and whether the denominators count only those below
+    #: (largest error of a sequence, whether denominators leave out sequences above it)
     sampler_mismatch: tuple[float, bool] | None = None
-    #: half-life, bounds of the weight, ratios from which on a token does not count, and is bounded
+    #: fipo: (half-life, lower and upper bound of the weight, ratio above which a later token does
+    #: not count, ratio above which the weight of a token with A < 0 is in [0.8, 1])
     future_kl: tuple[float, float, float, float, float] | None = None
 
 
 @dataclass(frozen=True)
 class Result:
-    """Tensors are flat [N]; rows that are not trained hold 0 (from log_ratio on:
+    """The result of `objective`.
 
-    trained rows only, in order).
+    loss            0-d, with a graph
+    logps, entropy, kl          [N], 0 in rows that are not trained
+    log_ratio, clipped_low, clipped_high, kept   [n], of the n trained rows in order
+    margin          the smallest distance between a number and a bound that it is compared with
     """
 
     loss: Tensor
@@ -87,7 +88,6 @@ class Result:
     clipped_low: Tensor
     clipped_high: Tensor
     kept: Tensor
-    #: The smallest distance between a number and a bound that it is compared with.
     margin: float
 
 
@@ -164,12 +164,12 @@ def surrogate(
         log_w = log_ratio.clamp(math.log(1e-8), 20.0)
         return -torch.exp(rate + k * log_w - rate * log_w.exp()).detach() * advantage * logp
     if spec.surrogate == "dro":
-        return -(advantage * logp - spec.pull / 2 * log_ratio**2)
+        return -(advantage * logp - spec.coefficient / 2 * log_ratio**2)
     if spec.surrogate == "regression":
-        return (spec.pull * log_ratio - advantage) ** 2
+        return (spec.coefficient * log_ratio - advantage) ** 2
     if spec.surrogate == "kl-cov":
         assert selected is not None
-        return -r * advantage + torch.where(selected, spec.pull * log_ratio.abs(), 0.0)
+        return -r * advantage + torch.where(selected, spec.coefficient * log_ratio.abs(), 0.0)
     assert spec.surrogate in ("clip", "clip-cov")
     unclipped = r if spec.delta is None else r.clamp(max=spec.delta)
     clipped = -torch.minimum(
@@ -207,7 +207,8 @@ def kl_term(spec: Spec, logp: Tensor, old: Tensor, ref: Tensor, log_ratio: Tenso
         "detached-ratio": log_ratio.detach().exp(),
         "score": torch.exp(logp - logp.detach()),
     }[spec.kl_weighting]
-    # Where a clamp cuts the estimator's gradient it cuts that of the weight too (NeMo-RL).
+    # If a clamp cuts the gradient of the estimate, it also cuts the gradient of the weight
+    # (NeMo-RL).
     return torch.where(clamped, weight.detach(), weight) * value
 
 
@@ -235,7 +236,11 @@ class Margin:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The trained tokens as Python numbers, in order, and which of them make up each sequence."""
+    """The trained tokens as Python numbers, in order.
+
+    old, sampler   log-probs of the old policy and of the sampler, None if not given
+    sequences      the tokens of each sequence, as indices into these lists
+    """
 
     logp: list[float]
     entropy: list[float]
@@ -243,6 +248,11 @@ class Tokens:
     old: list[float] | None
     sampler: list[float] | None
     sequences: list[list[int]]
+
+    @property
+    def old_or_current(self) -> list[float]:
+        """The log-probs of the old policy, which is the policy itself if they are not given."""
+        return self.logp if self.old is None else self.old
 
 
 def trusts(
@@ -278,43 +288,67 @@ def trusts(
 def filters(spec: Spec, tokens: Tokens, margin: Margin) -> tuple[list[bool], list[bool]]:
     """Return which tokens stay in the policy term, and which stay in the entropy bonus."""
     n = len(tokens.logp)
-    keep, high_entropy = [True] * n, [True] * n
-    old = tokens.logp if tokens.old is None else tokens.old
+    keep = [True] * n
+    has_high_entropy = [True] * n
     if spec.trust is not None:
         kind, low, high, anchor = spec.trust
-        anchors = old if anchor == "old" else tokens.sampler
+        anchors = tokens.old_or_current if anchor == "old" else tokens.sampler
         assert anchors is not None
         for i in range(n):
-            keep[i] &= trusts(
-                kind, low, high, tokens.logp[i], anchors[i], tokens.advantage[i], margin
-            )
+            logp, advantage = tokens.logp[i], tokens.advantage[i]
+            keep[i] &= trusts(kind, low, high, logp, anchors[i], advantage, margin)
     if spec.off_policy is not None:
-        for at in tokens.sequences:
-            moved = [
-                (old if tokens.sampler is None else tokens.sampler)[i] - tokens.logp[i] for i in at
-            ]
-            mean = math.fsum(0.0 if math.isnan(d) else d for d in moved) / max(len(at), 1)
-            margin(mean, spec.off_policy)
-            advantages = [tokens.advantage[i] for i in at]
-            whole = math.fsum(advantages)
-            if at and min(advantages) < 0 < max(advantages):
-                margin(whole, 0.0)
-            for i in at:
-                deciding = whole if spec.off_policy_by == "sequence" else tokens.advantage[i]
-                keep[i] &= deciding >= 0 or mean <= spec.off_policy
-    floor = spec.entropy_floor
-    if spec.entropy_share is not None and n:
-        values = sorted(tokens.entropy)
-        position = (1 - spec.entropy_share) * (n - 1)
-        below, above = values[math.floor(position)], values[math.ceil(position)]
-        floor = below + (position - math.floor(position)) * (above - below)
+        for places in tokens.sequences:
+            kept_places = _near_sampler(spec, tokens, places, margin)
+            for i in places:
+                keep[i] &= i in kept_places
+    floor = _entropy_floor(spec, tokens)
     if floor is not None:
         for i in range(n):
             if tokens.entropy[i] != floor:
                 margin(tokens.entropy[i], floor)
-            high_entropy[i] = tokens.entropy[i] >= floor
-            keep[i] &= high_entropy[i]
-    return keep, high_entropy
+            has_high_entropy[i] = tokens.entropy[i] >= floor
+            keep[i] &= has_high_entropy[i]
+    return keep, has_high_entropy
+
+
+def _near_sampler(spec: Spec, tokens: Tokens, places: list[int], margin: Margin) -> list[int]:
+    """Return the tokens of a sequence that the off-policy mask keeps (DeepSeek-V3.2, 2512.02556).
+
+    It drops tokens with A < 0 if the policy has moved away from the sampler: if the mean of
+    log(sampler / p) over the sequence is above `off_policy`. A is the advantage of the token or,
+    with off_policy_by="sequence", the sum over the sequence.
+    """
+    assert spec.off_policy is not None
+    sampler = tokens.old_or_current if tokens.sampler is None else tokens.sampler
+    moved = [sampler[i] - tokens.logp[i] for i in places]
+    # Tokens that were not scored count as 0.
+    mean = math.fsum(0.0 if math.isnan(x) else x for x in moved) / max(len(places), 1)
+    margin(mean, spec.off_policy)
+    advantages = [tokens.advantage[i] for i in places]
+    total = math.fsum(advantages)
+    if places and min(advantages) < 0 < max(advantages):
+        margin(total, 0.0)
+    if mean <= spec.off_policy:
+        return places
+    if spec.off_policy_by == "sequence":
+        return places if total >= 0 else []
+    return [i for i in places if tokens.advantage[i] >= 0]
+
+
+def _entropy_floor(spec: Spec, tokens: Tokens) -> float | None:
+    """Return the least entropy of tokens in the policy term, or None.
+
+    With `entropy_share` it is the quantile above which this share of the tokens lies.
+    """
+    n = len(tokens.entropy)
+    if spec.entropy_share is None or n == 0:
+        return spec.entropy_floor
+    values = sorted(tokens.entropy)
+    position = (1 - spec.entropy_share) * (n - 1)
+    below = values[math.floor(position)]
+    above = values[math.ceil(position)]
+    return below + (position - math.floor(position)) * (above - below)
 
 
 def selection(spec: Spec, tokens: Tokens, margin: Margin) -> list[bool]:
@@ -324,30 +358,29 @@ def selection(spec: Spec, tokens: Tokens, margin: Margin) -> list[bool]:
     random, so tests use share=1, which takes all.
     """
     n = len(tokens.logp)
-    mean_a, mean_logp = (math.fsum(v) / max(n, 1) for v in (tokens.advantage, tokens.logp))
-    cov = [
-        (a - mean_a) * (logp - mean_logp)
-        for a, logp in zip(tokens.advantage, tokens.logp, strict=True)
+    mean_advantage = math.fsum(tokens.advantage) / max(n, 1)
+    mean_logp = math.fsum(tokens.logp) / max(n, 1)
+    covariances = [
+        (advantage - mean_advantage) * (logp - mean_logp)
+        for advantage, logp in zip(tokens.advantage, tokens.logp, strict=True)
     ]
+    count = max(math.floor(spec.share * n), 1)
     if spec.surrogate == "kl-cov":
-        order = sorted(range(n), key=lambda i: -cov[i])
-        count = max(math.floor(spec.share * n), 1)
+        # The tokens with the largest covariances.
+        order = sorted(range(n), key=lambda i: -covariances[i])
         if count < n:
-            margin(cov[order[count - 1]], cov[order[count]])
+            margin(covariances[order[count - 1]], covariances[order[count]])
         return [i in order[:count] for i in range(n)]
     low, high = ratio_bounds(spec)
-    old = tokens.logp if tokens.old is None else tokens.old
-    out = []
+    selected: list[bool] = []
     for i in range(n):
-        r, a = math.exp(tokens.logp[i] - old[i]), tokens.advantage[i]
-        margin(cov[i], *spec.band)
-        takes = (
-            spec.band[0] < cov[i] < spec.band[1]
-            and not (a > 0 and r > high)
-            and not (a < 0 and r < low)
-        )
-        out.append(takes and sum(out) < max(math.floor(spec.share * n), 1))
-    return out
+        ratio = math.exp(tokens.logp[i] - tokens.old_or_current[i])
+        advantage = tokens.advantage[i]
+        margin(covariances[i], *spec.band)
+        is_clipped = (advantage > 0 and ratio > high) or (advantage < 0 and ratio < low)
+        qualifies = spec.band[0] < covariances[i] < spec.band[1] and not is_clipped
+        selected.append(qualifies and sum(selected) < count)
+    return selected
 
 
 def combine(
@@ -362,45 +395,41 @@ def combine(
     """Return the aggregate of the terms of all trained tokens.
 
     terms        the terms of each sequence
-    normalizer   the denominator. None: that of one process and one micro-batch, at least 1.
+    groups       the group of each sequence, for the aggregate "group-mean"
+    normalizer   the denominator. None: `denominator`, at least 1
     zero         a 0 with a graph, the sum of no terms
     without      sequences that do not count. A normalizer is reduced by their share.
     """
     if without:
-        rest = [i for i in range(len(terms)) if i not in without]
-        left = [terms[i] for i in rest]
-        of_left = None if groups is None else [groups[i] for i in rest]
+        left = [i for i in range(len(terms)) if i not in without]
+        left_terms = [terms[i] for i in left]
+        left_groups = None if groups is None else [groups[i] for i in left]
         if normalizer is not None:
-            counts = [
-                denominator(spec, aggregate, x, g) for x, g in ((left, of_left), (terms, groups))
-            ]
-            normalizer = (float(normalizer) or 1.0) * max(counts[0], 1.0) / max(counts[1], 1.0)
-        return combine(spec, aggregate, left, of_left, normalizer, zero, [])
-    total, count = (
-        zero,
-        float(len(terms) if spec.count_empty else sum(t.numel() > 0 for t in terms)),
-    )
+            left_count = denominator(spec, aggregate, left_terms, left_groups)
+            count = denominator(spec, aggregate, terms, groups)
+            normalizer = (float(normalizer) or 1.0) * max(left_count, 1.0) / max(count, 1.0)
+        return combine(spec, aggregate, left_terms, left_groups, normalizer, zero, [])
+
+    if normalizer is None:
+        divisor = max(denominator(spec, aggregate, terms, groups), 1.0)
+    else:
+        divisor = float(normalizer) or 1.0
     if aggregate == "group-mean":
         assert groups is not None
-        joined = [
-            torch.cat([t for t, g in zip(terms, groups, strict=True) if g == group])
+        # From here on the terms of each group instead of each sequence.
+        terms = [
+            torch.cat([x for x, g in zip(terms, groups, strict=True) if g == group])
             for group in sorted(set(groups))
         ]
-        count = float(len(joined) if spec.count_empty else sum(t.numel() > 0 for t in joined))
-        terms = joined
-    for t in terms:
-        if t.numel():
-            total = total + (
-                t.mean() if aggregate in ("seq-mean-token-mean", "group-mean") else t.sum()
-            )
-    if aggregate == "token-mean":
-        count = float(sum(t.numel() for t in terms))
-    elif aggregate == "token-sum":
-        count = 1.0
-    elif aggregate == "constant":
-        assert spec.max_tokens is not None
-        count *= spec.max_tokens
-    return total / (max(count, 1.0) if normalizer is None else float(normalizer) or 1.0)
+    total = zero
+    for x in terms:
+        if x.numel() == 0:
+            continue
+        if aggregate in ("seq-mean-token-mean", "group-mean"):
+            total = total + x.mean()
+        else:
+            total = total + x.sum()
+    return total / divisor
 
 
 def objective(
@@ -424,163 +453,322 @@ def objective(
     listed: Tensor | None = None,
     normalizer: float | tuple[float | None, float | None, float | None] | None = None,
 ) -> Result:
-    """The loss of flat log-probs and entropies [N], sequence by sequence.
+    """Compute the loss of flat log-probs and entropies [N], sequence by sequence.
 
-    normalizer: of the policy term, or of (policy term, KL, bonus); None is the policy term's for a
-    term that shares its aggregate, and that of this batch for others. selected: bool [N], the
-    tokens that Clip-Cov or KL-Cov take; None: see `selection`. kl_logps: [N], those that the KL
-    compares; None: logps. divergences: [N], exact ones in place of a KL estimate. listed: [N],
-    terms beside those of the policy, which a trust region does not drop.
+    Advantages, weights and nll_weights are a number, one number per sequence, or one per token. The
+    other tensors have N elements in any shape.
+
+    sequences        the row indices of each sequence
+    mask             trained tokens; None: all
+    old_logps        of the old policy; None: on-policy
+    sampler_logps    of the sampler, NaN for tokens that it did not score
+    weights          factors of the policy term
+    nll_weights      factors of -log p, which are added to the loss without a denominator
+    groups           the group of each sequence, for the aggregate "group-mean"
+    on_policy        tokens or sequences whose old log-probs are the current ones
+    selected         bool [N], the tokens that Clip-Cov or KL-Cov takes; None: see `selection`
+    kl_logps         [N], the log-probs in the KL estimate; None: logps
+    divergences      [N], exact divergences in place of a KL estimate
+    listed           [N], terms that are added to the policy term, except where the weight is 0. A
+                     trust region does not drop them
+    normalizer       of the policy term, or of (policy term, KL, entropy bonus). None: for a KL or
+                     bonus without its own aggregate the normalizer of the policy term, otherwise
+                     see `combine`
     """
-    dtype, rows = logps.dtype, logps.numel()
-    trained = torch.ones(rows, dtype=torch.bool) if mask is None else mask.reshape(-1) != 0
-    kept_rows = trained.tolist()
-    ids = [[i for i in s if kept_rows[i]] for s in sequences]
-    order = [i for at in ids for i in at]
-    advantage = to_rows(advantages, sequences, dtype)
-    weight = to_rows(1.0 if weights is None else weights, sequences, dtype)
-    nll = to_rows(0.0 if nll_weights is None else nll_weights, sequences, dtype)
+    dtype = logps.dtype
+    num_rows = logps.numel()
+    trained = torch.ones(num_rows, dtype=torch.bool) if mask is None else mask.reshape(-1) != 0
+    is_trained = trained.tolist()
+    # The trained rows of each sequence, and of all sequences.
+    trained_rows = [[i for i in rows if is_trained[i]] for rows in sequences]
+    all_trained_rows = [i for rows in trained_rows for i in rows]
 
-    def given(x: Tensor | None) -> Tensor | None:
+    def flat(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.detach().reshape(-1).to(dtype)
 
-    def numbers(x: Tensor | None) -> list[float] | None:
-        return None if x is None else x.detach()[order].tolist()
+    def per_row(x: Tensor | float) -> Tensor:
+        return to_rows(x, sequences, dtype)
 
-    old, sampler, ref = given(old_logps), given(sampler_logps), given(ref_logps)
+    old = flat(old_logps)
     if old is not None and on_policy is not None:
-        is_marked = to_rows(on_policy, sequences, dtype) != 0
-        old = torch.where(is_marked, logps.detach(), old)
-    place = {i: j for j, i in enumerate(order)}
-    tokens = Tokens(
-        numbers(logps) or [],
-        numbers(entropy) or [],
-        numbers(advantage) or [],
-        numbers(old),
-        numbers(sampler),
-        [[place[i] for i in at] for at in ids],
+        old = torch.where(per_row(on_policy) != 0, logps.detach(), old)
+    batch = _Batch(
+        logps=logps,
+        entropy=entropy,
+        advantage=per_row(advantages),
+        weight=per_row(1.0 if weights is None else weights),
+        old=logps.detach() if old is None else old,
+        ref=flat(ref_logps),
+        kl_logps=logps if kl_logps is None else kl_logps,
+        selected=selected,
+        divergences=divergences,
+        listed=listed,
     )
+    nll_weight = per_row(0.0 if nll_weights is None else nll_weights)
+    tokens = _as_numbers(batch, old, flat(sampler_logps), trained_rows)
     margin = Margin()
-    keep = torch.zeros(3, rows, dtype=torch.bool)
-    kept = *filters(spec, tokens, margin), filters(replace(spec, trust=None), tokens, margin)[0]
-    keep[:, order] = torch.tensor(kept, dtype=torch.bool)
+    keep = _kept_rows(spec, tokens, all_trained_rows, num_rows, margin)
     if selected is None and spec.surrogate in ("clip-cov", "kl-cov"):
-        selected = torch.zeros(rows, dtype=torch.bool)
-        selected[order] = torch.tensor(selection(spec, tokens, margin), dtype=torch.bool)
-
+        is_selected = torch.zeros(num_rows, dtype=torch.bool)
+        is_selected[all_trained_rows] = torch.tensor(
+            selection(spec, tokens, margin), dtype=torch.bool
+        )
+        batch = replace(batch, selected=is_selected)
+    # Sequences that are too far from the sampler have a loss of 0.
     far = far_sequences(spec, tokens, margin)
     for b in far:
-        keep[0][ids[b]] = False
-    kl = torch.zeros(rows, dtype=dtype)
-    log_ratio = torch.zeros(rows, dtype=dtype)
-    policy_terms, kl_terms, entropy_terms = [], [], []
-    nll_total = logps[:0].sum()
-    for at in ids:
-        logp, a, w = logps[at], advantage[at], weight[at]
-        old_logp = logp.detach() if old is None else old[at]
-        own = logp - old_logp
-        x = in_sequence(spec, own, a, w, margin)
-        if spec.level == "sequence" and at:
-            x = x.mean().expand(len(at))
-        elif spec.level == "sequence-token" and at:
-            x = x.mean().detach() + logp - logp.detach()
-        elif spec.level == "sequence-sum":
-            x = x.sum().expand(len(at))
-        log_ratio[at] = x.detach()
-        for value, sign in zip(x.tolist(), a.tolist(), strict=True):
-            margin(value, *(spec.bounds or ()))
-            if sign != 0 and value != 0:  # on-policy it is 0 in every precision
-                margin(math.exp(min(value, 700.0)), *ratio_bounds(spec), spec.delta or math.inf)
-        if spec.surrogate == "kl-cov" and selected is not None:
-            for value in x[selected[at] & (x != 0)].tolist():
-                margin(value, 0.0)
-        low, high = spec.bounds or (-math.inf, math.inf)
-        term = surrogate(
-            spec, x.clamp(low, high), logp, a, None if selected is None else selected[at]
-        )
-        if spec.future_kl is not None:
-            w = w * future_weights(spec, own.detach(), a, at, margin)
-        weighted = torch.where(w == 0, 0.0, (1.0 if spec.surrogate == "vespo" else w) * term)
-        policy_terms.append(torch.where(keep[0][at], weighted, 0.0))
-        if listed is not None:
-            beside = torch.where(
-                keep[2][at] & (w != 0), (1.0 if spec.surrogate == "vespo" else w) * listed[at], 0.0
-            )
-            policy_terms[-1] = policy_terms[-1] + beside
-        if divergences is not None:
-            kl_terms.append(divergences[at])
-            kl[at] = kl_terms[-1].detach()
-        elif ref is not None:
-            # The product over a whole sequence would be far larger than the KL of a token, so the
-            # token's own ratio is used there.
-            kl_terms.append(
-                kl_term(
-                    spec,
-                    logp if kl_logps is None else kl_logps[at],
-                    old_logp,
-                    ref[at],
-                    own if spec.level == "sequence-sum" else x,
-                )
-            )
-            kl[at] = kl_terms[-1].detach()
-            for d, value in zip(
-                (ref[at] - logp).tolist(), kl_estimate("k3", logp, ref[at]).tolist(), strict=True
-            ):
-                margin(d, -spec.clamp_log, spec.clamp_log, *((0.0,) if spec.kl == "abs" else ()))
-                margin(value, spec.clamp)
-        entropy_terms.append(entropy[at])
-        if len(policy_terms) - 1 not in far:
-            nll_total = nll_total - (nll[at] * logp).sum()
+        keep.policy[trained_rows[b]] = False
 
-    where = groups.tolist() if groups is not None else None
-    zero = logps[:0].sum()
-    D, kl_D, entropy_D = normalizer if isinstance(normalizer, tuple) else (normalizer, None, None)
+    has_kl = divergences is not None or batch.ref is not None
+    kl = torch.zeros(num_rows, dtype=dtype)
+    log_ratio = torch.zeros(num_rows, dtype=dtype)
+    terms = _Terms([], [], [])
+    nll_total = logps[:0].sum()  # 0 with a graph
+    for b, rows in enumerate(trained_rows):
+        token_log_ratio = logps[rows] - batch.old[rows]
+        x = _log_ratio_of_level(spec, batch, rows, token_log_ratio, margin)
+        log_ratio[rows] = x.detach()
+        terms.policy.append(_policy_terms(spec, batch, rows, token_log_ratio, x, keep, margin))
+        if has_kl:
+            # The ratio of a whole sequence would be far larger than the KL of a token, so the KL
+            # has the token's own ratio.
+            kl_log_ratio = token_log_ratio if spec.level == "sequence-sum" else x
+            terms.kl.append(_kl_terms(spec, batch, rows, kl_log_ratio, margin))
+            kl[rows] = terms.kl[b].detach()
+        terms.entropy.append(entropy[rows])
+        if b not in far:
+            nll_total = nll_total - (nll_weight[rows] * logps[rows]).sum()
     for b in far:
-        for terms in (policy_terms, kl_terms, entropy_terms):
-            if terms:
-                terms[b] = 0.0 * terms[b].detach()
-    leave = far if spec.sampler_mismatch is not None and spec.sampler_mismatch[1] else []
-    total = combine(spec, spec.aggregate, policy_terms, where, D, zero, leave) + nll_total
-    if spec.beta != 0:
-        own_mean = D if kl_D is None and not spec.kl_aggregate else kl_D
-        total = total + spec.beta * combine(
-            spec, spec.kl_aggregate or spec.aggregate, kl_terms, where, own_mean, zero, leave
-        )
-    if spec.entropy_coef != 0:
-        if (
-            spec.entropy_share is not None and spec.entropy_aggregate == "token-mean"
-        ):  # a mean of what is left
-            entropy_terms = [h[keep[1][at]] for h, at in zip(entropy_terms, ids, strict=True)]
-            if entropy_D is not None:  # which counts all tokens: these stand for theirs
-                entropy_D *= sum(h.numel() for h in entropy_terms) / max(len(order), 1)
-        else:
-            entropy_terms = [
-                torch.where(keep[1][at], h, 0.0) for h, at in zip(entropy_terms, ids, strict=True)
-            ]
-        own_mean = D if entropy_D is None and not spec.entropy_aggregate else entropy_D
-        bonus = combine(
-            spec,
-            spec.entropy_aggregate or spec.aggregate,
-            entropy_terms,
-            where,
-            own_mean,
-            zero,
-            leave,
-        )
-        total = total - spec.entropy_coef * bonus
+        for terms_of_part in terms:
+            if terms_of_part:
+                terms_of_part[b] = 0.0 * terms_of_part[b].detach()
+    is_left_out = spec.sampler_mismatch is not None and spec.sampler_mismatch[1]
+    loss = nll_total + _loss_of_terms(
+        spec,
+        terms,
+        has_entropy_bonus=[keep.entropy[rows] for rows in trained_rows],
+        groups=None if groups is None else groups.tolist(),
+        normalizer=normalizer,
+        zero=logps[:0].sum(),
+        without=far if is_left_out else [],
+    )
+
     low, high = ratio_bounds(spec)
-    r = log_ratio[trained].exp()
+    ratio = log_ratio[trained].exp()
+    advantage = batch.advantage[trained]
     return Result(
-        loss=total,
+        loss=loss,
         logps=torch.where(trained, logps.detach(), 0.0),
         entropy=torch.where(trained, entropy.detach(), 0.0),
         kl=kl,
         log_ratio=log_ratio[trained],
-        clipped_low=(r < low) & (advantage[trained] < 0),
-        clipped_high=(r > high) & (advantage[trained] > 0),
-        kept=keep[0][trained],
+        clipped_low=(ratio < low) & (advantage < 0),
+        clipped_high=(ratio > high) & (advantage > 0),
+        kept=keep.policy[trained],
         margin=margin.smallest,
     )
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """The arguments of `objective`, flat [N]. None: not given."""
+
+    logps: Tensor
+    entropy: Tensor
+    advantage: Tensor
+    weight: Tensor
+    old: Tensor
+    ref: Tensor | None
+    kl_logps: Tensor
+    selected: Tensor | None
+    divergences: Tensor | None
+    listed: Tensor | None
+
+
+class _Keep(NamedTuple):
+    """The rows that count in a part of the loss, bool [N] each."""
+
+    policy: Tensor  # in the policy term
+    entropy: Tensor  # in the entropy bonus
+    listed: Tensor  # in the listed terms, which a trust region does not drop
+
+
+class _Terms(NamedTuple):
+    """The terms of the trained tokens of each sequence, in the parts of the loss."""
+
+    policy: list[Tensor]
+    kl: list[Tensor]  # empty without a reference
+    entropy: list[Tensor]
+
+
+def _loss_of_terms(
+    spec: Spec,
+    terms: _Terms,
+    *,
+    has_entropy_bonus: list[Tensor],
+    groups: list[int] | None,
+    normalizer: float | tuple[float | None, float | None, float | None] | None,
+    zero: Tensor,
+    without: list[int],
+) -> Tensor:
+    """Return policy term + beta KL - entropy_coef entropy, each aggregated over all tokens.
+
+    has_entropy_bonus   for each sequence, whether a trained token counts in the entropy bonus
+    normalizer          see `objective`
+    groups, zero, without   see `combine`
+    """
+
+    def aggregated(aggregate: str, terms: list[Tensor], denominator: float | None) -> Tensor:
+        return combine(spec, aggregate, terms, groups, denominator, zero, without)
+
+    policy_denominator, kl_denominator, entropy_denominator = (
+        normalizer if isinstance(normalizer, tuple) else (normalizer, None, None)
+    )
+    loss = aggregated(spec.aggregate, terms.policy, policy_denominator)
+    if spec.beta != 0:
+        if kl_denominator is None and not spec.kl_aggregate:
+            kl_denominator = policy_denominator
+        kl_aggregate = spec.kl_aggregate or spec.aggregate
+        loss = loss + spec.beta * aggregated(kl_aggregate, terms.kl, kl_denominator)
+    if spec.entropy_coef != 0:
+        pairs = list(zip(terms.entropy, has_entropy_bonus, strict=True))
+        if spec.entropy_share is not None and spec.entropy_aggregate == "token-mean":
+            # The mean over the tokens that count.
+            entropy_terms = [x[counts] for x, counts in pairs]
+            if entropy_denominator is not None:
+                # It includes all tokens, so it is reduced to the share of those that count.
+                num_tokens = sum(x.numel() for x in terms.entropy)
+                num_counted = sum(x.numel() for x in entropy_terms)
+                entropy_denominator *= num_counted / max(num_tokens, 1)
+        else:
+            entropy_terms = [torch.where(counts, x, 0.0) for x, counts in pairs]
+        if entropy_denominator is None and not spec.entropy_aggregate:
+            entropy_denominator = policy_denominator
+        entropy_aggregate = spec.entropy_aggregate or spec.aggregate
+        bonus = aggregated(entropy_aggregate, entropy_terms, entropy_denominator)
+        loss = loss - spec.entropy_coef * bonus
+    return loss
+
+
+def _as_numbers(
+    batch: _Batch, old: Tensor | None, sampler: Tensor | None, trained_rows: list[list[int]]
+) -> Tokens:
+    """Return the trained tokens as Python numbers.
+
+    old, sampler   [N] or None
+    trained_rows   of each sequence
+    """
+    all_rows = [i for rows in trained_rows for i in rows]
+
+    def numbers(x: Tensor) -> list[float]:
+        return x.detach()[all_rows].tolist()
+
+    place_of_row = {row: place for place, row in enumerate(all_rows)}
+    return Tokens(
+        logp=numbers(batch.logps),
+        entropy=numbers(batch.entropy),
+        advantage=numbers(batch.advantage),
+        old=None if old is None else numbers(old),
+        sampler=None if sampler is None else numbers(sampler),
+        sequences=[[place_of_row[row] for row in rows] for rows in trained_rows],
+    )
+
+
+def _kept_rows(
+    spec: Spec, tokens: Tokens, trained_rows: list[int], num_rows: int, margin: Margin
+) -> _Keep:
+    """Return which rows the filters keep."""
+    policy, entropy = filters(spec, tokens, margin)
+    listed, _ = filters(replace(spec, trust=None), tokens, margin)
+
+    def row_mask(kept: list[bool]) -> Tensor:
+        is_kept = torch.zeros(num_rows, dtype=torch.bool)
+        is_kept[trained_rows] = torch.tensor(kept, dtype=torch.bool)
+        return is_kept
+
+    return _Keep(row_mask(policy), row_mask(entropy), row_mask(listed))
+
+
+def _log_ratio_of_level(
+    spec: Spec, batch: _Batch, rows: list[int], token_log_ratio: Tensor, margin: Margin
+) -> Tensor:
+    """Return the log-ratio that the surrogate gets for each trained token of a sequence [n].
+
+    rows              the trained rows of the sequence
+    token_log_ratio   log(p / old) of each of them
+    """
+    x = in_sequence(spec, token_log_ratio, batch.advantage[rows], batch.weight[rows], margin)
+    if spec.level == "sequence-sum":
+        return x.sum().expand(len(rows))
+    if spec.level == "sequence" and rows:
+        return x.mean().expand(len(rows))
+    if spec.level == "sequence-token" and rows:
+        # The value is the mean of the sequence, the gradient is the token's own.
+        logp = batch.logps[rows]
+        return x.mean().detach() + logp - logp.detach()
+    return x
+
+
+def _policy_terms(
+    spec: Spec,
+    batch: _Batch,
+    rows: list[int],
+    token_log_ratio: Tensor,
+    log_ratio: Tensor,
+    keep: _Keep,
+    margin: Margin,
+) -> Tensor:
+    """Return the policy term of each trained token of a sequence [n], with the listed terms.
+
+    rows              the trained rows of the sequence
+    token_log_ratio   log(p / old) of each of them
+    log_ratio         see `_log_ratio_of_level`
+    """
+    advantage = batch.advantage[rows]
+    weight = batch.weight[rows]
+    selected = None if batch.selected is None else batch.selected[rows]
+    for x, a in zip(log_ratio.tolist(), advantage.tolist(), strict=True):
+        margin(x, *(spec.bounds or ()))
+        if a != 0 and x != 0:  # on-policy x is 0 in every precision
+            margin(math.exp(min(x, 700.0)), *ratio_bounds(spec), spec.delta or math.inf)
+    if spec.surrogate == "kl-cov" and selected is not None:
+        for x in log_ratio[selected & (log_ratio != 0)].tolist():
+            margin(x, 0.0)
+
+    low, high = spec.bounds or (-math.inf, math.inf)
+    terms = surrogate(spec, log_ratio.clamp(low, high), batch.logps[rows], advantage, selected)
+    if spec.future_kl is not None:
+        weight = weight * future_weights(spec, token_log_ratio.detach(), advantage, rows, margin)
+    # The weights of vespo are part of its ratio, see `in_sequence`. A weight of 0 drops a token.
+    factor = torch.ones_like(weight) if spec.surrogate == "vespo" else weight
+    has_weight = weight != 0
+    policy = torch.where(keep.policy[rows] & has_weight, factor * terms, 0.0)
+    if batch.listed is None:
+        return policy
+    listed = factor * batch.listed[rows]
+    return policy + torch.where(keep.listed[rows] & has_weight, listed, 0.0)
+
+
+def _kl_terms(
+    spec: Spec, batch: _Batch, rows: list[int], log_ratio: Tensor, margin: Margin
+) -> Tensor:
+    """Return the KL term of each trained token of a sequence [n].
+
+    rows        the trained rows of the sequence
+    log_ratio   the log-ratio of each of them, for the weight of an estimate
+    """
+    if batch.divergences is not None:
+        return batch.divergences[rows]
+    assert batch.ref is not None
+    logp = batch.logps[rows]
+    ref = batch.ref[rows]
+    estimates = kl_estimate("k3", logp, ref)
+    for difference, estimate in zip((ref - logp).tolist(), estimates.tolist(), strict=True):
+        margin(difference, -spec.clamp_log, spec.clamp_log)
+        if spec.kl == "abs":  # which has no derivative at 0
+            margin(difference, 0.0)
+        margin(estimate, spec.clamp)
+    return kl_term(spec, batch.kl_logps[rows], batch.old[rows], ref, log_ratio)
 
 
 def future_weights(
@@ -588,23 +776,30 @@ def future_weights(
 ) -> Tensor:
     """Return FIPO's weight (2603.19835) of each trained token of a sequence.
 
+    It is exp of the sum of the log-ratios from the token on, which decay with the distance, within
+    bounds. See `Spec.future_kl`.
+
     places   the positions of the trained tokens
     """
     assert spec.future_kl is not None
     half_life, low, high, cutoff, safety = spec.future_kl
+    log_cutoff, log_safety = math.log(cutoff), math.log(safety)
+    log_ratios = log_ratio.tolist()
     weights = []
-    for i, t in enumerate(places):
+    for i, place in enumerate(places):
         total = 0.0
         for j in range(i, len(places)):
-            x = float(log_ratio[j])
-            margin(x, math.log(cutoff))
-            if not x > math.log(cutoff):
-                total += 0.5 ** ((places[j] - t) / half_life) * x
-        weight = total if math.isnan(total) else min(max(math.exp(min(total, 700.0)), low), high)
-        x = float(log_ratio[i])
+            margin(log_ratios[j], log_cutoff)
+            if not log_ratios[j] > log_cutoff:  # a NaN counts
+                total += 0.5 ** ((places[j] - place) / half_life) * log_ratios[j]
+        if math.isnan(total):
+            weight = total
+        else:
+            weight = min(max(math.exp(min(total, 700.0)), low), high)
         if float(advantage[i]) < 0:
-            margin(x, math.log(safety))
-            weight = min(max(weight, 0.8), 1.0) if x > math.log(safety) else weight
+            margin(log_ratios[i], log_safety)
+            if log_ratios[i] > log_safety:
+                weight = min(max(weight, 0.8), 1.0)
         weights.append(weight)
     return torch.tensor(weights, dtype=log_ratio.dtype)
 
@@ -614,12 +809,16 @@ def denominator(spec: Spec, aggregate: str, terms: list[Tensor], groups: list[in
     if aggregate == "token-sum":
         return 1.0
     if aggregate == "token-mean":
-        return float(sum(t.numel() for t in terms))
+        return float(sum(x.numel() for x in terms))
     if aggregate == "group-mean":
         assert groups is not None
-        named = zip(terms, groups, strict=True)
-        return float(len({g for t, g in named if spec.count_empty or t.numel()}))
-    count = float(len(terms) if spec.count_empty else sum(t.numel() > 0 for t in terms))
+        counted_groups = set()
+        for x, group in zip(terms, groups, strict=True):
+            if spec.count_empty or x.numel() > 0:
+                counted_groups.add(group)
+        return float(len(counted_groups))
+    num_sequences = len(terms) if spec.count_empty else sum(x.numel() > 0 for x in terms)
+    count = float(num_sequences)
     if aggregate == "constant":
         assert spec.max_tokens is not None
         count *= spec.max_tokens
@@ -631,27 +830,35 @@ def far_sequences(spec: Spec, tokens: Tokens, margin: Margin) -> list[int]:
     if spec.sampler_mismatch is None:
         return []
     assert tokens.sampler is not None
+    threshold, _ = spec.sampler_mismatch
     far = []
-    for b, at in enumerate(tokens.sequences):
-        apart = [tokens.sampler[i] - tokens.logp[i] for i in at]
-        errors = [1.0 if math.isnan(d) else math.exp(min(abs(d), 60.0)) for d in apart]
-        error = math.fsum(errors) / max(len(errors), 1)
-        margin(error, spec.sampler_mismatch[0])
-        if error > spec.sampler_mismatch[0]:
+    for b, places in enumerate(tokens.sequences):
+        differences = [tokens.sampler[i] - tokens.logp[i] for i in places]
+        errors = [1.0 if math.isnan(x) else math.exp(min(abs(x), 60.0)) for x in differences]
+        mean_error = math.fsum(errors) / max(len(errors), 1)
+        margin(mean_error, threshold)
+        if mean_error > threshold:
             far.append(b)
     return far
 
 
 def in_sequence(spec: Spec, x: Tensor, advantage: Tensor, weight: Tensor, margin: Margin) -> Tensor:
-    """Return the log-ratios of the trained tokens of a sequence, as its mean or sum takes them."""
-    if spec.surrogate == "gmpo":  # clipped on the side where the token would gain
+    """Return the log-ratios [n] of which the mean or sum over a sequence is taken.
+
+    x   log(p / old) of each trained token of the sequence [n]
+    """
+    if spec.surrogate == "gmpo":
+        # Each token's log-ratio is clipped on the side where the token would gain.
         for value, a in zip(x.tolist(), advantage.tolist(), strict=True):
-            margin(value, *([spec.eps_high] if a > 0 else [-spec.eps_low] if a < 0 else []))
+            if a > 0:
+                margin(value, spec.eps_high)
+            elif a < 0:
+                margin(value, -spec.eps_low)
         sign = advantage.sign()
         return sign * torch.minimum(sign * x, sign * x.clamp(-spec.eps_low, spec.eps_high))
-    if (
-        spec.surrogate == "vespo"
-    ):  # sampler weights are factors of the sequence's ratio; 0 takes its token out
+    if spec.surrogate == "vespo":
+        # Importance weights are factors of the sequence's ratio. A weight of 0 drops the token from
+        # the policy term, but not from the ratio, where it counts as 1.
         logs = torch.where(weight == 0, 1.0, weight).log().clamp(math.log(1e-8), 20.0)
         return x.clamp(-20.0, 20.0) + logs
     return x
@@ -667,29 +874,32 @@ def divergence(logps: Tensor, teacher_logps: Tensor, kind: str, mixture: float =
     In KL(a, b), ids with a probability of 0 under a add nothing.
     """
 
-    def kl(a: Tensor, b: Tensor) -> Tensor:
-        nothing = a == -math.inf
-        a, b = a.masked_fill(nothing, 0.0), b.masked_fill(nothing, 0.0)
-        return (a.exp() * (a - b)).masked_fill(nothing, 0.0).sum(-1)
+    def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
+        # Filled before the subtraction, because the gradient of -inf - (-inf) is NaN.
+        is_absent = log_a == -math.inf
+        log_a = log_a.masked_fill(is_absent, 0.0)
+        log_b = log_b.masked_fill(is_absent, 0.0)
+        return (log_a.exp() * (log_a - log_b)).masked_fill(is_absent, 0.0).sum(-1)
 
-    p, q = logps, teacher_logps
     if kind == "reverse":
-        return kl(p, q)
+        return kl(logps, teacher_logps)
     if kind == "forward":
-        return kl(q, p)
+        return kl(teacher_logps, logps)
     if kind == "tv":
-        apart = p.exp() - q.exp()
-        return (torch.where(apart.isnan(), apart, apart.sign()).detach() * apart).sum(-1) / 2.0
-    nothing = (p == -math.inf) & (q == -math.inf)
-    m = torch.logaddexp(
-        p.masked_fill(nothing, 0.0) + math.log1p(-mixture),
-        q.masked_fill(nothing, 0.0) + math.log(mixture),
+        difference = logps.exp() - teacher_logps.exp()
+        # sign() of a NaN is not NaN everywhere.
+        sign = torch.where(difference.isnan(), difference, difference.sign())
+        return (sign.detach() * difference).sum(-1) / 2.0
+    is_absent = (logps == -math.inf) & (teacher_logps == -math.inf)
+    log_mixture = torch.logaddexp(
+        logps.masked_fill(is_absent, 0.0) + math.log1p(-mixture),
+        teacher_logps.masked_fill(is_absent, 0.0) + math.log(mixture),
     )
-    m = m.masked_fill(nothing, -math.inf)
-    return mixture * kl(q, m) + (1.0 - mixture) * kl(p, m)
+    log_mixture = log_mixture.masked_fill(is_absent, -math.inf)
+    return mixture * kl(teacher_logps, log_mixture) + (1.0 - mixture) * kl(logps, log_mixture)
 
 
-# ---- the answer to a problem (see cases.py), and how far fp32 may be from it
+# ---- the answer to a problem (see call_cases.py), and how far fp32 may be from it
 
 EPS = 2.0**-23
 #: Half a unit in the last place of the dtypes that gradients are stored in, relative and absolute.
@@ -1161,14 +1371,17 @@ def tolerances(p: Problem, exact: Answer) -> Answer:
 
 
 def products(p: Problem, of_logits: Tensor) -> dict[str, Tensor]:
-    """Return gradients of hidden states and head in which no terms cancel: |operands| multiplied.
+    """Return the sizes of the terms of the gradients of hidden states and head.
 
-    of_logits   gradients of the logits, all at least 0
+    These are the matmuls of the backward with the absolute values of both operands, so that no
+    terms cancel.
+
+    of_logits   the absolute gradients of the logits [rows, V]
     """
-    hidden, weight = p.clean["hidden"].double().abs(), p.clean["weight"].double().abs()
-    of_weight = of_logits.T @ hidden.flatten(0, -2)
+    hidden = p.clean["hidden"].double().abs()
+    weight = p.clean["weight"].double().abs()
     return {
         "hidden": (of_logits @ weight).view(hidden.shape),
-        "weight": of_weight,
+        "weight": of_logits.T @ hidden.flatten(0, -2),
         "bias": of_logits.sum(0),
     }

@@ -1,7 +1,4 @@
-"""The pages of the documentation:
-
-their links, headings and examples, and the variables for the examples.
-"""
+"""Read the pages of the documentation: links, headings, examples, and variables for the examples."""
 
 from __future__ import annotations
 
@@ -25,67 +22,72 @@ NOT_RUN = re.compile(r"<!-- not run: needs (?P<what>.+?) -->\n$")
 
 
 class Example(NamedTuple):
+    """A block of Python code of a page."""
+
     page: Path
-    line: int
+    line: int  # of the page
     code: str
-    needs: str  # "" if it runs here
+    needs: str  # what it needs that a test on a CPU does not have, "" for nothing
 
     @property
     def name(self) -> str:
+        """Where the example is, as PATH:LINE."""
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
 
 def examples(page: Path) -> list[Example]:
-    """The blocks of Python code of a page."""
-    text, found = page.read_text(), []
+    """Return the blocks of Python code of a page."""
+    text = page.read_text()
+    blocks = []
     for match in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         before = text[: match.start()]
         marker = NOT_RUN.search(before)
-        found.append(
-            Example(page, before.count("\n") + 1, match[1], marker["what"] if marker else "")
-        )
-    return found
+        needs = marker["what"] if marker else ""
+        blocks.append(Example(page, before.count("\n") + 1, match[1], needs))
+    return blocks
 
 
 def example(part: str) -> str:
-    """The only example that contains this text."""
-    (found,) = [e.code for page in EXAMPLES for e in examples(page) if part in e.code]
-    return found
+    """Return the code of the only example on all pages that contains this text."""
+    (code,) = [x.code for page in EXAMPLES for x in examples(page) if part in x.code]
+    return code
 
 
 def without_code(text: str) -> str:
-    """The text without blocks of code and inline code, in which brackets are not links."""
-    return re.sub(
-        r"`[^`\n]*`", "", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-    )
+    """Return the text without blocks of code and inline code, in which brackets are not links."""
+    without_blocks = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"`[^`\n]*`", "", without_blocks)
 
 
 def links(page: Path) -> list[str]:
+    """Return the targets of all links of a page."""
     return re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text()))
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub and Python-Markdown make them."""
+    """Return the anchors of a page's headings, as GitHub and Python-Markdown make them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     return {slug(heading) for heading in re.findall(r"^#+ +(.*?) *$", text, re.MULTILINE)}
 
 
 def slug(heading: str) -> str:
-    """Lower case, words joined by hyphens, without punctuation and marks."""
-    return re.sub(
-        r"[\s]", "-", re.sub(r"[^\w\s-]", "", re.sub(r"[`*]", "", heading)).strip().lower()
-    )
+    """Return the anchor of a heading: lower case, without punctuation, "-" for each space."""
+    text = re.sub(r"[`*]", "", heading)
+    text = re.sub(r"[^\w\s-]", "", text)
+    return re.sub(r"[\s]", "-", text.strip().lower())
 
 
 def tracked(*patterns: str) -> list[Path]:
-    """The files of the checkout, including new ones; without a repository, all files."""
+    """Return the files of the checkout that match a pattern, with new files that are not ignored.
+
+    Outside of a git repository, all files that match are returned.
+    """
     if not (ROOT / ".git").exists():
         return sorted(path for pattern in patterns for path in ROOT.rglob(pattern))
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns]
-    listed = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.split()
-    return sorted(ROOT / name for name in listed if (ROOT / name).exists())
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    paths = [ROOT / name for name in answer.stdout.split()]
+    return sorted(path for path in paths if path.exists())  # git also lists deleted files
 
 
 # ---- variables for the examples
@@ -94,7 +96,7 @@ B, T, V, H = 4, 6, 40, 16
 
 
 def given() -> dict[str, Any]:
-    """The names that docs/functions.md introduces, and those of single examples."""
+    """Return the variables that docs/functions.md introduces, and those of single examples."""
     from grpo_kernels import LogitTransform, Objective, TokenBatch, TokenSets
     from grpo_kernels.batch import shift_targets
 
@@ -113,9 +115,10 @@ def given() -> dict[str, Any]:
     old_logps, ref_logps = normal(B, T) * 0.1 - 3.6, normal(B, T) * 0.1 - 3.6
     objective = Objective.preset("dapo")
     batch = TokenBatch(targets, advantages, mask=mask, old_logps=old_logps)
-    drawn = [
-        [sorted({token, (token + 3) % V, 5}) for token in row[m].tolist()]
-        for row, m in zip(ids, completion_mask, strict=True)
+    # The candidate set of each token of a completion.
+    sampling_masks = [
+        [sorted({token, (token + 3) % V, 5}) for token in row[row_mask].tolist()]
+        for row, row_mask in zip(ids, completion_mask, strict=True)
     ]
     teacher_ids = torch.stack([torch.randperm(V, generator=g)[:5] for _ in range(B * T)])
     return {
@@ -130,7 +133,8 @@ def given() -> dict[str, Any]:
         "teacher_transform": LogitTransform(softcap=30.0), "teacher_ids": teacher_ids,
         "teacher_logps": torch.log_softmax(normal(B * T, V), -1).gather(-1, teacher_ids),
         # What samplers record
-        "sampling_masks": drawn, "outputs": [SimpleNamespace(sampling_mask=SimpleNamespace(token_ids=row)) for row in drawn],
+        "sampling_masks": sampling_masks,
+        "outputs": [SimpleNamespace(sampling_mask=SimpleNamespace(token_ids=row)) for row in sampling_masks],
         "prompt_length": 2, "length": T, "response": TokenSets.from_counts(torch.arange(4), torch.ones(4, dtype=torch.int64)),
         "kept_ids": ids.reshape(-1).to(torch.int32), "counts": torch.ones(B * T, dtype=torch.int64),
     }  # fmt: skip

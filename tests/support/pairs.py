@@ -1,60 +1,66 @@
-"""Cases of parametrised tests:
-
-every pair of options in place of the product of all, refusals as tables, how many random ones.
-"""
+"""Cases of parametrised tests: all pairs of options, and tables of refused arguments."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import combinations
 from typing import Any
 
 import pytest
 
-#: Random cases that a test draws.
+#: How many random cases a test draws.
 MANY = int(os.environ.get("GRPO_KERNELS_FUZZ", "3000"))
 
 
 def pairs(**axes: Iterable[Any]) -> list[dict[str, Any]]:
-    """List cases, each with one value of every axis, so that every two values of two axes meet in
-    one of them.
+    """Return cases that together have every pair of values of two axes.
 
-    Greedy and the same in each run: a case starts with the first pair that is missing, and each
-    further axis takes the value that adds the most missing pairs; among equals, the one that has
-    met the others least often.
+    A case has one value of each axis, {name of the axis: value}. The cases are found greedily and
+    are the same in each run. A case starts with the first pair that is still missing. Each further
+    axis, the longest first, takes the value that adds the most missing pairs. Among equal values,
+    it takes the one whose pairs are in the fewest cases so far.
     """
-    names, options = list(axes), [[*values] for values in axes.values()]
+    names = list(axes)
+    options = [list(values) for values in axes.values()]
     if len(names) == 1:
         return [{names[0]: value} for value in options[0]]
-    missing = dict.fromkeys(
+    # Axes and values are numbers here. A pair is ((axis, value), (later axis, value)). The
+    # dictionary serves as an ordered set.
+    missing: dict[_Pair, None] = dict.fromkeys(
         ((i, a), (j, b))
         for i, j in combinations(range(len(names)), 2)
         for a in range(len(options[i]))
         for b in range(len(options[j]))
     )
-    met: Counter[Any] = Counter()
+    num_cases: Counter[_Pair] = Counter()  # that have a pair
     cases = []
     while missing:
-        chosen = dict(next(iter(missing)))
-        for axis in sorted(
-            set(range(len(names))) - set(chosen), key=lambda axis: -len(options[axis])
-        ):
-            made = [
-                [tuple(sorted([(axis, value), other])) for other in chosen.items()]
-                for value in range(len(options[axis]))
-            ]
-            gains = [
-                (sum(pair in missing for pair in each), -sum(met[pair] for pair in each))
-                for each in made
-            ]
+        chosen: dict[int, int] = dict(next(iter(missing)))  # {axis: value}
+        other_axes = set(range(len(names))) - set(chosen)
+        for axis in sorted(other_axes, key=lambda axis: -len(options[axis])):
+            gains = []
+            for value in range(len(options[axis])):
+                pairs_of_value = [_ordered((axis, value), other) for other in chosen.items()]
+                num_missing = sum(pair in missing for pair in pairs_of_value)
+                gains.append((num_missing, -sum(num_cases[pair] for pair in pairs_of_value)))
             chosen[axis] = gains.index(max(gains))
         for pair in combinations(sorted(chosen.items()), 2):
-            met[pair] += 1
+            num_cases[pair] += 1
             missing.pop(pair, None)
         cases.append({name: options[axis][chosen[axis]] for axis, name in enumerate(names)})
     return cases
+
+
+#: Two values of two axes, each as (axis, value). The lower axis comes first.
+_Pair = tuple[tuple[int, int], tuple[int, int]]
+
+
+def _ordered(a: tuple[int, int], b: tuple[int, int]) -> _Pair:
+    """Return the pair of two values of different axes."""
+    return (a, b) if a < b else (b, a)
 
 
 def label(case: dict[str, Any]) -> str:
@@ -62,25 +68,29 @@ def label(case: dict[str, Any]) -> str:
     return " ".join(f"{name}={getattr(value, '__name__', value)}" for name, value in case.items())
 
 
-#: A call that is fine, and what its message must say where some of its arguments are others.
+#: Rows (function, valid keywords, {message: invalid keywords that replace some of them}). With the
+#: invalid keywords the function must raise an error that matches the message.
 Refused = list[tuple[Callable[..., Any], dict[str, Any], dict[str, dict[str, Any]]]]
 
 
 def refusals(table: Refused) -> Any:
-    """Parametrise a test by functions that check one refusal each; unknown keywords raise
-    TypeError, all else ValueError.
+    """Parametrise a test by `refused`, functions without arguments that check one message each.
+
+    They assert that the valid call succeeds, and that the invalid one raises ValueError, or
+    TypeError for an unknown keyword.
     """
 
-    def checked(
-        call: Callable[..., Any], given: dict[str, Any], message: str, changes: dict[str, Any]
+    def check(
+        call: Callable[..., Any], valid: dict[str, Any], message: str, changes: dict[str, Any]
     ) -> None:
-        call(**given)
-        with pytest.raises(TypeError if "no argument" in message else ValueError, match=message):
-            call(**{**given, **changes})
+        call(**valid)
+        error = TypeError if "no argument" in message else ValueError
+        with pytest.raises(error, match=message):
+            call(**{**valid, **changes})
 
     cases = [
-        pytest.param(lambda row=(call, given, message, changes): checked(*row), id=message)
-        for call, given, messages in table
+        pytest.param(partial(check, call, valid, message, changes), id=message)
+        for call, valid, messages in table
         for message, changes in messages.items()
     ]
     return pytest.mark.parametrize("refused", cases)

@@ -1,9 +1,10 @@
-"""A step of the reference trainer once more: plain float64, a completion at a time, without
-padding, cache or kernel. Imports nothing of the package.
+"""Compute a step of the reference trainer in plain float64 PyTorch, one completion at a time.
 
-What a run does is seen from outside: its reward functions are told the sampled ids, and each
-optimizer step shows parameters and gradients. From these, `Plain` computes the gradients and
-metrics that should have come.
+There is no padding, cache or kernel, and nothing of the package is imported.
+
+`Watch` records what a run does: its reward functions get the sampled ids, and its optimizer steps
+show parameters and gradients. From these records, `Plain` computes the expected gradients and
+metrics.
 """
 
 from __future__ import annotations
@@ -22,11 +23,16 @@ from support import advantage_oracle, oracle
 from support.oracle import Spec
 
 GRPO = Spec(aggregate="seq-mean-token-mean")
+#: {kl of the configuration: the divergence over the whole vocabulary}
 KINDS = {"exact": "reverse", "exact-forward": "forward", "exact-jsd": "jsd", "exact-tv": "tv"}
 
 
 class Call(NamedTuple):
-    """Of a reward function."""
+    """The arguments of a call of a reward function, and the rewards that it returned.
+
+    prompts, completions   texts, one for each completion
+    ids                    the sampled ids of each completion
+    """
 
     prompts: list[str]
     completions: list[str]
@@ -35,7 +41,7 @@ class Call(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What an optimizer is given."""
+    """Parameters and gradients by name, and the learning rate, just before an optimizer step."""
 
     parameters: dict[str, Tensor]
     gradients: dict[str, Tensor]
@@ -43,7 +49,10 @@ class Update(NamedTuple):
 
 
 class Watch:
-    """Writes down, inside a `with`, what reward functions and the optimizer of `model` are given."""
+    """A context that records calls of reward functions and optimizer steps.
+
+    model   the model whose parameters are recorded; None if no optimizer steps
+    """
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -51,31 +60,32 @@ class Watch:
         self.updates: list[Update] = []
 
     def told(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a reward function that records its calls."""
+
         def reward(
             prompts: list[str], completions: list[str], *, completion_ids: Any, **columns: Any
         ) -> Any:
-            found = function(prompts, completions, completion_ids=completion_ids, **columns)
-            self.calls.append(Call(prompts, completions, completion_ids, found))
-            return found
+            rewards = function(prompts, completions, completion_ids=completion_ids, **columns)
+            self.calls.append(Call(prompts, completions, completion_ids, rewards))
+            return rewards
 
+        # The trainer reports rewards under the names of their functions.
         reward.__name__ = function.__name__
         return reward
 
-    def note(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        named = [*self.model.named_parameters()]
-        gradients = {name: p.grad.clone() for name, p in named}
-        self.updates.append(
-            Update(
-                {n: p.detach().clone() for n, p in named},
-                gradients,
-                optimizer.param_groups[0]["lr"],
-            )
-        )
+    def _record_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Record an update. PyTorch calls this hook before each optimizer step."""
+        parameters = {}
+        gradients = {}
+        for name, parameter in self.model.named_parameters():
+            parameters[name] = parameter.detach().clone()
+            gradients[name] = parameter.grad.clone()
+        self.updates.append(Update(parameters, gradients, optimizer.param_groups[0]["lr"]))
 
     def __enter__(self) -> Watch:
         self.calls.clear()
         self.updates.clear()
-        self.handle = register_optimizer_step_pre_hook(self.note)
+        self.handle = register_optimizer_step_pre_hook(self._record_update)
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -83,25 +93,47 @@ class Watch:
 
 
 def kept_ids(logits: Tensor, c: Any) -> list[int]:
-    """What min-p, top-k and top-p, in the order of vLLM, leave of one row, in Python floats."""
-    top = float(logits.max())
-    shares = [math.exp((z - top) / c.temperature) for z in logits.tolist()]
-    kept = sorted((i for i, s in enumerate(shares) if s >= c.min_p), key=lambda i: -shares[i])[
-        : c.top_k or None
-    ]
-    total, before, count = sum(shares[i] for i in kept), 0.0, 0
-    while count < len(kept) and before < c.top_p * total:
-        before += shares[kept[count]]
-        count += 1
-    return kept[:count]
+    """Return the candidate set of a row, the ids that sampling may draw, most probable first.
+
+    min-p, top-k and top-p are applied in this order, as in vLLM, in Python floats.
+
+    logits   [V]
+    c        the configuration: temperature, min_p, top_k, top_p
+    """
+    largest = float(logits.max())
+    # Proportional to the probabilities, with 1 for the most probable id.
+    shares = [math.exp((logit - largest) / c.temperature) for logit in logits.tolist()]
+    after_min_p = [i for i, share in enumerate(shares) if share >= c.min_p]
+    after_min_p.sort(key=lambda i: -shares[i])
+    after_top_k = after_min_p[: c.top_k] if c.top_k else after_min_p
+
+    total = sum(shares[i] for i in after_top_k)
+    share_so_far = 0.0
+    after_top_p = []
+    for i in after_top_k:
+        if share_so_far >= c.top_p * total:
+            break
+        after_top_p.append(i)
+        share_so_far += shares[i]
+    return after_top_p
 
 
 @dataclass
 class Plain:
-    """The steps of a configuration `c` from a model on. Of the fields, `spec` is the objective;
-    `advantages` makes them from the rewards [K][B]: numbers, or a list for each completion; `weigh`
-    gives the weights of a completion's tokens from (log-prob of the policy - of the sampler,
-    whether it ended), None where it is not trained on.
+    """Steps of the trainer with the configuration `c`.
+
+    tok          the tokenizer
+    model        the policy
+    teacher      the reference model; None: a copy of the policy
+    spec         the objective
+    advantages   returns the advantages from this object and the rewards [K][B] of K functions: a
+                 number for each completion, or a list with a number for each token. None:
+                 `of_groups`
+    weigh        returns the weights of a completion's tokens from (log-probs of the policy - of the
+                 sampler, whether the completion ended). NaN: the token is not trained. None: all
+                 weights are 1
+    prompts      ids of the prompt of each completion, set by `sample`
+    ids          ids of each completion, set by `sample`
     """
 
     c: Any
@@ -120,83 +152,110 @@ class Plain:
         self.reference = copy.deepcopy(self.teacher or self.model).double().eval()
 
     def logits(self, model: Any) -> Tensor:
-        """[N, V] of the tokens of all completions."""
-        pairs = zip(self.prompts, self.ids, strict=True)
-        return torch.cat(
-            [
-                model(input_ids=torch.tensor([p + ids])).logits[0, len(p) - 1 : -1]
-                for p, ids in pairs
-            ]
-        )
+        """Return the logits from which the tokens of all completions are drawn, [N, V]."""
+        rows = []
+        for prompt, ids in zip(self.prompts, self.ids, strict=True):
+            logits = model(input_ids=torch.tensor([prompt + ids])).logits[0]
+            rows.append(logits[len(prompt) - 1 : -1])
+        return torch.cat(rows)
 
     def over(self, keep: Tensor | None, logits: Tensor) -> oracle.Rows:
-        """Their softmaxes, over the ids of `keep`."""
-        ids, transform = (
-            torch.cat([*map(torch.tensor, self.ids)]),
-            {"softcap": None, "scale": 1.0, "temperature": self.c.temperature},
-        )
+        """Return the softmaxes of logits [N, V] over the ids where `keep` [N, V] is True."""
+        ids = torch.cat([torch.tensor(row) for row in self.ids])
+        transform = {"softcap": None, "scale": 1.0, "temperature": self.c.temperature}
         return oracle.Rows(logits, ids, transform, self.sequences, keep=keep)
 
     def greedy(self, prompt: list[int], ends: Sequence[int]) -> list[int]:
+        """Return the greedy completion of a prompt, up to the first of the end tokens `ends`."""
         ids: list[int] = []
         while len(ids) < self.c.max_new_tokens and not (ids and ids[-1] in ends):
-            ids.append(
-                int(self.model(input_ids=torch.tensor([prompt + ids])).logits[0, -1].argmax())
-            )
+            logits = self.model(input_ids=torch.tensor([prompt + ids])).logits[0, -1]
+            ids.append(int(logits.argmax()))
         return ids
 
     def load(self, parameters: dict[str, Tensor]) -> None:
-        self.model.load_state_dict(
-            {name: p.double() for name, p in parameters.items()}, strict=False
-        )
+        """Copy parameters into the policy. Tied weights may have only one name."""
+        wide = {name: parameter.double() for name, parameter in parameters.items()}
+        self.model.load_state_dict(wide, strict=False)
 
     @property
     def groups(self) -> list[int]:
+        """The group of each completion."""
         return [i // self.c.group_size for i in range(len(self.ids))]
 
     def sample(self, parameters: dict[str, Tensor], call: Call) -> None:
-        """What was sampled, and by what: sets, log-probs of the sampler and of the policy."""
+        """Set what sampling knows: ids, candidate sets, log-probs of the sampler and the policy.
+
+        parameters   of the policy that sampled
+        call         of a reward function, for all completions
+        """
         self.load(parameters)
-        self.prompts, self.ids = [self.tok(text)["input_ids"] for text in call.prompts], call.ids
-        ends = torch.tensor([len(ids) for ids in self.ids]).cumsum(0).tolist()
-        self.sequences = [
-            [*range(end - len(ids), end)] for end, ids in zip(ends, self.ids, strict=True)
-        ]
+        self.prompts = [self.tok(text)["input_ids"] for text in call.prompts]
+        self.ids = call.ids
+        #: For each completion the indices of its rows.
+        self.sequences: list[list[int]] = []
+        num_rows = 0
+        for ids in self.ids:
+            self.sequences.append([*range(num_rows, num_rows + len(ids))])
+            num_rows += len(ids)
+
         logits = self.logits(self.model).detach()
         self.keep = torch.zeros_like(logits, dtype=torch.bool)
-        for row, at in zip(logits, self.keep, strict=True):
-            at[kept_ids(row, self.c)] = True
+        for row_logits, row_keep in zip(logits, self.keep, strict=True):
+            row_keep[kept_ids(row_logits, self.c)] = True
         self.sampler = self.over(self.keep, logits).chosen
         assert self.sampler.isfinite().all(), "a token that sampling leaves out"
-        self.keep |= self.c.replay is False
-        own = self.over(self.keep, logits)
-        self.old, self.squares = own.chosen, own.sum_squares
+        if self.c.replay is False:
+            # The policy then has the softmax over the whole vocabulary.
+            self.keep.fill_(True)
+        policy = self.over(self.keep, logits)
+        self.old = policy.chosen
+        self.squares = policy.sum_squares
 
     def step(
         self, calls: list[Call], updates: list[Update], ends: Sequence[int]
     ) -> list[tuple[dict[str, Tensor], dict[str, float]]]:
-        """Of each update its gradients and metrics."""
-        count = self.c.prompts_per_step * self.c.group_size
-        drawn = [call for call in calls if len(call.ids) == count]
-        self.sample(updates[0].parameters, drawn[0])
-        assert all(ids[-1] in ends or len(ids) == self.c.max_new_tokens for ids in self.ids)
-        assert not any(i in ends for ids in self.ids for i in ids[:-1])
-        rewards = [call.rewards for call in drawn]
-        values = (
-            self.of_groups(rewards) if self.advantages is None else self.advantages(self, rewards)
-        )
-        pairs = zip(values, self.ids, strict=True)
-        advantages = torch.tensor(
-            [x for v, ids in pairs for x in (v if isinstance(v, (list, tuple)) else [v] * len(ids))]
-        ).double()
+        """Return the expected (gradients, metrics) of each update of a step.
+
+        calls     of the reward functions, in the order of the functions
+        updates   what the optimizer got
+        ends      ids that end a completion
+        """
+        # Reward functions are also called for fewer completions, such as those of an evaluation.
+        num_completions = self.c.prompts_per_step * self.c.group_size
+        training_calls = [call for call in calls if len(call.ids) == num_completions]
+        self.sample(updates[0].parameters, training_calls[0])
+        for ids in self.ids:
+            assert ids[-1] in ends or len(ids) == self.c.max_new_tokens
+            assert not any(i in ends for i in ids[:-1])
+
+        rewards = [call.rewards for call in training_calls]
+        if self.advantages is None:
+            values: Sequence[Any] = self.of_groups(rewards)
+        else:
+            values = self.advantages(self, rewards)
+        token_advantages: list[float] = []
+        for value, ids in zip(values, self.ids, strict=True):
+            is_per_token = isinstance(value, (list, tuple))
+            token_advantages += value if is_per_token else [value] * len(ids)
+        advantages = torch.tensor(token_advantages).double()
+
         weights = torch.ones_like(advantages)
         if self.weigh is not None:
-            gaps, both = self.old - self.sampler, zip(self.sequences, self.ids, strict=True)
-            weights = torch.cat([self.weigh(gaps[at], ids[-1] in ends) for at, ids in both])
+            log_ratios = self.old - self.sampler
+            weights_of_completions = [
+                self.weigh(log_ratios[rows], ids[-1] in ends)
+                for rows, ids in zip(self.sequences, self.ids, strict=True)
+            ]
+            weights = torch.cat(weights_of_completions)
         old = self.sampler if self.c.ratio_to == "sampler" else self.old
         return [self.update(update.parameters, advantages, old, weights) for update in updates]
 
     def of_groups(self, rewards: list[list[float]], **options: Any) -> list[float]:
+        """Return the group advantages of the weighted sums of rewards [K][B].
+
+        options   of `advantage_oracle.group_advantages`
+        """
         weights = self.c.reward_weights or [1.0] * len(rewards)
         totals = [
             math.fsum(w * r for w, r in zip(weights, row, strict=True))
@@ -207,29 +266,55 @@ class Plain:
     def update(
         self, parameters: dict[str, Tensor], advantages: Tensor, old: Tensor, weights: Tensor
     ) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Return (gradients by name, metrics) of one update.
+
+        parameters   of the policy before the update
+        advantages   [N], N tokens
+        old          [N]: log-probs that ratios refer to
+        weights      [N], NaN for tokens that are not trained
+        """
         self.load(parameters)
         logits = self.logits(self.model)
-        own = self.over(self.keep, logits)
+        policy = self.over(self.keep, logits)
         with torch.no_grad():
-            other = self.over(self.keep, self.logits(self.reference))
+            reference = self.over(self.keep, self.logits(self.reference))
         kind = "reverse" if self.c.preset == "distillation" else KINDS.get(self.c.kl or "")
+        divergences = None
+        if kind:
+            divergences = oracle.divergence(policy.log_p, reference.log_p, kind, 0.5)
         mask = ~weights.isnan()
-        some = (advantages[mask] != 0) | (
-            not self.c.drop_zero_variance
-        )  # of which the metrics tell
         result = oracle.objective(
-            self.spec, own.chosen, own.entropy, self.sequences, advantages=advantages, old_logps=old, ref_logps=other.chosen, mask=mask,
-            weights=weights.nan_to_num(1.0), divergences=oracle.divergence(own.log_p, other.log_p, kind, 0.5) if kind else None,
-        )  # fmt: skip
+            self.spec,
+            policy.chosen,
+            policy.entropy,
+            self.sequences,
+            advantages=advantages,
+            old_logps=old,
+            ref_logps=reference.chosen,
+            mask=mask,
+            weights=weights.nan_to_num(1.0),
+            divergences=divergences,
+        )
         gradients = torch.autograd.grad(result.loss, [*self.model.parameters()])
-        ratio = result.log_ratio.exp()[some]
-        told = {
-            "loss": result.loss.detach(), "kl": result.kl[mask][some].mean(), "entropy": result.entropy[mask][some].mean(), "ratio_mean": ratio.mean(),
-            "ratio_min": ratio.min(), "ratio_max": ratio.max(), "clip_low": result.clipped_low[some].double().mean(),
-            "clip_high": result.clipped_high[some].double().mean(), "tokens": some.sum(),
-            "grad_norm": torch.stack([g.norm() for g in gradients]).norm(),
-        }  # fmt: skip
         names = [name for name, _ in self.model.named_parameters()]
-        return dict(zip(names, gradients, strict=True)), {
-            name: float(x) for name, x in told.items()
+
+        # Of the trained tokens. Log-ratios and clip counts have only these.
+        if self.c.drop_zero_variance:
+            is_counted = advantages[mask] != 0
+        else:
+            is_counted = torch.ones_like(advantages[mask], dtype=torch.bool)
+        ratio = result.log_ratio.exp()[is_counted]
+        metrics = {
+            "loss": result.loss.detach(),
+            "kl": result.kl[mask][is_counted].mean(),
+            "entropy": result.entropy[mask][is_counted].mean(),
+            "ratio_mean": ratio.mean(),
+            "ratio_min": ratio.min(),
+            "ratio_max": ratio.max(),
+            "clip_low": result.clipped_low[is_counted].double().mean(),
+            "clip_high": result.clipped_high[is_counted].double().mean(),
+            "tokens": is_counted.sum(),
+            "grad_norm": torch.stack([gradient.norm() for gradient in gradients]).norm(),
         }
+        numbers = {name: float(value) for name, value in metrics.items()}
+        return dict(zip(names, gradients, strict=True)), numbers

@@ -16,8 +16,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-#: Makes `import NAME` fail as if it were not installed; without "grpo_kernels._cpu" no installed
-#: copy offers one either.
+#: Code that makes the import of the modules {missing} fail, as if they were not installed. If
+#: "grpo_kernels._cpu" is among them, no installed copy of the package is found either.
 WITHOUT = """
 import gc, importlib.metadata, sys
 gc.set_threshold(50_000)
@@ -82,34 +82,46 @@ def start_ranks(
 def become_ranks(
     ranks: int, module: str, function: str, arguments: tuple[Any, ...], imports: str
 ) -> None:
+    """Fork this process into ranks, wait for them, and exit with 1 if one failed.
+
+    See `start_ranks`, which calls this in a new process.
+    """
     for name in getattr(importlib.import_module(imports or module), "BEFORE_THE_RANKS", ()):
         importlib.import_module(name)
-    run, children = getattr(importlib.import_module(module), function), {}
-    gc.freeze()  # the imports stay, and are shared
+    run = getattr(importlib.import_module(module), function)
+    gc.freeze()  # garbage collection would write to memory of the imports, which ranks share
+    ranks_of_children = {}
     for rank in range(ranks):
         child = os.fork()
         if child == 0:
             os.environ["RANK"] = str(rank)
             become_rank(run, rank, *arguments)
-        children[child] = rank
-    failed = 0
-    while children:
+        ranks_of_children[child] = rank
+
+    def kill_children(*_: Any) -> None:
+        for child in ranks_of_children:
+            os.kill(child, signal.SIGKILL)
+
+    exit_code = 0
+    while ranks_of_children:
         child, status = os.wait()
-        del children[child]
-        if status and not failed:
-            failed = 1
-            signal.signal(
-                signal.SIGALRM, lambda *_: [os.kill(other, signal.SIGKILL) for other in children]
-            )
-            signal.alarm(5)  # the others may wait for the one that failed, or have more to say
-    sys.exit(failed)
+        del ranks_of_children[child]
+        if status != 0 and exit_code == 0:
+            exit_code = 1
+            # The other ranks may wait for the one that failed. They get 5 seconds to report errors.
+            signal.signal(signal.SIGALRM, kill_children)
+            signal.alarm(5)
+    sys.exit(exit_code)
+
+
+#: Option of prctl: the signal that a process gets when its parent ends.
+_PR_SET_PDEATHSIG = 1
 
 
 def become_rank(run: Callable[..., None], rank: int, *arguments: Any) -> None:
+    """Call run(rank, *arguments), and end the process with 0, or with 1 if it raised."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(
-            1, signal.SIGKILL
-        )  # PR_SET_PDEATHSIG: killed with the process that it came from
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     status = 1
     try:
         run(rank, *arguments)
@@ -125,9 +137,9 @@ def become_rank(run: Callable[..., None], rank: int, *arguments: Any) -> None:
 def for_its_own_pytest() -> dict[str, str]:
     """Return the environment for an independent pytest process, without options of this pytest."""
     return {
-        k: v
-        for k, v in os.environ.items()
-        if k != "PYTEST_ADDOPTS" and not k.startswith("PYTEST_XDIST")
+        name: value
+        for name, value in os.environ.items()
+        if name != "PYTEST_ADDOPTS" and not name.startswith("PYTEST_XDIST")
     }
 
 
@@ -143,11 +155,14 @@ def said(command: Sequence[str], **how: Any) -> str:
 def interpreted(cases: Path) -> None:
     """Assert that all tests of a file pass in Triton's interpreter and none is skipped."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(cases)]
-    environment = for_its_own_pytest() | {
-        "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path), "GRPO_KERNELS_TEST_BACKENDS": "triton",
-    }  # fmt: skip
-    found = said(command, env=environment, cwd=Path(__file__).parents[2], timeout=1800)
-    assert " passed" in found and "skipped" not in found, found
+    environment = {
+        **for_its_own_pytest(),
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "GRPO_KERNELS_TEST_BACKENDS": "triton",
+    }
+    output = said(command, env=environment, cwd=Path(__file__).parents[2], timeout=1800)
+    assert " passed" in output and "skipped" not in output, output
 
 
 # ---- checks that run on all ranks of a group, started once for all of them
@@ -165,7 +180,10 @@ def checks_of(module: str) -> dict[str, Callable[[int, int], None]]:
 def run_checks(module: str, ranks: int, folder: Path) -> dict[str, str]:
     """Run the checks of a module on several gloo processes, and return the outcome of each.
 
-    An outcome is "ok", or the error of the first rank that reports one. The first failure ends the run, since the other ranks may be waiting for that one.
+    An outcome is "ok", or the error of the first rank that reports one. The first failure ends the
+    run, because the other ranks may be waiting for the one that failed.
+
+    folder   for the files in which ranks report outcomes
     """
     process = start_ranks(ranks, check_as_rank, module, ranks, str(folder), imports=module)
     output = ""
@@ -173,19 +191,34 @@ def run_checks(module: str, ranks: int, folder: Path) -> dict[str, str]:
         output = process.communicate(timeout=900)[0]
     finally:
         process.kill()
-    found = {}
-    for rank in reversed(range(ranks)):
-        report = folder / f"rank{rank}.json"
-        lines = json.loads(report.read_text()) if report.exists() else {}
-        for name in checks_of(module):
-            said = lines.get(name, f"not run on rank {rank}: {output[-2000:]}")
-            if said != "ok" and (found.get(name, "ok") == "ok" or name in lines):
-                found[name] = said
-            found.setdefault(name, said)
-    return found
+    reports = []
+    for rank in range(ranks):
+        path = folder / f"rank{rank}.json"
+        reports.append(json.loads(path.read_text()) if path.exists() else {})
+    return {name: _outcome_of_check(name, reports, output) for name in checks_of(module)}
+
+
+def _outcome_of_check(name: str, reports: list[dict[str, str]], output: str) -> str:
+    """Return "ok" if all ranks report this, or else the first error.
+
+    Errors of ranks that have run the check come before those of ranks that have not.
+
+    reports   for each rank, the outcome of the checks that it has run
+    output    of all ranks
+    """
+    for report in reports:
+        if report.get(name, "ok") != "ok":
+            return report[name]
+    last_lines = output[-2000:]
+    not_run = [rank for rank, report in enumerate(reports) if name not in report]
+    return f"not run on rank {not_run[-1]}: {last_lines}" if not_run else "ok"
 
 
 def check_as_rank(rank: int, module: str, ranks: int, folder: str) -> None:
+    """Run the checks of a module on one rank, and write their outcomes to a file in `folder`.
+
+    The file is written after each check, so that it has all outcomes if the process is killed.
+    """
     import torch.distributed as dist
 
     report = {}

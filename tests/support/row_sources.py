@@ -51,6 +51,10 @@ class Float64Source:
         detached: tuple[str, ...] = (),
         reference: None = None,
     ) -> dict[str, Tensor]:
+        """Return "logps" and the statistics `names` of each row [num_rows], 0 in masked rows.
+
+        "top_id" is -1 in masked rows. See `RowSource.statistics`.
+        """
         if mask is None:
             mask = torch.ones_like(targets, dtype=torch.bool)
         logits = torch.where(mask[:, None], self.logits, 0.0)
@@ -78,6 +82,13 @@ class Float64Source:
         *,
         detached: tuple[str, ...] = (),
     ) -> dict[str, Tensor]:
+        """Return statistics of the softmax over the ids of each row that are in no pair.
+
+        "logps" is the log-odds of the target against these ids: its logit minus their logsumexp.
+        See `RowSource.statistics_of_rest`.
+
+        row_ids, token_ids   (row, id) pairs; the id -1 marks an unused pair
+        """
         # A last column takes unused pairs.
         is_left_out = self.logits.new_zeros(self.num_rows, self.vocab_size + 1, dtype=torch.bool)
         columns = torch.where(token_ids >= 0, token_ids, self.vocab_size)
@@ -105,6 +116,7 @@ class Float64Source:
         return {name: statistics[name] for name in ("logps", *names)}
 
     def logits_at(self, row_ids: Tensor, token_ids: Tensor) -> Tensor:
+        """Return the logit of each (row, id) pair, -inf for the id -1."""
         logits = self.logits[row_ids, token_ids.clamp(min=0)]
         return torch.where(token_ids >= 0, logits, -torch.inf)
 
@@ -141,6 +153,7 @@ class PublicFunctionSource:
         detached: tuple[str, ...] = (),
         reference: None = None,
     ) -> dict[str, Tensor]:
+        """Return "logps" and the statistics `names`, as the public function returns them."""
         also = tuple(name for name in names if name != "entropy")
         result = self.call(targets, mask=mask, entropy=True, also=also)
         assert result.entropy is not None

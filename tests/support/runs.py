@@ -1,6 +1,6 @@
-"""Short runs of the reference trainer on a tiny model, made and looked at as a user would:
+"""Run the reference trainer for a few steps on a tiny model, and read the files that it writes.
 
-options, rewards, files.
+Model, data, rewards and options are passed in as a user would pass them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import random
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -29,13 +29,18 @@ from grpo_kernels.training.trainer import TrainConfig, Trainer
 
 Line = dict[str, Any]
 
-#: Sums in characters, of two lengths.
+#: Sums of two numbers, as text. Prompts have different lengths.
 PROMPTS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in (0, 11, 2, 3)]
-#: Training rows, held-out rows.
+#: (training rows, held-out rows)
 ROWS = (PROMPTS[:16], PROMPTS[16:])
 
 
 def tiny(tok: Any, seed: int = 0, **changes: Any) -> Any:
+    """Return a Qwen3 model with one layer and random weights.
+
+    tok       the tokenizer, which says the vocabulary size and the end token
+    changes   fields of Qwen3Config that differ from the defaults here
+    """
     torch.manual_seed(seed)
     settings = dict(
         vocab_size=len(tok), hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
@@ -46,43 +51,53 @@ def tiny(tok: Any, seed: int = 0, **changes: Any) -> Any:
 
 
 def evens(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    """A reward, the share of even digits: dense enough that 30 steps raise it."""
+    """Reward the share of even digits in a completion of four characters.
+
+    Many completions get a reward above 0, so that 30 steps of training raise it.
+    """
     return [sum(c in "02468" for c in text) / 4 for text in completions]
 
 
 def varied(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    """A reward that hardly two completions share."""
+    """Reward a completion by a checksum of its characters, so that rewards of a group differ."""
     return [sum(map(ord, text)) % 7 / 7 for text in completions]
 
 
 def of_steps(
     prompts: list[str], completions: list[str], *, completion_ids: list[list[int]], **_: Any
 ) -> list[Any]:
-    """A process reward at every other token."""
+    """Return process rewards: 1 or 0 for even or odd ids at every other token, else None."""
     return [
-        [float(i % 2 == 0) if t % 2 == 0 else None for t, i in enumerate(ids)]
+        [
+            float(token_id % 2 == 0) if position % 2 == 0 else None
+            for position, token_id in enumerate(ids)
+        ]
         for ids in completion_ids
     ]
 
 
 def noisy(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    """Rewards that can only be reproduced with the state of all three shared random generators."""
-    draws = [
+    """Add noise from the global generators of random, numpy and torch to the rewards of `evens`.
+
+    A resumed run only gets the same rewards if it restores all three generators.
+    """
+    noise = [
         random.random() + float(numpy.random.rand()) + torch.rand(()).item() for _ in completions
     ]
-    return [
-        score + 0.1 * draw for score, draw in zip(evens(prompts, completions), draws, strict=True)
-    ]
+    scores = evens(prompts, completions)
+    return [score + 0.1 * x for score, x in zip(scores, noise, strict=True)]
 
 
 def seed(value: int) -> None:
-    """Of the random generators that everybody in a process shares."""
-    for each in (random.seed, numpy.random.seed, torch.manual_seed):
-        each(value)
+    """Seed the global random generators of random, numpy and torch."""
+    random.seed(value)
+    numpy.random.seed(value)
+    torch.manual_seed(value)
 
 
-#: Above every element of the gradients of these runs, which are clipped to a norm of 1.
+#: Larger than every element of the gradients of these runs, which are clipped to a norm of 1.
 SMOOTH_EPS = 0.25
+#: The handle of the hook that `smooth_optimizers` has registered, if any.
 _smooth: list[Any] = []
 
 
@@ -90,10 +105,10 @@ def smooth_optimizers() -> None:
     """Set AdamW's eps to 0.25 at each optimizer step of this process, until `usual_optimizers` is
     called.
 
-    With eps=1e-8 an element of the gradient that is mostly rounding error still moves its parameter
-    by up to the learning rate, so that two right runs differ as far. With an eps above the
-    gradients the step is a smooth function of them, and the parameters of two runs are as close as
-    their gradients.
+    With eps=1e-8, an element of the gradient that is mostly rounding error still moves its
+    parameter by up to the learning rate, so that the parameters of two correct runs differ as much.
+    If eps is larger than the gradients, the step is a smooth function of them, and parameters
+    differ only as much as gradients.
     """
 
     def set_eps(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -110,12 +125,16 @@ def smooth_optimizers() -> None:
 
 
 def usual_optimizers() -> None:
-    """End what `smooth_optimizers` began."""
+    """Undo `smooth_optimizers`: optimizers use their own eps again."""
     while _smooth:
         _smooth.pop().remove()
 
 
 def config(out: Path, **changes: Any) -> TrainConfig:
+    """Return the configuration of a run of two steps that writes to the folder `out`.
+
+    changes   fields that differ from the defaults here
+    """
     settings = dict(
         steps=2, prompts_per_step=3, group_size=4, max_new_tokens=4, lr=1e-3, eval_steps=0, checkpoint_steps=0, out=str(out),
         progress=False, device="cpu",
@@ -127,23 +146,34 @@ def trainer(
     tok: Any, out: Path, *, rewards: Any = (evens,), model: Any = None, rows: Any = ROWS, teacher: Any = None, trackers: Any = (),
     **changes: Any,
 ) -> Trainer:  # fmt: skip
-    """`teacher`: a model, or the path of one."""
+    """Return a trainer for a tiny model, which writes to the folder `out`.
+
+    rewards   reward functions, which replace the rewards that the configuration names
+    model     the policy; None: a new one from `tiny`
+    rows      (training rows, held-out rows)
+    teacher   a model, or the path of a model, which goes into the configuration
+    changes   fields of the configuration, see `config`
+    """
+    # The configuration must name as many rewards as there are functions.
+    settings: dict[str, Any] = {"rewards": ["exact"] * len(rewards)}
     if isinstance(teacher, str):
-        teacher, changes = None, changes | {"teacher": teacher}
-    model, named = model or tiny(tok), {"rewards": ["exact"] * len(rewards)}
+        teacher_model = None
+        settings["teacher"] = teacher
+    else:
+        teacher_model = teacher
     return Trainer(
-        config(out, **named | changes),
-        model=model,
+        config(out, **{**settings, **changes}),
+        model=model or tiny(tok),
         tokenizer=tok,
         rows=rows,
         rewards=list(rewards),
-        teacher=teacher,
+        teacher=teacher_model,
         trackers=trackers,
     )
 
 
 def on_disk(tok: Any, folder: Path) -> list[str]:
-    """A model and a data set in files; what the command line says of them."""
+    """Save a tiny model and a data set, and return the command-line options that name them."""
     tiny(tok).save_pretrained(folder / "model")
     tok.save_pretrained(folder / "model")
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
@@ -151,47 +181,55 @@ def on_disk(tok: Any, folder: Path) -> list[str]:
 
 
 def flags(**options: Any) -> list[str]:
-    """Options as the command line takes them."""
-    return [
-        text
-        for name, value in options.items()
-        for text in (f"--{name.replace('_', '-')}", *str(value).split())
-    ]
+    """Return options as a list of command-line arguments: batch_size=4 gives --batch-size 4.
+
+    A value with spaces becomes several arguments.
+    """
+    arguments = []
+    for name, value in options.items():
+        arguments.append(f"--{name.replace('_', '-')}")
+        arguments += str(value).split()
+    return arguments
 
 
 def read(path: Path) -> list[Line]:
+    """Return the lines of a JSONL file."""
     return [json.loads(text) for text in path.read_text().splitlines()]
 
 
 def lines(out: Path) -> list[Line]:
-    """The metrics of a run, but for those that differ whenever it is run."""
-    found = read(out / "metrics.jsonl")
+    """Return the metrics of each step of a run, without times and memory.
+
+    Two runs with the same configuration and seeds give equal lines.
+    """
+    varying = ("seconds", "per_second", "memory_gb")
     return [
-        {k: v for k, v in x.items() if not k.endswith(("seconds", "per_second", "memory_gb"))}
-        for x in found
+        {name: value for name, value in line.items() if not name.endswith(varying)}
+        for line in read(out / "metrics.jsonl")
     ]
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
-    """The model that a run has saved, as transformers loads it."""
-    return dict(
-        transformers.AutoModelForCausalLM.from_pretrained(
-            out / "model", dtype=torch.float32
-        ).state_dict()
-    )
+    """Return the weights of the model that a run has saved, loaded with transformers in fp32."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(out / "model", dtype=torch.float32)
+    return dict(model.state_dict())
 
 
 def saved_steps(out: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first."""
+    """Return the checkpoints of a run, oldest first."""
     return sorted((out / "checkpoints").glob("step-*"))
 
 
 def saved(out: Path, which: int = -1) -> dict[str, Any]:
-    """The state in one of them, as a rule the newest."""
+    """Load a checkpoint of a run, by default the newest.
+
+    which   index into `saved_steps`
+    """
     return torch.load(saved_steps(out)[which], weights_only=True)
 
 
-#: Everything that has a state.
+#: Options that switch on everything that a checkpoint must save: reference model, schedules,
+#: evaluation.
 RUN: dict[str, Any] = dict(
     beta=0.1,
     ref_refresh_steps=2,
@@ -202,40 +240,59 @@ RUN: dict[str, Any] = dict(
     weight_decay=0.1,
 )
 
-# ---- a run that is killed at random moments and resumed after each, in a process of its own
+# ---- a run that is killed at random moments and resumed after each, in separate processes
 
-#: Events that are counted, so that the moments are the same on a busy and on an idle machine:
-#: before each of these something is not yet there that will be after it. Between two of them
-#: nothing changes on the disk but the end of a file that is written.
-EVENTS = set(
-    "open os.rename os.remove os.mkdir os.rmdir os.truncate shutil.rmtree fcntl.flock fcntl.lockf".split()
-)
-
-
-def kill_at(metrics: Path, after: int, at: int) -> None:
-    """Kills this process at event number `at` once `after` steps are written."""
-    number, asking = 0, False
-
-    def hook(event: str, _: Any) -> None:
-        nonlocal number, asking
-        if event in EVENTS and not asking:
-            asking = True
-            number += (metrics.read_bytes().count(b"\n") if metrics.exists() else 0) >= after
-            asking = False
-            if number == at:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hook)
+#: Audit events of Python (sys.addaudithook) that are raised before a change in the file system.
+#: A process is killed at one of them: counting events, not seconds, gives the same moments on a
+#: busy and on an idle machine. Between two events only the end of an open file may change.
+EVENTS = {
+    "open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree", "fcntl.flock", "fcntl.lockf",
+}  # fmt: skip
 
 
-def ended_with(argv: list[str], *kill: Any) -> int:
-    """The status with which a process ends that runs this, and is killed."""
+class _Kill(NamedTuple):
+    """When a process kills itself: at an event, counted from the time when some steps are done."""
+
+    metrics: Path  # the file to which the run appends a line for each step
+    after_steps: int  # events count as soon as this number of lines is written
+    at_event: int  # number of the event, from 1
+
+
+class _KillHook:
+    """An audit hook that kills its process as a `_Kill` says."""
+
+    def __init__(self, kill: _Kill) -> None:
+        self.kill = kill
+        self.num_events = 0
+        self.is_reading = False
+
+    def __call__(self, event: str, _: Any) -> None:
+        # Reading the metrics raises an "open" event itself, which must not count.
+        if event not in EVENTS or self.is_reading:
+            return
+        self.is_reading = True
+        if self._num_steps() >= self.kill.after_steps:
+            self.num_events += 1
+        self.is_reading = False
+        if self.num_events == self.kill.at_event:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _num_steps(self) -> int:
+        metrics = self.kill.metrics
+        return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
+def _exit_status(argv: list[str], kill: _Kill | None = None) -> int:
+    """Run the command line in a forked process, and return the status that os.waitpid gives.
+
+    kill   when the process kills itself; None: it runs to the end
+    """
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            if kill:
-                kill_at(*kill)
+            if kill is not None:
+                sys.addaudithook(_KillHook(kill))
             status = command_line(argv)
         finally:
             os._exit(status)
@@ -243,20 +300,25 @@ def ended_with(argv: list[str], *kill: Any) -> int:
 
 
 def killed(argv: list[str], folder: str, steps: int, kills: int, seed: int) -> None:
-    """`argv` runs straight, and with kills, each after a step of its own; every fifth while the run
-    still starts.
+    """Run a command line without interruption in folder/straight, and with kills in folder/killed.
+
+    After each kill the run is resumed. The kills are spread over the steps, at random events. Every
+    fifth comes while the resumed run is still starting.
     """
+    # Imports open files too. The forked processes inherit these modules, so that they import
+    # nothing.
     import transformers.hf_argparser
-    import transformers.models.qwen3.modeling_qwen3  # noqa: F401  # so that each run has everything imported
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
     rng = random.Random(seed)
     sys.path.insert(0, folder)
-    assert ended_with([*argv, "--out", f"{folder}/straight"]) == 0
+    assert _exit_status([*argv, "--out", f"{folder}/straight"]) == 0
     argv = [*argv, "--resume", "--out", f"{folder}/killed"]
     for i in range(kills):
-        after = 0 if i % 5 == 4 else 1 + (steps - 4) * i // kills
-        ended = ended_with(
-            argv, Path(folder, "killed", "metrics.jsonl"), after, rng.randrange(1, 25)
+        kill = _Kill(
+            metrics=Path(folder, "killed", "metrics.jsonl"),
+            after_steps=0 if i % 5 == 4 else 1 + (steps - 4) * i // kills,
+            at_event=rng.randrange(1, 25),
         )
-        assert os.WIFSIGNALED(ended), "it ended before it was killed"
-    assert ended_with(argv) == 0
+        assert os.WIFSIGNALED(_exit_status(argv, kill)), "it ended before it was killed"
+    assert _exit_status(argv) == 0

@@ -1,10 +1,9 @@
-"""Shared by the tests of the adapters: trainers' modules, as stand-ins or from single files of a
-trainer, data, and float64.
+"""Helpers for tests of the adapters: modules of trainers, a batch, and float64 references.
 
-pip download --no-deps openrlhf==0.11.2 areal==1.0.4 skyrl==0.3.0 unsloth_zoo==2026.10.9       #
-                                                                                               unpacked,
-                                                                                               on
-                                                                                               PYTHONPATH
+A module of a trainer is a stand-in, or one file of an installed trainer. To test with the files,
+download these packages, unpack them, and add the folders to PYTHONPATH:
+
+    pip download --no-deps openrlhf==0.11.2 areal==1.0.4 skyrl==0.3.0 unsloth_zoo==2026.10.9
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ V, H = 23, 16
 
 
 def versions() -> dict[str, str]:
-    """Of each trainer's package, the newest version that its adapter was tested with."""
+    """Return {package of a trainer: the newest version that its adapter was tested with}."""
     from grpo_kernels.integrations import adapters
 
     return {
@@ -55,9 +54,16 @@ def versions() -> dict[str, str]:
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """[B, T] each: sequences of unequal length, one without tokens, one with a hole, one with
-    advantage 0, one with both signs; ratios on both sides of the clip range, for tokens and for
-    whole sequences, or (far) beyond the clamps of trainers.
+    """Eight sequences of at most 12 tokens. Each tensor is [B, T] = [8, 12].
+
+    logps        log-probs of the policy
+    old          log-probs of the old policy
+    ref          log-probs of the reference model
+    advantages   per token
+    mask         True for trained tokens. Sequences differ in length: one has no token, one has two
+                 masked tokens in its middle
+    weights      importance weights of the tokens, some of them 0
+    sampler      log-probs of the sampler
     """
 
     logps: Tensor
@@ -70,27 +76,46 @@ class Data:
 
 
 def drawn(far: bool = False) -> Data:
-    g, B, T = torch.Generator().manual_seed(7), 8, 12
-    mask = torch.arange(T) < torch.tensor([12, 5, 9, 0, 12, 1, 8, 10])[:, None]
+    """Draw a batch, which is the same in each call.
+
+    The ratios of tokens and of sequences are on both sides of the clip range. One sequence has
+    advantage 0, and one has advantages of both signs.
+
+    far   whether log-ratios of the first three sequences exceed the clamps of trainers
+    """
+    num_sequences, length = 8, 12
+    shape = (num_sequences, length)
+    g = torch.Generator().manual_seed(7)
+    mask = torch.arange(length) < torch.tensor([12, 5, 9, 0, 12, 1, 8, 10])[:, None]
     mask[4, 3:5] = False
-    logps = -0.02 - 4 * torch.rand((B, T), generator=g).square()
-    shift = torch.tensor([0.3, -0.35, -0.24, 0.1, 0.5, 0.2, 0.05, 0.1])[:, None]
-    old = (logps - shift - 0.25 * torch.randn(B, T, generator=g)).clamp(max=-0.01)
+
+    logps = -0.02 - 4 * torch.rand(shape, generator=g).square()
+    mean_log_ratio = torch.tensor([0.3, -0.35, -0.24, 0.1, 0.5, 0.2, 0.05, 0.1])[:, None]
+    old = (logps - mean_log_ratio - 0.25 * torch.randn(shape, generator=g)).clamp(max=-0.01)
     if far:
+        # Log-ratios of single tokens, of both signs.
         old[0, :6] = logps[0, :6] - torch.tensor([21.0, 0.0, 19.0, 0.0, 40.0, 0.0])
         logps[0, :6] -= torch.tensor([0.0, 21.0, 0.0, 19.0, 0.0, 60.0])
-        old[1], old[2] = logps[1] - 11.0, logps[2] - 30.0
-    advantages = torch.tensor([1.2, 0.8, -0.7, 0.9, -1.1, 0.6, 0.0, -0.4])[:, None] * (
-        1 + 0.2 * torch.randn(B, T, generator=g)
-    )
+        # Log-ratios of whole sequences.
+        old[1] = logps[1] - 11.0
+        old[2] = logps[2] - 30.0
+
+    mean_advantage = torch.tensor([1.2, 0.8, -0.7, 0.9, -1.1, 0.6, 0.0, -0.4])[:, None]
+    advantages = mean_advantage * (1 + 0.2 * torch.randn(shape, generator=g))
     advantages[7, ::3] *= -1
-    weights = torch.exp(0.4 * torch.randn(B, T, generator=g)).clamp(max=1.5)
+    weights = torch.exp(0.4 * torch.randn(shape, generator=g)).clamp(max=1.5)
     weights[weights < 0.45] = 0.0
-    ref, sampler = (
-        logps + 0.4 * torch.randn(B, T, generator=g),
-        old + 0.3 * torch.randn(B, T, generator=g),
+    ref = logps + 0.4 * torch.randn(shape, generator=g)
+    sampler = old + 0.3 * torch.randn(shape, generator=g)
+    return Data(
+        logps=logps,
+        old=old,
+        ref=ref,
+        advantages=advantages,
+        mask=mask,
+        weights=weights,
+        sampler=sampler.clamp(max=-0.01),
     )
-    return Data(logps, old, ref, advantages, mask, weights, sampler.clamp(max=-0.01))
 
 
 DATA = drawn()
@@ -101,18 +126,23 @@ MASK, (B, T) = DATA.mask, DATA.mask.shape
 
 
 def stand_in(name: str, **contents: Any) -> ModuleType:
-    """A module of this name in sys.modules, under as many packages as the name has."""
+    """Return the module of this name in sys.modules, with `contents` as further attributes.
+
+    The module and the packages that contain it are made if they do not exist.
+    """
     parts = name.split(".")
-    for i in range(1, len(parts) + 1):
-        path = ".".join(parts[:i])
-        if path not in sys.modules:
-            module = sys.modules[path] = ModuleType(path)
-            module.__spec__, module.__path__ = (
-                importlib.machinery.ModuleSpec(path, None, is_package=i < len(parts)),
-                [],
-            )
-            if i > 1:
-                setattr(sys.modules[".".join(parts[: i - 1])], parts[i - 1], module)
+    for depth in range(1, len(parts) + 1):
+        path = ".".join(parts[:depth])
+        if path in sys.modules:
+            continue
+        module = ModuleType(path)
+        is_package = depth < len(parts)
+        module.__spec__ = importlib.machinery.ModuleSpec(path, None, is_package=is_package)
+        module.__path__ = []
+        sys.modules[path] = module
+        if depth > 1:
+            parent = sys.modules[".".join(parts[: depth - 1])]
+            setattr(parent, parts[depth - 1], module)
     vars(sys.modules[name]).update(contents)
     return sys.modules[name]
 
@@ -123,11 +153,18 @@ def their_file(
     beside: ModuleType | None = None,
     **stubs: dict[str, Any],
 ) -> ModuleType:
-    """Imports one file of an installed trainer under its name without running its packages'
-    __init__ (or another file of the package that `beside` is of); skips if the file is not there.
+    """Import one file of an installed trainer, without the `__init__` of its packages.
+
+    The test is skipped if the file does not exist.
+
+    name     dotted name of the module
+    beside   a module of the same installation, which says where the packages are; None: Python
+             finds them
+    stubs    {module that the file imports, with __ for each dot: its contents}
     """
     root, *rest = name.split(".")
     if beside is not None:
+        # The folder of the root package: a module has as many dots as packages above it.
         folder = Path(str(beside.__file__)).parents[beside.__name__.count(".") - 1]
     else:
         spec = importlib.util.find_spec(root) if root not in sys.modules else None
@@ -140,7 +177,9 @@ def their_file(
     for stub, contents in stubs.items():
         stand_in(stub.replace("__", "."), **contents)
     module = stand_in(name)
-    module.__file__, module.__package__ = str(path), name.rpartition(".")[0]
+    module.__file__ = str(path)
+    module.__package__ = name.rpartition(".")[0]
+    # torch.compile(f) and @torch.compile(...) return the function itself: compiling takes seconds.
     monkeypatch.setattr(torch, "compile", lambda f=None, **_: f if f is not None else lambda g: g)
     exec(compile(path.read_text(), str(path), "exec"), vars(module))
     return module
@@ -148,30 +187,35 @@ def their_file(
 
 @contextmanager
 def without_trainers(*roots: str) -> Iterator[None]:
-    """Hides the modules of trainers that are imported here; stand-ins for them go away
-    afterwards.
+    """Remove the modules of packages from sys.modules, and restore them afterwards.
+
+    Modules of these packages that the block adds, such as stand-ins, are removed at its end.
+
+    roots   names of top-level packages
     """
 
-    def found() -> dict[str, ModuleType]:
+    def modules_of_roots() -> dict[str, ModuleType]:
         return {
             name: module for name, module in sys.modules.items() if name.partition(".")[0] in roots
         }
 
-    own = found()
-    for name in own:
+    hidden = modules_of_roots()
+    for name in hidden:
         del sys.modules[name]
     yield
-    for name in found():
+    for name in modules_of_roots():
         del sys.modules[name]
-    sys.modules.update(own)
+    sys.modules.update(hidden)
 
 
 # ---- float64
 
+#: (logits, targets) -> (log-probs, entropies)
 log_softmax_of = oracle.log_probs
 
 
 def entropy_of(logits: Tensor) -> Tensor:
+    """Return the entropy of each row of logits [..., V]."""
     return log_softmax_of(logits, torch.zeros(logits.shape[:-1], dtype=torch.int64))[1]
 
 
@@ -182,92 +226,136 @@ def exact(
     entropy: Tensor | None = None,
     **fields: Any,
 ) -> oracle.Result:
-    """The oracle's loss of log-probs [B, T]; `fields` are its own, in place of those of `data`."""
-    given = {"advantages": data.advantages, "mask": data.mask, "old_logps": data.old} | fields
-    flat = (torch.zeros_like(logps) if entropy is None else entropy).reshape(-1)
+    """Return the oracle's result for log-probs [B, T].
+
+    entropy   [B, T]; None: 0
+    fields    arguments of `oracle.objective`. They take precedence over the tensors of `data`
+    """
+    fields_of_data = {"advantages": data.advantages, "mask": data.mask, "old_logps": data.old}
+    if entropy is None:
+        entropy = torch.zeros_like(logps)
+    sequences = oracle.sequences_of(logps, None)
     return oracle.objective(
-        spec, logps.reshape(-1), flat, oracle.sequences_of(logps, None), **given
+        spec, logps.reshape(-1), entropy.reshape(-1), sequences, **{**fields_of_data, **fields}
     )
 
 
 def value_and_gradient(
     f: Callable[..., Any], x: Tensor | list[Tensor], dtype: torch.dtype = torch.float32
 ) -> tuple[Any, Any]:
-    """What `f` returns, its loss detached, and the gradient of that in float64; those of each where
-    `x` is a list.
+    """Return (what f returns, the gradient of its loss), the loss detached, the gradient in fp64.
+
+    f       returns a loss, or a tuple that begins with a loss
+    x       the argument of f, or a list of its arguments. The gradient is a list then, too
+    dtype   of the arguments that f gets
     """
-    every = [x] if isinstance(x, Tensor) else x
-    leaves = [y.detach().to(dtype, copy=True).requires_grad_() for y in every]
+    arguments = [x] if isinstance(x, Tensor) else x
+    leaves = [argument.detach().to(dtype, copy=True).requires_grad_() for argument in arguments]
     result = f(*leaves)
     loss, *others = (result,) if isinstance(result, Tensor) else result
-    gradients = [y.double() for y in torch.autograd.grad(loss, leaves)]
-    return (loss.detach(), *others) if others else loss.detach(), (
-        gradients[0] if isinstance(x, Tensor) else gradients
-    )
+    gradients = [gradient.double() for gradient in torch.autograd.grad(loss, leaves)]
+    value = (loss.detach(), *others) if others else loss.detach()
+    return value, gradients[0] if isinstance(x, Tensor) else gradients
 
 
 def assert_same(got: Any, want: Any, rtol: float = 2e-5) -> None:
-    """(loss, ...) and gradients, ours and theirs: the loss within roundings of its terms, which are
-    of the gradients' size, and elements of gradients within roundings of sums whose terms are as
-    large as their largest element.
+    """Assert that two results of `value_and_gradient` have nearly equal losses and gradients.
+
+    A loss is a sum of terms as large as its largest gradient, and an element of a gradient is a sum
+    of terms as large as the largest element. The absolute tolerance is `rtol` times this size.
     """
-    ours, theirs = (x[0] if isinstance(x, tuple) else x for x in (got[0], want[0]))
-    mine, expected = ([x] if isinstance(x, Tensor) else x for x in (got[1], want[1]))
-    sizes = [float(x.abs().max()) for x in expected]
-    assert max(sizes) > 0
-    assert_close(ours.double(), theirs.double(), rtol=rtol, atol=rtol * min(max(sizes), 1.0))
-    for a, b, size in zip(mine, expected, sizes, strict=True):
-        assert_close(a, b, rtol=rtol, atol=rtol / 2 * size)
+
+    def loss_and_gradients(result: Any) -> tuple[Tensor, list[Tensor]]:
+        value, gradients = result[0], result[1]
+        loss = value[0] if isinstance(value, tuple) else value
+        return loss, [gradients] if isinstance(gradients, Tensor) else gradients
+
+    got_loss, got_gradients = loss_and_gradients(got)
+    want_loss, want_gradients = loss_and_gradients(want)
+    sizes = [float(gradient.abs().max()) for gradient in want_gradients]
+    assert max(sizes) > 0, "a gradient of 0 proves nothing"
+    loss_atol = rtol * min(max(sizes), 1.0)
+    assert_close(got_loss.double(), want_loss.double(), rtol=rtol, atol=loss_atol)
+    for ours, theirs, size in zip(got_gradients, want_gradients, sizes, strict=True):
+        assert_close(ours, theirs, rtol=rtol, atol=rtol / 2 * size)
 
 
-def values_and_slopes(
+def values_and_gradients(
     f: Callable[..., Any], *leaves: Tensor, dtype: torch.dtype = torch.float32
 ) -> list[Tensor]:
-    """What `f` gives but for None, and the gradients of a weighted sum of it, in float64."""
-    leaves = tuple(x.detach().to(dtype, copy=True).requires_grad_() for x in leaves)
-    out = f(*leaves)
-    found = [x for x in (out if isinstance(out, tuple) else (out,)) if x is not None]
-    loss = sum(
-        (x * torch.linspace(-1, 2, x.numel(), dtype=x.dtype).view(x.shape)).sum()
-        for x in found
-        if x.requires_grad
-    )
-    return [x.detach().double() for x in (*found, *torch.autograd.grad(loss, leaves))]
+    """Return the outputs of a function and the gradients of its arguments, in float64.
+
+    The gradients belong to a sum of all outputs, with a different weight for each element. Outputs
+    that are None are left out.
+
+    f        returns a tensor or a tuple
+    leaves   the arguments
+    dtype    of the arguments that f gets
+    """
+    arguments = tuple(x.detach().to(dtype, copy=True).requires_grad_() for x in leaves)
+    result = f(*arguments)
+    results = result if isinstance(result, tuple) else (result,)
+    outputs = [x for x in results if x is not None]
+    loss: Any = 0
+    for output in outputs:
+        if output.requires_grad:
+            weights = torch.linspace(-1, 2, output.numel(), dtype=output.dtype)
+            loss = loss + (output * weights.view(output.shape)).sum()
+    gradients = torch.autograd.grad(loss, arguments)
+    return [x.detach().double() for x in (*outputs, *gradients)]
 
 
 def assert_scored(
     ours: Any, theirs: Any, *leaves: Tensor, dtype: torch.dtype = torch.float64, rtol: float = 2e-5
 ) -> None:
-    """Our function in fp32, and what it has to give, in value and gradients."""
-    found, wanted = (
-        values_and_slopes(ours, *leaves),
-        values_and_slopes(theirs, *leaves, dtype=dtype),
-    )
-    for a, b in zip(found, wanted, strict=True):
-        assert_close(a, b, rtol=rtol, atol=rtol * max(1e-3, float(b.abs().max())))
+    """Assert that two functions of the same arguments have equal outputs and gradients.
+
+    See `values_and_gradients` for the gradients. The absolute tolerance is `rtol` times the largest
+    element of a tensor.
+
+    ours     the function under test, which gets fp32 arguments
+    theirs   the function of the trainer, or a reference
+    leaves   the arguments
+    dtype    of the arguments of `theirs`
+    """
+    got = values_and_gradients(ours, *leaves)
+    want = values_and_gradients(theirs, *leaves, dtype=dtype)
+    for a, b in zip(got, want, strict=True):
+        largest = float(b.abs().max())
+        assert_close(a, b, rtol=rtol, atol=rtol * max(1e-3, largest))
 
 
 def same_metrics(got: Any, want: Any) -> None:
-    """All that are wanted, by name, numbers or 0-d tensors; None is itself."""
+    """Assert that the metrics in `want` are nearly equal in `got`, which may have further metrics.
 
-    def of(named: Any, number: Callable[[float], Any]) -> dict[Any, Any]:
-        return {name: None if named[name] is None else number(float(named[name])) for name in want}
-
-    assert of(got, float) == of(want, lambda x: pytest.approx(x, rel=1e-4, abs=1e-5))
+    A metric is a number, a 0-d tensor or None.
+    """
+    got_numbers: dict[Any, Any] = {}
+    expected: dict[Any, Any] = {}
+    for name in want:
+        got_numbers[name] = None if got[name] is None else float(got[name])
+        if want[name] is None:
+            expected[name] = None
+        else:
+            expected[name] = pytest.approx(float(want[name]), rel=1e-4, abs=1e-5)
+    assert got_numbers == expected
 
 
 def refused(*calls: tuple[Callable[[], Any], str]) -> None:
-    """Each call raises ValueError, with a message that matches."""
+    """Assert that each call raises ValueError.
+
+    calls   (function, regular expression for its message)
+    """
     for call, message in calls:
         with pytest.raises(ValueError, match=message):
             call()
 
 
-# ---- the losses that TRL and Liger name alike, and numbers for them that are no defaults
+# ---- losses that have the same names in TRL and Liger
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")
-#: Of SAPO and VESPO, under the names that both have.
+#: Constants of SAPO and VESPO under the names in TRL and Liger, none of them a default.
 CONSTANTS = {
     "sapo_temperature_pos": 0.9, "sapo_temperature_neg": 1.3, "vespo_k_pos": 1.8, "vespo_lambda_pos": 2.6, "vespo_k_neg": 2.7,
     "vespo_lambda_neg": 2.1,

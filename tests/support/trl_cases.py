@@ -1,7 +1,4 @@
-"""TRL's GRPOTrainer with a tiny model made from a configuration:
-
-what the tests of the TRL adapter share.
-"""
+"""Short runs of TRL's GRPOTrainer with a tiny random model, for tests of the TRL adapter."""
 
 from __future__ import annotations
 
@@ -11,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # else TRL calls home
+# TRL would otherwise send requests to the Hugging Face Hub.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import tokenizers
@@ -24,7 +22,7 @@ PAD, EOS, LENGTH = 0, 1, 12
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKL"
 PROMPTS = ["ab", "bcd", "c", "dd"]
 
-#: The first model that is saved; a test may ask for another.
+#: Fields of the configuration of the tiny model.
 SIZES: dict[str, Any] = {
     "vocab_size": 2 + len(LETTERS), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1, "max_position_embeddings": 64, "initializer_range": 0.2, "eos_token_id": EOS, "pad_token_id": PAD,
@@ -33,6 +31,7 @@ SIZES: dict[str, Any] = {
 
 
 def tokenizer() -> Any:
+    """Return a tokenizer with one token for each letter of LETTERS."""
     vocabulary = {"<pad>": PAD, "<eos>": EOS, **{letter: i + 2 for i, letter in enumerate(LETTERS)}}
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<pad>"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
@@ -42,41 +41,53 @@ def tokenizer() -> Any:
         eos_token="<eos>",
         pad_token="<pad>",
         padding_side="left",
-        model_input_names=[
-            "input_ids",
-            "attention_mask",
-        ],  # before transformers 5 token types are among them
+        # The default also has token types before transformers 5.
+        model_input_names=["input_ids", "attention_mask"],
     )
 
 
 def save_model(path: Path, kind: str = "Qwen2", **changes: Any) -> str:
-    """TRL loads the reference of a run with beta from the path in the policy's config, so it has to
-    be on disk.
+    """Save a tiny model unless the path exists, and return the path.
+
+    It must be on disk, because TRL loads the reference model from the path in the policy's
+    configuration.
+
+    kind      start of the names of the classes in transformers
+    changes   fields of the configuration that differ from SIZES
     """
     if not path.exists():
         torch.manual_seed(0)
-        config = getattr(transformers, f"{kind}Config")(
-            **SIZES | {"tie_word_embeddings": True} | changes
-        )
-        getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(path)
+        config_class = getattr(transformers, f"{kind}Config")
+        model_class = getattr(transformers, f"{kind}ForCausalLM")
+        config = config_class(**{**SIZES, "tie_word_embeddings": True, **changes})
+        model_class(config).save_pretrained(path)
     return str(path)
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
-    """A reward for letters at the start of the alphabet and for short answers.
+    """Reward letters at the start of the alphabet, and short completions.
 
-    It is neither zero nor equal within a group.
+    Rewards of a group are rarely equal, so that there is a gradient.
     """
-    return [
-        sum(LETTERS.index(x) < 8 for x in text) / 12 + (12 - len(text)) / 24 for text in completions
-    ]
+    rewards = []
+    for text in completions:
+        num_early_letters = sum(LETTERS.index(letter) < 8 for letter in text)
+        rewards.append(num_early_letters / 12 + (12 - len(text)) / 24)
+    return rewards
 
 
 def make_trainer(
     path: str, output: Path, cls: Callable[..., Any] = GRPOTrainer, steps: int = 10, **options: Any
 ) -> Any:
-    """`options` go to GRPOConfig; `keywords` among them to the trainer."""
-    keywords, prepare = options.pop("keywords", {}), options.pop("prepare", lambda model: model)
+    """Return a trainer of the model that is saved at `path`.
+
+    cls       GRPOTrainer or a subclass
+    steps     optimizer steps of its run
+    options   fields of GRPOConfig. Two names are special: `keywords` are keywords of the trainer,
+              and `prepare` is a function that replaces the model by another
+    """
+    keywords = options.pop("keywords", {})
+    prepare = options.pop("prepare", lambda model: model)
     settings: dict[str, Any] = {
         "output_dir": str(output), "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no",
         "disable_tqdm": True, "logging_steps": 1, "max_steps": steps, "seed": 3, "learning_rate": 5e-3, "temperature": 0.9,
@@ -94,25 +105,31 @@ def make_trainer(
     return trainer
 
 
-#: Logged, but not a result.
+#: Logged numbers that differ from run to run.
 CLOCKS = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "eval_runtime",
           "eval_samples_per_second", "eval_steps_per_second")  # fmt: skip
 
 
 def history(trainer: Any) -> list[dict[str, float]]:
-    """What was logged at each step: loss, gradient norm and all metrics."""
+    """Return what was logged at each step: loss, gradient norm and all metrics, without CLOCKS."""
     return [
-        {k: v for k, v in entry.items() if k not in CLOCKS} for entry in trainer.state.log_history
+        {name: value for name, value in entry.items() if name not in CLOCKS}
+        for entry in trainer.state.log_history
     ]
 
 
 def assert_same_history(
     got: list[dict[str, float]], want: list[dict[str, float]], tolerance: float
 ) -> None:
-    """Every number of every step, by name; relative to the number, or to 1 where it is smaller."""
-    for step, (a, b) in enumerate(zip(got, want, strict=True)):
-        assert [*a] == [*b], step
-        ours, theirs = (
-            {name: math.nan if x is None else x for name, x in logged.items()} for logged in (a, b)
-        )
-        assert ours == pytest.approx(theirs, rel=tolerance, abs=tolerance, nan_ok=True), step
+    """Assert that two runs have logged the same names with nearly equal numbers at each step.
+
+    The tolerance is relative for numbers above 1, and absolute below.
+    """
+
+    def numbers(logged: dict[str, float]) -> dict[str, float]:
+        return {name: math.nan if x is None else x for name, x in logged.items()}
+
+    for step, (ours, theirs) in enumerate(zip(got, want, strict=True)):
+        assert [*ours] == [*theirs], step
+        expected = pytest.approx(numbers(theirs), rel=tolerance, abs=tolerance, nan_ok=True)
+        assert numbers(ours) == expected, step

@@ -69,37 +69,53 @@ def executing(target: str, order: int = 0) -> Iterator[list[Executed]]:
     launches: list[Executed] = []
     compile_or_launch = JITFunction.run
 
-    def execute(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        kernel = compile_or_launch(self, *args, grid=grid, warmup=True, **kwargs)
-        if warmup:
-            return kernel
-        program = _program_of(kernel)
-        arguments = dict(zip(self.arg_names, args, strict=False)) | kwargs
-        typed_values = []
-        for name, kind in kernel.src.signature.items():
-            if name in arguments:
-                typed_values += _flatten(kind, arguments[name])
-        (num_programs, *_) = grid(arguments) if callable(grid) else grid
-        counts = program.run(
-            arguments=[_to_word(kind, value) for kind, value in typed_values],
-            tensors=[value for _, value in typed_values if isinstance(value, Tensor)],
-            programs=num_programs,
-            shared=kernel.metadata.shared,
-            order=order,
-        )
-        launches.append(Executed(self.__name__, program, counts))
+    def compile_and_execute(
+        function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any
+    ) -> Any:
+        """Replace JITFunction.run: compile the kernel, and run its PTX unless warmup is True."""
+        # Triton launches a kernel on the GPU unless warmup is True, and there is no GPU.
+        kernel = compile_or_launch(function, *args, grid=grid, warmup=True, **kwargs)
+        if not warmup:
+            # Arguments may be passed by position or by keyword, so args may be the shorter list.
+            arguments = dict(zip(function.arg_names, args, strict=False)) | kwargs
+            program = _program_of(kernel)
+            counts = _execute(kernel, program, arguments, grid, order)
+            launches.append(Executed(function.__name__, program, counts))
         return kernel
 
     with (
         triton.knobs.cache.scope(),
         mock.patch.object(triton.runtime.driver, "_active", _Executor(target)),
         mock.patch.object(CUDABackend, "make_cubin", lambda *_: b""),
-        mock.patch.object(JITFunction, "run", execute),
+        mock.patch.object(JITFunction, "run", compile_and_execute),
         mock.patch.object(backend, "serves", lambda device: True),
         mock.patch.object(backend, "unavailable_reason", lambda: None),
     ):
         triton.knobs.cache.dir = str(CACHE)
         yield launches
+
+
+def _execute(
+    kernel: Any, program: Program, arguments: dict[str, Any], grid: Any, order: int
+) -> Counts:
+    """Run the program of a compiled kernel on the CPU, and return what it did.
+
+    arguments   of the Triton function, by name
+    grid        number of programs along each axis, or a function of the arguments that returns it
+    order       of warps and programs, see Program.run
+    """
+    typed_values: list[tuple[str, Any]] = []
+    for name, kind in kernel.src.signature.items():
+        if name in arguments:  # parameters with a default may be left out
+            typed_values += _flatten(kind, arguments[name])
+    grid_sizes = grid(arguments) if callable(grid) else grid
+    return program.run(
+        arguments=[_to_word(kind, value) for kind, value in typed_values],
+        tensors=[value for _, value in typed_values if isinstance(value, Tensor)],
+        programs=grid_sizes[0],  # the package's kernels use one axis
+        shared=kernel.metadata.shared,
+        order=order,
+    )
 
 
 def _program_of(kernel: Any) -> Program:
