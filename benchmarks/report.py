@@ -248,9 +248,9 @@ def readme_figure(folder: Path) -> str:
     versions = record["machine"]["versions"]
     text = f"""**From hidden states, the DAPO loss and its gradients take {ours} and {our_memory}; eager PyTorch takes {eager} and {eager_memory}**
 ({cell["rows"]:,} tokens, hidden size {cell["hidden"]:,}, vocabulary {cell["vocab"]:,}, bf16, one {record["machine"]["name"]}).
-Fast-LLM's kernel is faster ({fast_llm}), but it needs {fast_llm_memory} and rounds the logits to 16 bits. CCE (cut-cross-entropy) with `torch.compile` takes {compiled} and
-{compiled_memory}. CCE's own kernel with filtered gradients needs the least memory, {filtered_memory}, but takes {filtered}. The worst relative gradient error is {max(their_errors):.0e}
-for eager PyTorch and these three, and {our_error:.0e} for this package. Memory is the peak on top of the inputs. Every implementation passed a check against float64 first.
+Fast-LLM's kernel is faster ({fast_llm}), but it needs {fast_llm_memory} and rounds the logits to 16 bits. CCE (cut-cross-entropy) has two implementations: that with
+`torch.compile` takes {compiled} and {compiled_memory}, and the kernel that skips small gradients needs the least memory, {filtered_memory}, but takes {filtered}. The largest relative error
+of a row of a gradient is {max(their_errors):.0e} for eager PyTorch and these three, and {our_error:.0e} for this package. Memory is the peak on top of the inputs, gradients included.
 Measured on {record["date"]} with torch {record["machine"]["torch"]} and Triton {versions["triton"]}."""
     path = folder / README_MACHINE / "plots" / "readme.svg"
     link = Path(os.path.relpath(path, README.parent)).as_posix()

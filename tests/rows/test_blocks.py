@@ -110,23 +110,27 @@ def test_bytes_that_are_alive_are_those_of_the_model(layer, dtype, rows):
 
 
 class Poisoned(eager.Kernels):
-    """The eager row kernels, on the layout of a GPU's: logits are read once, and no other memory is
-    used for them or for rows of gradients that products have taken.
+    """The eager row kernels, which overwrite the logits of a chunk with NaN after their last use.
+
+    A kernel that writes the gradient of a chunk is the last that reads its logits. So a result is
+    right only if nothing reads them afterwards, and no gradient lies in their memory. fp16 gradients
+    do lie there, until they are scaled to fit: these logits are left as they are.
     """
 
-    def pull(self, rows, partials, slopes, out):
-        super().pull(rows, partials, slopes, out)
-        self._after(rows.logits, out)
+    def run_gradient_kernel(self, rows, sums, coefficients, out):
+        super().run_gradient_kernel(rows, sums, coefficients, out)
+        self._poison(rows.logits, out)
 
-    def fused(self, rows, loss_formula, out):
-        # Not by its own pull, which would poison what is read again.
-        found = eager.Kernels().fused(rows, loss_formula, out)
-        self._after(rows.logits, out)
-        return found
+    def fused_loss(self, rows, loss_formula, out):
+        # By other kernels, because the gradient kernel of this class would poison the logits of a
+        # block of rows before the next block is read.
+        values = eager.Kernels().fused_loss(rows, loss_formula, out)
+        self._poison(rows.logits, out)
+        return values
 
-    def _after(self, logits, out):
-        if out is logits or (out is not None and out.data_ptr() == logits.data_ptr()):
-            return  # fp16, whose gradients are scaled to fit
+    def _poison(self, logits, out):
+        if out is not None and out.data_ptr() == logits.data_ptr():
+            return
         assert out is None or (out.dtype == BF16 and out.stride(1) * 2 % 128 == 0)
         logits.fill_(torch.nan)
 
