@@ -191,9 +191,9 @@ class HeadMatmuls:
         else:
             # Convert a slice of the weight at a time: an fp32 copy of all of it may not fit.
             shape = (len(hidden), len(self.weight))
-            out = torch.empty(shape, dtype=torch.float32, device=hidden.device)
-            for ids in self.weight_slices():
-                out[:, ids] = matmul_transposed(hidden, self.weight[ids].float())
+            out = memory.empty(shape, torch.float32, hidden.device)
+            for ids, weight in self.fp32_weight_slices():
+                out[:, ids] = matmul_transposed(hidden, weight)
         return out if self.bias is None else out.add_(self.bias)
 
     def make_grad_buffer(self, num_rows: int, sums_bias: bool) -> GradBuffer:
@@ -215,8 +215,8 @@ class HeadMatmuls:
         # Convert a slice of the weight at a time, as in `logits`, and add up the products.
         shape = (len(grad_logits), self.weight.shape[1])
         out = torch.zeros(shape, dtype=torch.float32, device=grad_logits.device)
-        for ids in self.weight_slices():
-            out += matmul_transposed(grad_logits[:, ids], self.weight[ids].float().t())
+        for ids, weight in self.fp32_weight_slices():
+            out += matmul_transposed(grad_logits[:, ids], weight.t())
         return out
 
     def add_grad_weight(
@@ -257,6 +257,20 @@ class HeadMatmuls:
         ids_per_slice = max(1, WEIGHT_SLICE_BYTES // (4 * width))
         for start in range(0, vocab_size, ids_per_slice):
             yield slice(start, start + ids_per_slice)
+
+    def fp32_weight_slices(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield consecutive slices of the vocabulary, each with its part of the weight in fp32.
+
+        The parts, fp32 [num_ids, H], are in the same memory, so use one before taking the next. A
+        new tensor for each part would take several times as long on a CPU, because the operating
+        system has to map its pages (`memory.empty`).
+        """
+        buffer = None
+        for ids in self.weight_slices():
+            weight = self.weight[ids]
+            if buffer is None:  # the first part is the largest
+                buffer = memory.empty(weight.shape, torch.float32, weight.device)
+            yield ids, buffer[: len(weight)].copy_(weight)
 
 
 class MatmulsWithoutIds(HeadMatmuls):
