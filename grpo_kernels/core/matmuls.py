@@ -186,8 +186,9 @@ class HeadMatmuls:
 
         hidden   [num_rows, H] in self.dtype
         """
-        if self.weight.dtype == torch.float32:
-            out = matmul_transposed(hidden, self.weight)
+        is_fp32 = self.weight.dtype == torch.float32
+        if is_fp32 or 4 * self.weight.numel() <= WEIGHT_SLICE_BYTES:
+            out = matmul_transposed(hidden, self.weight.float())
         else:
             # Convert a slice of the weight at a time: an fp32 copy of all of it may not fit.
             shape = (len(hidden), len(self.weight))

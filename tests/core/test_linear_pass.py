@@ -24,6 +24,7 @@ from grpo_kernels import (
     linear_logprobs,
     token_divergence,
 )
+from grpo_kernels.core import matmuls
 from grpo_kernels.core.autograd import check_weight_is_present
 from grpo_kernels.core.backends import cpu_matmuls
 from grpo_kernels.core.linear import RowOrder
@@ -223,6 +224,19 @@ def test_the_gradient_of_a_frozen_head_is_rounded_once(backend, monkeypatch):
     assert hidden.grad is not None and exact.grad is not None
     # bf16 has 8 significant bits. The absolute part is the fp32 rounding of sums of V terms.
     torch.testing.assert_close(hidden.grad.double(), exact.grad, rtol=2.0**-8, atol=V * 2.0**-23)
+
+
+def test_a_16_bit_head_is_converted_in_slices(monkeypatch):
+    """7 ids at a time, and 5 at last, in memory that the next slice overwrites."""
+    vocab, width = 40, 16
+    monkeypatch.setattr(matmuls, "WEIGHT_SLICE_BYTES", 4 * width * 7)
+    weight = torch.randn(vocab, width).bfloat16()
+    bias = torch.randn(vocab)
+    hidden = torch.randn(3, width)
+    grad_logits = torch.randn(3, vocab)
+    head = matmuls.HeadMatmuls(weight, bias)
+    torch.testing.assert_close(head.logits(hidden), hidden @ weight.float().t() + bias)
+    torch.testing.assert_close(head.grad_hidden(grad_logits), grad_logits @ weight.float())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
