@@ -192,7 +192,8 @@ class HeadMatmuls:
         else:
             # Convert a slice of the weight at a time: an fp32 copy of all of it may not fit.
             shape = (len(hidden), len(self.weight))
-            out = memory.empty(shape, torch.float32, hidden.device)
+            # Not in reused memory, which would stay allocated while the backward needs more.
+            out = torch.empty(shape, dtype=torch.float32, device=hidden.device)
             for ids, weight in self.fp32_weight_slices():
                 out[:, ids] = matmul_transposed(hidden, weight)
         return out if self.bias is None else out.add_(self.bias)
