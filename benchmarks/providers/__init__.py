@@ -23,6 +23,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: On a CPU whose 16-bit matmuls in torch take more than this many times as long as those in fp32,
 #: implementations that use them are not run: one run would take minutes.
 MAX_MATMUL_SLOWDOWN = 10.0
+#: Matmuls of fewer multiplications, rows x hidden size x vocabulary, are run in any case.
+SLOW_MATMUL_SIZE = 1e9
 #: The parameter `beta` of TRL and Liger for each divergence from hidden states.
 BETAS = {"divergence-forward": 0.0, "divergence": 1.0, "divergence-jsd": 0.5}
 
@@ -100,13 +102,15 @@ class Provider:
         return None
 
     def _uses_torch_matmuls(self, cell: Cell) -> bool:
-        """Return whether torch computes the matmuls with the whole head, in the dtype of the cell.
+        """Return whether torch computes large matmuls with the whole head, in the cell's dtype.
 
         This package, and the limits of its matmuls, compute them in another dtype where that is
         faster. A loss over candidate sets need not multiply with the whole head.
         """
         is_ours = self.name.startswith("grpo_kernels") or ", ours" in self.name
-        return cell.hidden is not None and cell.contract != "kept" and not is_ours
+        if is_ours or cell.hidden is None or cell.contract == "kept":
+            return False
+        return cell.rows * cell.hidden * cell.vocab > SLOW_MATMUL_SIZE
 
 
 @functools.cache
