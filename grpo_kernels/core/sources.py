@@ -999,15 +999,9 @@ class LinearPass(SoftmaxPass):
         """
         hidden, weight, bias = tensors
         assert hidden is not None and weight is not None
-        source = self.source
-        matmul_dtype = source.projection.matmul_dtype
-        return PassInputs(
-            kernels=source.kernels,
-            shard=source.shard,
-            policy=Projection(hidden, weight, bias, source.transform, matmul_dtype),
-            reference=self.reference,
-            targets=self.targets,
-        )
+        inputs = self.source.make_inputs(self.targets, self.reference)
+        policy = replace(inputs.policy, hidden=hidden, weight=weight, bias=bias)
+        return replace(inputs, policy=policy)
 
 
 @dataclass(frozen=True, eq=False)
