@@ -122,7 +122,7 @@ class PassInputs:
     @property
     def vocab_size(self) -> int:
         """Number of ids, on all ranks of a shard."""
-        return len(self.policy.weight) if self.shard is None else self.shard.vocab
+        return self.policy.weight.shape[0] if self.shard is None else self.shard.vocab
 
     @property
     def divergence_kind(self) -> DivergenceKind:
@@ -162,8 +162,8 @@ class RowOrder:
         """
         if mask is None:
             return cls.of_all_rows(num_rows, device)
-        row_ids = mask.nonzero()[:, 0]
-        return cls(row_ids, num_with_gradient=len(row_ids), num_rows=num_rows)
+        row_ids = mask.nonzero().flatten()
+        return cls(row_ids, num_with_gradient=row_ids.shape[0], num_rows=num_rows)
 
     @classmethod
     def from_masks(cls, has_gradient: Tensor, processed: Tensor | None) -> RowOrder:
@@ -175,12 +175,13 @@ class RowOrder:
         processed      bool [num_rows]: rows to process, which include those of has_gradient; None:
                        all rows. Pass the tensor has_gradient itself if there are no other rows.
         """
-        row_ids = has_gradient.nonzero()[:, 0]
-        num_with_gradient = len(row_ids)
+        row_ids = has_gradient.nonzero().flatten()
+        num_with_gradient = row_ids.shape[0]
         if processed is not has_gradient:
-            others = ~has_gradient if processed is None else processed & ~has_gradient
-            row_ids = torch.cat([row_ids, others.nonzero()[:, 0]])
-        return cls(row_ids, num_with_gradient, len(has_gradient))
+            # True > False, so this is True in the rows of `processed` alone.
+            others = ~has_gradient if processed is None else processed > has_gradient
+            row_ids = torch.cat([row_ids, others.nonzero().flatten()])
+        return cls(row_ids, num_with_gradient, has_gradient.shape[0])
 
     @classmethod
     def from_counted_masks(
@@ -208,7 +209,7 @@ class RowOrder:
         if processed is not None and processed is not has_gradient:
             rank = rank + processed.view(torch.uint8)
         row_ids = torch.argsort(rank, stable=True, descending=True)
-        return cls(row_ids[:num_processed], num_with_gradient, len(has_gradient))
+        return cls(row_ids[:num_processed], num_with_gradient, has_gradient.shape[0])
 
     @property
     def is_on_host(self) -> bool:
@@ -220,10 +221,10 @@ class RowOrder:
         row_ids = self.row_ids[: self.num_with_gradient]
         return RowOrder(row_ids, self.num_with_gradient, self.num_rows)
 
-    @functools.cached_property
+    @property
     def is_identity(self) -> bool:
         """Whether row_ids are 0 to num_rows - 1, so that a chunk is a slice and needs no gather."""
-        num_processed = len(self.row_ids)
+        num_processed = self.row_ids.shape[0]
         is_complete = num_processed == self.num_rows
         # row_ids are two ascending runs, the first of num_with_gradient rows. If one run is empty,
         # the other contains all rows in their own order.
@@ -232,6 +233,25 @@ class RowOrder:
     def gather(self, x: Tensor) -> Tensor:
         """Return the processed rows of x [num_rows, ...] in this order, [num_processed, ...]."""
         return x if self.is_identity else x.index_select(0, self.row_ids)
+
+    def gather_chunk(self, x: Tensor, chunk: slice) -> Tensor:
+        """Return the rows of x [num_rows, ...] that a chunk has, [num_chunk_rows, ...].
+
+        chunk   slice of the positions in this order
+        """
+        if self.is_identity:
+            return rows_of(x, chunk)
+        return x.index_select(0, rows_of(self.row_ids, chunk))
+
+    def scatter_chunk(self, out: Tensor, chunk: slice, values: Tensor) -> None:
+        """Write values [num_chunk_rows, ...] to the rows of out [num_rows, ...] of a chunk.
+
+        chunk   slice of the positions in this order
+        """
+        if self.is_identity:
+            out[chunk] = values
+        else:
+            out.index_copy_(0, rows_of(self.row_ids, chunk), values)
 
     def gather_transform(self, transform: RowTransform) -> RowTransform:
         """Return the transform with the temperatures of the processed rows, in this order.
@@ -246,7 +266,7 @@ class RowOrder:
 
         chunk   slice of the positions in this order
         """
-        return chunk if self.is_identity else self.row_ids[chunk]
+        return chunk if self.is_identity else rows_of(self.row_ids, chunk)
 
 
 class ChunkedLogits:
@@ -284,7 +304,7 @@ class ChunkedLogits:
 
         rows   slice of the rows in the order of the pass
         """
-        hidden = self.inputs.policy.hidden.detach()[self.order.row_ids_at(rows)]
+        hidden = self.order.gather_chunk(self.inputs.policy.hidden.detach(), rows)
         return hidden.to(self.matmuls.dtype).contiguous()
 
     def compute(self, chunk: slice, hidden: Tensor) -> LogitRows:
@@ -300,9 +320,9 @@ class ChunkedLogits:
         if reference is None:
             return self._make_rows(chunk, self.matmuls.logits(hidden), None)
 
-        row_ids = self.order.row_ids_at(chunk)
         matmuls = self.reference_matmuls
-        reference_hidden = reference.projection.hidden.detach()[row_ids].to(matmuls.dtype)
+        reference_hidden = self.order.gather_chunk(reference.projection.hidden.detach(), chunk)
+        reference_hidden = reference_hidden.to(matmuls.dtype)
         has_shared_head = matmuls is self.matmuls
         if has_shared_head:
             # One matmul for both reads the weight once.
@@ -313,7 +333,7 @@ class ChunkedLogits:
             reference_logits = matmuls.logits(reference_hidden.contiguous())
         reference_rows = ReferenceRows(
             logits=reference_logits[None],
-            transform=reference.projection.transform.select(row_ids),
+            transform=reference.projection.transform.select(self.order.row_ids_at(chunk)),
             kind=reference.kind,
         )
         return self._make_rows(chunk, logits, reference_rows)
@@ -329,10 +349,10 @@ class ChunkedLogits:
         """
         return LogitRows(
             logits=logits[None],
-            targets=self.targets[chunk],
+            targets=rows_of(self.targets, chunk),
             transform=self.transform.select(chunk),
             reference=reference,
-            batch_rows=self.order.row_ids[chunk],
+            batch_rows=rows_of(self.order.row_ids, chunk),
         )
 
 
@@ -468,9 +488,9 @@ class GradientAccumulator:
         """
         matmuls = self.logits.matmuls
         if self.grad_hidden is not None:
-            row_ids = self.logits.order.row_ids_at(block)
             grad_hidden = scale_rows(matmuls.grad_hidden(grad_logits), row_scale)
-            self.grad_hidden[row_ids] = grad_hidden.to(self.grad_hidden.dtype)
+            grad_hidden = grad_hidden.to(self.grad_hidden.dtype)
+            self.logits.order.scatter_chunk(self.grad_hidden, block, grad_hidden)
             del grad_hidden  # fp32, before matmul 3 allocates its result
         if self.wanted.weight:
             # The rows of hidden are scaled instead of those of grad_logits. The product is the
@@ -609,7 +629,7 @@ def gradient_of_block(
     num_rows = chunks[-1].stop - start
     buffer = logits.matmuls.make_grad_buffer(num_rows, sums_bias=accumulator.wanted.bias)
     for chunk in chunks:
-        hidden_of_chunk = hidden[chunk.start - start : chunk.stop - start]
+        hidden_of_chunk = rows_of(hidden, slice(chunk.start - start, chunk.stop - start))
         write_gradient_of_chunk(chunk, hidden_of_chunk, formula, logits, accumulator, buffer)
     return buffer.all_rows()
 
@@ -874,7 +894,7 @@ def plan_rows(
         blocks_are_chunks = sizes.block == sizes.chunk
         rows_with_gradient = slice(0, num_with_gradient)
         blocks = split_rows(rows_with_gradient, sizes.block, evenly=evenly and blocks_are_chunks)
-    others = slice(num_with_gradient, len(order.row_ids))
+    others = slice(num_with_gradient, order.row_ids.shape[0])
     return RowPlan(
         chunks_without_gradient=split_rows(others, sizes.chunk, evenly),
         blocks=[split_rows(block, sizes.chunk, evenly) for block in blocks],
@@ -920,7 +940,7 @@ def gathers_rows(policy: Projection, num_rows: int) -> bool:
     policy     has the hidden states of all rows
     num_rows   number of rows that the pass processes
     """
-    return num_rows < len(policy.hidden) or policy.hidden.dtype != policy.matmul_dtype
+    return num_rows < policy.hidden.shape[0] or policy.hidden.dtype != policy.matmul_dtype
 
 
 def split_rows(rows: slice, max_rows: int, evenly: bool) -> list[slice]:
@@ -976,6 +996,14 @@ def split_sequences(rows_per_sequence: Sequence[int], max_rows: int) -> list[sli
 
 
 # ---- helpers
+
+
+def rows_of(x: Tensor, rows: slice) -> Tensor:
+    """Return x[rows], or x itself if these are all of its rows, which takes less time.
+
+    rows   slice with a start and a stop, and a step of 1
+    """
+    return x if rows.start == 0 and rows.stop == x.shape[0] else x[rows]
 
 
 def is_same_tensor(x: Tensor | None, y: Tensor | None) -> bool:

@@ -148,10 +148,9 @@ class SequenceFormula:
         grad_logits   [1, num_chunk_rows, V]: where to write the gradient; None: none is needed
         """
         sums = self.kernels.softmax_sums(rows, SUMS_OF_ENTROPY)
-        row_ids = self.order.row_ids_at(chunk)
         logps, entropy = sums.logps_and_entropy()
-        self.logps[row_ids] = logps
-        self.entropy[row_ids] = entropy
+        self.order.scatter_chunk(self.logps, chunk, logps)
+        self.order.scatter_chunk(self.entropy, chunk, entropy)
         # Losses that were computed before belong to the former log-probs.
         self._losses = None
         if grad_logits is not None:
@@ -179,7 +178,7 @@ class SequenceFormula:
         # rows, because no sequence is in two blocks.
         grad_logps = self.losses_so_far().grad_logps
         is_nan = self.logps.isnan() & (grad_logps != 0)
-        return grad_logps.masked_fill(is_nan, torch.nan)[self.order.row_ids_at(block)]
+        return self.order.gather_chunk(grad_logps.masked_fill(is_nan, torch.nan), block)
 
     def result(self) -> FormulaResult:
         """Return the loss, and log-probs, entropies and log-ratios of all rows.

@@ -59,7 +59,7 @@ def make_matmuls(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Hea
     bias     [V] or None
     dtype    the dtype to which operands may be rounded: fp32, bf16 or fp16
     """
-    if len(weight) == 0:  # with a vocabulary shard for each rank, a rank may have no ids
+    if weight.shape[0] == 0:  # with a vocabulary shard for each rank, a rank may have no ids
         return MatmulsWithoutIds(weight, bias)
     if dtype in HALF_DTYPES and has_fp32_accumulators(weight.device):
         if dtype == torch.bfloat16:

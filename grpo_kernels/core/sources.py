@@ -539,12 +539,12 @@ class ProjectedLogits:
     @property
     def num_rows(self) -> int:
         """Number of rows."""
-        return len(self.projection.hidden)
+        return self.projection.hidden.shape[0]
 
     @property
     def num_columns(self) -> int:
         """Number of ids of this rank: all ids without a shard."""
-        return len(self.projection.weight)
+        return self.projection.weight.shape[0]
 
     @property
     def vocab_size(self) -> int:

@@ -167,7 +167,7 @@ class TokenInputs:
         else:
             # Index a stack of all tensors once, which takes less host time than one index a tensor.
             stacked = torch.stack(list(tensors.values()))
-            selected = list(stacked[:, token_ids])
+            selected = list(stacked.index_select(1, token_ids).unbind())
         named = dict(zip(tensors, selected, strict=True))
         return TokenInputs(
             targets=self.targets[token_ids],

@@ -69,7 +69,7 @@ class FusedLossValues(NamedTuple):
     @property
     def divergence(self) -> Tensor | None:
         """Divergence of each row from the reference, [num_rows]; None without a reference."""
-        has_reference = len(self.table) == self.num_values(has_reference=True)
+        has_reference = self.table.shape[0] == self.num_values(has_reference=True)
         return self.table[3] if has_reference else None
 
     @staticmethod
