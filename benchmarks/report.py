@@ -9,6 +9,7 @@ blocks of README.md and docs/, and the pictures.
 from __future__ import annotations
 
 import html
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -37,6 +38,7 @@ from benchmarks.tables import (
     megabytes,
     named,
     processor,
+    reasons,
     render,
     replace_block,
     size,
@@ -103,7 +105,10 @@ def _call(part: Any) -> str:
 
 SCALED = "upstream 0.5"  # in names of variants of ours that only the tables show
 WITHOUT_PEERS = ("kept",)  # suites of operations that no other project has
-PROMISED = 64  # least number of rows of the cells that are compared with plain PyTorch
+#: Least number of rows and ids of the cells that are compared with plain PyTorch. In smaller ones
+#: the fixed cost of a call shows (`small_calls`).
+PROMISED_ROWS = 64
+PROMISED_IDS = 8192
 #: Providers of plain PyTorch, by the start of their names.
 PLAIN = (EAGER, "pairs in PyTorch", "torch.compile", "torch linear_cross_entropy")
 #: {suite: its words in the first table of docs/benchmarks.md}.
@@ -139,9 +144,9 @@ def standings(folder: Path, machine: str, plain: bool = False) -> list[Standing]
     """Return the standings of the cells of a machine, the largest speed-up first.
 
     Cells have at least BATCH rows and a correct row of ours and of another project. With `plain`
-    the other rows are of plain PyTorch, and cells have at least PROMISED rows.
+    the other rows are of plain PyTorch, and cells have at least PROMISED_ROWS and PROMISED_IDS.
     """
-    least_rows = PROMISED if plain else BATCH
+    least_rows = PROMISED_ROWS if plain else BATCH
     all_standings = []
     for suite in SUITES:
         if suite in WITHOUT_PEERS and not plain:
@@ -152,7 +157,8 @@ def standings(folder: Path, machine: str, plain: bool = False) -> list[Standing]
             peers = [row for row in right(cell) if not row["name"].startswith(OURS)]
             if plain:
                 peers = [row for row in peers if row["name"].startswith(PLAIN)]
-            if ours and peers and cell["rows"] >= least_rows:
+            is_large = cell["rows"] >= least_rows and cell["vocab"] >= PROMISED_IDS
+            if ours and peers and is_large:
                 all_standings.append(Standing(record, cell, _fastest(ours), _fastest(peers)))
     return sorted(all_standings, key=lambda standing: -standing.ratio)
 
@@ -174,7 +180,10 @@ def promise(folder: Path, machine: str) -> tuple[bool, str]:
     """
     compared = standings(folder, machine, plain=True)
     broken = [standing for standing in reversed(compared) if standing.ratio * MOST_TIMES < 1]
-    what = f"of {len(compared)} cells of {PROMISED} rows or more on {machine}"
+    what = (
+        f"of {len(compared)} cells of {PROMISED_ROWS} rows and {PROMISED_IDS:,} ids or more on"
+        f" {machine}"
+    )
     if not broken:
         kept = (
             "Slower than plain PyTorch (eager, torch.compile, linear_cross_entropy) by more"
@@ -363,17 +372,39 @@ def absent(*suites: str) -> str:
 
 
 def figures(folder: Path, suite: str, device: str = "cpu") -> str:
-    """Return the headline tables of a suite, with all machines of a kind of device side by side."""
-    records = []
+    """Return the headline tables of a suite for each machine, and what was not timed in them."""
+    parts = []
+    shown: list[Cell] = []
     for machine in machines(folder, device):
         record = results.load(folder / machine / f"{suite}.json")
         if record.get("cells"):
-            records.append(record)
-    if not records:
-        return absent(suite)
-    sources = [source(record) for record in records]
-    tables = [comparison(cells) for cells in headline(*records)]
-    return "\n\n".join(sources + tables)
+            shapes = headline(record)
+            parts += [source(record), *map(comparison, shapes)]
+            shown += itertools.chain(*shapes)
+    return "\n\n".join([*parts, *reasons(shown)]) if parts else absent(suite)
+
+
+def small_calls(folder: Path, device: str = "cpu") -> str:
+    """Return the times of small calls by vocabulary, for each machine that has both suites."""
+    parts = []
+    for machine in machines(folder, device):
+        from_logits = results.load(folder / machine / "small-logits.json")
+        from_hidden = results.load(folder / machine / "small-hidden.json")
+        if not from_logits.get("cells") or not from_hidden.get("cells"):
+            continue
+        table = [["ids"]]
+        for place in ("from logits", "from hidden states"):
+            table[0] += [f"{place}: ours, ms", "eager PyTorch", "torch.compile"]
+        cells = zip(from_logits["cells"], from_hidden["cells"], strict=True)
+        for cells_of_size in cells:
+            line = [f"{cells_of_size[0]['vocab']:,}"]
+            for cell in cells_of_size:
+                ours = _fastest([row for row in right(cell) if _is_ours(row)])
+                others = [named(cell, EAGER), named(cell, "torch.compile")]
+                line += [figure(row["ms"]) if row else "" for row in (ours, *others)]
+            table.append(line)
+        parts += [source(from_logits), render(table, markdown=True)]
+    return "\n\n".join(parts) if parts else absent("small-logits", "small-hidden")
 
 
 def pictures(folder: Path, device: str = "cpu", page: Path = FIGURES) -> str:
@@ -458,6 +489,7 @@ def blocks(folder: Path = RESULTS) -> dict[Path, dict[str, str]]:
     of_figures = {"front": front(folder)}
     for suite in SHOWN_SUITES:
         of_figures[f"{suite.replace('-', '_')}_cpu"] = figures(folder, suite)
+    of_figures["small"] = small_calls(folder)
     of_figures["plots_cpu"] = pictures(folder)
     of_figures["gpus"] = gpus(folder)
     integrations = ROOT / "grpo_kernels" / "integrations" / "README.md"

@@ -197,6 +197,7 @@ SEQUENCES = (
 KEPT = ("grpo_kernels, into weight_grad", OURS, "pairs in PyTorch, autograd")
 DIVERGENCES = (OURS, "TRL chunked divergence + mean")
 VOCABULARIES = (32768, 65536, LLAMA, QWEN, GEMMA)
+SMALL_VOCABULARIES = (128, 512, 2048, 8192, 32768)
 SHARED, TREES = (0.0, 0.5, 0.875), (OURS, "grpo_kernels, rollouts one by one")
 #: Shares of sequences with an advantage. Those with a performance target come first.
 SHARES = (1.0, 0.5, 0.25, 0.75, 0.125)
@@ -272,6 +273,16 @@ SUITES = {
         _swept(
             "vocab", "From hidden states, by vocabulary",
             [(128, 512, v) for v in VOCABULARIES], [(8192, 4096, v) for v in VOCABULARIES],
+        ),
+        Suite(
+            "small-logits", "Small calls from logits, by vocabulary", "logits",
+            plan("logits", *[(96, None, v) for v in SMALL_VOCABULARIES], dtypes=(FP32,), only=FROM_LOGITS),
+            gpu("logits", *[(96, None, v) for v in SMALL_VOCABULARIES]),
+        ),
+        Suite(
+            "small-hidden", "Small calls from hidden states, by vocabulary", "hidden",
+            plan("hidden", *[(96, 64, v) for v in SMALL_VOCABULARIES], dtypes=(FP32,), only=(OURS, EAGER, "torch.compile")),
+            gpu("hidden", *[(96, 64, v) for v in SMALL_VOCABULARIES]),
         ),
         _swept("active", "From hidden states, by the share of sequences with an advantage", [(128, 1024, QWEN)], [LARGE], SHARES),
         _swept(

@@ -200,19 +200,18 @@ def ratio(cell: Cell, row: Row) -> float | None:
 BATCH = 256
 
 
-def headline(*records: Record) -> list[list[Cell]]:
+def headline(record: Record) -> list[list[Cell]]:
     """Return the cells that pages show: the first and the last shape of a training batch.
 
-    A shape has at least BATCH rows, unless no shape does. Cells of one shape differ in their
-    machine or dtype, and form one list.
+    A shape has at least BATCH rows, unless no shape does. Cells of one shape differ in their dtype,
+    and form one list.
 
-    records     result files of one suite, one for each machine
+    record      result file of a suite on a machine
     """
     shapes: dict[tuple, list[Cell]] = {}
-    for record in records:
-        for cell in record["cells"]:
-            shape = (cell["rows"], cell["hidden"], cell["vocab"], cell["active"])
-            shapes.setdefault(shape, []).append(cell | {"kind": record["machine"]["kind"]})
+    for cell in record["cells"]:
+        shape = (cell["rows"], cell["hidden"], cell["vocab"], cell["active"])
+        shapes.setdefault(shape, []).append(cell | {"kind": record["machine"]["kind"]})
     enough = [cells for cells in shapes.values() if cells[0]["rows"] >= BATCH] or [*shapes.values()]
     first, last = enough[0], enough[-1]
     return [first, last] if first[0]["rows"] < last[0]["rows"] else [first]
@@ -267,10 +266,7 @@ def reasons(cells: list[Cell], field: str = "dtype") -> list[str]:
 
 
 def comparison(cells: list[Cell]) -> str:
-    """Return a table with cells of one shape side by side, and the providers that were not timed.
-
-    cells   of different dtypes or machines
-    """
+    """Return a table with cells of one shape and machine side by side, which differ in dtype."""
     head = [size(cells[0])]
     for cell, mark in zip(cells, marks(cells), strict=True):
         head += [f"{mark} ms", f"x {limit(cell)}", "extra MB"]
@@ -291,7 +287,7 @@ def comparison(cells: list[Cell]) -> str:
                 errors.append(worst(row))
         if title:
             lines.append([title, *entries, " / ".join(errors)])
-    return "\n\n".join([render(lines, markdown=True), *reasons(cells)])
+    return render(lines, markdown=True)
 
 
 RATES = {"gbps_1u": "GB/s (1U)", "gbps_2u": "GB/s (2U)"}

@@ -579,7 +579,7 @@ class BatchLoss:
         result   of a loss of `scaled_tokens`
         """
         if self.grad_scale is not None:
-            result = replace(result, loss=result.loss / self.grad_scale)
+            result = result._replace(loss=result.loss / self.grad_scale)
         return self.output(result)
 
     # ---- the loss of differentiable statistics

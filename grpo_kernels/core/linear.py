@@ -72,6 +72,15 @@ class Projection:
     transform: RowTransform
     matmul_dtype: torch.dtype
 
+    def with_tensors(self, tensors: Sequence[Tensor | None]) -> Projection:
+        """Return the same projection with other tensors, those that autograd passes to a function.
+
+        tensors   (hidden, weight, bias)
+        """
+        hidden, weight, bias = tensors
+        assert hidden is not None and weight is not None
+        return Projection(hidden, weight, bias, self.transform, self.matmul_dtype)
+
     def make_matmuls(self) -> HeadMatmuls:
         """Return the matmuls of a pass with this head: logits, and the gradients of both operands.
 
@@ -530,8 +539,8 @@ def scale_rows(x: Tensor, row_scale: Tensor | None) -> Tensor:
     """
     if row_scale is None:
         return x
-    scaled = (x * row_scale[:, None]).masked_fill_((row_scale == 0)[:, None], 0.0)
-    return scaled.to(x.dtype)
+    scale = row_scale.unsqueeze(1)
+    return (x * scale).masked_fill_(scale == 0, 0.0).to(x.dtype)
 
 
 # ---- the loops

@@ -7,7 +7,7 @@ SequenceFormula   the gradient of a token depends on the log-probs of its sequen
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,7 @@ from .linear import ChunkValues, RowOrder, write_unit_gradient
 from .softmax import LogitRows
 
 
-@dataclass(frozen=True, eq=False)
-class FormulaResult:
+class FormulaResult(NamedTuple):
     """A loss, and the statistics of all rows.
 
     loss         0-d fp32

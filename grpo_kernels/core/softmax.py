@@ -423,7 +423,7 @@ class SoftmaxSums:
     @property
     def logps(self) -> Tensor:
         """Log-prob of the target: target_logit - max_logit - log(sum_exp)."""
-        max_logit, sum_exp, target_logit = self._accurate_values()[:3]  # BASIC_SUMS come first
+        max_logit, sum_exp, target_logit, *_ = self._accurate_values().unbind()  # BASIC_SUMS first
         return ((target_logit - max_logit) - torch.log(sum_exp)).float()
 
     @property
@@ -440,8 +440,8 @@ class SoftmaxSums:
         sum_exp is sum_j exp(z_j - max_logit), and sum_exp_shifted weights each of its terms by
         z_j - max_logit.
         """
-        values = self._accurate_values()
-        max_logit, sum_exp, target_logit = values[:3]
+        values = self._accurate_values().unbind()
+        max_logit, sum_exp, target_logit, *_ = values  # BASIC_SUMS come first
         sum_exp_shifted = values[self.names.index("sum_exp_shifted")]
         log_sum = torch.log(sum_exp)
         logps = ((target_logit - max_logit) - log_sum).float()
@@ -673,7 +673,7 @@ class GradientCoefficients(NamedTuple):
         names = tuple(name for name in COEFFICIENTS if name in coefficients)
         rows = [coefficients[name] for name in names]
         if len(rows) == 1:
-            return cls(rows[0].contiguous()[None], names)
+            return cls(rows[0].contiguous().unsqueeze(0), names)
         return cls(torch.stack(rows), names)
 
     def get(self, name: str) -> Tensor | None:

@@ -594,6 +594,13 @@ class ProjectedLogits:
         )
         return replace(self, projection=projection, weight_memory=None)
 
+    def with_plain_transform(self) -> ProjectedLogits:
+        """Return the same rows, without the wrappers of torch.func around temperatures."""
+        transform = self.transform.without_wrappers()
+        if transform is self.transform:  # one number for all rows
+            return self
+        return replace(self, projection=replace(self.projection, transform=transform))
+
     def statistics(
         self,
         targets: Tensor,
@@ -645,10 +652,7 @@ class ProjectedLogits:
         )
         pass_type = FrozenHeadPass if computes_gradient_in_forward else LinearPass
         row_pass = pass_type(
-            source=replace(
-                self,
-                projection=replace(self.projection, transform=self.transform.without_wrappers()),
-            ),
+            source=self.with_plain_transform(),
             targets=plain(targets),
             mask=mask,
             order=order,
@@ -717,7 +721,8 @@ class ProjectedLogits:
         formula = TokenFormula(
             self.kernels, loss_formula, order, has_reference=reference is not None
         )
-        inputs = self.make_inputs(loss_formula.inputs.targets, reference_projection(reference))
+        targets = loss_formula.inputs.targets
+        inputs = self.make_inputs(self.projection, targets, reference_projection(reference))
         return self._loss_of_formula(inputs, formula, order, blocks=None)
 
     def fused_sequence_loss(
@@ -748,7 +753,7 @@ class ProjectedLogits:
         order               the rows to process
         rows_per_sequence   number of rows of each sequence that may have a gradient
         """
-        inputs = self.make_inputs(targets, None)
+        inputs = self.make_inputs(self.projection, targets, None)
         wanted = GradientsWanted(
             hidden=self.projection.hidden.requires_grad,
             weight=self.projection.weight.requires_grad,
@@ -778,16 +783,19 @@ class ProjectedLogits:
         formula = SequenceFormula(self.kernels, compute_losses, order)
         return self._loss_of_formula(inputs, formula, order, blocks)
 
-    def make_inputs(self, targets: Tensor, reference: ReferenceProjection | None) -> PassInputs:
+    def make_inputs(
+        self, projection: Projection, targets: Tensor, reference: ReferenceProjection | None
+    ) -> PassInputs:
         """Return the inputs of a pass over these rows: hidden states, heads, targets and kernels.
 
-        targets     int64 [num_rows]
-        reference   a frozen model that the policy is compared with, or None
+        projection   that of these rows, possibly with the tensors that autograd has passed
+        targets      int64 [num_rows]
+        reference    a frozen model that the policy is compared with, or None
         """
         return PassInputs(
             kernels=self.kernels,
             shard=self.shard,
-            policy=self.projection,
+            policy=projection,
             reference=reference,
             targets=targets,
         )
@@ -845,7 +853,7 @@ class ProjectedLogits:
             ],
         )
         loss = apply_function(LossWithGradients, result.loss, precomputed, hidden, weight, bias)
-        return replace(result, loss=loss)
+        return result._replace(loss=loss)
 
 
 def reference_projection(reference: Reference | None) -> ReferenceProjection | None:
@@ -926,7 +934,8 @@ class LinearPass(SoftmaxPass):
         assert weight is not None
         check_weight_is_present(weight, self.source.shard)
         if self.order.is_on_host:
-            order = self.order_of_nonzero(coefficients)
+            # Rows whose coefficients are all 0 have the gradient 0.
+            order = RowOrder.of_mask(coefficients.nonzero, self.order.num_rows, weight.device)
         else:  # the host would have to wait for the values of the coefficients
             order = self.order.with_gradient()
         formula = KnownGradients(self.source.kernels, self.as_sums(values), coefficients, order)
@@ -965,19 +974,6 @@ class LinearPass(SoftmaxPass):
         mask = torch.zeros(self.order.num_rows, dtype=torch.bool, device=row_ids.device)
         return mask.index_fill_(0, row_ids, True)
 
-    def order_of_nonzero(self, coefficients: GradientCoefficients) -> RowOrder:
-        """Return the order of the processed rows whose gradient is not exactly 0.
-
-        The gradient of a row is 0 if all of its coefficients are 0, which the host must read. So
-        only tensors on a CPU are passed here.
-
-        coefficients   numbers of each row, from which d loss / d logits follows
-        """
-        row_ids = self.order.row_ids
-        has_gradient = coefficients.nonzero[row_ids]
-        row_ids = row_ids[has_gradient]
-        return RowOrder(row_ids, len(row_ids), self.order.num_rows)
-
     def tensors_read_again(self) -> list[Tensor | None]:
         """Return the tensors that the backward reads besides hidden and head; None if absent.
 
@@ -997,11 +993,8 @@ class LinearPass(SoftmaxPass):
         tensors   (hidden, weight, bias). Those of `source` may be wrappers of torch.func, which
                   kernels cannot read.
         """
-        hidden, weight, bias = tensors
-        assert hidden is not None and weight is not None
-        inputs = self.source.make_inputs(self.targets, self.reference)
-        policy = replace(inputs.policy, hidden=hidden, weight=weight, bias=bias)
-        return replace(inputs, policy=policy)
+        projection = self.source.projection.with_tensors(tensors)
+        return self.source.make_inputs(projection, self.targets, self.reference)
 
 
 @dataclass(frozen=True, eq=False)

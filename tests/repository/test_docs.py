@@ -251,7 +251,6 @@ NOT_OURS = {
 #: Programs that are gone, of which pages with these words may speak.
 GONE, GONE_SAYS = {
     "benchmarks/exact_kl.py", "benchmarks/sparse_training.py", "benchmarks/replay.py", "score_centering.py", "vocab_parallel.py",
-    "crossover.py",
 }, "in the history of this repository"  # fmt: skip
 
 

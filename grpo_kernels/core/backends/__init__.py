@@ -517,9 +517,8 @@ def use(*, backend: str | None = None, strict: bool | None = None) -> Iterator[N
         check_name(backend)
     remedy = "pass True, False or None."
     require(strict is None or isinstance(strict, bool), "strict", strict, remedy)
-    outer_backend, outer_strict = _settings()
-    new_backend = outer_backend if backend is None else backend
-    new_strict = outer_strict if strict is None else strict
+    new_backend = backend_in_use() if backend is None else backend
+    new_strict = strict_in_use() if strict is None else strict
     token = _in_use.set((new_backend, new_strict))
     try:
         yield
@@ -527,13 +526,16 @@ def use(*, backend: str | None = None, strict: bool | None = None) -> Iterator[N
         _in_use.reset(token)
 
 
-def _settings() -> tuple[str, bool]:
-    """Return (backend, strict) of the innermost `use` block, or of the environment outside."""
+def backend_in_use() -> str:
+    """Return the backend that the innermost `use` block names, or outside the environment."""
     in_use = _in_use.get()
-    if in_use is not None:
-        return in_use
-    backend = os.environ.get("GRPO_KERNELS_BACKEND", "auto")
-    return backend, os.environ.get("GRPO_KERNELS_STRICT", "0") == "1"
+    return os.environ.get("GRPO_KERNELS_BACKEND", "auto") if in_use is None else in_use[0]
+
+
+def strict_in_use() -> bool:
+    """Return whether the innermost `use` block sets strict mode, or outside the environment."""
+    in_use = _in_use.get()
+    return os.environ.get("GRPO_KERNELS_STRICT", "0") == "1" if in_use is None else in_use[1]
 
 
 def is_strict(strict: bool) -> bool:
@@ -541,8 +543,7 @@ def is_strict(strict: bool) -> bool:
 
     strict   the argument of the call, `Options(strict=)`
     """
-    _, strict_in_use = _settings()
-    return strict or strict_in_use
+    return strict or strict_in_use()
 
 
 def check_name(backend: object) -> None:
@@ -563,10 +564,9 @@ def pick(backend: str, device: torch.device, strict: bool = False) -> Backend:
     for an unknown name. A Triton kernel whose tile does not fit into this GPU runs with a smaller
     tile and warns, in strict mode as well.
     """
-    backend_in_use, strict_in_use = _settings()
-    strict = strict or strict_in_use
+    strict = is_strict(strict)
     if backend == "auto":
-        backend = backend_in_use
+        backend = backend_in_use()
     if backend == "auto":  # still: neither the call nor `use` names a backend
         return _pick_automatically(device, strict)
     check_name(backend)

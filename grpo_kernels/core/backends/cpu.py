@@ -526,7 +526,10 @@ def sums_argument(sums: SoftmaxSums) -> _cpu.NamedRows:
     """
     name_bits = bits(sums.names, SUMS_OF_KERNELS)
     num_supported = name_bits.bit_count()
-    return table_argument("sums", sums.values[:num_supported], name_bits)
+    values = sums.values
+    if num_supported < len(sums.names):
+        values = values[:num_supported]
+    return table_argument("sums", values, name_bits)
 
 
 def count_rows(rows: LogitRows) -> int:
