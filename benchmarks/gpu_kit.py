@@ -111,7 +111,7 @@ COMPARED = ("logits", "hidden", "active", "kept")  # those with targets
 FURTHER = (
     "logits-accumulation", "hidden-accumulation", "step", "divergence", "logits-divergence", "length", "cross-entropy", "hidden-frozen", "logits-forward", "hidden-forward",
     "hidden-sequence", "divergence-forward", "divergence-jsd", "rows", "vocab", "trees", "forms", "logits-forms",
-    "draft",
+    "draft", "small-logits", "small-hidden",
 )  # fmt: skip
 REHEARSED_SUITES = ("kept", "length")  # the suites that a rehearsal runs
 

@@ -133,7 +133,7 @@ FAULTS: list[Fault] = [
         ),
         (
             "a loss is not divided by grad_scale",
-            "result = replace(result, loss=result.loss / self.grad_scale)", "pass", "tests/core/test_grad_scale.py",
+            "result = result._replace(loss=result.loss / self.grad_scale)", "pass", "tests/core/test_grad_scale.py",
         ),
         (
             "the forward does not know grad_scale",
@@ -155,11 +155,11 @@ FAULTS: list[Fault] = [
         "tests/core/test_products.py",
         (
             "rows with a gradient do not come first",
-            "torch.cat([row_ids, others.nonzero()[:, 0]])", "torch.cat([others.nonzero()[:, 0], row_ids])",
+            "torch.cat([row_ids, others.nonzero().flatten()])", "torch.cat([others.nonzero().flatten(), row_ids])",
         ),
         (
             "rows without a gradient are left out",
-            "row_ids = torch.cat([row_ids, others.nonzero()[:, 0]])", "pass",
+            "row_ids = torch.cat([row_ids, others.nonzero().flatten()])", "pass",
         ),
         (
             "on a GPU rows without a gradient come first",
@@ -304,7 +304,7 @@ FAULTS: list[Fault] = [
         ("a sequence's log-ratio is not read", 'log_ratio = named.get("log_ratios")', "log_ratio = None", OBJECTIVES),
     ),
     *of("grpo_kernels/formulas/token_inputs.py", "tests/core/test_linear_pass.py",
-        ("tokens take the divergence weights of others", "[:, token_ids])", "[:, token_ids.flip(0)])"),
+        ("tokens take the divergence weights of others", ".index_select(1, token_ids)", ".index_select(1, token_ids.flip(0))"),
     ),
     *of("grpo_kernels/formulas/formula_keys.py", "tests/formulas/test_program.py",
         ("globals of a function are no part of its key", "key.append(_key(_value_of_name(function, name), function_numbers))", "pass"),
@@ -1411,8 +1411,8 @@ FAULTS: list[Fault] = [
         ),
         (
             "hidden states are those of the first rows",
-            "return chunk if self.is_identity else self.row_ids[chunk]",
-            "return chunk",
+            "return x.index_select(0, rows_of(self.row_ids, chunk))",
+            "return rows_of(x, chunk)",
         ),
         (
             "values stay in the order of the pass",
@@ -1427,12 +1427,12 @@ FAULTS: list[Fault] = [
         ),
         (
             "a reference's hidden states are those of the first rows",
-            "reference.projection.hidden.detach()[row_ids]",
+            "self.order.gather_chunk(reference.projection.hidden.detach(), chunk)",
             "reference.projection.hidden.detach()[chunk]",
         ),
         (
             "a reference's temperatures are those of the first rows",
-            "reference.projection.transform.select(row_ids)",
+            "reference.projection.transform.select(self.order.row_ids_at(chunk))",
             "reference.projection.transform.select(chunk)",
             LINEAR_PASS,
         ),
@@ -1466,7 +1466,7 @@ FAULTS: list[Fault] = [
         ),
         (
             "a row_scale of 0 times infinity is NaN",
-            ".masked_fill_((row_scale == 0)[:, None], 0.0)",
+            ".masked_fill_(scale == 0, 0.0)",
             "",
             LINEAR_PASS,
         ),
@@ -1478,7 +1478,7 @@ FAULTS: list[Fault] = [
         ),
         (
             "rows without a gradient have no log-probs",
-            'others = slice(num_with_gradient, len(order.row_ids))',
+            'others = slice(num_with_gradient, order.row_ids.shape[0])',
             'others = slice(0, 0)',
         ),
         (
@@ -1648,12 +1648,12 @@ FAULTS: list[Fault] = [
             "a log-prob of NaN has a gradient that nothing arrives at",
             (
                 "is_nan = self.logps.isnan() & (grad_logps != 0)\n"
-                "        return grad_logps.masked_fill"
+                "        return self.order"
             ),
-            "is_nan = self.logps.isnan()\n        return grad_logps.masked_fill",
+            "is_nan = self.logps.isnan()\n        return self.order",
             LINEAR_PASS,
         ),
-        ("row_scale is not in the order of the rows", "[self.order.row_ids_at(block)]", "[block]"),
+        ("row_scale is not in the order of the rows", "self.order.gather_chunk(grad_logps.masked_fill(is_nan, torch.nan), block)", "grad_logps.masked_fill(is_nan, torch.nan)[block]"),
         (
             "the sum of losses is fp32",
             "losses.sum(dtype=torch.float64).float()",
@@ -1760,8 +1760,8 @@ FAULTS: list[Fault] = [
         ),
         (
             "rows without a gradient are in the backward",
-            "row_ids = row_ids[has_gradient]",
-            "pass",
+            "order = RowOrder.of_mask(coefficients.nonzero, self.order.num_rows, weight.device)",
+            "order = self.order",
             PRODUCTS,
         ),
         (

@@ -594,14 +594,19 @@ class GatherSequence(torch.autograd.Function):
 
 
 def packed_offsets(packed_seq_params: Any, context_ranks: int = 1) -> Tensor:
-    """Return cu_seqlens, int32 [num_sequences + 1], of the rows that this rank has of packed
-    sequences, for `TokenBatch(cu_seqlens=, context_group=)`.
+    """Return the boundaries of this rank's part of packed sequences, int32 [num_sequences + 1].
 
-    packed_seq_params   Megatron's PackedSeqParams of the whole sequences
-    context_ranks       number of context-parallel ranks, each of which has as many positions of
-                        every padded sequence
+    They are the `cu_seqlens` of a `TokenBatch` with a `context_group`. Context parallelism gives
+    each rank the same number of positions of every sequence, so the boundaries are those of the
+    whole sequences divided by the number of ranks.
 
-    Raises ValueError if a padded sequence cannot be split evenly.
+    packed_seq_params   Megatron's PackedSeqParams of the whole sequences. If they are padded, the
+                        padded boundaries count.
+    context_ranks       number of context-parallel ranks
+
+    Raises ValueError if a sequence cannot be split evenly. Megatron gives each rank two parts of a
+    sequence, one from its first and one from its last half, so that causal attention is balanced.
+    That is why it pads to multiples of 2 * context_ranks.
     """
     offsets = packed_seq_params.cu_seqlens_q_padded
     if offsets is None:
