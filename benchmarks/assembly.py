@@ -28,14 +28,18 @@ def code(kernel: Any) -> str:
 
 
 def loops(assembly: str) -> list[list[str]]:
-    """Return the lines of every innermost loop.
+    """Return the lines of every innermost loop, one list for each loop.
+
+    assembly   PTX, AMD's assembly, or the text from `disassembled`
 
     A loop is found by a branch from one of its blocks back to its first block, the header. Control
     reaches all blocks of a loop only through the header.
     """
     lines_of_blocks, successors = _blocks(assembly)
     blocks = _reached(successors, 0)
-    predecessors = {block: {p for p in blocks if block in successors[p]} for block in blocks}
+    predecessors = {
+        block: {other for other in blocks if block in successors[other]} for block in blocks
+    }
     loops: set[frozenset[int]] = set()
     for header in blocks:
         reached_without_header = _reached(successors, 0, without=header)
@@ -53,7 +57,11 @@ def loops(assembly: str) -> list[list[str]]:
 
 
 def _blocks(assembly: str) -> tuple[list[list[str]], list[set[int]]]:
-    """Return (the lines of each basic block, the blocks that may be executed after each)."""
+    """Split assembly into basic blocks.
+
+    Returns the lines of each block, and for each block the indices of the blocks that may be
+    executed after it. A block begins at a label or after a branch.
+    """
     lines_of_blocks: list[list[str]] = [[]]
     labels: dict[str, int] = {}
     for line in map(str.strip, assembly.splitlines()):
@@ -101,13 +109,16 @@ NO_INSTRUCTION = r"$|[.;$/{})]|\w+:"
 
 
 def bits(access: str) -> int:
-    """Return the bits per thread of a load or store, from its instruction in PTX or for AMD."""
-    if access.startswith(("ld", "st")):
-        # PTX: ld.global.v4.b32
+    """Return the bits per thread of a load or store, from the name of its instruction.
+
+    access  a name in PTX, such as ld.global.v4.b32 (4 elements of 32 bits: 128), or for AMD, such
+            as global_load_dwordx4 (4 words of 32 bits: 128). Without a count it is one element.
+    """
+    if access.startswith(("ld", "st")):  # PTX
         match = re.search(r"(?:\.v(?P<count>\d))?\.[bfus](?P<bits>\d+)$", access)
         assert match, access
         return int(match["count"] or 1) * int(match["bits"])
-    # AMD: global_load_dwordx4
+    # AMD. The suffixes _d16 and _hi name a half of a register, and do not change the width.
     match = re.search(r"(?P<type>byte|short|dword)(?:_d16)?(?:_hi)?(?:x(?P<count>\d))?", access)
     assert match, access
     bits_of_type = {"byte": 8, "short": 16, "dword": 32}
@@ -115,7 +126,11 @@ def bits(access: str) -> int:
 
 
 def cuobjdump(kernel: Any, *options: str) -> str:
-    """Return what NVIDIA's tool, which Triton ships, prints about a kernel's binary."""
+    """Return what cuobjdump prints about a kernel's binary.
+
+    kernel    a compiled Triton kernel for NVIDIA. The tool is NVIDIA's, and Triton ships it
+    options   of the command line, such as "--dump-sass"
+    """
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -125,14 +140,17 @@ def cuobjdump(kernel: Any, *options: str) -> str:
 
 
 def taken(kernel: Any) -> dict[str, int]:
-    """Return a kernel's registers, spilled bytes and bytes of stack, each per thread."""
+    """Return the resources of a kernel: "registers", "spilled" and "stack", each per thread.
+
+    kernel    a compiled Triton kernel. Spilled registers and stack are in bytes
+    """
     if "amdgcn" in kernel.asm:
         # Scalar registers do not count: they may spill into lanes of vector registers, not memory.
         pattern = r"\.(vgpr_count|vgpr_spill_count|private_segment_fixed_size):\s+(\d+)"
         counts = dict(re.findall(pattern, kernel.asm["amdgcn"]))
         return {
             "registers": int(counts["vgpr_count"]),
-            "spilled": 4 * int(counts["vgpr_spill_count"]),
+            "spilled": 4 * int(counts["vgpr_spill_count"]),  # a register has 4 bytes
             "stack": int(counts["private_segment_fixed_size"]),
         }
     usage = cuobjdump(kernel, "--dump-resource-usage")  # has "REG:64 STACK:0 SHARED:0 LOCAL:0"
@@ -239,8 +257,8 @@ def disassembled(kernel: Any) -> str:
             target = int(branch["target"], 16)
             text = f"{'@' if is_conditional else ''}bra L_BB{target:x}"
         control = int(match["upper_half"], 16)
-        barrier = control >> 46 & 7
-        wait_mask = control >> 52 & 63
+        barrier = control >> 46 & 7  # 3 bits: the number of a barrier, or _NO_BARRIER
+        wait_mask = control >> 52 & 63  # 6 bits, one for each barrier
         lines.append(f"{text} @@ {barrier} {wait_mask}")
     return "\n".join(lines)
 
@@ -252,7 +270,7 @@ def _width(name: str) -> int:
 
 
 def _nvidia(lines: list[str]) -> Iterator[Instruction]:
-    """Read lines of `disassembled`."""
+    """Yield the instructions of a loop from lines of `disassembled`. Labels are skipped."""
     for line in lines:
         if "@@" not in line:  # a label
             continue
@@ -277,7 +295,10 @@ def _nvidia(lines: list[str]) -> Iterator[Instruction]:
 
 
 def _amd(lines: list[str]) -> Iterator[Instruction]:
-    """Read lines of AMD's assembly."""
+    """Yield the instructions of a loop from lines of AMD's assembly.
+
+    Directives, labels and comments are skipped.
+    """
     for line in lines:
         if re.match(NO_INSTRUCTION, line):
             continue
@@ -300,22 +321,22 @@ class Loop:
     @property
     def loads(self) -> list[int]:
         """The bits of each load of a thread."""
-        return [x.load_bits for x in self.body if x.load_bits]
+        return [instruction.load_bits for instruction in self.body if instruction.load_bits]
 
     @property
     def stores(self) -> list[int]:
         """The bits of each store of a thread."""
-        return [x.store_bits for x in self.body if x.store_bits]
+        return [instruction.store_bits for instruction in self.body if instruction.store_bits]
 
     @property
     def local(self) -> int:
         """The number of accesses to spilled registers."""
-        return sum(x.is_local for x in self.body)
+        return sum(instruction.is_local for instruction in self.body)
 
     @property
     def issued(self) -> Counter[str]:
         """The number of instructions of an iteration for each of PIPES."""
-        return Counter(x.pipe for x in self.body)
+        return Counter(instruction.pipe for instruction in self.body)
 
     @property
     def in_flight(self) -> int:
@@ -326,30 +347,32 @@ class Loop:
         """
         # On AMD, accesses finish in order, and a wait counts loads and stores alike. On NVIDIA only
         # loads matter, each of which sets a barrier.
-        counts_accesses = any(x.most_accesses is not None for x in self.body)
-        outstanding: list[Instruction] = []
-        copies_of_groups = [0]  # the last group is not closed yet
+        counts_accesses = any(instruction.most_accesses is not None for instruction in self.body)
+        outstanding: list[Instruction] = []  # loads, and on AMD stores, the oldest first
+        # Copies of each outstanding group, the oldest first. The last group is not closed yet.
+        copies_of_groups = [0]
         most = 0
-        for x in self.body * 3:  # later iterations are in the steady state
+        # The loop is simulated for three iterations. The later ones are in the steady state.
+        for instruction in self.body * 3:
             # What the instruction waits for is finished when it runs.
-            if x.most_groups is not None:
-                finished = len(copies_of_groups) - 1 - x.most_groups
+            if instruction.most_groups is not None:
+                finished = len(copies_of_groups) - 1 - instruction.most_groups
                 copies_of_groups = copies_of_groups[max(0, finished) :]
-            if x.most_accesses is not None:
-                finished = len(outstanding) - x.most_accesses
+            if instruction.most_accesses is not None:
+                finished = len(outstanding) - instruction.most_accesses
                 outstanding = outstanding[max(0, finished) :]
             outstanding = [
                 access
                 for access in outstanding
-                if access.barrier is None or not x.wait_mask >> access.barrier & 1
+                if access.barrier is None or not instruction.wait_mask >> access.barrier & 1
             ]
             # What it starts is outstanding from now on.
-            if x.closes_group:
+            if instruction.closes_group:
                 copies_of_groups.append(0)
-            if x.is_copy:
+            if instruction.is_copy:
                 copies_of_groups[-1] += 1
-            elif x.load_bits or (x.store_bits and counts_accesses):
-                outstanding.append(x)
+            elif instruction.load_bits or (instruction.store_bits and counts_accesses):
+                outstanding.append(instruction)
             num_loads = sum(access.load_bits > 0 for access in outstanding)
             most = max(most, sum(copies_of_groups) + num_loads)
         return most

@@ -108,8 +108,8 @@ class Cell:
     """The sizes of a problem. `contract` is a key of CONTRACTS."""
 
     contract: str
-    rows: int
-    vocab: int
+    rows: int  # N, the number of tokens
+    vocab: int  # V
     dtype: torch.dtype
     hidden: int | None = None  # hidden size. None: from logits
     active: float = 1.0  # share of sequences whose advantage is not 0
@@ -122,6 +122,7 @@ class Cell:
 
     @property
     def beta(self) -> float:
+        """The coefficient of the KL term."""
         return BETA if self.contract == "logits" else 0.0
 
     @property
@@ -184,7 +185,12 @@ class Case:
     def gradients(self, loss: Tensor, into: bool = False) -> Result:
         """Run the backward of a loss, or a training step, and return the results.
 
-        into    the backward adds the gradient of the weight to `weight_grad`
+        Returns the loss (a scalar, before the division by the number of micro-batches) and the
+        gradient of each input that requires one. After a training step, see `step`.
+
+        loss    a scalar
+        into    whether the backward adds the gradient of the weight to `weight_grad`. Then this is
+                the result "d_weight"
         """
         if self.model is not None:
             return self.step(loss)
@@ -194,14 +200,14 @@ class Case:
         accumulation = self.cell.accumulation
         scaled = loss if accumulation == 1 else loss / accumulation
         gradients = torch.autograd.grad(scaled, [*leaves.values()])
-        found: Result = {"loss": loss.detach(), **dict(zip(leaves, gradients, strict=True))}
+        results: Result = {"loss": loss.detach(), **dict(zip(leaves, gradients, strict=True))}
         if into:
-            found["d_weight"] = self.weight_grad
-        return found
+            results["d_weight"] = self.weight_grad
+        return results
 
     @property
     def active(self) -> Tensor:
-        """Indices of the rows with a gradient."""
+        """Indices of the rows with a gradient, int64. In "trees" rows of the hidden states."""
         if self.batch.rows is not None:
             return self.batch.rows[self.batch.advantages != 0].unique()
         rows = torch.arange(self.cell.rows, device=self.hidden.device)
@@ -237,7 +243,10 @@ class Case:
 
 
 def policy_loss(logps: Tensor, batch: TokenBatch, cell: Cell) -> Tensor:
-    """Return the loss that a trainer computes from log-probs: ratio, clip, KL (k3), mean.
+    """Return the loss that a trainer computes from log-probs, a scalar.
+
+    This is the mean over tokens of DAPO's clipped loss, with a KL term (k3) if `cell.beta` is not
+    0. For "gspo" the ratio is that of a whole sequence, for "vespo" see `_vespo`.
 
     logps   [N] or [B, T], as the fields of `batch`
     """
@@ -247,8 +256,10 @@ def policy_loss(logps: Tensor, batch: TokenBatch, cell: Cell) -> Tensor:
         sequence_log_ratio = log_ratio.view(shape).sum(1)
         return _vespo(sequence_log_ratio, logps.view(shape), batch.advantages.view(shape))
     if cell.contract in OF_SEQUENCES:
-        of_tokens = log_ratio.view(cell.sequences, -1)
-        log_ratio = of_tokens.mean(1, keepdim=True).expand_as(of_tokens).reshape(logps.shape)
+        # The ratio of a sequence is the geometric mean over its tokens.
+        token_log_ratio = log_ratio.view(cell.sequences, -1)
+        sequence_log_ratio = token_log_ratio.mean(1, keepdim=True)
+        log_ratio = sequence_log_ratio.expand_as(token_log_ratio).reshape(logps.shape)
     ratio = torch.exp(log_ratio)
     low, high = CLIP
     clipped = ratio.clamp(1 - low, 1 + high)
@@ -265,7 +276,7 @@ def _vespo(log_ratio: Tensor, logps: Tensor, advantages: Tensor) -> Tensor:
     The weight w = exp(lambda + k log r - lambda r) of a sequence with ratio r gets no gradient.
     k and lambda depend on the sign of the advantage A.
 
-    log_ratio   [sequences], log r
+    log_ratio   [sequences], log r, the sum over the tokens. It is clamped to log 1e-8 and 20
     logps, advantages   [sequences, tokens]
     """
     log_ratio = log_ratio[:, None].clamp(math.log(1e-8), 20.0)
@@ -276,7 +287,7 @@ def _vespo(log_ratio: Tensor, logps: Tensor, advantages: Tensor) -> Tensor:
 
 
 def mean_divergence(direction: str, logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """Return the mean divergence of a policy and a teacher over rows.
+    """Return the mean divergence of a policy and a teacher over rows, a scalar.
 
     direction   "reverse": KL(policy, teacher). "forward": KL(teacher, policy). "jsd": the
                 Jensen-Shannon divergence
@@ -284,6 +295,7 @@ def mean_divergence(direction: str, logits: Tensor, teacher_logits: Tensor) -> T
     """
 
     def kl(a: Tensor, b: Tensor) -> Tensor:
+        """Return the mean of KL(a, b) over rows, from log-probs [n, V]."""
         return (a.exp() * (a - b)).sum(-1).mean()
 
     policy = logits.log_softmax(-1)
@@ -300,14 +312,17 @@ def mean_divergence(direction: str, logits: Tensor, teacher_logits: Tensor) -> T
 
 
 def make_case(cell: Cell, device: str, seed: int = 0) -> Case:
-    """Draw the inputs of a cell. The same seed gives the same inputs."""
-    g = torch.Generator(device).manual_seed(seed)
+    """Draw the inputs of a cell. The same seed gives the same inputs.
+
+    device  "cpu" or "cuda"
+    """
+    generator = torch.Generator(device).manual_seed(seed)
     if cell.contract == "step":
-        return _step(cell, device, g)
+        return _case_of_step(cell, device, generator)
     if cell.hidden is None:
-        return _logits(cell, device, g)
-    hidden, weight, targets = _near(cell, device, g)
-    kept = sets_of(targets, cell.vocab, g) if cell.contract == "kept" else None
+        return _case_of_logits(cell, device, generator)
+    hidden, weight, targets = _hidden_near_targets(cell, device, generator)
+    kept = draw_candidate_sets(targets, cell.vocab, generator) if cell.contract == "kept" else None
     rows = None
     if cell.shared is not None:
         rows, targets = _share_rows(cell, targets)
@@ -315,16 +330,16 @@ def make_case(cell: Cell, device: str, seed: int = 0) -> Case:
     batch = TokenBatch(targets, torch.ones(cell.rows, device=device), kept=kept, rows=rows)
     case = Case(cell, batch, hidden=hidden, weight=weight)
     if cell.contract in DIRECTIONS:
-        case.ref_hidden = _with_noise(hidden, g).to(cell.dtype)
-        case.ref_weight = _with_noise(weight, g).to(cell.dtype)
+        case.ref_hidden = _with_noise(hidden, generator).to(cell.dtype)
+        case.ref_weight = _with_noise(weight, generator).to(cell.dtype)
     elif cell.contract == "draft":
         # The policy's states one position later are the draft's plus noise.
-        case.ref_hidden = _with_noise(hidden, g).to(cell.dtype).roll(1, 0)
+        case.ref_hidden = _with_noise(hidden, generator).to(cell.dtype).roll(1, 0)
         case.ref_weight = weight
     else:
-        case.batch = tokens(case, g)
+        case.batch = with_advantages_and_logps(case, generator)
     if cell.contract == "forms":
-        case.batch = with_terms(case, g)
+        case.batch = with_terms(case, generator)
     if kept is not None:
         case.weight_grad = torch.zeros(weight.shape, device=device)
     hidden.requires_grad_(cell.contract != "hidden-forward")
@@ -332,27 +347,31 @@ def make_case(cell: Cell, device: str, seed: int = 0) -> Case:
     return case
 
 
-def _with_noise(x: Tensor, g: torch.Generator) -> Tensor:
+def _with_noise(x: Tensor, generator: torch.Generator) -> Tensor:
     """Return x plus Gaussian noise of the same standard deviation, in fp32."""
-    noise = torch.randn(x.shape, generator=g, device=x.device)
+    noise = torch.randn(x.shape, generator=generator, device=x.device)
     return x + x.float().std() * noise
 
 
 def _share_rows(cell: Cell, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Let groups of sequences use the same hidden states, as rollouts with a common prefix do.
 
-    Returns (rows, targets): the row of the hidden states of each token, int64 [N], and the targets.
-    Sequences of a group have the same targets except for the last one of each sequence.
+    Returns (rows, targets), both int64 [N]: the row of the hidden states of each token, and the
+    targets. Sequences of a group have the same targets except for the last one of each sequence.
+
+    cell      `cell.shared` is the share of tokens that use the row of another token: 1 - 1 / group
+    targets   int64 [N]
     """
     token = torch.arange(cell.rows, device=targets.device)
     sequence = token // cell.length
     position = token % cell.length
     sequences_per_group = round(1 / (1 - cell.shared))
-    rows = sequence // sequences_per_group * cell.length + position
+    group = sequence // sequences_per_group
+    rows = group * cell.length + position
     return rows, torch.where(position < cell.length - 1, targets[rows], targets)
 
 
-def _logits(cell: Cell, device: str, g: torch.Generator) -> Case:
+def _case_of_logits(cell: Cell, device: str, generator: torch.Generator) -> Case:
     """Draw logits like those of a policy: a few likely tokens and a flat tail.
 
     Targets are sampled from the softmax of the logits. A teacher's logits are the policy's plus
@@ -362,25 +381,30 @@ def _logits(cell: Cell, device: str, g: torch.Generator) -> Case:
     targets = torch.empty(cell.rows, dtype=torch.int64, device=device)
     has_teacher = cell.contract in DIRECTIONS
     ref_logits = torch.empty_like(pristine) if has_teacher else None
-    likely = torch.randperm(cell.vocab, generator=g, device=device)[: min(50, cell.vocab // 4)]
+    # The same ids are likely in every row: 50, or a quarter of a small vocabulary.
+    shuffled_ids = torch.randperm(cell.vocab, generator=generator, device=device)
+    likely = shuffled_ids[: min(50, cell.vocab // 4)]
     for rows in row_blocks(cell, 4, device):
-        x = torch.randn(pristine[rows].shape, generator=g, device=device)
-        x[:, likely] += 8
-        pristine[rows] = x
-        targets[rows] = torch.multinomial(x.softmax(-1), 1, generator=g)[:, 0]
+        logits_of_block = torch.randn(pristine[rows].shape, generator=generator, device=device)
+        logits_of_block[:, likely] += 8
+        pristine[rows] = logits_of_block
+        samples = torch.multinomial(logits_of_block.softmax(-1), 1, generator=generator)
+        targets[rows] = samples[:, 0]
         if ref_logits is not None:
-            ref_logits[rows] = x + torch.randn(x.shape, generator=g, device=device)
+            ref_logits[rows] = logits_of_block + torch.randn(
+                logits_of_block.shape, generator=generator, device=device
+            )
     logits = pristine.clone().requires_grad_(cell.contract != "logits-forward")
     batch = TokenBatch(targets, torch.ones(cell.rows, device=device))
     case = Case(cell, batch, logits, pristine, buffer=pristine.clone(), ref_logits=ref_logits)
     if not has_teacher:
-        case.batch = tokens(case, g)
+        case.batch = with_advantages_and_logps(case, generator)
     if cell.contract == "logits-forms":
-        case.batch = with_terms(case, g)
+        case.batch = with_terms(case, generator)
     return case
 
 
-def with_terms(case: Case, g: torch.Generator) -> TokenBatch:
+def with_terms(case: Case, generator: torch.Generator) -> TokenBatch:
     """Return the batch with random terms at EXTRA_IDS ids of each row.
 
     The ids of a row are consecutive, from a random one. There is a term in their log-probs and one
@@ -388,26 +412,30 @@ def with_terms(case: Case, g: torch.Generator) -> TokenBatch:
     """
     device = case.batch.targets.device
     cell = case.cell
-    first = torch.randint(0, cell.vocab, (cell.rows, 1), generator=g, device=device)
+    first = torch.randint(0, cell.vocab, (cell.rows, 1), generator=generator, device=device)
     ids = (first + torch.arange(EXTRA_IDS, device=device)) % cell.vocab
 
     def random_terms() -> TokenSets:
-        coefficients = torch.randn(ids.shape, generator=g, device=device)
+        coefficients = torch.randn(ids.shape, generator=generator, device=device)
         return TokenSets.from_padded(ids, values=coefficients)
 
     return replace(case.batch, logp_terms=random_terms(), prob_terms=random_terms())
 
 
-def _near(cell: Cell, device: str, g: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw (hidden states [N, H], weight [V, H], targets [N]).
+def _hidden_near_targets(
+    cell: Cell, device: str, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw (hidden states [N, H], weight [V, H], targets int64 [N]), in the dtype of the cell.
 
-    A hidden state is near the weight of its target, as with a trained head.
+    A hidden state is noise plus a multiple of the weight of its target, as with a trained head. The
+    multiple is between 0 and 12, so that some tokens are likely and others are not.
     """
-    weight = torch.randn(cell.vocab, cell.hidden, generator=g, device=device) / cell.hidden**0.5
-    targets = torch.randint(0, cell.vocab, (cell.rows,), generator=g, device=device)
-    confidence = 12 * torch.rand(cell.rows, 1, generator=g, device=device)
+    weight = torch.randn(cell.vocab, cell.hidden, generator=generator, device=device)
+    weight = weight / cell.hidden**0.5
+    targets = torch.randint(0, cell.vocab, (cell.rows,), generator=generator, device=device)
+    confidence = 12 * torch.rand(cell.rows, 1, generator=generator, device=device)
     hidden = (
-        torch.randn(cell.rows, cell.hidden, generator=g, device=device)
+        torch.randn(cell.rows, cell.hidden, generator=generator, device=device)
         + confidence * weight[targets]
     )
     return hidden.to(cell.dtype), weight.to(cell.dtype), targets
@@ -417,19 +445,26 @@ def _near(cell: Cell, device: str, g: torch.Generator) -> tuple[Tensor, Tensor, 
 #: 46 % of the rows have a single id, the median is 2, the mean about 8, the 99th percentile about
 #: 82. For rows with more than one id, sizes are drawn from a log-normal distribution whose
 #: parameters reproduce these quantiles.
-SINGLE, MU, SIGMA, LARGEST = 0.46, 1.936, 1.185, 512
+SINGLE = 0.46  # share of the rows with a single id
+MU = 1.936  # mean of the logarithm of a size
+SIGMA = 1.185  # its standard deviation
+LARGEST = 512  # the largest size
 #: Extra ids of each row in the suites "forms" and "logits-forms".
 EXTRA_IDS = 128
 
 
-def sets_of(targets: Tensor, vocab: int, g: torch.Generator) -> TokenSets:
-    """Draw the candidate set of each row. It contains the target, which is its first id."""
-    random = {"generator": g, "device": targets.device}
+def draw_candidate_sets(targets: Tensor, vocab: int, generator: torch.Generator) -> TokenSets:
+    """Draw the candidate set of each row. It contains the target, which is its first id.
+
+    targets  int64 [N]
+    vocab    vocabulary size
+    """
+    random = {"generator": generator, "device": targets.device}  # arguments of torch.rand...
     sizes = (SIGMA * torch.randn(targets.shape, **random) + MU).exp().round()
     sizes = sizes.clamp(2, min(LARGEST, vocab)).long()
     counts = torch.where(torch.rand(targets.shape, **random) < SINGLE, 1, sizes)
-    row = torch.repeat_interleave(counts)  # of each id
-    row_begin = counts.cumsum(0) - counts
+    row = torch.repeat_interleave(counts)  # the row of each id, int64 [number of ids]
+    row_begin = counts.cumsum(0) - counts  # index of the first id of each row, [N]
     position = torch.arange(row.numel(), device=row.device) - row_begin[row]  # in its set
     # The ids of a row are consecutive numbers from a random one on, times a factor that scatters
     # them over the vocabulary. The factor is a prime that does not divide V, so that the ids of a
@@ -443,8 +478,11 @@ def sets_of(targets: Tensor, vocab: int, g: torch.Generator) -> TokenSets:
     return TokenSets.from_counts(torch.where(is_duplicate, next_ids, ids).int(), counts)
 
 
-def _step(cell: Cell, device: str, g: torch.Generator) -> Case:
-    """Return a training step of a small Qwen3 with random weights."""
+def _case_of_step(cell: Cell, device: str, generator: torch.Generator) -> Case:
+    """Return the case of a training step of a small Qwen3 with random weights.
+
+    The optimizer has made its state already, so that no timed step allocates it.
+    """
     import transformers
 
     heads = max(2, cell.hidden // 64)
@@ -463,14 +501,16 @@ def _step(cell: Cell, device: str, g: torch.Generator) -> Case:
     optimizer.step()  # creates the optimizer's state
     optimizer.zero_grad(set_to_none=True)
     ids = torch.randint(
-        0, cell.vocab, (cell.sequences, cell.length + 1), generator=g, device=device
+        0, cell.vocab, (cell.sequences, cell.length + 1), generator=generator, device=device
     )
     targets = ids[:, 1:].reshape(-1)
     batch = TokenBatch(targets, torch.ones(cell.rows, device=device))
     case = Case(cell, batch, model=model, optimizer=optimizer, ids=ids)
     with torch.no_grad():
         hidden = case.states().reshape(cell.rows, cell.hidden)
-        flat = tokens(Case(cell, batch, hidden=hidden, weight=model.lm_head.weight), g)
+        flat = with_advantages_and_logps(
+            Case(cell, batch, hidden=hidden, weight=model.lm_head.weight), generator
+        )
     shape = (cell.sequences, cell.length)
     case.batch = TokenBatch(
         targets.view(shape), flat.advantages.view(shape), old_logps=flat.old_logps.view(shape)
@@ -478,18 +518,23 @@ def _step(cell: Cell, device: str, g: torch.Generator) -> Case:
     return case
 
 
-def tokens(case: Case, g: torch.Generator) -> TokenBatch:
+def with_advantages_and_logps(case: Case, generator: torch.Generator) -> TokenBatch:
     """Return the batch with random advantages and with log-probs of other policies.
 
-    The old policy is near the current one, see log_ratios. With a KL term there is a reference.
+    The old policy is near the current one, see draw_log_ratios. With a KL term there is a
+    reference, and with one ratio per sequence there are the boundaries of the sequences.
+
+    case    has the targets, and the logits or the hidden states and the weight
     """
-    cell, batch = case.cell, case.batch
+    cell = case.cell
+    batch = case.batch
     logps = torch.cat(
         [_target_logps(z.float(), batch.targets[rows]) for rows, z in _logits_in_blocks(case, 4)]
     )
-    random = {"generator": g, "device": batch.targets.device}
+    random = {"generator": generator, "device": batch.targets.device}
     size = torch.randn(cell.sequences, **random)
     size = torch.where(size < 0, size - 0.5, size + 0.5)  # none near 0
+    # Whether a sequence has an advantage: a random choice of a fixed number of sequences.
     active = torch.randperm(cell.sequences, **random) < round(cell.active * cell.sequences)
     advantages = torch.where(active, size, 0.0).repeat_interleave(cell.length)
     ref_logps = logps + 1.5 * torch.randn(cell.rows, **random) if cell.beta else None
@@ -500,22 +545,24 @@ def tokens(case: Case, g: torch.Generator) -> TokenBatch:
     return replace(
         batch,
         advantages=advantages,
-        old_logps=logps - log_ratios(cell.rows, g),
+        old_logps=logps - draw_log_ratios(cell.rows, generator),
         ref_logps=ref_logps,
         cu_seqlens=cu_seqlens,
     )
 
 
-def log_ratios(rows: int, g: torch.Generator) -> Tensor:
-    """Draw log-ratios of new to old policy that keep away from the clip bounds, [rows].
+def draw_log_ratios(rows: int, generator: torch.Generator) -> Tensor:
+    """Draw log-ratios of new to old policy that keep away from the clip bounds, fp32 [rows].
 
     The bounds are log 0.8 = -0.22 and log 1.28 = 0.25. Three fifths of the ratios lie within 0.1 of
     0, the others are 0.4 to 0.6 away from it on either side.
     """
-    kind, near, far = torch.rand(3, rows, generator=g, device=g.device)
+    # Three vectors of uniform numbers in [0, 1).
+    choice, near, far = torch.rand(3, rows, generator=generator, device=generator.device)
     near = 0.2 * near - 0.1
     far = 0.4 + 0.2 * far
-    return torch.where(kind < 0.6, near, torch.where(kind < 0.8, far, -far))
+    signed_far = torch.where(choice < 0.8, far, -far)
+    return torch.where(choice < 0.6, near, signed_far)
 
 
 def _target_logps(logits: Tensor, targets: Tensor) -> Tensor:
@@ -524,7 +571,10 @@ def _target_logps(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def row_blocks(cell: Cell, bytes_per_logit: int, device: str) -> Iterator[slice]:
-    """Yield blocks of rows whose logits take at most 256 MB, or 2 GB on CUDA."""
+    """Yield blocks of rows whose logits take at most 256 MiB, or 2 GiB on CUDA.
+
+    A block has at least one row. The slices cover all rows of the cell, in order.
+    """
     block_bytes = 2 << 30 if device == "cuda" else 256 << 20
     step = max(1, block_bytes // (bytes_per_logit * cell.vocab))
     for begin in range(0, cell.rows, step):
@@ -557,7 +607,10 @@ def _logits_in_blocks(case: Case, bytes_per_logit: int) -> Iterator[tuple[slice,
 
 @torch.no_grad()
 def reference(case: Case) -> Result:
-    """Return the results of the contract, computed in float64 by autograd, in fp32."""
+    """Return the results of the contract, computed in float64 and rounded to fp32.
+
+    The results have the names and shapes that a provider must return, see `Case.gradients`.
+    """
     if case.model is not None:
         return _step_reference(case)
     if case.cell.contract == "draft":
@@ -576,7 +629,7 @@ def _in_float64(case: Case) -> Case:
 
 
 def _teacher_in_float64(case: Case) -> Case:
-    """Return a case whose logits are those of the teacher."""
+    """Return a case whose logits are those of the teacher, in float64 like `_in_float64`."""
     teacher = Case(
         case.cell,
         case.batch,
@@ -588,7 +641,10 @@ def _teacher_in_float64(case: Case) -> Case:
 
 
 def _forward_reference(case: Case) -> Result:
-    """Return the log-probs of the targets [N], and from logits also the entropy [N]."""
+    """Return {"logps": [N]}, the log-probs of the targets, and from logits also "entropy" [N].
+
+    They are computed in float64 and rounded to fp32.
+    """
     logps = []
     entropy = []
     for rows, logits in _logits_in_blocks(_in_float64(case), 8):
@@ -602,19 +658,22 @@ def _forward_reference(case: Case) -> Result:
 
 
 def _gradient_reference(case: Case) -> Result:
-    """Return the loss and the gradients of the inputs, computed in blocks of rows."""
-    cell, batch = case.cell, case.batch
+    """Return the loss and the gradients of the inputs, in fp32.
+
+    They are computed in float64, in blocks of rows, because float64 logits of all rows may not
+    fit in memory. The loss is a mean over rows, so a block counts by its share of the rows.
+    """
+    cell = case.cell
+    batch = case.batch
     policy = _in_float64(case)
     is_divergence = cell.contract in DIRECTIONS
     teacher_blocks = _logits_in_blocks(_teacher_in_float64(case), 8) if is_divergence else iter(())
     sequence_loss = _sequence_loss(policy) if cell.contract in OF_SEQUENCES else None
-    # The gradient of the logits is kept in fp32, because it is as large as they are.
-    found = {
-        name: torch.zeros(
-            x.shape, dtype=torch.float32 if name == "d_logits" else torch.float64, device=x.device
-        )
-        for name, x in case.leaves.items()
-    }
+    gradients = {}
+    for name, leaf in case.leaves.items():
+        # The gradient of the logits is kept in fp32, because it is as large as they are.
+        dtype = torch.float32 if name == "d_logits" else torch.float64
+        gradients[name] = torch.zeros(leaf.shape, dtype=dtype, device=leaf.device)
     loss = torch.zeros((), dtype=torch.float64, device=batch.targets.device)
     for part, z in _logits_in_blocks(policy, 8):
         z = z.double().requires_grad_()
@@ -629,30 +688,40 @@ def _gradient_reference(case: Case) -> Result:
         share = len(z) / cell.rows
         loss += share * value.detach()
         d_logits = share * torch.autograd.grad(value, z)[0]
-        if "d_logits" in found:
-            found["d_logits"][part] = d_logits
+        if "d_logits" in gradients:
+            gradients["d_logits"][part] = d_logits
         hidden_rows = _rows_of_hidden(batch, part)
-        if "d_hidden" in found:
+        if "d_hidden" in gradients:
+            # Tokens may share rows, so that the gradients of a row are added.
             every_row = torch.arange(len(policy.hidden), device=policy.hidden.device)
-            found["d_hidden"].index_add_(0, every_row[hidden_rows], d_logits @ policy.weight)
-        if "d_weight" in found:
-            found["d_weight"].addmm_(d_logits.t(), policy.hidden[hidden_rows])
-    return {"loss": loss.float()} | {name: x.float() for name, x in found.items()}
+            row_indices = every_row[hidden_rows]
+            gradients["d_hidden"].index_add_(0, row_indices, d_logits @ policy.weight)
+        if "d_weight" in gradients:
+            gradients["d_weight"].addmm_(d_logits.t(), policy.hidden[hidden_rows])
+    return {"loss": loss.float()} | {name: x.float() for name, x in gradients.items()}
 
 
 def _token_loss(z: Tensor, batch: TokenBatch, part: slice, cell: Cell) -> Tensor:
-    """Return the mean loss of some rows, from their logits z [n, V]."""
+    """Return the mean loss of the rows `part` of a batch, a scalar, from their logits z [n, V].
+
+    This is the cross-entropy for the contract of this name. Otherwise it is `policy_loss`, with the
+    terms at extra ids if the batch has them.
+    """
     logps = _target_logps(z, batch.targets[part])
     if cell.contract == "cross-entropy":
         return -logps.mean()
-    loss = policy_loss(logps, _part(batch, part), cell)
+    loss = policy_loss(logps, _rows_of_batch(batch, part), cell)
     if batch.logp_terms is not None:
         loss = loss + _extra_terms(z, batch, part)
     return loss
 
 
 def _extra_terms(z: Tensor, batch: TokenBatch, part: slice) -> Tensor:
-    """Return the mean over rows of sum c log p + sum r p over their extra ids."""
+    """Return the mean over rows of sum c log p + sum r p over their extra ids, a scalar.
+
+    z       logits [n, V] of the rows `part` of the batch
+    batch   its terms have EXTRA_IDS ids for each row: c in `logp_terms`, r in `prob_terms`
+    """
     ids = batch.logp_terms.ids.view(-1, EXTRA_IDS)[part].long()
     c = batch.logp_terms.values.view(-1, EXTRA_IDS)[part]
     r = batch.prob_terms.values.view(-1, EXTRA_IDS)[part]
@@ -681,7 +750,10 @@ class _SequenceLoss:
 
 
 def _sequence_loss(case: Case) -> _SequenceLoss:
-    """Compute a loss of whole sequences and its gradient with respect to the log-probs."""
+    """Compute a loss of whole sequences and its gradient with respect to the log-probs.
+
+    case    a case in float64, with all sequences
+    """
     targets = case.batch.targets
     logps = torch.cat(
         [_target_logps(z.double(), targets[rows]) for rows, z in _logits_in_blocks(case, 8)]
@@ -693,7 +765,7 @@ def _sequence_loss(case: Case) -> _SequenceLoss:
     return _SequenceLoss(loss.detach(), len(logps) * grad_logps)
 
 
-def _part(batch: TokenBatch, part: slice) -> TokenBatch:
+def _rows_of_batch(batch: TokenBatch, part: slice) -> TokenBatch:
     """Return some rows of a batch: targets, advantages, and log-probs of other policies."""
     return TokenBatch(
         batch.targets[part],
@@ -709,7 +781,8 @@ def _step_reference(case: Case) -> Result:
     Head and loss are computed in float64. The body of the model is not, because all contenders
     share it.
     """
-    weight, batch = case.model.lm_head.weight, case.batch
+    weight = case.model.lm_head.weight
+    batch = case.batch
     with torch.enable_grad():
         hidden = case.states()
         flat = TokenBatch(
@@ -755,6 +828,10 @@ def _draft_reference(case: Case) -> Result:
 def errors(found: Result, expected: Result, scale: float = 1.0) -> dict[str, float]:
     """Return {name: error} of results. A result that is NaN has the error NaN.
 
+    found       results of a provider
+    expected    results of `reference`
+    scale       a size that errors of the loss are divided by, such as the mean |advantage|
+
     - The error of the loss is divided by `scale`.
     - The error of log-probs and entropies is the largest absolute error.
     - The error of a gradient is relative, in the Euclidean norm. There are two: of all rows, and
@@ -767,18 +844,23 @@ def errors(found: Result, expected: Result, scale: float = 1.0) -> dict[str, flo
         raise ValueError(
             f"it returned {sorted(found)}, but the contract asks for {sorted(expected)}"
         )
-    off = {}
+    error_of: dict[str, float] = {}
     for name, x in expected.items():
         if name == "loss":
-            off[name] = float((found[name].float() - x).abs()) / scale
+            error_of[name] = float((found[name].float() - x).abs()) / scale
         elif name == "gradients":
-            of_parameters = [_relative(y, z)[0] for y, z in zip(found[name], x, strict=True)]
-            off[name] = float(torch.tensor(of_parameters).max())  # unlike max(), NaN if one is
+            parameter_errors = [
+                _relative(gradient, expected_gradient)[0]
+                for gradient, expected_gradient in zip(found[name], x, strict=True)
+            ]
+            error_of[name] = float(
+                torch.tensor(parameter_errors).max()
+            )  # unlike max(), NaN if one is
         elif name.startswith("d_"):
-            off[name], off[f"{name}, worst row"] = _relative(found[name], x)
+            error_of[name], error_of[f"{name}, worst row"] = _relative(found[name], x)
         else:
-            off[name] = float((found[name].reshape(x.shape).float() - x).abs().max())
-    return off
+            error_of[name] = float((found[name].reshape(x.shape).float() - x).abs().max())
+    return error_of
 
 
 def _relative(found: Tensor, expected: Tensor) -> tuple[float, float]:

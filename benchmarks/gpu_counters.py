@@ -43,9 +43,10 @@ from support.public_functions import (
 
 
 def loaded_kernels() -> list[dict]:
-    """Return registers, spills and shared memory of the package's kernels, as the driver has them.
+    """Return the resources of the package's compiled kernels that this process has launched.
 
-    Only compiled kernels that this process has launched are listed.
+    Each has "kernel" (its name), "registers" and "spills" per thread, "shared" (bytes of shared
+    memory of a program) and "warps" of a program. The CUDA driver gives the first two.
     """
     modules = [module for name, module in sys.modules.items() if name.startswith("grpo_kernels.")]
     kernels: dict[str, Any] = {}
@@ -55,6 +56,7 @@ def loaded_kernels() -> list[dict]:
                 kernels[value.__name__] = value
     loaded = []
     for name, kernel in kernels.items():
+        # Triton has a tuple of caches for each device. The first has the compiled kernels.
         for caches in kernel.device_caches.values():
             for compiled in caches[0].values():
                 if compiled.module is None:  # compiled, but not launched
@@ -73,8 +75,11 @@ def loaded_kernels() -> list[dict]:
 
 # ---- calls
 
-HEAD, ALL = {"source": "hidden"}, {"mask": "none"}
-LOGPS, DIVERGENCE = {"function": "logprobs"}, {"function": "divergence", "other": "whole"}
+# Fields that several of the cases below share.
+HEAD = {"source": "hidden"}  # from hidden states, not from logits
+ALL = {"mask": "none"}  # no token is masked
+LOGPS = {"function": "logprobs"}
+DIVERGENCE = {"function": "divergence", "other": "whole"}  # from a teacher's whole vocabulary
 EXACT = {**HEAD, "objective": "dapo, exact", "exact": "jsd"}
 #: {name: the call of a public function}. Some tokens are masked, unless a case says mask="none".
 CASES = {
@@ -158,6 +163,11 @@ def _step_of(call: PreparedCall) -> Step:
     """Return a function that runs the call and its backward."""
 
     def step() -> tuple[Tensor, ...]:
+        """Return the detached results of the call, then the gradient of each of its leaves.
+
+        The backward starts from the loss, or, if the call has none, from the sum of all results
+        that require a gradient.
+        """
         if call.p.case.inplace:
             # The call overwrites its logits, and a leaf must not be overwritten.
             values = call.values(call.leaves[0] * 1)
@@ -166,15 +176,16 @@ def _step_of(call: PreparedCall) -> Step:
         if "loss" in values:
             total: Any = values["loss"]
         else:
-            total = sum(x.sum() for x in values.values() if x.requires_grad)
-        detached_values = [x.detach() for x in values.values()]
-        return *detached_values, *torch.autograd.grad(total, call.leaves)
+            total = sum(value.sum() for value in values.values() if value.requires_grad)
+        detached_values = [value.detach() for value in values.values()]
+        gradients = torch.autograd.grad(total, call.leaves)
+        return (*detached_values, *gradients)
 
     return step
 
 
 def batches(device: str, rows: int, vocab: int, width: int) -> dict[str, Callable[[], Any]]:
-    """Return functions that make a `TokenBatch`, and one that also computes its loss.
+    """Return {name: function}. Two of them make a `TokenBatch`, the third also computes its loss.
 
     The tensors of the batches are made here, on the device. Sizes: see `calls`.
     """
@@ -185,6 +196,7 @@ def batches(device: str, rows: int, vocab: int, width: int) -> dict[str, Callabl
         function, (_, objective), keywords = function_and_arguments(masked)
 
     def batch_and_loss() -> Any:
+        """Make a batch with a mask, and compute the loss of the objective, without a backward."""
         tensors = masked.given.values()  # hidden states and weight
         return function(*tensors, make_batch(masked), objective, **keywords)
 
@@ -245,7 +257,11 @@ def recompilations(
 
 
 def _run_repeated_calls(length: int, vocab: int, width: int, schedule: _Schedule) -> None:
-    """Run a step of each call of _REPEATED with two sequences of this length."""
+    """Run a step of each call of _REPEATED with two sequences of `length` tokens, in bf16.
+
+    vocab, width    vocabulary size and hidden size
+    schedule        parameters of the objective, and the temperature
+    """
     clip = Clip(schedule.eps_low, schedule.eps_high)
     objective = Objective.preset("dapo", surrogate=clip, beta=schedule.beta)
     transform = LogitTransform(temperature=schedule.temperature)
@@ -272,7 +288,9 @@ def first_wait(step: Callable[[], Any]) -> str | None:
     """
 
     def wait(event: torch.cuda.Event) -> None:
+        """Replace Event.synchronize: raise if the event has not happened yet."""
         if not event.query():
+            # PyTorch's own messages contain the word "synchronizing", too.
             raise RuntimeError("a synchronizing event")
 
     # Work that was started before `step` must not make `step` wait.

@@ -49,11 +49,16 @@ PACK_EVERY = 20.0  # seconds
 
 
 class Stage(NamedTuple):
-    """A stage with its seconds in a call of ten minutes. They are scaled for longer calls."""
+    """A stage and its time in a call of ten minutes. Times are scaled for longer calls.
+
+    name    a key of gpu_stages.STAGES
+    most    time limit in seconds
+    kept    the seconds of `most` that are reserved: earlier stages may not use them
+    """
 
     name: str
-    most: float  # time limit
-    kept: float  # the part of `most` that earlier stages may not use
+    most: float
+    kept: float
 
 
 #: The calls, the most important first. Each takes ten minutes, on a machine that keeps nothing
@@ -73,11 +78,16 @@ CALLS = {
 
 
 class Cases(NamedTuple):
-    """A group of test files."""
+    """A group of test files.
 
-    files: tuple[str, ...]  # in tests/
-    processes: int  # at most at a time, because float64 references take gigabytes at real sizes
-    share: float  # of the time for all groups
+    files       paths in tests/
+    processes   most processes at a time, because float64 references take gigabytes at real sizes
+    share       share of the time for all groups
+    """
+
+    files: tuple[str, ...]
+    processes: int
+    share: float
 
 
 #: Groups of tests, in their order. Kernels come first, because the other tests depend on them.
@@ -122,33 +132,54 @@ REHEARSED_SUITES = ("kept", "length")  # the suites that a rehearsal runs
 class Kit:
     """One call: its folders, and the outcome of each stage.
 
-    out     folder for the files that come back
-    work    temporary folder of the stages
-    stages  {name: {"status", "seconds"}}, including stages of earlier calls
+    out         folder for the files that come back
+    work        temporary folder of the stages
+    wheels      folder with the wheels of other projects. None: none are installed
+    rehearse    whether this is a rehearsal on a CPU
+    stages      {name: {"status", "seconds"}}, including stages of earlier calls
     """
 
     def __init__(
         self, out: Path, work: Path, wheels: Path | None = None, rehearse: bool = False
     ) -> None:
-        self.out, self.work, self.wheels, self.rehearse = out, work, wheels, rehearse
-        for folder in (out, *(work / name for name in ("json", "logs", "site", "results"))):
-            folder.mkdir(parents=True, exist_ok=True)
-        self.stages: dict[str, dict] = self.found("kit")
+        """Make the folders that do not exist, and read the outcomes of earlier calls from `work`.
+
+        With --resume, `work` has the files of an earlier call. `pack` writes the outcomes to
+        json/kit.json.
+        """
+        self.out = out
+        self.work = work
+        self.wheels = wheels
+        self.rehearse = rehearse
+        out.mkdir(parents=True, exist_ok=True)
+        for name in ("json", "logs", "site", "results"):
+            (work / name).mkdir(parents=True, exist_ok=True)
+        self.stages: dict[str, dict] = self.results_of("kit")
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables of a stage."""
+        """The environment variables of a stage.
+
+        PYTHONPATH has this source tree and the folder with the unpacked wheels. A rehearsal runs
+        kernels in Triton's interpreter.
+        """
         paths = (str(ROOT), str(self.work / "site"), os.environ.get("PYTHONPATH", ""))
         variables = os.environ | {
-            "PYTHONPATH": os.pathsep.join(p for p in paths if p),
+            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
             "PYTHONUNBUFFERED": "1",
         }
-        return variables | ({"TRITON_INTERPRET": "1"} if self.rehearse else {})
+        if self.rehearse:
+            variables["TRITON_INTERPRET"] = "1"
+        return variables
 
     def command(self, stage: str, seconds: float) -> list[str]:
-        """Return the command line of a stage that is ended after `seconds`."""
+        """Return the command line of a stage.
+
+        stage     a key of gpu_stages.STAGES
+        seconds   time limit, after which `run_stage` kills the process
+        """
         command = [sys.executable, "-m", "benchmarks.gpu_stages", stage, "--work", str(self.work)]
-        # The stage tries to end by itself before.
+        # The stage gets a little less, so that it can end by itself before it is killed.
         command += ["--seconds", f"{0.95 * seconds:.0f}"]
         if self.wheels is not None:
             command += ["--wheels", str(self.wheels)]
@@ -156,8 +187,11 @@ class Kit:
             command.append("--rehearse")
         return command
 
-    def found(self, name: str) -> dict[str, Any]:
-        """Return the results that a stage has written so far, {} if there are none."""
+    def results_of(self, name: str) -> dict[str, Any]:
+        """Return the content of json/NAME.json, {} if it does not exist.
+
+        name    a stage, which writes its results there, or "kit" for the outcomes of all stages
+        """
         path = self.work / "json" / f"{name}.json"
         return json.loads(path.read_text()) if path.exists() else {}
 
@@ -181,11 +215,12 @@ def run_stage(
 ) -> str:
     """Run a command in its own process group, and end the group afterwards.
 
-    Returns "ok", how the command failed, or that its time ran out.
+    Returns "ok", how the command failed, or that its time ran out, in words.
 
     log         file for the output
     seconds     time limit
-    meanwhile   called every PACK_EVERY seconds
+    environment environment variables of the command
+    meanwhile   called every PACK_EVERY seconds while the command runs
     """
     deadline = time.monotonic() + seconds
     with log.open("w") as output:
@@ -215,18 +250,22 @@ def run_stage(
 
 
 def end_group(process: subprocess.Popen) -> None:
-    """End the process and all processes of its group."""
+    """Kill the process and all processes of its group, and wait for the process."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
+    except ProcessLookupError:  # all of them have ended
         pass
     process.wait()
 
 
 def run(kit: Kit, stages: Sequence[Stage], minutes: float) -> None:
-    """Run the stages one after the other.
+    """Run the stages one after the other, and pack all results after each.
 
-    Their reserved seconds are scaled so that they sum to 80 % of the time.
+    A stage gets its time limit, but not the seconds that are reserved for later stages. It is left
+    out if less than 1 % of the call remains for it. Times are scaled so that the reserved seconds
+    sum to 80 % of the call.
+
+    minutes     duration of the call, for everything
     """
     scale = 0.8 * 60 * minutes / max(1.0, sum(stage.kept for stage in stages))
     deadline = time.monotonic() + 57 * minutes  # the rest is for packing and for starting the call
@@ -236,7 +275,7 @@ def run(kit: Kit, stages: Sequence[Stage], minutes: float) -> None:
         begin = time.monotonic()
         log = kit.work / "logs" / f"{stage.name}.txt"
         status = "no time left"
-        if seconds > 0.5 * minutes:
+        if seconds > 0.5 * minutes:  # about 1 % of the call: 60 * minutes seconds
             kit.stages[stage.name] = {"status": "running", "seconds": 0.0}
             status = run_stage(
                 kit.command(stage.name, seconds), log, seconds, kit.environment, lambda: pack(kit)
@@ -252,32 +291,39 @@ def run(kit: Kit, stages: Sequence[Stage], minutes: float) -> None:
 
 
 def pack(kit: Kit) -> None:
-    """Write all results so far to `kit.out`."""
+    """Write all results so far to `kit.out`.
+
+    These are summary.md, results.tar.gz, logs.tar.gz, and the pictures of PICTURES.
+    """
     (kit.work / "json" / "kit.json").write_text(json.dumps(kit.stages, indent=1))
     tables = kit.work / "tables.md"
     text = summary(kit) + (f"\n{tables.read_text()}" if tables.exists() else "")
     replace(kit.out / "summary.md", lambda path: path.write_text(text))
     replace(
         kit.out / "results.tar.gz",
-        lambda path: archive(path, kit.work, ("json", "results", "tables.md")),
+        lambda path: write_archive(path, kit.work, ("json", "results", "tables.md")),
     )
-    replace(kit.out / "logs.tar.gz", lambda path: archive(path, kit.work, ("logs",)))
+    replace(kit.out / "logs.tar.gz", lambda path: write_archive(path, kit.work, ("logs",)))
     for picture in (kit.work / "results").glob("*/plots/*.png"):
         if picture.stem in PICTURES:
+            # The default argument binds the picture of this iteration.
             replace(
                 kit.out / picture.name, lambda path, picture=picture: shutil.copyfile(picture, path)
             )
 
 
 def replace(path: Path, write: Callable[[Path], Any]) -> None:
-    """Call write(path of a new file), which then replaces `path` in one step."""
+    """Write a file and let it replace `path` in one step, so that `path` is never incomplete.
+
+    write   writes the whole file to the path that it is called with
+    """
     part = path.with_name(path.name + ".part")
     write(part)
     part.replace(path)
 
 
-def archive(path: Path, folder: Path, names: Sequence[str]) -> None:
-    """Pack files and folders of `folder` into an archive.
+def write_archive(path: Path, folder: Path, names: Sequence[str]) -> None:
+    """Write the files and folders `names` of `folder` to `path`, a gzipped tar archive.
 
     Stages may be writing meanwhile. Files that are incomplete or have gone are left out.
     """
@@ -286,11 +332,11 @@ def archive(path: Path, folder: Path, names: Sequence[str]) -> None:
         files |= {*(folder / name).rglob("*")}
     with tarfile.open(path, "w:gz") as tar:
         for file in sorted(files):
-            if file.suffix == ".part" or not file.is_file():
+            if file.suffix == ".part" or not file.is_file():  # .part: being written
                 continue
             try:
                 data = file.read_bytes()
-            except FileNotFoundError:
+            except FileNotFoundError:  # a stage has removed it in the meantime
                 continue
             member = tarfile.TarInfo(file.relative_to(folder).as_posix())
             member.size = len(data)
@@ -302,16 +348,21 @@ def archive(path: Path, folder: Path, names: Sequence[str]) -> None:
 
 
 class Target(NamedTuple):
-    """A figure that the project wants to reach on a GPU."""
+    """A figure that the project wants to reach on a GPU.
+
+    what        the figure, in words
+    sign        "<=" or ">=": whether `limit` is the largest or the smallest value that is wanted
+    measured    None: not measured
+    """
 
     what: str
-    sign: str  # "<=" or ">="
+    sign: str
     limit: float
-    measured: float | None  # None: not measured
+    measured: float | None
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is met. None: not measured."""
+        """Whether `measured` is within the limit. None: not measured."""
         if self.measured is None:
             return None
         return self.measured <= self.limit if self.sign == "<=" else self.measured >= self.limit
@@ -323,20 +374,21 @@ def targets(suites: dict[str, dict], counters: dict, correctness: dict) -> list[
     suites      {suite: content of its result file}
     counters, correctness   results of these stages, {} if they did not run
     """
-    logits = row_of(suites, "logits")
-    hidden = row_of(suites, "hidden", hidden=4096)
-    half = row_of(suites, "active", hidden=4096, active=0.5)
-    dense = row_of(suites, "active", hidden=4096, active=1.0)
+    # Each is a function: name of a provider -> its row.
+    logits = row_finder(suites, "logits")
+    hidden = row_finder(suites, "hidden", hidden=4096)
+    half = row_finder(suites, "active", hidden=4096, active=0.5)
+    dense = row_finder(suites, "active", hidden=4096, active=1.0)
     ours = hidden("grpo_kernels")
     inplace = logits("grpo_kernels, in place")
-    documented = counters.get("documented", {}).keys()
-    waiting = None
+    documented = counters.get("documented", {}).keys()  # calls whose waits are documented
+    waiting = None  # the calls that make the host wait
     if "waits" in counters:
         waiting = {name for name, wait in counters["waits"].items() if wait}
-    refused = None
+    refused = None  # number of losses that a CUDA graph does not replay
     if "graphs" in counters:
         refused = sum(bool(reason) for reason in counters["graphs"].values())
-    errors = []
+    errors = []  # the largest error of log-probs in each test
     for group in correctness.get("groups", {}).values():
         errors += [value for what, value in group["largest"].items() if "logps" in what]
     return [
@@ -357,11 +409,15 @@ def targets(suites: dict[str, dict], counters: dict, correctness: dict) -> list[
     ]  # fmt: skip
 
 
-def row_of(suites: dict[str, dict], suite: str, **shape: Any) -> Callable[[str], dict]:
-    """Return a function that finds the row of a provider by its name, or {} if it was not timed.
+def row_finder(suites: dict[str, dict], suite: str, **shape: Any) -> Callable[[str], dict]:
+    """Return a function that takes the name of a provider and returns its row in one cell.
 
-    The name "limit" finds the limit of the cell. The cell is the one of the suite with 8192 rows,
-    Qwen's vocabulary, bf16, and the fields of `shape`.
+    The row is {} if the provider was not timed. The name "limit" gives the limit of the cell. The
+    cell is the one of the suite with 8192 rows, Qwen's vocabulary, bf16, and the fields of `shape`.
+
+    suites  {suite: content of its result file}
+    suite   the suite with the cell
+    shape   {field of the cell: its value}, in addition to these
     """
     wanted = {"rows": 8192, "vocab": 151936, "dtype": "bfloat16", **shape}
     cell: dict = {}
@@ -391,12 +447,12 @@ def summary(kit: Kit) -> str:
         for name, stage in kit.stages.items()
     ]
     lines += ["", "| target | wanted | measured | met |", "|---|---|---|---|"]
-    for target in targets(kit.suites(), kit.found("counters"), kit.found("correctness")):
+    for target in targets(kit.suites(), kit.results_of("counters"), kit.results_of("correctness")):
         measured = "not measured" if target.measured is None else f"{target.measured:.3g}"
         met = {None: "", True: "yes", False: "**no**"}[target.met]
         lines.append(f"| {target.what} | {target.sign} {target.limit:g} | {measured} | {met} |")
     for name in kit.stages:
-        stage_lines = kit.found(name).get("lines", [])
+        stage_lines = kit.results_of(name).get("lines", [])
         if stage_lines:
             lines += ["", f"## {name}", "", "```", *stage_lines, "```"]
     return "\n".join(lines) + "\n"

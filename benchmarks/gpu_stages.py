@@ -37,7 +37,17 @@ from benchmarks.suites import LOST_DEVICE
 
 
 class Kit:
-    """One running stage: its folder, its time limit, and its results."""
+    """One running stage: its folder, its time limit, and its results.
+
+    stage       its name, a key of STAGES
+    work        the folder of all stages
+    wheels      folder with the wheels of other projects. None: none are installed
+    rehearse    whether this is a rehearsal on a CPU
+    device      "cpu" in a rehearsal, otherwise "cuda"
+    deadline    the end of its time, on the clock of time.monotonic
+    found       the content of the stage's JSON file so far. "lines" are those of the summary
+    well        False if something failed. The process then ends with exit status 1
+    """
 
     def __init__(
         self,
@@ -47,11 +57,15 @@ class Kit:
         wheels: Path | None = None,
         rehearse: bool = False,
     ) -> None:
-        self.stage, self.work, self.wheels, self.rehearse = stage, work, wheels, rehearse
+        """Begin a stage that may take `seconds` from now on."""
+        self.stage = stage
+        self.work = work
+        self.wheels = wheels
+        self.rehearse = rehearse
         self.device = "cpu" if rehearse else "cuda"
         self.deadline = time.monotonic() + seconds
-        self.found: dict[str, Any] = {"lines": []}  # the content of the stage's JSON file
-        self.well = True  # False: the process ends with exit status 1
+        self.found: dict[str, Any] = {"lines": []}
+        self.well = True
 
     @property
     def left(self) -> float:
@@ -140,17 +154,22 @@ def install(kit: Kit) -> None:
 
 
 def env(kit: Kit) -> None:
-    """Describe the machine, and measure its memory bandwidth and its matmul rate."""
+    """Record the machine, its memory bandwidth in GB/s and its bf16 matmul rate in TFLOP/s.
+
+    The stage also runs the package's diagnostics (`python -m grpo_kernels doctor`).
+    """
     facts = machine(kit.device)
     kit.add(machine=facts)
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     kit.say(f"{facts['name']}, Python {facts['python']}, torch {facts['torch']}, {versions}")
     if shutil.which("nvidia-smi"):
         kit.child("nvidia-smi", "--query", "--display=CLOCK,POWER,TEMPERATURE,ECC,PERFORMANCE")
-    size, n = (1 << 20, 256) if kit.rehearse else (4 << 30, 8192)
-    source = torch.empty(size // 2, dtype=torch.bfloat16, device=kit.device).normal_()
+    copied_bytes = 1 << 20 if kit.rehearse else 4 << 30
+    n = 256 if kit.rehearse else 8192  # the matrices are [n, n]
+    source = torch.empty(copied_bytes // 2, dtype=torch.bfloat16, device=kit.device).normal_()
     target = torch.empty_like(source).copy_(source)
-    a, b = (torch.empty(n, n, dtype=torch.bfloat16, device=kit.device).normal_() for _ in range(2))
+    a = torch.empty(n, n, dtype=torch.bfloat16, device=kit.device).normal_()
+    b = torch.empty(n, n, dtype=torch.bfloat16, device=kit.device).normal_()
     times = interleaved(
         {"copy": lambda: target.copy_(source), "product": lambda: a @ b},
         kit.device,
@@ -158,7 +177,7 @@ def env(kit: Kit) -> None:
         most=30,
     )
     rates = {
-        "copy_gbps": 2 * size / times["copy"]["ms"] / 1e6,
+        "copy_gbps": 2 * copied_bytes / times["copy"]["ms"] / 1e6,
         "bf16_tflops": 2 * n**3 / times["product"]["ms"] / 1e9,
     }
     kit.add(rates=rates, times=times, state=gpu_state(kit.device))
@@ -226,7 +245,12 @@ def slug_of(name: str) -> str:
 
 
 def pytest_command(processes: int, rehearse: bool) -> list[str]:
-    """Return the arguments of Python that run pytest with as many processes as this has cores."""
+    """Return the arguments of Python that run pytest, without the test files.
+
+    processes   most processes at a time. There is at most one for each processor, and only one
+                if pytest-xdist is not installed
+    rehearse    whether to run only the few tests of REHEARSED
+    """
     command = ["-m", "pytest", "-q", "--tb=short"]
     command += ["-p", "no:cacheprovider", "-p", "support.on_device"]
     if importlib.util.find_spec("xdist") and not rehearse:
@@ -279,11 +303,17 @@ def counters(kit: Kit) -> None:
     from benchmarks import gpu_counters as on  # here, because it needs pytest
 
     if kit.rehearse:
-        rows, vocab, width, dtype = 8, 272, 8, "float32"
+        rows = 8
+        vocab = 272
+        width = 8
+        dtype = "float32"
         few = {"lengths": 2, "schedules": 2, "longest": 2}
     else:
         # Few rows, because Python draws their candidate sets one by one.
-        rows, vocab, width, dtype = 64, 16384, 256, "bfloat16"
+        rows = 64
+        vocab = 16384
+        width = 256
+        dtype = "bfloat16"
         few = {}
     with on_triton(kit.rehearse):
         count = on.recompilations(kit.device, min(vocab, 2048), width, **few)
@@ -327,10 +357,14 @@ def counters(kit: Kit) -> None:
 
 
 def _check_without_cuda(kit: Kit, calls: dict[str, Any]) -> None:
-    """Run each call once and check that its results are finite. Notes what needs CUDA."""
-    wrong = [
-        name for name, call in calls.items() if not all(x.isfinite().all() for x in call.step())
-    ]
+    """Run each call once, check that its results are finite, and note what needs CUDA.
+
+    calls   {name: StepOfCall}, see gpu_counters.calls
+    """
+    wrong = []  # names of the calls with results that are not finite
+    for name, call in calls.items():
+        if not all(tensor.isfinite().all() for tensor in call.step()):
+            wrong.append(name)
     kit.say(
         f"{len(calls)} calls, run without a graph; not finite: {wrong or 'none'}", well=not wrong
     )
@@ -468,6 +502,7 @@ def traffic(kit: Kit) -> None:
         kit.say(f"bytes of device memory: {names} were launched", well=False)
         return
     for (dtype, name), launch in zip(expected, launches, strict=True):
+        # In the order of METRICS. Nsight Compute writes large numbers with commas.
         bytes_read, bytes_written, ns = (
             float(launch[metric].replace(",", "")) for metric in METRICS
         )

@@ -58,10 +58,15 @@ def interleaved(
     host_times: dict[str, list[float]] = {name: [] for name in names}
 
     def time_one(name: str, is_warm_up: bool) -> float:
+        """Run a contender once. Returns its milliseconds, and appends to `host_times`.
+
+        On CUDA the GPU sleeps before the run, for 1.5 times as long as the host took in the last
+        three runs, so that the host has enqueued all kernels when the first one starts.
+        """
         if before is not None:
             before(name)
         expected_host_ms = max(host_times[name][-3:], default=0.0)
-        _, ms, host_ms = timed(runs[name], device, sleep_ms=1.5 * expected_host_ms)
+        _result, ms, host_ms = timed(runs[name], device, sleep_ms=1.5 * expected_host_ms)
         if not is_warm_up:  # the first run may compile
             host_times[name].append(host_ms)
         return ms
@@ -88,7 +93,11 @@ def interleaved(
 
 
 def _has_enough(times: list[float], wanted_ms: float, least: int) -> bool:
-    """Whether a contender has enough runs: see `seconds` and `least` of `interleaved`."""
+    """Return whether a contender has enough runs: see `seconds` and `least` of `interleaved`.
+
+    times       milliseconds of its runs so far
+    wanted_ms   `seconds`, in milliseconds
+    """
     total_ms = sum(times)
     if len(times) >= least and total_ms >= wanted_ms:
         return True
@@ -143,14 +152,21 @@ def _clocks_per_ms() -> float:
 
 @functools.cache
 def _flush_buffer() -> torch.Tensor:
+    """Return a buffer that evicts everything else from the L2 cache when it is written."""
     return torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
 
 
 def _summary(times: list[float]) -> dict:
+    """Return the median "ms", the 20 % and 80 % quantiles "p20" and "p80", and the number "runs".
+
+    times   milliseconds of the runs of a contender, at least one
+    """
     if len(times) > 1:
-        p20, _, _, p80 = statistics.quantiles(times, n=5, method="inclusive")
+        fifths = statistics.quantiles(times, n=5, method="inclusive")  # 20, 40, 60, 80 %
+        p20 = fifths[0]
+        p80 = fifths[-1]
     else:
-        (p20,) = (p80,) = times
+        p20 = p80 = times[0]
     return {"ms": statistics.median(times), "p20": p20, "p80": p80, "runs": len(times)}
 
 
@@ -231,7 +247,12 @@ def compilations() -> Iterator[Callable[[], int]]:
 
     kernels: list[str] = []
 
-    def listener(src: Any = None, **_: Any) -> None:
+    def listener(src: Any = None, **_other_arguments: Any) -> None:
+        """Note a kernel. Triton calls this after it has compiled a kernel or loaded it from disk.
+
+        src     Triton's source of the kernel, with its name, signature and attributes. The other
+                arguments (such as the duration) are not needed
+        """
         name = str(getattr(src, "name", src))
         kernels.append(name)
         print(
@@ -241,6 +262,7 @@ def compilations() -> Iterator[Callable[[], int]]:
     graphs_before = counters["stats"]["unique_graphs"]
 
     def count() -> int:
+        """Return the number of compilations since the `with` block began."""
         return counters["stats"]["unique_graphs"] - graphs_before + len(kernels)
 
     try:

@@ -100,7 +100,10 @@ TARGETS = {
 
 
 class _Driver(NamedTuple):
-    """Replaces Triton's driver, which needs a GPU."""
+    """Replaces Triton's driver, which needs a GPU.
+
+    Triton asks its driver for the target to compile for, and for the device and the stream.
+    """
 
     target: str
 
@@ -127,11 +130,11 @@ def compiling(target: str) -> Iterator[list[tuple[str, Any]]]:
     specialisation and cache keys are those of a real call.
     """
     launches: list[tuple[str, Any]] = []
-    run = JITFunction.run
+    original_run = JITFunction.run
 
     def compile_only(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         """Replace JITFunction.run, which launches the compiled kernel unless warmup is True."""
-        kernel = run(function, *args, grid=grid, warmup=True, **kwargs)
+        kernel = original_run(function, *args, grid=grid, warmup=True, **kwargs)
         launches.append((function.__name__, kernel))
         return kernel
 
@@ -174,7 +177,9 @@ DTYPE_NAMES = {
     torch.float16: "fp16",
     None: "no gradient",
 }
-SINGLE, HALF, FP16 = torch.float32, torch.bfloat16, torch.float16
+SINGLE = torch.float32
+HALF = torch.bfloat16
+FP16 = torch.float16
 
 
 @dataclass(frozen=True)
@@ -202,7 +207,7 @@ class Case:
 
     @property
     def partials(self) -> tuple[str, ...]:
-        """The softmax sums that the kernel computes or reads."""
+        """The names of the softmax sums that the kernel computes or reads, see core.softmax."""
         wanted = []
         if self.teacher_dtype is not None:
             wanted.append("divergence")
@@ -233,10 +238,12 @@ class Case:
 
     @property
     def kind(self) -> Kind:
+        """The facts about its kernel."""
         return KINDS[self.kernel]
 
     @property
     def stores(self) -> bool:
+        """Whether its loop over a row stores a gradient."""
         return self.kind.stores and self.gradient_dtype is not None
 
     @property
@@ -270,6 +277,11 @@ class Case:
         return 0.5 if tanh and (self.squares or self.kernel == "two_pull") else 1.0
 
     def __str__(self) -> str:
+        """Return what distinguishes the launch, such as "bf16, V 151936, aligned, entropy".
+
+        With the name of its kernel, the text identifies a launch in tables and in the lists of
+        budgets.json.
+        """
         is_over_pairs = self.kind.launch == "pairs"
         dtypes = DTYPE_NAMES[self.logits_dtype]
         if (is_over_pairs or self.kind.stores) and self.gradient_dtype != self.logits_dtype:
@@ -303,7 +315,7 @@ class Case:
         if self.kind.launch == "pairs":
             self._launch_over_pairs()
             return
-        n = 2
+        n = 2  # rows
         logits = self._zeros(n, self.logits_dtype)
         grad_logits = None
         if self.gradient_dtype is not None:
@@ -353,7 +365,9 @@ class Case:
         Inside `compiling` this only compiles the kernel. Only dtypes and strides matter then, so
         the sizes are small and arbitrary.
         """
-        num_rows, num_pairs, vocab_size = 4, 8, 16
+        num_rows = 4
+        num_pairs = 8
+        vocab_size = 16
         pairs = Pairs(
             ids=torch.zeros(num_pairs, dtype=torch.int64),
             offsets=torch.zeros(num_rows + 1, dtype=torch.int64),
@@ -366,13 +380,16 @@ class Case:
         other_matrix = self._zeros(vocab_size, self.gradient_dtype)[0]
         match self.kernel:
             case "pair_logits":
-                hidden, weight = other_matrix[:num_rows], read_matrix
+                hidden = other_matrix[:num_rows]
+                weight = read_matrix
                 KERNELS.pair_logits(hidden, weight, pairs)
             case "grad_hidden_of_pairs":
-                weight, grad_hidden = read_matrix, other_matrix[:num_rows]
+                weight = read_matrix
+                grad_hidden = other_matrix[:num_rows]
                 KERNELS.write_grad_hidden_of_pairs(grad_pair_logits, pairs, weight, grad_hidden)
             case "grad_weight_of_pairs":
-                hidden, grad_weight = read_matrix[:num_rows], other_matrix
+                hidden = read_matrix[:num_rows]
+                grad_weight = other_matrix
                 KERNELS.add_grad_weight_of_pairs(grad_pair_logits, pairs, hidden, grad_weight)
 
 
@@ -434,6 +451,7 @@ def _formula_key(objective: Objective) -> tuple:
 
 
 def _kl_name(kl: Kl) -> str:
+    """Return the estimator and the weighting of a KL term, such as "k3, ratio weighting"."""
     return f"{kl.estimator}, {'clamped' if kl.clamps else f'{kl.weighting} weighting'}"
 
 
@@ -497,7 +515,10 @@ def cases() -> list[Case]:
 
 
 def _without_teacher() -> list[Case]:
-    """Return the launches of the kernels for rows of logits."""
+    """Return the launches of the kernels that read rows of logits, without a teacher.
+
+    These are "stats", "pull", "fused" and "scale_".
+    """
     launch_cases: list[Case] = []
     for (logits, gradient), entropy in product(DTYPES, (False, True)):
         for case in _varied(Case("stats", logits, gradient, entropy=entropy)):
@@ -522,7 +543,10 @@ def _without_teacher() -> list[Case]:
 
 
 def _with_teacher() -> list[Case]:
-    """Return the launches of the kernels for rows of logits with those of a teacher."""
+    """Return the launches of the kernels that read rows of logits and those of a teacher.
+
+    These are the keys of OF_TWO, each with the divergences that it has code for.
+    """
     launch_cases: list[Case] = []
     for kernel, divergences in OF_TWO.items():
         for divergence in divergences:

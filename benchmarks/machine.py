@@ -79,6 +79,8 @@ def _hyphened(name: str) -> str:
 def machine(device: str) -> dict:
     """Return a description of the machine and its packages, for the result files.
 
+    device  "cpu" or "cuda", where the figures are measured
+
     Figures are measured again if any of it changes.
     """
     reason = backends.unavailable(NATIVE[device])

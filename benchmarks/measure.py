@@ -35,11 +35,16 @@ SCALED_FIELDS = ("rows", "sequences", "dtype")
 
 
 class DeviceLost(RuntimeError):
-    """A provider broke CUDA for this process: only a new process can use it again."""
+    """A provider broke CUDA for this process: only a new process can use CUDA again.
+
+    provider    name of the provider
+    reason      its error, one line
+    """
 
     def __init__(self, provider: str, reason: str) -> None:
         super().__init__(f"{provider}: {reason}")
-        self.provider, self.reason = provider, reason
+        self.provider = provider
+        self.reason = reason
 
 
 class _Failed(Exception):
@@ -98,7 +103,7 @@ def measure(
 
     unfinished: list[Row] = []
     # Providers that compile for long come last, so that a cell that is cut off has the others.
-    for contender in sorted(contenders, key=lambda one: one.provider.late):
+    for contender in sorted(contenders, key=lambda contender: contender.provider.late):
         name = contender.provider.name
         _check(
             contender,
@@ -142,7 +147,11 @@ def measure(
 def _choose(
     cell: Cell, candidates: list[Provider] | None, only: tuple[str, ...] | None
 ) -> list[Provider]:
-    """Return the providers that take part in a cell. Limits always do."""
+    """Return the providers that take part in a cell. Limits always do.
+
+    candidates  providers to choose from. None: all that are registered for the contract
+    only        names of the providers that take part in addition to the limits. None: all
+    """
     every = providers(cell.contract) if candidates is None else candidates
     chosen = [p for p in every if only is None or p.limit or p.name in only]
     if cell.accumulation == 1:
@@ -151,7 +160,10 @@ def _choose(
 
 
 def _expected_results(case: Case) -> Record:
-    """Return the float64 results. Gradients are those of the loss / accumulation."""
+    """Return the results of `reference`. Gradients are divided by the number of micro-batches.
+
+    Providers divide the loss by this number before its backward, but return the loss itself.
+    """
     expected = reference(case)
     for name in expected:
         if name.startswith("d_"):
@@ -190,7 +202,8 @@ def _check(
     failure     the provider's error in an earlier process, which must not be repeated
     slowness    why a run would exceed RUN_LIMIT_SECONDS
     """
-    provider, row = contender.provider, contender.row
+    provider = contender.provider
+    row = contender.row
     try:
         _raise_if_ruled_out(provider, case.cell, device, failure, slowness)
         run = _attempt(provider, device, lambda: provider.make(case))
@@ -218,7 +231,11 @@ def _check(
 def _raise_if_ruled_out(
     provider: Provider, cell: Cell, device: str, failure: str | None, slowness: str | None
 ) -> None:
-    """Raise Unavailable or _Failed if it is known without a run that there is nothing to time."""
+    """Raise Unavailable or _Failed if it is known without a run that there is nothing to time.
+
+    failure     the provider's error in an earlier process, or None
+    slowness    why a run would exceed RUN_LIMIT_SECONDS, or None
+    """
     reason = provider.reason_against(cell, device, 0.9 * memory_free(device))
     if reason is not None:
         raise Unavailable(reason)
@@ -236,7 +253,8 @@ def _compare(
     Returns what is wrong, or None. Limits are not compared, but on a CPU they run as well. There,
     Unavailable is raised if the run takes longer than RUN_LIMIT_SECONDS.
     """
-    provider, row = contender.provider, contender.row
+    provider = contender.provider
+    row = contender.row
     result = None
     if device == "cpu":
         result, seconds = _attempt(provider, device, lambda: _first_run(provider, run))
@@ -303,7 +321,7 @@ def too_slow_by_earlier_cells(cell: Cell, earlier: Sequence[Record]) -> dict[str
     ]
     for dtype in ("float32", wanted["dtype"]):
         cells = [other for other in similar if other["dtype"] == dtype]
-        for other in sorted(cells, key=lambda one: one["rows"]):
+        for other in sorted(cells, key=lambda earlier_cell: earlier_cell["rows"]):
             for row in other["providers"]:
                 seconds = _seconds_of_a_run(row)
                 if seconds is None:
@@ -361,11 +379,16 @@ def _time(contenders: list[_Contender], device: str, **effort: Any) -> dict[str,
 
     Returns {provider: its times}, see harness.interleaved. A contender that raises is marked as
     "failed" and loses its run.
+
+    effort  `seconds`, `least` and `most` of harness.interleaved
     """
-    ready = {one.provider.name: one for one in contenders if one.run is not None}
-    runs = {name: one.run for name, one in ready.items() if one.run is not None}
+    ready = {
+        contender.provider.name: contender for contender in contenders if contender.run is not None
+    }
+    runs = {name: contender.run for name, contender in ready.items() if contender.run is not None}
 
     def attempt(name: str, run: Callable[[], float]) -> float | None:
+        """Return run(), the milliseconds of a run, or None if it raises."""
         contender = ready[name]
         try:
             return _attempt(contender.provider, device, run)
@@ -428,7 +451,7 @@ BACKWARD_FLOPS = {"hidden-frozen": 2, "gspo-frozen": 2, "hidden-forward": 0}
 
 
 def derived(cell: Cell, ms: float) -> Row:
-    """Return the rates of a run that took `ms` milliseconds.
+    """Return the rates of a run that took `ms` milliseconds, {} for contracts of WITHOUT_RATE.
 
     From logits, GB/s as if the logits were read once (gbps_1u) or read and written once (gbps_2u).
     From hidden states, TFLOP/s of the matmuls that are needed. A row of zero advantage needs only
@@ -439,6 +462,7 @@ def derived(cell: Cell, ms: float) -> Row:
     if cell.hidden is None:
         gbps = cell.rows * cell.vocab * cell.dtype.itemsize / 1e6 / ms
         return {"gbps_1u": gbps} if cell.contract == "logits-forward" else {"gbps_2u": 2 * gbps}
+    # Multiples of N x H x V operations: 2 for the logits, and `backward` for the gradients.
     backward = BACKWARD_FLOPS.get(cell.contract, 4)
     active = cell.active_rows / cell.rows
     if active == 1 or backward == 0:
@@ -484,6 +508,7 @@ def _alloc_retries(device: str) -> int:
 
 
 def _free(device: str) -> None:
+    """Free the memory of unreachable tensors, and on CUDA the cache of the allocator."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()

@@ -77,6 +77,8 @@ def duration(ms: float) -> str:
 def _bars(title: str, cell: Cell, relative: bool) -> Record:
     """Return a panel with the time of each provider, the fastest first, then the wrong ones.
 
+    title       of the panel
+    cell        a cell of a result file
     relative    label bars with multiples of the limit too, and mark the limit. Otherwise only
                 checked rows are shown, without the variants that are for tables
     """
@@ -105,7 +107,10 @@ def _bars(title: str, cell: Cell, relative: bool) -> Record:
 
 
 def _curves(record: Record) -> list[Record]:
-    """Return panels with time and memory over the field that a suite varies, for each dtype."""
+    """Return panels with time and memory over the field that a suite varies, for each dtype.
+
+    record      result file of a suite of SWEEPS
+    """
     field, field_title = SWEEPS[record["suite"]]
     panels = []
     for cells in by_dtype(sorted(record["cells"], key=lambda cell: cell[field])):
@@ -115,9 +120,10 @@ def _curves(record: Record) -> list[Record]:
             for cell in cells:
                 for row in timed(cell):
                     if row.get(key):
-                        x, y = curves.setdefault(display_name(row["name"]), [[], []])
-                        x.append(cell[field])
-                        y.append(_rounded(row[key]))
+                        name = display_name(row["name"])
+                        x_values, y_values = curves.setdefault(name, [[], []])
+                        x_values.append(cell[field])
+                        y_values.append(_rounded(row[key]))
             log = "xy" if field == "rows" else ""  # the axes with a log scale
             panels.append({"title": title + axis, "x": field_title, "log": log, "curves": curves})
     return panels
@@ -137,7 +143,10 @@ def of_suite(record: Record) -> Picture:
             notes.append(f"{reason}: {names}")
     else:
         cells = headline(record)[0]
-        panels = [_bars(f"{DTYPES[cell['dtype']]}, {size(cell)}", cell, True) for cell in cells]
+        panels = []
+        for cell in cells:
+            title = f"{DTYPES[cell['dtype']]}, {size(cell)}"
+            panels.append(_bars(title, cell, relative=True))
         for reason, names in untimed(cells).items():
             if not reason.startswith("failed the check"):  # these have bars
                 notes.append(f"{reason}: {names}")
@@ -145,7 +154,13 @@ def of_suite(record: Record) -> Picture:
 
 
 def of_front(folder: Path, machine: str) -> Picture | None:
-    """Return the picture of the first table of docs/benchmarks.md for a machine."""
+    """Return the picture of the first table of docs/benchmarks.md for a machine.
+
+    None if the machine has no cell of the table.
+
+    folder      of result files
+    machine     name of a folder in it
+    """
     standing_of_line = {
         words: standings[0]
         for words, standings in asked(folder, machine).items()
@@ -153,9 +168,10 @@ def of_front(folder: Path, machine: str) -> Picture | None:
     }
     if not standing_of_line:
         return None
-    panels = [
-        _bars(f"{words}, {size(x.cell)}", x.cell, False) for words, x in standing_of_line.items()
-    ]
+    panels = []
+    for words, standing in standing_of_line.items():
+        title = f"{words}, {size(standing.cell)}"
+        panels.append(_bars(title, standing.cell, relative=False))
     title = f"Loss and gradient of DAPO · {processor(next(iter(standing_of_line.values())).record)}"
     return {
         "title": title,
@@ -167,7 +183,12 @@ def of_front(folder: Path, machine: str) -> Picture | None:
 
 
 def of_readme(folder: Path) -> Picture | None:
-    """Return the README's picture: time and memory, from hidden states and from logits."""
+    """Return the README's picture: time and memory, from hidden states and from logits.
+
+    A row of two panels for each suite, time on the left. None if there are no results.
+
+    folder      of result files
+    """
     cells = readme_cells(folder)
     panels = []
     for suite, (_, cell, rows) in cells.items():
@@ -208,7 +229,13 @@ def of_readme(folder: Path) -> Picture | None:
 
 
 def draw(shown: Picture) -> Figure:
-    """Draw a picture. Curves are in two columns, bars in one unless the picture says otherwise."""
+    """Draw a picture, and return matplotlib's figure.
+
+    Curves are in two columns, bars in one unless the picture says otherwise. A legend of all curves
+    is at the bottom, and the notes are above it.
+
+    shown   the data of the picture, see the top of this file
+    """
     panels = shown["panels"]
     columns = shown.get("columns", 1 if "bars" in panels[0] else min(2, len(panels)))
     rows = [panels[i : i + columns] for i in range(0, len(panels), columns)]
@@ -225,7 +252,7 @@ def draw(shown: Picture) -> Figure:
         page.patch.set_alpha(0)
         page.suptitle(shown["title"], x=0.01, ha="left", fontsize=10.5, fontweight="bold")
         grid = page.subplots(len(rows), columns, squeeze=False, height_ratios=heights)
-        line_of: dict[str, Any] = {}
+        line_of: dict[str, Any] = {}  # {name of a curve: its line, for the legend}
         for axes, panel in zip(grid.flat, panels, strict=False):
             axes.patch.set_alpha(0)
             axes.set_title(panel["title"])
@@ -253,7 +280,7 @@ def draw(shown: Picture) -> Figure:
 
 
 def _height(panel: Record) -> float:
-    """Return the height of a panel in inches."""
+    """Return the height of a panel in inches: 0.21 for each bar, and a fixed height for curves."""
     return 0.9 + 0.21 * len(panel["bars"]) if "bars" in panel else 2.6
 
 
@@ -264,7 +291,10 @@ def _names_of_other_projects(panels: list[Record]) -> list[str]:
 
 
 def _draw_bars(axes: Axes, panel: Record) -> None:
-    """Draw horizontal bars with their labels, and a line at the limit."""
+    """Draw horizontal bars with their labels, and a dotted line at the limit.
+
+    panel   see `_bars`. "log": "x" gives a log scale, "names": False leaves the names out
+    """
     names, values, labels = zip(*panel["bars"], strict=True)
     colours = [HIGHLIGHT if name.startswith(OURS) else MUTED for name in names]
     is_log = panel.get("log") == "x"
@@ -288,10 +318,13 @@ def _draw_bars(axes: Axes, panel: Record) -> None:
 
 
 def _draw_curves(axes: Axes, panel: Record, other_projects: list[str]) -> None:
-    """Draw a line for each provider. Each is thinner than those before, so that equal ones show."""
+    """Draw a line for each provider. Each is thinner than those before, so that equal ones show.
+
+    other_projects   names of the curves of other projects, in the order of their colours
+    """
     axes.set_xlabel(panel["x"])
     axes.grid(color=TEXT, alpha=0.2, linewidth=0.5)
-    for i, (name, (x, y)) in enumerate(panel["curves"].items()):
+    for i, (name, (x_values, y_values)) in enumerate(panel["curves"].items()):
         if name.startswith("matmuls"):  # a limit
             colour = TEXT
         elif name in other_projects:
@@ -299,8 +332,8 @@ def _draw_curves(axes: Axes, panel: Record, other_projects: list[str]) -> None:
         else:
             colour = HIGHLIGHT if name == OURS else VARIANT
         axes.plot(
-            x,
-            y,
+            x_values,
+            y_values,
             linewidth=max(1.0, 2.6 - 0.5 * i),
             marker="o",
             markersize=3,
@@ -346,8 +379,11 @@ def save(shown: Picture, path: Path) -> Path:
 
 
 def pictures(folder: Path) -> dict[Path, Picture]:
-    """Return {path of the SVG: picture} for all result files, the first tables and the README."""
-    found: dict[Path, Picture] = {}
+    """Return {path of the SVG: picture} for all result files, the first tables and the README.
+
+    folder      of result files
+    """
+    picture_by_path: dict[Path, Picture] = {}
     for machine in machines(folder):
         shown: dict[str, Picture | None] = {}
         for path in sorted((folder / machine).glob("*.json")):
@@ -359,5 +395,5 @@ def pictures(folder: Path) -> dict[Path, Picture]:
             shown["readme"] = of_readme(folder)
         for name, picture in shown.items():
             if picture:
-                found[folder / machine / "plots" / f"{name}.svg"] = picture
-    return found
+                picture_by_path[folder / machine / "plots" / f"{name}.svg"] = picture
+    return picture_by_path

@@ -49,7 +49,9 @@ from grpo_kernels.diagnosis.step import MOST_TIMES
 from grpo_kernels.formulas.surrogates import PolicyGradient
 from grpo_kernels.objective import NUMERICS, PRESETS
 
-README, DOCS, REPORT = ROOT / "README.md", ROOT / "docs", Path(__file__).parent / "RESULTS.md"
+README = ROOT / "README.md"
+DOCS = ROOT / "docs"
+REPORT = Path(__file__).parent / "RESULTS.md"
 FIGURES = DOCS / "benchmarks.md"
 GUIDE = Path(__file__).parent / "README.md"
 COMMAND = "python -m benchmarks.report --write"
@@ -72,7 +74,12 @@ DENOMINATORS = {
 
 
 def presets() -> str:
-    """Return a table of the published objectives and of the trainers whose constants are known."""
+    """Return a Markdown table with a line for each preset of an objective.
+
+    The columns: its name, the formula of its policy term, whether ratios are per token or per
+    sequence, what the sum of the losses is divided by, and the trainers whose constants are known
+    for it (the values of `numerics=`).
+    """
     rows = [["preset", "surrogate", "ratio level", "aggregate", "`numerics=`"]]
     for name, objective in PRESETS.items():
         parts: list[Any] = [objective.surrogate, *objective.filters]
@@ -92,12 +99,14 @@ def _call(part: Any) -> str:
     Defaults of 0 and infinity are left out, because they switch something off.
     """
     shown = []
-    for f in fields(part):
-        value = getattr(part, f.name)
-        if f.name == "kind":
+    for field in fields(part):
+        value = getattr(part, field.name)
+        if field.name == "kind":
             shown.append(f'"{value}"')
-        elif isinstance(value, float) and (value != f.default or (value and math.isfinite(value))):
-            shown.append(f"{f.name}={value:g}")
+        elif isinstance(value, float):
+            switches_something_off = value == 0 or not math.isfinite(value)
+            if value != field.default or not switches_something_off:
+                shown.append(f"{field.name}={value:g}")
     return f"{type(part).__name__}({', '.join(shown)})"
 
 
@@ -126,11 +135,12 @@ class Standing(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Above 1: ours is faster."""
+        """The time of the other project's row divided by ours. Above 1, ours is faster."""
         return float(self.peer["ms"] / self.ours["ms"])
 
     @property
     def title(self) -> str:
+        """The suite, the dtype and the shape, in words."""
         suite = SUITES[self.record["suite"]].title
         return f"{suite}, {DTYPES[self.cell['dtype']]}, {size(self.cell)}"
 
@@ -169,6 +179,7 @@ def _is_ours(row: Row) -> bool:
 
 
 def _fastest(rows: list[Row]) -> Row:
+    """Return the row with the smallest median time."""
     return min(rows, key=lambda row: row["ms"])
 
 
@@ -191,9 +202,9 @@ def promise(folder: Path, machine: str) -> tuple[bool, str]:
         )
         return True, kept
     lines = [f"Slower than plain PyTorch by more than 5 %: {len(broken)} {what}:"]
-    for one in broken:
-        spans = f"{_span(one.ours)}, {_span(one.peer)}"
-        lines.append(f"  {one.title}: {spans}: {1 / one.ratio:.2f} times as long")
+    for standing in broken:
+        spans = f"{_span(standing.ours)}, {_span(standing.peer)}"
+        lines.append(f"  {standing.title}: {spans}: {1 / standing.ratio:.2f} times as long")
     lines.append(
         "`python -m grpo_kernels doctor` compares the engines of matmuls that can run here;"
         " GRPO_KERNELS_PRODUCTS chooses another."
@@ -234,18 +245,25 @@ def readme_cells(folder: Path) -> dict[str, tuple[Record, Cell, list[Row]]]:
 
 
 def readme_figure(folder: Path) -> str:
-    """Return the README's picture and the paragraph under it."""
+    """Return the README's picture and the paragraph under it, in Markdown.
+
+    The figures of the paragraph are those of the cell from hidden states, see `readme_cells`.
+
+    folder   of result files
+    """
     cells = readme_cells(folder)
     if not cells:
         return absent(*README_SUITES)
     record, cell, _ = cells["hidden"]
 
     def cost(name: str) -> tuple[str, str]:
+        """Return the time in ms and the memory in GB of a provider in `cell`, as text."""
         row = named(cell, name)
         assert row is not None, name
         return f"{figure(row['ms'])} ms", f"{row['extra_mb'] / 1000:.1f} GB"
 
-    (ours, our_memory), (eager, eager_memory) = cost(OURS), cost(EAGER)
+    ours, our_memory = cost(OURS)
+    eager, eager_memory = cost(EAGER)
     fast_llm, fast_llm_memory = cost("Fast-LLM kernel + products")
     compiled, compiled_memory = cost("CCE (torch.compile) + loss")
     filtered, filtered_memory = cost("CCE, filtered (flat states) + loss")
@@ -273,7 +291,7 @@ Measured on {record["date"]} with torch {record["machine"]["torch"]} and Triton 
 
 
 def asked(folder: Path, machine: str) -> dict[str, list[Standing]]:
-    """Return {description of the line: its standing} for the first table.
+    """Return {description of the line: [its standing]} for the first table.
 
     The lines are DAPO from logits and from hidden states, in fp32 and bf16, then the largest and
     the smallest speed-up of all cells. A list is empty if there is no such cell.
@@ -282,9 +300,12 @@ def asked(folder: Path, machine: str) -> dict[str, list[Standing]]:
     standings_of_lines = {}
     for suite, words in FRONT_SUITES.items():
         for dtype, short in (("float32", "fp32"), ("bfloat16", "bf16")):
-            of_suite = [x for x in all_standings if x.record["suite"] == suite]
-            candidates = [x for x in of_suite if x.cell["dtype"] == dtype]
-            candidates.sort(key=lambda x: (abs(x.cell["rows"] - FRONT_ROWS), -x.cell["vocab"]))
+            candidates = [
+                standing
+                for standing in all_standings
+                if standing.record["suite"] == suite and standing.cell["dtype"] == dtype
+            ]
+            candidates.sort(key=_distance_to_front_rows)
             standings_of_lines[f"{words}, {short}"] = candidates[:1]
     return standings_of_lines | {
         "largest speed-up of all cells": all_standings[:1],
@@ -292,8 +313,17 @@ def asked(folder: Path, machine: str) -> dict[str, list[Standing]]:
     }
 
 
+def _distance_to_front_rows(standing: Standing) -> tuple[int, int]:
+    """Return a sort key: the distance to FRONT_ROWS, then the largest vocabulary comes first."""
+    cell = standing.cell
+    return abs(cell["rows"] - FRONT_ROWS), -cell["vocab"]
+
+
 def front(folder: Path) -> str:
-    """Return the first table, with every machine that was measured, and its sources and plots."""
+    """Return the first table, with every machine that was measured, and its sources and plots.
+
+    folder   of result files
+    """
     of_machines = {
         machine: asked(folder, machine)
         for machine in reversed(machines(folder))
@@ -301,11 +331,12 @@ def front(folder: Path) -> str:
     }
     if not of_machines:
         return "Not measured yet: `python -m benchmarks`."
+    descriptions = next(iter(of_machines.values()))  # the same for each machine
     all_lines = [
         (words, standing)
-        for words in next(iter(of_machines.values()))
-        for found in of_machines.values()
-        for standing in found[words]
+        for words in descriptions
+        for standings_of_lines in of_machines.values()
+        for standing in standings_of_lines[words]
     ]
     # With one machine, its name is in the head of the table. Otherwise it is in every line.
     is_alone = len(of_machines) == 1
@@ -327,8 +358,14 @@ def front(folder: Path) -> str:
 
 
 def _front_line(words: str, standing: Standing, with_machine: bool) -> list[str]:
-    """Return a line of the first table."""
-    cell, ours, peer = standing.cell, standing.ours, standing.peer
+    """Return a line of the first table: what, ours, the fastest other, eager PyTorch, speed-up.
+
+    words           the description of the line, see `asked`
+    with_machine    whether the line names its machine
+    """
+    cell = standing.cell
+    ours = standing.ours
+    peer = standing.peer
     what = f"{words}: {standing.title if 'cells' in words else size(cell)}"
     if with_machine:
         what += f"; {processor(standing.record)}"
@@ -372,7 +409,13 @@ def absent(*suites: str) -> str:
 
 
 def figures(folder: Path, suite: str, device: str = "cpu") -> str:
-    """Return the headline tables of a suite for each machine, and what was not timed in them."""
+    """Return the headline tables of a suite for each machine, and what was not timed in them.
+
+    Without results, returns a sentence that says how to measure them.
+
+    folder   of result files
+    device   "cpu" or "cuda"
+    """
     parts = []
     shown: list[Cell] = []
     for machine in machines(folder, device):
@@ -385,7 +428,12 @@ def figures(folder: Path, suite: str, device: str = "cpu") -> str:
 
 
 def small_calls(folder: Path, device: str = "cpu") -> str:
-    """Return the times of small calls by vocabulary, for each machine that has both suites."""
+    """Return Markdown tables of the times of small calls, in ms, with a line for each vocabulary.
+
+    There is a table for each machine that has the results of both suites.
+
+    device   "cpu" or "cuda"
+    """
     parts = []
     for machine in machines(folder, device):
         from_logits = results.load(folder / machine / "small-logits.json")
@@ -395,6 +443,7 @@ def small_calls(folder: Path, device: str = "cpu") -> str:
         table = [["ids"]]
         for place in ("from logits", "from hidden states"):
             table[0] += [f"{place}: ours, ms", "eager PyTorch", "torch.compile"]
+        # Both suites have the same vocabularies in the same order.
         cells = zip(from_logits["cells"], from_hidden["cells"], strict=True)
         for cells_of_size in cells:
             line = [f"{cells_of_size[0]['vocab']:,}"]
@@ -408,7 +457,12 @@ def small_calls(folder: Path, device: str = "cpu") -> str:
 
 
 def pictures(folder: Path, device: str = "cpu", page: Path = FIGURES) -> str:
-    """Return links to the plots of PICTURES, of all machines of a kind of device."""
+    """Return links to the plots of the suites PICTURES, in Markdown.
+
+    folder   of result files
+    device   "cpu" or "cuda": the machines whose plots are shown
+    page     the page that shows the links, which are relative to it
+    """
     links = []
     for suite in PICTURES:
         for machine in machines(folder, device):
@@ -451,7 +505,10 @@ def swapped(record: Record) -> str:
 
 
 def budgets() -> Table:
-    """Return the outcomes of benchmarks.resources, a line for each version of Triton and target."""
+    """Return the outcomes of benchmarks.resources as a table.
+
+    It has a line for each version of Triton and target, see resources.outcome for the columns.
+    """
     record = results.load(BUDGETS)
     table = [
         [
@@ -566,7 +623,7 @@ def updated(page: Path, parts: dict[str, str]) -> str:
 
 
 def stale() -> list[Path]:
-    """Return the pages and pictures that --write would change, and pictures without results."""
+    """Return the paths that --write would change: pages, pictures, and pictures without results."""
     from benchmarks import plots
 
     shown = plots.pictures(RESULTS)

@@ -91,10 +91,13 @@ class Report:
 
 
 def report(target: str, case: Case) -> Report:
-    """Compile the kernel of a launch for a target, and return its resources."""
+    """Compile the kernel of a launch for a target, and return its resources.
+
+    target  a key of TARGETS
+    """
     with compiling(target) as launches:
         case.launch()
-    ((_, kernel),) = launches
+    ((_name, kernel),) = launches  # exactly one kernel is launched
     used = taken(kernel)
     warps = kernel.metadata.num_warps
     shared = kernel.metadata.shared
@@ -109,7 +112,11 @@ def report(target: str, case: Case) -> Report:
         programs=programs,
         limit=limit,
         fp64=bool(re.search(r"\.f64|_f64", code(kernel))),
-        stages=next(x.STAGES for x in kernel.src.constants.values() if isinstance(x, Tile)),
+        stages=next(
+            constant.STAGES
+            for constant in kernel.src.constants.values()
+            if isinstance(constant, Tile)
+        ),
         loops=tuple(row_loops(kernel, case.kind.loops)),
         size=sum(case.sizes),
     )
@@ -227,7 +234,10 @@ Judged = tuple[Report, list[str]]
 
 
 def judge(job: tuple[str, Case]) -> Judged:
-    """Compile a kernel, and compare it with its budgets. job: (target, launch)."""
+    """Compile a kernel, and compare it with its budgets.
+
+    job     (target, launch). It is one argument, because a process pool maps over jobs
+    """
     target, case = job
     figures = report(target, case)
     return figures, broken(case, figures)
@@ -245,17 +255,26 @@ def judge_all(targets: Sequence[str], cases: Sequence[Case]) -> Iterator[Judged]
 def outcome(judged: Sequence[Judged]) -> Record:
     """Return the record of a target for results/budgets.json.
 
+    judged  the outcomes of all launches for the target
+
     "kernels" is their number, "beyond" lists those that exceed a budget, "spilled" is the most
     bytes that one spills, and "in flight" the least KiB that one loads at the same time on a
     multiprocessor, in long rows.
     """
-    beyond = [f"{r.kernel} {r.case}: {'; '.join(exceeded)}" for r, exceeded in judged if exceeded]
-    in_long_rows = [r for r, _ in judged if "V 151936" in r.case and KINDS[r.kernel].counted]
+    reports = [report for report, _exceeded in judged]
+    beyond = [
+        f"{report.kernel} {report.case}: {'; '.join(exceeded)}"
+        for report, exceeded in judged
+        if exceeded
+    ]
+    in_long_rows = [
+        report for report in reports if "V 151936" in report.case and KINDS[report.kernel].counted
+    ]
     return {
         "kernels": len(judged),
         "beyond": beyond,
-        "spilled": max(r.spilled + r.stack for r, _ in judged),
-        "in flight": min(r.in_flight for r in in_long_rows),
+        "spilled": max(report.spilled + report.stack for report in reports),
+        "in flight": min(report.in_flight for report in in_long_rows),
     }
 
 
@@ -269,7 +288,12 @@ def shown(judged: Sequence[Judged]) -> Table:
 
 
 def _columns_of_report(r: Report) -> dict[str, str]:
-    """Return {head of a column: its text} for the resources of a kernel."""
+    """Return {head of a column: its text} for the resources of a kernel.
+
+    "load" and "store" are the widths of accesses in bits per thread, "/SM" is the number of
+    resident programs of a multiprocessor, and "in flight" the number of loads that are outstanding
+    at a time, of those of an iteration, for each loop.
+    """
     columns = {
         "kernel": f"{r.kernel:10} {r.case}",
         "regs": f"{r.registers}",

@@ -42,7 +42,11 @@ def save(path: Path, record: Record) -> None:
 
 
 def origin(machine: Record, command: str) -> Record:
-    """Return the fields of a result file, or of a cell, that say how it was measured."""
+    """Return the fields of a result file, or of a cell, that say how it was measured.
+
+    machine  see machine.machine
+    command  the command line that measures it
+    """
     return {
         "command": command,
         "date": time.strftime("%Y-%m-%d"),
@@ -62,6 +66,7 @@ def commit(root: Path = ROOT) -> str | None:
     files = ["--untracked-files=no", "--", ".", ":!benchmarks/results"]
 
     def output(*command: str) -> str:
+        """Return what a git command prints."""
         answer = subprocess.run([*git, *command], capture_output=True, text=True, check=True)
         return answer.stdout.strip()
 
@@ -74,7 +79,11 @@ def commit(root: Path = ROOT) -> str | None:
 
 
 def fingerprint(cell: Cell, only: tuple[str, ...] | None, quick: bool, machine: Record) -> str:
-    """Return a hash of the cell, its providers, the effort, and `setting`."""
+    """Return a hash that changes if a cell has to be measured again.
+
+    It depends on the cell, the names of its providers (`only`), the effort (`quick`), and
+    `setting`.
+    """
     return _hash(cell, only, quick, setting(machine))
 
 

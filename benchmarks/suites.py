@@ -18,8 +18,12 @@ from benchmarks.providers import first_line, providers
 from benchmarks.results import Record
 from benchmarks.tables import EAGER, LEGEND, details, source
 
-QWEN, LLAMA, GEMMA = 151936, 128256, 262144  # vocabularies
-FP32, BF16 = torch.float32, torch.bfloat16
+# Vocabulary sizes of models.
+QWEN = 151936
+LLAMA = 128256
+GEMMA = 262144
+FP32 = torch.float32
+BF16 = torch.bfloat16
 OURS = "grpo_kernels"
 LOST_DEVICE = 75  # exit status: run the same command again (EX_TEMPFAIL)
 
@@ -82,7 +86,11 @@ class Suite:
     cuda: Plan
 
     def plan(self, device: str, quick: bool) -> Plan:
-        """Return the cells for a device. quick: one cell of each dtype, made small."""
+        """Return the cells for a device.
+
+        device  "cpu" or "cuda"
+        quick   whether to return only one cell of each dtype, with the sizes limited to QUICK
+        """
         cells = self.cpu if device == "cpu" else self.cuda
         if not quick:
             return cells
@@ -98,7 +106,10 @@ class Suite:
 
 
 def _shrink(cell: Cell, largest: dict[str, int]) -> Cell:
-    """Return the cell with each size limited to the one in `largest`."""
+    """Return the cell with each size limited to the one in `largest`.
+
+    largest  {field of Cell: its largest value}. Fields that are None stay None
+    """
     sizes = {}
     for name, most in largest.items():
         size = getattr(cell, name)
@@ -114,17 +125,26 @@ def plan(
     only: tuple[str, ...] | None = None,
     **fields: Any,
 ) -> Plan:
-    """Return a cell for each shape and dtype. `fields` are further fields of all cells."""
+    """Return a cell for each shape and dtype.
+
+    contract    a key of CONTRACTS
+    only        names of the providers in addition to the limits. None: all
+    fields      further fields of all cells. They replace the default number of sequences
+    """
     cells = []
     for rows, hidden, vocab in shapes:
         for dtype in dtypes:
-            own = {"sequences": _num_sequences(rows, hidden)} | fields
-            cells.append(Planned(Cell(contract, rows, vocab, dtype, hidden, **own), only))
+            further_fields = {"sequences": _num_sequences(rows, hidden)} | fields
+            cell = Cell(contract, rows, vocab, dtype, hidden, **further_fields)
+            cells.append(Planned(cell, only))
     return cells
 
 
 def _num_sequences(rows: int, hidden: int | None) -> int:
-    """Return 16, 14 or 8, whichever divides the rows first. Long batches are one sequence."""
+    """Return the number of sequences: 16, 14 or 8, the first of these that divides the rows.
+
+    Batches of 65,536 rows and more from hidden states are one sequence.
+    """
     if hidden is not None and rows >= 65536:
         return 1
     return next(count for count in (16, 14, 8) if rows % count == 0)
@@ -136,7 +156,10 @@ def gpu(contract: str, *shapes: Shape, **fields: Any) -> Plan:
 
 
 def each(field: str, values: tuple[float, ...], contract: str, *shapes: Shape, **more: Any) -> Plan:
-    """Return the plan of `shapes` for each value of a field of the cells."""
+    """Return the cells of `shapes` for each value of a field, such as "active".
+
+    more    further arguments of `plan`
+    """
     cells: Plan = []
     for value in values:
         cells += plan(contract, *shapes, **{field: value}, **more)
@@ -198,7 +221,9 @@ KEPT = ("grpo_kernels, into weight_grad", OURS, "pairs in PyTorch, autograd")
 DIVERGENCES = (OURS, "TRL chunked divergence + mean")
 VOCABULARIES = (32768, 65536, LLAMA, QWEN, GEMMA)
 SMALL_VOCABULARIES = (128, 512, 2048, 8192, 32768)
-SHARED, TREES = (0.0, 0.5, 0.875), (OURS, "grpo_kernels, rollouts one by one")
+#: Shares of tokens that use the hidden state of another token: groups of 1, 2 and 8 sequences.
+SHARED = (0.0, 0.5, 0.875)
+TREES = (OURS, "grpo_kernels, rollouts one by one")
 #: Shares of sequences with an advantage. Those with a performance target come first.
 SHARES = (1.0, 0.5, 0.25, 0.75, 0.125)
 MANY = (1000, 1024, QWEN)
@@ -351,7 +376,15 @@ def run(names: list[str], how: How) -> tuple[list[Path], list[str]]:
 
 
 def _run_suite(suite: Suite, path: Path, origin: Record, how: How) -> list[str]:
-    """Measure one suite. Returns a line for each cell that could not be measured."""
+    """Measure the cells of a suite that its result file does not hold, and print all of them.
+
+    Returns a line for each cell that could not be measured.
+
+    path    the result file, which is written after each cell
+    origin  the fields of the file that say how it was measured, see results.origin
+
+    Raises SystemExit(LOST_DEVICE) if a provider breaks CUDA for this process.
+    """
     here = origin["machine"]
     planned = suite.plan(how.device, how.quick)
     if how.first:
@@ -364,9 +397,11 @@ def _run_suite(suite: Suite, path: Path, origin: Record, how: How) -> list[str]:
     header = {"suite": suite.name, "title": suite.title, "contract": CONTRACTS[suite.contract]}
 
     def cells_so_far() -> list[Record]:
+        """Return the records of the measured cells, in the order of the plan."""
         return [done[mark] for mark in fingerprints if mark in done]
 
     def save(*unfinished: Record) -> None:
+        """Write the result file, with the cell that is being measured at its end."""
         results.save(path, header | origin | {"cells": [*cells_so_far(), *unfinished]})
 
     unmeasured = []
@@ -408,7 +443,7 @@ def _run_suite(suite: Suite, path: Path, origin: Record, how: How) -> list[str]:
 
 
 def _promptly(suite: Suite, planned: Planned) -> Planned:
-    """Return the cell without the providers that compile for long."""
+    """Return the cell with all of its providers but those that compile for long."""
     names = [provider.name for provider in providers(suite.contract) if not provider.late]
     if planned.only is not None:
         names = [name for name in names if name in planned.only]

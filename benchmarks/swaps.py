@@ -26,16 +26,20 @@ EXAMPLES = {
 
 
 def measure() -> Record:
-    """Run each example in a separate process, and return the result file."""
+    """Run each example in a separate process, and return the content of the result file.
+
+    "rows" has the lines of all examples, each with its "trainer".
+    """
     rows = []
     for trainer, module in EXAMPLES.items():
+        # The new process prints the lines as JSON, after what the example prints.
         code = (
             f"import importlib, json; rows = importlib.import_module({module!r}).main();"
             " print(json.dumps(rows))"
         )
         command = [sys.executable, "-c", code]
         run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        last_line = run.stdout.splitlines()[-1]  # the example prints too
+        last_line = run.stdout.splitlines()[-1]
         rows += [{"trainer": trainer} | row for row in json.loads(last_line)]
     return results.origin(machine("cpu"), "python -m benchmarks.swaps") | {"rows": rows}
 

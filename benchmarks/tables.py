@@ -36,7 +36,10 @@ error: the worst of the loss (by the mean |advantage|), gradients and their wors
 
 
 def render(table: Table, markdown: bool) -> str:
-    """Return a table as Markdown or aligned with spaces. All columns but the first are numbers."""
+    """Return a table as Markdown, or as plain text in columns of equal width.
+
+    All columns but the first are numbers, and are aligned to the right.
+    """
     if markdown:
         alignment = ["---"] + ["---:"] * (len(table[0]) - 1)
         lines = [table[0], alignment, *table[1:]]
@@ -45,7 +48,8 @@ def render(table: Table, markdown: bool) -> str:
     lines_of_text = []
     for first, *numbers in table:
         aligned = [first.ljust(widths[0])]
-        aligned += [x.rjust(width) for x, width in zip(numbers, widths[1:], strict=True)]
+        for number, width in zip(numbers, widths[1:], strict=True):
+            aligned.append(number.rjust(width))
         lines_of_text.append("  ".join(aligned).rstrip())
     return "\n".join(lines_of_text)
 
@@ -69,7 +73,10 @@ def replace_block(text: str, page: str, name: str, block: str, command: str) -> 
 
 
 def figure(x: float | None, digits: int = 3) -> str:
-    """Return x with `digits` significant digits, but with all digits before the point."""
+    """Return x with `digits` significant digits, but with all digits before the point.
+
+    For example 0.0123, 1.23, 1,234. Returns "" for None.
+    """
     if x is None:
         return ""
     exponent = math.floor(math.log10(abs(x))) if x else digits - 1
@@ -126,7 +133,10 @@ def machines(folder: Path, device: str | None = None) -> list[str]:
 
 
 def processor(record: Record) -> str:
-    """Return the GPU, or the CPU with its threads, instruction set and library for matmuls."""
+    """Return the GPU, or the CPU with its threads, instruction set and library for matmuls.
+
+    record   a result file, or its origin
+    """
     machine = record["machine"]
     parts = [machine["name"]]
     if machine["device"] != "cuda":
@@ -141,7 +151,10 @@ def processor(record: Record) -> str:
 
 
 def source(record: Record, packages: bool = False) -> str:
-    """Return a line with the machine, the versions and the command of a result file."""
+    """Return a line with the machine, the versions, the date and the command of a result file.
+
+    packages   whether versions of other packages than torch are named too
+    """
     machine = record["machine"]
     parts = [processor(record), f"torch {machine['torch']}"]
     if packages:
@@ -212,31 +225,41 @@ def headline(record: Record) -> list[list[Cell]]:
     for cell in record["cells"]:
         shape = (cell["rows"], cell["hidden"], cell["vocab"], cell["active"])
         shapes.setdefault(shape, []).append(cell | {"kind": record["machine"]["kind"]})
-    enough = [cells for cells in shapes.values() if cells[0]["rows"] >= BATCH] or [*shapes.values()]
-    first, last = enough[0], enough[-1]
+    cells_by_shape = [*shapes.values()]
+    large = [cells for cells in cells_by_shape if cells[0]["rows"] >= BATCH]
+    shown = large or cells_by_shape
+    first = shown[0]
+    last = shown[-1]
     return [first, last] if first[0]["rows"] < last[0]["rows"] else [first]
 
 
-def marks(cells: list[Cell], field: str = "dtype") -> list[str]:
-    """Return what tells each cell from the others: a field, and the machine if there are several.
+def distinguishing_labels(cells: list[Cell], field: str = "dtype") -> list[str]:
+    """Return a short text for each cell that distinguishes it from the others.
 
-    Machines are known for the cells from `headline` only.
+    The text is the value of a field, such as "bf16" or "8,192". The name of the machine precedes it
+    if the cells are from several machines.
+
+    cells   cells that differ in `field`. Only cells from `headline` have a machine, in "kind"
+    field   "dtype", or a field with a number
     """
     has_machines = len({cell.get("kind") for cell in cells}) > 1
-    marks_of_cells = []
+    labels = []
     for cell in cells:
         value = DTYPES[cell["dtype"]] if field == "dtype" else f"{cell[field]:,}"
-        marks_of_cells.append(f"{cell['kind']} {value}" if has_machines else value)
-    return marks_of_cells
+        labels.append(f"{cell['kind']} {value}" if has_machines else value)
+    return labels
 
 
 def untimed(cells: list[Cell], field: str = "dtype") -> dict[str, str]:
-    """Return {reason: the providers that were not timed for it}.
+    """Return {reason: the providers that were not timed for it, separated by semicolons}.
 
-    If this concerns only some of the cells, they are named by `marks`.
+    If this concerns only some of the cells, their labels follow the provider in brackets.
+
+    field   the field in which the cells differ, see `distinguishing_labels`
     """
-    marks_of: dict[str, dict[str, list[str]]] = {}  # reason: {provider: marks of its cells}
-    for cell, mark in zip(cells, marks(cells, field), strict=True):
+    # {reason: {provider: labels of the cells where it was not timed}}
+    labels_by_reason: dict[str, dict[str, list[str]]] = {}
+    for cell, cell_label in zip(cells, distinguishing_labels(cells, field), strict=True):
         for row in cell["providers"]:
             if row["status"] == "ok":
                 continue
@@ -244,16 +267,16 @@ def untimed(cells: list[Cell], field: str = "dtype") -> dict[str, str]:
                 reason = f"failed the check ({row['reason']})"
             else:
                 reason = f"{row['status']}, {row['reason']}"
-            of_provider = marks_of.setdefault(reason, {})
-            of_provider.setdefault(display_name(row["name"]), []).append(mark)
-    names_of_reasons = {}
-    for reason, providers in marks_of.items():
+            labels_by_provider = labels_by_reason.setdefault(reason, {})
+            labels_by_provider.setdefault(display_name(row["name"]), []).append(cell_label)
+    providers_by_reason = {}
+    for reason, labels_by_provider in labels_by_reason.items():
         names = [
-            name if len(of_cells) == len(cells) else f"{name} [{', '.join(of_cells)}]"
-            for name, of_cells in providers.items()
+            name if len(labels) == len(cells) else f"{name} [{', '.join(labels)}]"
+            for name, labels in labels_by_provider.items()
         ]
-        names_of_reasons[reason] = "; ".join(names)
-    return names_of_reasons
+        providers_by_reason[reason] = "; ".join(names)
+    return providers_by_reason
 
 
 def reasons(cells: list[Cell], field: str = "dtype") -> list[str]:
@@ -266,11 +289,17 @@ def reasons(cells: list[Cell], field: str = "dtype") -> list[str]:
 
 
 def comparison(cells: list[Cell]) -> str:
-    """Return a table with cells of one shape and machine side by side, which differ in dtype."""
+    """Return a Markdown table with cells of one shape and machine side by side.
+
+    The cells differ in their dtype. A line has one provider, with three columns for each cell: the
+    median time in ms, this time divided by the limit, and the peak memory beyond the inputs. The
+    last column has the largest error in each cell.
+    """
+    labels = distinguishing_labels(cells)
     head = [size(cells[0])]
-    for cell, mark in zip(cells, marks(cells), strict=True):
-        head += [f"{mark} ms", f"x {limit(cell)}", "extra MB"]
-    head.append("worst error " + " / ".join(marks(cells)))
+    for cell, cell_label in zip(cells, labels, strict=True):
+        head += [f"{cell_label} ms", f"x {limit(cell)}", "extra MB"]
+    head.append("worst error " + " / ".join(labels))
     lines = [head]
     for name in dict.fromkeys(row["name"] for cell in cells for row in cell["providers"]):
         entries = []
@@ -294,19 +323,27 @@ RATES = {"gbps_1u": "GB/s (1U)", "gbps_2u": "GB/s (2U)"}
 
 
 def details(cell: Cell, markdown: bool = True) -> str:
-    """Return a table with everything that was measured in a cell.
+    """Return a table with everything that was measured in a cell, a line for each timed provider.
 
-    Columns without entries are left out. In a terminal the errors are one column.
+    Columns without entries are left out. Notes below the table name the providers that were not
+    timed, with the reasons.
+
+    markdown    whether the table is Markdown, with a column for each error. Otherwise it is plain
+                text for a terminal, with one column for the largest error
     """
     rows = timed(cell)
 
+    # A function of the row makes the entry of a column: "" if the row has no such figure.
     def number(key: str, show: Callable[[Any], str] = figure) -> Callable[[Row], str]:
+        """Return a function that shows the field `key` of a row."""
         return lambda row: "" if row.get(key) is None else show(row[key])
 
     def error(name: str) -> Callable[[Row], str]:
+        """Return a function that shows the error of one result, such as "loss" or "d_hidden"."""
         return lambda row: f"{row['errors'][name]:.0e}" if name in row.get("errors", {}) else ""
 
     def percent_of_limit(row: Row) -> str:
+        """Return the time of the limit in per cent of the time of a row."""
         if not cell["limit"]:
             return ""
         return f"{100 / (ratio(cell, row) or math.inf):.0f}"
@@ -354,6 +391,9 @@ def ways(row: Row) -> str:
     """Return the time of each way to compute a part of a limit.
 
     The fastest way of each part counts and is marked. Ways that were not timed are left out.
+
+    row     a row with "ways", {way: its time in ms, or the reason why there is none}, and "of", the
+            names of the ways that count, see measure.with_sum_of_parts
     """
     shown = []
     for name, ms in row["ways"].items():

@@ -96,14 +96,16 @@ class Setting:
 
     @property
     def fits(self) -> bool:
-        """Whether registers and shared memory suffice.
+        """Whether registers and shared memory of a multiprocessor suffice for all its programs.
 
-        A thread needs registers for the tile (8 numbers for each access in flight) and for a few
-        other values. Shared memory holds the tiles that are copied ahead.
+        A thread needs registers for the tile (8 numbers for each access in flight, in each of the
+        rows that it reads at a time) and 16 for other values. It can have at most 255. Shared
+        memory holds the tiles that are copied ahead.
         """
         c = self.choice
         if isinstance(c, Chunk):
             return True
+        # With a teacher, a kernel reads its row too.
         rows_at_a_time = 2 if self.kind in ("reference", "mixture") else 1
         registers = min(255, REGISTERS // (c.threads * c.programs))
         return copied_ahead(c) <= SHARED and registers >= 8 * rows_at_a_time * c.accesses + 16
@@ -118,7 +120,11 @@ class Setting:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Use the setting within a `with` block. Fallbacks to other settings raise there."""
+        """Use the setting within a `with` block, in place of the package's.
+
+        If it cannot be used, the package warns and falls back to another one, whose time would then
+        be measured. So these warnings raise within the block.
+        """
         with ExitStack() as stack:
             for where, key, value in self.places():
                 stack.enter_context(mock.patch.dict(where, {key: value}))
@@ -176,7 +182,10 @@ def settings(kind: str, small: bool) -> list[Setting]:
 
 
 def _chunk_settings(small: bool) -> list[Setting]:
-    """Return the sizes of chunks and blocks to try. The first is the setting of the package."""
+    """Return the sizes of chunks and blocks to try, in MiB. The first is the package's setting.
+
+    small   whether to return only two, the package's and the smallest
+    """
     current = Chunk(blocks.CHUNK_BYTES["cuda"] // MIB, blocks.BLOCK_BYTES["cuda"] // MIB)
     if small:
         further = [Chunk(1, 1)]
@@ -221,10 +230,11 @@ class Workload:
         return f"{cell['contract']}, {self.provider}: {size(cell)} {cell['dtype']}"
 
     def candidate(self, setting: Setting) -> Provider:
-        """Return the provider with a setting, under the name of the setting."""
+        """Return a copy of the provider that runs with a setting and is named after it."""
         ours = next(p for p in providers(self.cell.contract) if p.name == self.provider)
 
         def make(case: Any) -> Run:
+            """Return the Run of a case. The setting applies while its `call` runs."""
             with on_triton():
                 run = ours.make(case)
 
@@ -238,15 +248,24 @@ class Workload:
 
 
 def workloads(small: bool) -> list[Workload]:
-    """Return the workloads of all kinds."""
+    """Return the workloads of all kinds.
+
+    small   whether they are tiny, for Triton's interpreter on a CPU
+    """
     if small:
         # The interpreter truncates to bf16 where a GPU rounds, so that it runs in fp32.
-        rows, fewer_rows, fp32_rows = 16, 16, 16
-        vocab, width, narrow, dtype = 272, 8, 4, torch.float32
+        rows = fewer_rows = fp32_rows = 16
+        vocab = 272
+        width = 8
+        narrow = 4
+        dtype = torch.float32
     else:
-        rows, fp32_rows = 8192, 2048
+        rows = 8192
+        fp32_rows = 2048
         fewer_rows = 4096  # a teacher takes as much memory again
-        vocab, width, dtype = 151936, 4096, torch.bfloat16
+        vocab = 151936
+        width = 4096
+        dtype = torch.bfloat16
         narrow = 1024  # 8192 rows are then several blocks, and d_weight is a sum over them
     with_teacher = (fewer_rows, vocab, dtype)
     return [
@@ -327,7 +346,10 @@ def ranking(cells: Sequence[Record]) -> list[tuple[str, float]]:
 
 
 def _times_of_settings(cell: Record) -> dict[str, float]:
-    """Return {setting: milliseconds} of the rows that were timed and are not limits."""
+    """Return {setting: milliseconds} of the rows that were timed and are not limits.
+
+    cell    a record of `measure`, in which each setting is a provider
+    """
     return {
         row["name"]: row["ms"]
         for row in cell["providers"]
@@ -356,6 +378,10 @@ def tune(kind: str, small: bool, seconds: float, found: Record, path: Path | Non
     cells: list[Record] = []
 
     def save_cells(timed: list[Record]) -> None:
+        """Rank the settings by these cells, and write found[kind] and the file.
+
+        timed   the records of the workloads so far. The last one may be unfinished
+        """
         ranked = ranking(timed)
         best = None
         if ranked:
@@ -411,7 +437,10 @@ def tune(kind: str, small: bool, seconds: float, found: Record, path: Path | Non
 
 
 def winners(results_of_kinds: Record) -> Record:
-    """Return {kind: the best setting} for the kinds in which it is faster than the package's."""
+    """Return {kind: the best setting} for the kinds in which it is faster than the package's.
+
+    results_of_kinds    {kind: its results}, see `found` of `tune`
+    """
     chosen = {}
     for kind, result in results_of_kinds.items():
         means = dict(result["ranking"])
@@ -423,7 +452,8 @@ def winners(results_of_kinds: Record) -> Record:
 def apply(path: Path) -> Record:
     """Use the settings of a file in this process from now on, and return them.
 
-    The file is written by `winners`. If it does not exist, nothing changes.
+    Returns {kind: fields of its setting}. Chunks on a CPU are not changed, because the settings are
+    measured on a GPU. The file is written by `winners`. If it does not exist, nothing changes.
     """
     chosen = load(path)
     for kind, best in chosen.items():
@@ -434,7 +464,12 @@ def apply(path: Path) -> Record:
 
 
 def summary(results_of_kinds: Record) -> list[str]:
-    """Return a line for each kind, with its best setting, and the table of launches to paste."""
+    """Return a line for each kind, with its best setting, and the table of launches to paste.
+
+    The table, LAUNCH = {...}, is Python code for the module of the package that has the launches.
+
+    results_of_kinds    {kind: its results}, see `found` of `tune`
+    """
     lines = []
     launch = dict(backend.launch.LAUNCH)
     for kind, result in results_of_kinds.items():

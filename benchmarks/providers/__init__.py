@@ -148,11 +148,14 @@ def provider(
     """
 
     def register(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Register the decorated function, and return it unchanged."""
+
         def make_run(case: Any) -> Run:
-            made = make(case)
-            if isinstance(made, Run):
-                return made
-            return Run(call=made, restore=getattr(case, "restore", None))
+            """Return the Run of a case. Its default `restore` is that of the case."""
+            run_or_function = make(case)
+            if isinstance(run_or_function, Run):
+                return run_or_function
+            return Run(call=run_or_function, restore=getattr(case, "restore", None))
 
         _registry.append(Provider(name, contracts, make_run, **fields))
         return make
@@ -176,11 +179,17 @@ def logps_provider(
     """
 
     def register(make: Callable[[Case], Logps]) -> Callable[[Case], Logps]:
+        """Register the decorated function for all contracts, and return it unchanged."""
+
         def make_call(case: Case) -> Callable[[], Result]:
             return with_loss(case, make(case))
 
-        without_loss = [c for c in contracts if c == "cross-entropy" or c.endswith("-forward")]
-        with_policy_loss = [c for c in contracts if c not in without_loss]
+        without_loss = [
+            contract
+            for contract in contracts
+            if contract == "cross-entropy" or contract.endswith("-forward")
+        ]
+        with_policy_loss = [contract for contract in contracts if contract not in without_loss]
         provider(name, *without_loss, **fields)(make_call)
         provider(name + suffix, *with_policy_loss, **fields)(make_call)
         return make
@@ -189,23 +198,30 @@ def logps_provider(
 
 
 def with_loss(case: Case, logps: Logps) -> Callable[[], Result]:
-    """Return a function that computes the contract of a case from log-probs."""
+    """Return a function that computes the contract of a case from log-probs.
+
+    case    the inputs, and the contract: log-probs alone, the cross-entropy, or a policy loss
+    logps   takes the inputs of the case, and returns log-probs or (log-probs, entropy)
+
+    The returned function takes no arguments. It returns the loss and its gradients, or for
+    contracts without a gradient the log-probs.
+    """
     batch = case.batch
     contract = case.cell.contract
 
     def target_logps() -> Tensor:
-        """Return the log-probs in the shape of the targets."""
-        found = logps(*case.inputs())
-        if isinstance(found, tuple):
-            found = found[0]
-        return found.view(batch.targets.shape)
+        """Return the log-probs in the shape of the targets, [N] or [B, T]."""
+        outputs = logps(*case.inputs())
+        if isinstance(outputs, tuple):
+            outputs = outputs[0]  # without the entropy
+        return outputs.view(batch.targets.shape)
 
     def forward_results() -> Result:
         """Return log-probs [N], and the entropy [N] if the implementation computes it."""
-        found = logps(*case.inputs())
-        if not isinstance(found, tuple):
-            found = (found,)
-        return dict(zip(("logps", "entropy"), found, strict=False))
+        outputs = logps(*case.inputs())
+        if not isinstance(outputs, tuple):
+            outputs = (outputs,)
+        return dict(zip(("logps", "entropy"), outputs, strict=False))  # the entropy may be missing
 
     if contract.endswith("forward"):
         return torch.no_grad()(forward_results)
@@ -217,13 +233,15 @@ def with_loss(case: Case, logps: Logps) -> Callable[[], Result]:
 def peer(module: str, package: str) -> ModuleType:
     """Import and return a module of another project.
 
-    package   the name of the project for pip
+    module    full name, such as "cut_cross_entropy"
+    package   the name of the project for pip, such as "cut-cross-entropy"
 
-    Raises Unavailable if the import fails.
+    Raises Unavailable if the import fails. It names what to install.
     """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as missing:
+        # `missing.name` is the module itself or a parent of it, or a module that it imports.
         if module.startswith(f"{missing.name}"):
             hint = f"pip install {package}"
         else:
@@ -250,6 +268,7 @@ def providers(contract: str) -> list[Provider]:
     first_names = ("grpo_kernels", "eager PyTorch", "torch")
 
     def order(candidate: Provider) -> tuple[bool, int]:
+        """Return the sort key: limits come last, then the index in `first_names` counts."""
         for i, name in enumerate(first_names):
             if candidate.name.startswith(name):
                 return candidate.limit, i

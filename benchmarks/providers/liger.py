@@ -14,12 +14,16 @@ Call = Callable[[], Result]
 
 @provider("Liger GRPO loss", "logits", devices=("cuda",))
 def triton_loss(case: Case) -> Run:
-    """Return the run of Liger's Triton kernel for given logits, which works in place."""
+    """Return the run of Liger's Triton kernel for given logits. It overwrites them.
+
+    The run fills its own logits from the case before each call, which is not timed.
+    """
     grpo_loss = peer("liger_kernel.transformers.grpo_loss", "liger-kernel").triton_grpo_loss
     cell = case.cell
     batch = case.batch
     shape = (cell.sequences, cell.length)
-    # It takes logits [B, T + 1, V] and ignores the last position. They are allocated untimed.
+    # The kernel takes logits [B, T + 1, V] and ignores the last position. They are allocated here,
+    # so that this is not timed.
     logits = torch.zeros(
         cell.sequences,
         cell.length + 1,
@@ -32,14 +36,16 @@ def triton_loss(case: Case) -> Run:
     old_logps = batch.old_logps.view(shape)
     ref_logps = batch.ref_logps.view(shape)
     targets = batch.targets.view(shape)
-    advantages = batch.advantages.view(shape)[:, 0].contiguous()
+    advantages = batch.advantages.view(shape)[:, 0].contiguous()  # one for each sequence
     clip_low, clip_high = CLIP
 
     def restore() -> None:
+        """Copy the logits of the case [N, V] to the first T positions of each sequence."""
         with torch.no_grad():
             logits[:, :-1] = case.pristine.view(*shape, -1)
 
     def call() -> Result:
+        """Return {"loss": scalar, "d_logits": [B, T, V]}."""
         loss, _ = grpo_loss(
             logits,
             old_logps,
@@ -62,9 +68,9 @@ def triton_loss(case: Case) -> Run:
 
 @provider("Liger fused linear GRPO", "hidden", "hidden-frozen", *OF_SEQUENCES, "step")
 def fused_linear(case: Case) -> Call:
-    """Return a call of Liger's fused loss from hidden states.
+    """Return a function that computes the policy loss of a case, and its gradients, with Liger.
 
-    It supports only one advantage per sequence.
+    Liger's loss supports only one advantage per sequence.
     """
     module = peer("liger_kernel.chunked_loss", "liger-kernel")
     contract = case.cell.contract
@@ -86,6 +92,7 @@ def fused_linear(case: Case) -> Call:
     mask = torch.ones(shape, device=targets.device)
 
     def call() -> Result:
+        """Return the loss and the gradients of the inputs, see `Case.gradients`."""
         hidden, weight = case.inputs()
         loss, *_ = fused_loss(
             hidden.view(*shape, -1),
@@ -103,7 +110,10 @@ def fused_linear(case: Case) -> Call:
 
 @provider("Liger fused linear JSD", *BETAS)
 def divergence(case: Case) -> Call:
-    """Return a call of Liger's fused divergence, without its cross-entropy with the targets."""
+    """Return a function that computes the mean divergence of a case, and its gradients, with Liger.
+
+    Liger's loss also has a cross-entropy with the targets, which gets the weight 0 here.
+    """
     module = peer("liger_kernel.chunked_loss", "liger-kernel")
     fused_loss = module.LigerFusedLinearJSDLoss(
         weight_hard_loss=0.0,

@@ -23,6 +23,7 @@ from grpo_kernels import Options
 from grpo_kernels.core.linear_memory import LinearMemory
 from grpo_kernels.core.matmuls import HeadMatmuls, make_matmuls
 
+#: A function without arguments that is timed. Its results are not used.
 Call = Callable[[], Any]
 
 
@@ -45,9 +46,10 @@ limit("two reads and a write", "logits-divergence")(
 
 @limit("whole vocabulary, loss without sets", "kept")
 def whole_vocabulary(case: Case) -> Call:
-    """Return a call of the loss over the whole vocabulary.
+    """Return a function that computes the DAPO loss over the whole vocabulary, and its gradients.
 
-    It is another loss. Its time is the cost for a trainer that does not use the candidate sets.
+    The contract is another loss, over candidate sets. The time of this one is the cost for a
+    trainer that does not use the sets.
     """
     spec = objective(case)
     options = Options(backend=native(case))
@@ -61,13 +63,14 @@ def whole_vocabulary(case: Case) -> Call:
 
 @limit("one gather, rows of the weight", "kept")
 def gathered(case: Case) -> Call:
-    """Return a call that copies the rows of the weight for all sets of more than one id.
+    """Return a function that copies the weight's row of each id of the sets of more than one id.
 
-    The rows are read in random order and written to contiguous memory [number of ids, H].
+    The rows are read in random order and written to contiguous memory [number of ids, H]. A set of
+    one id needs no row of the weight, because the log-prob of its id is 0.
     """
-    kept = case.batch.kept
-    in_larger_set = (kept.counts > 1)[kept.row_of]
-    ids = kept.ids[in_larger_set].long()
+    candidate_sets = case.batch.kept
+    is_in_larger_set = (candidate_sets.counts > 1)[candidate_sets.row_of]  # bool, for each id
+    ids = candidate_sets.ids[is_in_larger_set].long()
     weight = case.weight.detach()
     out = torch.empty(ids.numel(), weight.shape[1], dtype=weight.dtype, device=weight.device)
     return lambda: torch.index_select(weight, 0, ids, out=out)
@@ -115,7 +118,10 @@ class _OneDnn(_Torch):
         return self._times_transposed(d_logits.t(), self.hidden.t())
 
     def _times_transposed(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return a @ b.t(), as a linear layer without bias and activation."""
+        """Return a @ b.t() by oneDNN's linear layer, without bias and activation.
+
+        This operator is private. It is the one that torch.compile calls.
+        """
         return torch.ops.mkldnn._linear_pointwise(
             X=a, W=b, B=None, attr="none", scalars=[], algorithm=""
         )
@@ -129,23 +135,31 @@ class _Ours(_Torch):
     """
 
     def matmuls(self) -> HeadMatmuls:
+        """Return the package's matmuls with this weight, without a bias, in the hidden's dtype."""
         return make_matmuls(self.weight, None, self.hidden.dtype)
 
     def logits(self) -> Tensor:
-        """Compute the logits of each chunk and return those of the last one."""
+        """Compute the logits of each chunk and return those of the last one, [chunk, V]."""
         matmuls = self.matmuls()
-        return [matmuls.logits(chunk.to(matmuls.dtype)) for chunk in self.chunks][-1]
+        logits_of_chunks = [matmuls.logits(chunk.to(matmuls.dtype)) for chunk in self.chunks]
+        return logits_of_chunks[-1]
 
     def d_hidden(self, d_logits: Tensor) -> Tensor:
-        """Return the gradient of the hidden states, with the same d_logits for each chunk."""
+        """Return the gradient of the hidden states [R, H].
+
+        d_logits   [largest chunk, V]: every chunk uses the same, because only the time matters
+        """
         matmuls = self.matmuls()
         d_logits = d_logits.to(matmuls.dtype)
         return torch.cat([matmuls.grad_hidden(d_logits[: len(chunk)]) for chunk in self.chunks])
 
     def d_weight(self, d_logits: Tensor) -> Tensor:
-        """Return the gradient of the weight, with the same d_logits for each chunk."""
+        """Return the gradient of the weight [V, H], a sum over the chunks.
+
+        d_logits   [largest chunk, V]: every chunk uses the same, because only the time matters
+        """
         matmuls = self.matmuls()
-        total = None
+        total = None  # the first chunk allocates it
         d_logits = d_logits.to(matmuls.dtype)
         for chunk in self.chunks:
             is_last = chunk is self.chunks[-1]
@@ -161,12 +175,18 @@ class _OursInChunks(_Ours):
     """
 
     def __init__(self, weight: Tensor, hidden: Tensor) -> None:
+        """Split the rows of `hidden` into chunks of the size that the package plans on a CPU.
+
+        Raises Unavailable if there is only one chunk, which "ours" measures already.
+        """
         super().__init__(weight, hidden)
+        vocab, hidden_size = weight.shape
+        # Gradients are fp32, of 4 bytes per element.
         memory = LinearMemory(
-            *weight.shape, has_grad_buffer=False, grad_hidden_bytes=4, grad_weight_bytes=4
+            vocab, hidden_size, has_grad_buffer=False, grad_hidden_bytes=4, grad_weight_bytes=4
         )
         chunk_rows = memory.plan("cpu", 0).chunk
-        num_chunks = -(-hidden.shape[0] // chunk_rows)
+        num_chunks = -(-hidden.shape[0] // chunk_rows)  # rounded up
         self.chunks = self.hidden.tensor_split(num_chunks)
         if num_chunks == 1:
             raise Unavailable("the engine takes all rows at once")
@@ -193,7 +213,10 @@ WAYS: dict[str, tuple[type[_Torch], tuple[str, ...]]] = {
 
 
 def _product(case: Case, part: str, way: type[_Torch]) -> Run:
-    """Return the run of one matmul of a limit.
+    """Return the run of one of the matmuls that a contract needs.
+
+    part    a key of PARTS
+    way     the class that computes the matmuls, a value of WAYS
 
     The matmul of a gradient takes a random operand of the size of the logits. It is made before
     each run and returned with the result. So neither its allocation nor its release is timed (the
@@ -207,13 +230,15 @@ def _product(case: Case, part: str, way: type[_Torch]) -> Run:
     matmuls = way(case.weight, case.hidden.detach()[case.active])
     weight = matmuls.weight
     shape = (len(matmuls.chunks[0]), len(weight))
-    next_operand: list[Tensor] = []
+    next_operand: list[Tensor] = []  # empty, or the operand of the next run
 
     def make_operand() -> None:
+        """Draw the gradient of the logits for the next run. This is not timed."""
         operand = torch.randn(shape, dtype=weight.dtype, device=weight.device)
         next_operand.append(operand)
 
     def call() -> tuple[Tensor, Tensor]:
+        """Return the result of the matmul, and its operand, so that it is freed after the run."""
         operand = next_operand.pop()
         return getattr(matmuls, part)(operand), operand
 
@@ -221,7 +246,10 @@ def _product(case: Case, part: str, way: type[_Torch]) -> Run:
 
 
 def _register(part: str, name: str) -> None:
-    """Register a way to compute a matmul of a limit.
+    """Register a provider that times a matmul, computed in one way.
+
+    part    a key of PARTS
+    name    a key of WAYS
 
     Memory in addition to the inputs: three fp32 tensors [N, V], for the logits, their gradient, and
     the copy of it in oneDNN.
@@ -229,7 +257,8 @@ def _register(part: str, name: str) -> None:
     way, devices = WAYS[name]
 
     def logits_memory(cell: Cell) -> float:
-        return 12.0 * cell.rows * cell.vocab
+        bytes_per_logit = 3.0 * 4
+        return bytes_per_logit * cell.rows * cell.vocab
 
     def make(case: Case) -> Run:
         return _product(case, part, way)

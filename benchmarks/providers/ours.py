@@ -28,6 +28,7 @@ from grpo_kernels import (
 from grpo_kernels.core import backends
 from grpo_kernels.trees import unpacked
 
+#: A function without arguments that is timed. It computes the results of a case.
 Call = Callable[[], Result]
 OURS = "grpo_kernels"
 
@@ -46,7 +47,10 @@ def native(case: Case) -> str:
 
 
 def objective(case: Case) -> Objective:
-    """Return the objective that computes the contract of a case."""
+    """Return the objective of this package that computes the contract of a case.
+
+    For contracts of candidate sets, trees and extra ids this is DAPO's: the batch has the rest.
+    """
     contract = case.cell.contract
     if contract in DIRECTIONS:
         return Objective.preset("distillation", kl=Exact(DIRECTIONS[contract]))
@@ -60,14 +64,18 @@ def objective(case: Case) -> Objective:
     return Objective.preset("dapo", beta=case.cell.beta)
 
 
-def batch_of(case: Case) -> TokenBatch:
-    """Return a new batch for a run.
+def new_batch(case: Case) -> TokenBatch:
+    """Return a new TokenBatch with the tensors of the case, made within the timed run.
 
-    A trainer makes a batch in each step. So the time to make one and to count its rows is measured.
+    A trainer makes a batch in each training step, and the loss counts its rows. A batch caches
+    these counts, so a batch that is used again would leave their time out of the measurement.
+
+    For the contract "cross-entropy" the advantages are 1, because the policy gradient loss with
+    advantages of 1 is the cross-entropy.
     """
     if case.cell.contract == "cross-entropy":
         return TokenBatch(case.batch.targets, torch.ones_like(case.batch.advantages))
-    return replace(case.batch)
+    return replace(case.batch)  # a copy of the same tensors, without the cached counts
 
 
 def loss_of(
@@ -77,10 +85,13 @@ def loss_of(
     batch: TokenBatch,
     **arguments: Any,
 ) -> Tensor:
-    """Return the loss of logits or of hidden states and a weight, with the reference of a case.
+    """Return the loss that grpo_loss or linear_grpo_loss computes, a scalar.
 
-    inputs      (logits) or (hidden, weight)
-    arguments   further arguments of the public function
+    case        gives the teacher's logits, or hidden states and weight, if the contract has one
+    inputs      (logits [N, V],) for grpo_loss, or (hidden [N, H], weight [V, H]) for
+                linear_grpo_loss
+    spec        the objective
+    arguments   further arguments of the function that is called
     """
     if len(inputs) == 1:
         if case.ref_logits is not None:
@@ -90,7 +101,7 @@ def loss_of(
     if case.ref_hidden is not None:
         arguments["reference"] = (case.ref_hidden, case.ref_weight)
     hidden, weight = inputs
-    if batch.rows is None:
+    if batch.rows is None:  # else tokens share rows, and the hidden states stay [rows, H]
         hidden = hidden.view(*batch.targets.shape, -1)
     return linear_grpo_loss(hidden, weight, batch, spec, **arguments).loss
 
@@ -108,7 +119,7 @@ def loss(
     says_scale: bool = False,
     **fields: Any,
 ) -> None:
-    """Register a way to call the whole loss.
+    """Register a provider that calls the whole loss, with these options.
 
     name            is added to "grpo_kernels"
     upstream        the upstream gradient of the loss. If it is not 1, the gradient is scaled, which
@@ -126,6 +137,7 @@ def loss(
     """
 
     def make(case: Case) -> Call:
+        """Return the timed function for a case. The options are the arguments of `loss`."""
         chosen_objective = spec or objective(case)
         chosen_backend = backend or native(case)
         arguments: dict[str, Any] = {}
@@ -137,6 +149,7 @@ def loss(
             arguments["grad_scale"] = 1 / case.cell.accumulation
 
         def call() -> Result:
+            """Compute the loss and the gradients of the inputs, see `Case.gradients`."""
             options = Options(
                 backend=chosen_backend, weight_grad=case.weight_grad if into else None
             )
@@ -144,13 +157,13 @@ def loss(
             if without_terms:
                 batch = case.plain_batch
             elif spec is None:
-                batch = batch_of(case)
+                batch = new_batch(case)
             else:
                 batch = replace(case.batch)
             if one_by_one:
-                index, batch = unpacked(batch)
+                row_of_token, batch = unpacked(batch)
                 hidden, weight = inputs
-                inputs = (hidden[index], weight)
+                inputs = (hidden[row_of_token], weight)
             value = loss_of(case, inputs, chosen_objective, batch, options=options, **arguments)
             return case.gradients(value if upstream == 1 else upstream * value, into)
 
@@ -184,7 +197,11 @@ loss(", upstream 0.5", "hidden", "hidden-frozen", upstream=0.5)
 
 
 def _logps(case: Case, backend: str) -> Logps:
-    """Return the log-probs function of this package for the inputs of a case."""
+    """Return a function of the inputs of a case that computes log-probs with this package.
+
+    It takes (logits [N, V]) or (hidden [N, H], weight [V, H]). It returns the log-probs [N] of the
+    targets, or for the contract "logits-forward" the tuple (log-probs [N], entropy [N]).
+    """
     targets = case.batch.targets.view(-1)
     options = Options(backend=backend)
     from_logits = case.hidden is None and case.model is None
@@ -198,28 +215,34 @@ def _logps(case: Case, backend: str) -> Logps:
 @logps_provider(OURS, "logits-forward", "hidden-forward")
 @logps_provider(f"{OURS}, linear log-probs", "step")
 def layer_one(case: Case) -> Logps:
-    """Return the log-probs by the kernels."""
+    """Return the log-prob function (see `_logps`) of the backend with kernels for this device."""
     return _logps(case, native(case))
 
 
 @provider(f"{OURS}, layer 1 + mean", *BETAS)
 def layer_one_divergence(case: Case) -> Call:
-    """Return a call of the divergence of each row and their mean."""
+    """Return a function that computes the mean divergence of a case, and its gradients.
+
+    The package computes the divergence of each row, torch their mean.
+    """
     options = Options(backend=native(case))
     divergence = Exact(DIRECTIONS[case.cell.contract])
     reference = (case.ref_hidden, case.ref_weight)
 
     def call() -> Result:
-        values = linear_divergence(case.hidden, case.weight, reference, divergence, options=options)
-        return case.gradients(values.mean())
+        divergence_of_rows = linear_divergence(
+            case.hidden, case.weight, reference, divergence, options=options
+        )
+        return case.gradients(divergence_of_rows.mean())
 
     return call
 
 
 def _draft_head(metrics: bool) -> Callable[[Case], Call]:
-    """Return a function that makes calls of the loss of a draft head, with metrics or without."""
+    """Return the function of a provider that computes draft_head_loss, with metrics or without."""
 
     def make(case: Case) -> Call:
+        """Return the timed function for a case. Its results are the loss and "d_hidden" [N, H]."""
         options = Options(backend=native(case))
         shape = (case.cell.sequences, case.cell.length, -1)
 

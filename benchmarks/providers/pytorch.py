@@ -26,6 +26,7 @@ from benchmarks.cases import (
 from benchmarks.providers import BETAS, Logps, Unavailable, logps_provider, provider
 from grpo_kernels import TokenBatch
 
+#: A function without arguments that is timed. It computes the results of a case.
 Call = Callable[[], Result]
 
 
@@ -33,7 +34,8 @@ def whole_logits(cell: Cell) -> float:
     """Return the bytes of three fp32 tensors [N, V]: log-probs, their gradient, and the gradient of
     the logits.
     """
-    return 12.0 * cell.rows * cell.vocab
+    bytes_per_logit = 3.0 * 4
+    return bytes_per_logit * cell.rows * cell.vocab
 
 
 def logits_of(*inputs: Tensor) -> Tensor:
@@ -44,11 +46,14 @@ def logits_of(*inputs: Tensor) -> Tensor:
     return hidden @ weight.t()
 
 
-def logps_of(*inputs: Tensor, targets: Tensor, upcast: bool = True, entropy: bool = False) -> Any:
+def logps_of(
+    *inputs: Tensor, targets: Tensor, upcast: bool = True, entropy: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
     """Return the log-probs [N] of the targets, or with `entropy` the tuple (log-probs, entropy).
 
-    inputs   (logits) or (hidden states, weight)
-    upcast   whether the softmax is computed in fp32
+    inputs    (logits [N, V]) or (hidden states [N, H], weight [V, H])
+    targets   int64 [N]
+    upcast    whether the softmax is computed in fp32. Otherwise in the dtype of the inputs
     """
     logits = logits_of(*inputs)
     log_p = torch.log_softmax(logits.float() if upcast else logits, -1)
@@ -59,7 +64,7 @@ def logps_of(*inputs: Tensor, targets: Tensor, upcast: bool = True, entropy: boo
 
 
 def loss_of(*inputs: Tensor, batch: TokenBatch, cell: Cell) -> Tensor:
-    """Return the policy loss of (logits) or of (hidden states, weight)."""
+    """Return the policy loss of (logits) or of (hidden states, weight), a scalar in fp32."""
     logps = logps_of(*inputs, targets=batch.targets.view(-1))
     return policy_loss(logps.view(batch.targets.shape), batch, cell)
 
@@ -76,7 +81,10 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _logps(case: Case, upcast: bool = True, function: Callable[..., Any] = logps_of) -> Logps:
-    """Return a function of the inputs of a case that returns its log-probs."""
+    """Return a function of the inputs of a case that returns log-probs, or also the entropy.
+
+    function   `logps_of`, or `logps_of` compiled
+    """
     entropy = case.cell.contract == "logits-forward"
     return lambda *inputs: function(
         *inputs, targets=case.batch.targets.view(-1), upcast=upcast, entropy=entropy
@@ -128,7 +136,12 @@ OPTIONS: dict[str, dict[str, Any] | None] = {
 
 
 def _linear_cross_entropy(options: dict[str, Any] | None, case: Case) -> Callable[..., Tensor]:
-    """Return torch's linear_cross_entropy with these options. Raises Unavailable before 2.13."""
+    """Return torch's linear_cross_entropy with these options.
+
+    options   arguments of LinearCrossEntropyOptions, see OPTIONS. None: no options
+
+    Raises Unavailable if torch is older than 2.13.
+    """
     function = getattr(F, "linear_cross_entropy", None)
     if function is None:
         raise Unavailable(f"torch {torch.__version__} has no linear_cross_entropy, 2.13 has")
@@ -140,12 +153,21 @@ def _linear_cross_entropy(options: dict[str, Any] | None, case: Case) -> Callabl
 
 
 def _cross_entropy(case: Case, function: Callable[..., Tensor]) -> Call:
-    """Return a call of a function of (hidden, weight, targets)."""
+    """Return a function that computes a mean cross-entropy of the case, and its gradients.
+
+    function   takes (hidden [N, H], weight [V, H], targets [N]) and returns the loss, a scalar
+    """
     return lambda: case.gradients(function(case.hidden, case.weight, case.batch.targets))
 
 
 def _register_linear_cross_entropy(name: str, options: dict[str, Any] | None) -> None:
-    """Register linear_cross_entropy for the cross-entropy, and some options for policy losses."""
+    """Register linear_cross_entropy with these options.
+
+    It is registered for the contract "cross-entropy", and as log-probs for policy losses if `name`
+    is "" or "auto".
+
+    name, options   a key of OPTIONS and its value
+    """
     label = "torch linear_cross_entropy"
     if name:
         label += f", {name}"
@@ -181,17 +203,20 @@ for _name, _options in OPTIONS.items():
 
 def two_softmaxes(cell: Cell) -> float:
     """Return the bytes of seven and a half fp32 tensors [N, V], for policy and teacher."""
-    return 30.0 * cell.rows * cell.vocab
+    bytes_per_logit = 7.5 * 4
+    return bytes_per_logit * cell.rows * cell.vocab
 
 
 def _teacher(case: Case, function: Callable[..., Tensor]) -> Call:
-    """Return a call of a mean divergence between policy and teacher.
+    """Return a function that computes the mean divergence of a case, and its gradients.
 
-    function   takes the direction and fp32 logits [N, V] of policy and teacher
+    function   takes the direction and fp32 logits [N, V] of policy and teacher, and returns the
+               mean divergence, a scalar
     """
     direction = DIRECTIONS[case.cell.contract]
 
     def call() -> Result:
+        """Return the loss and the gradients of the policy's logits, or hidden states and weight."""
         if case.hidden is None:
             loss = function(direction, case.logits.float(), case.ref_logits.float())
             return case.gradients(loss)
@@ -224,14 +249,17 @@ def soft_cross_entropy(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def _draft(case: Case, function: Callable[..., Tensor]) -> Call:
-    """Return a call of the loss of a draft head from logits of all positions, as in trainers.
+    """Return a function that computes the loss of a draft head, and its gradient, as trainers do.
 
-    The matmuls run in the dtype of the operands. Position t of the draft learns from position t + 1
-    of the policy.
+    The logits of all positions are computed, in the dtype of the operands. Position t of the draft
+    learns from position t + 1 of the policy.
+
+    function   takes fp32 logits of draft and policy, [B, T - 1, V], and returns the loss, a scalar
     """
     shape = (case.cell.sequences, case.cell.length, -1)
 
     def call() -> Result:
+        """Return {"loss": scalar, "d_hidden": [N, H]}."""
         student = (case.hidden @ case.weight.t()).view(shape)[:, :-1]
         with torch.no_grad():
             teacher = (case.ref_hidden @ case.weight.t()).view(shape)[:, 1:]
@@ -253,15 +281,18 @@ provider("torch.compile", "draft", memory=two_softmaxes)(
 
 def masked_logits(cell: Cell) -> float:
     """Return the bytes of three fp32 tensors and a mask [N, V]."""
-    return 13.0 * cell.rows * cell.vocab
+    bytes_per_logit = 3.0 * 4 + 1
+    return bytes_per_logit * cell.rows * cell.vocab
 
 
 @provider("eager PyTorch, masked logits", "kept", memory=masked_logits)
 def masked(case: Case) -> Call:
-    """Return a call of the loss from all logits, with -inf outside the candidate sets.
+    """Return a function that computes the DAPO loss over candidate sets, from all logits.
 
-    Trainers that replay candidate sets compute it in this way.
+    Logits [N, V] of ids outside a row's candidate set are replaced by -inf. Trainers that replay
+    candidate sets compute it in this way.
     """
+    # bool [N, V]
     outside = ~case.batch.kept.mask(case.cell.vocab)
 
     def call() -> Result:
@@ -275,30 +306,38 @@ def masked(case: Case) -> Call:
 
 @provider("pairs in PyTorch, autograd", "kept")
 def pairs(case: Case) -> Call:
-    """Return a call of the loss from the logits of candidates alone, as in SkyRL's replay head.
+    """Return a function that computes the DAPO loss over candidate sets, from their logits alone.
 
-    Each (row, candidate) pair is one dot product in the dtype of the operands. The gradient of the
-    weight is an index_add into new memory. Rows with one candidate have a log-prob of 0.
+    SkyRL's replay head computes it in this way. Each (row, candidate) pair is one dot product in
+    the dtype of the operands. The gradient of the weight is an index_add into new memory. Rows with
+    one candidate have a log-prob of 0.
     """
-    kept = case.batch.kept
-    candidates = kept.padded(0).long()  # [N, largest set]
+    candidate_sets = case.batch.kept
+    # K is the size of the largest set. Smaller sets are padded with the id 0.
+    candidates = candidate_sets.padded(0).long()  # [N, K]
     position = torch.arange(candidates.shape[1], device=candidates.device)
-    is_candidate = position < kept.counts[:, None]
+    is_candidate = position < candidate_sets.counts[:, None]  # bool [N, K]: not padding
     is_target = (candidates == case.batch.targets[:, None]) & is_candidate
-    target_position = is_target.to(torch.int64).argmax(1)
-    has_several = kept.counts != 1
+    target_position = is_target.to(torch.int64).argmax(1)  # [N], of the target in its set
+    has_several = candidate_sets.counts != 1  # bool [N]
 
     def call() -> Result:
-        rows = has_several.nonzero()[:, 0]
-        ids = candidates[rows]
-        inside = is_candidate[rows]
-        row_of_pair, _ = inside.nonzero(as_tuple=True)
-        hidden = case.hidden[rows][row_of_pair]
-        dots = (hidden * case.weight[ids[inside]]).sum(1).float()
-        logits = torch.full(ids.shape, -torch.inf, device=dots.device)
-        logits = logits.masked_scatter(inside, dots)
+        """Return {"loss": scalar, "d_hidden": [N, H], "d_weight": [V, H]}.
+
+        R is the number of rows with several candidates, P the number of their (row, id) pairs.
+        """
+        rows = has_several.nonzero()[:, 0]  # [R]
+        ids = candidates[rows]  # [R, K]
+        is_pair = is_candidate[rows]  # bool [R, K]
+        row_of_pair, _ = is_pair.nonzero(as_tuple=True)  # [P], indices into `rows`
+        hidden_of_pair = case.hidden[rows][row_of_pair]  # [P, H]
+        # The rows of the weight [P, H] have no name here, so that the backward can free them.
+        pair_logits = (hidden_of_pair * case.weight[ids[is_pair]]).sum(1).float()  # [P]
+        logits = torch.full(ids.shape, -torch.inf, device=pair_logits.device)
+        logits = logits.masked_scatter(is_pair, pair_logits)  # [R, K], -inf where padded
         target_logits = logits.gather(1, target_position[rows, None])[:, 0]
-        logps = torch.zeros(case.cell.rows, device=dots.device)
+        # The other rows have one candidate, the target, with probability 1.
+        logps = torch.zeros(case.cell.rows, device=logits.device)
         logps = logps.index_put((rows,), target_logits - logits.logsumexp(1))
         return case.gradients(policy_loss(logps, case.plain_batch, case.cell))
 
