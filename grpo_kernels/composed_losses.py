@@ -26,12 +26,13 @@ from .teachers import check_teacher, logprobs_with_teacher, teacher_divergence
 from .token_sets import TokenSets, check_ids, narrow_mask
 
 
-def composed_feature(batch: TokenBatch, reference: Any) -> str:
-    """Return what makes a loss take several passes over the rows, as a text for error messages.
+def composed_feature(batch: TokenBatch, reference: Any) -> str | None:
+    """Return why a loss needs composed statistics, as a text for error messages.
 
         "a teacher known at some ids"   the reference is TokenSets
-        "a batch with kept, rows"       the batch has candidate sets, further ids or shared rows
-        ""                              nothing: one pass is enough
+        "a batch with kept, rows"       the batch has candidate sets, extra ids or shared rows
+        None                            an ordinary batch: `BatchLoss.compute` chooses how to
+                                        compute its loss
 
     reference   what the caller passed as `ref_logits` or `reference`. TokenSets are a teacher whose
                 log-probs are known at some ids of each token.
@@ -41,7 +42,7 @@ def composed_feature(batch: TokenBatch, reference: Any) -> str:
     fields = ("kept", "logp_terms", "prob_terms", "rows")
     used = [name for name in fields if getattr(batch, name) is not None]
     if not used:
-        return ""
+        return None
     return "a batch with " + ", ".join(used)
 
 

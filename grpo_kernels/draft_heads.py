@@ -546,7 +546,7 @@ class SoftPass:
             reference_columns=0,
             grad_hidden_bytes=torch.float32.itemsize,
             grad_weight_bytes=0,  # the head gets no gradient
-            rounds_weight=False,
+            may_round_weight=False,
             sums_bias=False,
         )
         num_rows = len(self.row_ids)

@@ -6,16 +6,23 @@
 
 `compute_loss` does the work of the first two, in one of two ways:
 
-- `BatchLoss.with_gradient` computes the gradient in the forward, while it has the logits of a row
-  (`core/linear.py`, `core/sources.py`). The backward only multiplies it by the upstream gradient,
-  and can run once.
-- `BatchLoss.from_statistics` computes the loss of differentiable statistics (log-prob, entropy,
-  ...) of the tokens, which were computed first. The backward reads the logits a second time. From
-  hidden states it computes them again, which is one more matmul. With a frozen head it does not, if
-  only log-probs have a gradient (`ProjectedLogits.statistics`).
+- A *fused loss* (`BatchLoss.with_gradient`) computes the gradient in the forward, while it has the
+  logits of a row (`core/linear.py`, `core/sources.py`). The backward only multiplies it by the
+  upstream gradient, and can run once.
+- A *loss of statistics* (`BatchLoss.from_statistics`) first computes differentiable statistics of
+  the tokens (log-prob, entropy, ...), and then the loss from them. The backward reads the logits a
+  second time. From hidden states it computes them again, which is one more matmul. With a frozen
+  head it does not, if only log-probs have a gradient (`sources.FrozenHeadPass`).
 
-`BatchLoss.may_compute_gradient_in_forward` says which losses may take the first way. Batches with
-candidate sets, further ids or shared rows take the second (`composed_losses.py`).
+The way is chosen in three steps:
+
+1. `composed_feature`: a batch with candidate sets, extra ids or shared rows, or with a teacher that
+   is known at some ids, gets a loss of statistics (`composed_losses.py`).
+2. `BatchLoss.may_compute_gradient_in_forward`: otherwise the loss is fused if the gradient of a
+   token depends on this token alone, or from hidden states if it is a scalar of the sequence times
+   a known vector (GSPO). It is not under torch.compile and torch.func, and in a few cases more.
+3. `BatchLoss.with_gradient` returns None for a sequence that is longer than a block. Then the loss
+   is one of statistics.
 """
 
 from __future__ import annotations
@@ -360,10 +367,11 @@ def compute_loss(
             inplace=inplace,
         )
     scale = check_grad_scale(grad_scale, batch.targets.device)
-    # What makes the loss take several passes over the rows, as a text for error messages, for
-    # example "a batch with kept". "" if one pass is enough.
+    # What makes this a loss of composed statistics, as a text for error messages, for example
+    # "a batch with kept". None for an ordinary batch.
     feature = composed_feature(batch, reference)
-    refuse_inplace(inplace and feature != "", feature)
+    if feature is not None:
+        refuse_inplace(inplace, feature)
     layout = layout_of_batch(inputs, batch)
     source = inputs.make_source(
         layout,
@@ -374,7 +382,7 @@ def compute_loss(
         reference_arguments={inputs.reference_name: reference},
     )
     check_targets(batch.targets, batch.mask, source.vocab_size, isinstance(inputs, LogitsInput))
-    if feature != "":
+    if feature is not None:
         check_composed_batch(batch, options, source)
 
     checked_reference = None
@@ -402,7 +410,7 @@ def compute_loss(
         kernels=None if is_traced() else source.kernels,
         grad_scale=scale,
     )
-    if feature == "":
+    if feature is None:
         out = loss.compute(source, checked_reference, options)
     else:
         refuse_infinite_terms(batch, objective, tokens, options)
@@ -444,8 +452,9 @@ class BatchLoss:
     ) -> LossOutput:
         """Compute the loss from rows of logits. Row i predicts token i, over the whole vocabulary.
 
-        The gradient is computed in the forward if possible. Otherwise the forward computes
-        differentiable statistics, and the backward computes the gradient.
+        It is a fused loss if possible: the forward computes the gradient. Otherwise the forward
+        computes differentiable statistics, and the backward the gradient (with a frozen head see
+        `sources.FrozenHeadPass`).
 
         source      the policy's rows: given logits, or logits computed from hidden states
         reference   a frozen model, whose divergence from the policy is added to the loss; or None
@@ -521,7 +530,7 @@ class BatchLoss:
         )
 
     def with_gradient(self, source: RowSource, reference: Reference | None) -> LossOutput | None:
-        """Compute the loss, and its gradient in the same pass over the rows.
+        """Compute a fused loss: the loss, and its gradient in the same pass over the rows.
 
         Call this only if `may_compute_gradient_in_forward` returned True. Returns None for a
         sequence-level loss from hidden states whose gradient the forward cannot compute: a sequence
@@ -604,7 +613,7 @@ class BatchLoss:
         )
 
     def from_statistics(self, statistics: dict[str, Tensor]) -> LossOutput:
-        """Compute the loss from differentiable statistics of tokens, fp32 [num_tokens] each.
+        """Compute a loss of statistics, which are differentiable, fp32 [num_tokens] each.
 
         The formula returns the loss of each token together with its derivatives with respect to
         logps, entropy and auxiliary_loss. `LossOfStatistics` passes these to autograd. The weighted

@@ -176,7 +176,7 @@ FAULTS: list[Fault] = [
         ("a gradient for memory of the caller is rounded", "weight.dtype if memory is None else torch.float32", "weight.dtype"),
         (
             "a pass for memory of the caller rounds",
-            "blocks=blocks if wanted.any else None,\n                rounds_weight=memory is None,", "blocks=blocks if wanted.any else None,",
+            "blocks=blocks if wanted.any else None,\n                may_round_weight=memory is None,", "blocks=blocks if wanted.any else None,",
         ),
         (
             "a head without rows has no gradient",
@@ -184,7 +184,7 @@ FAULTS: list[Fault] = [
         ),
         (
             "a backward for memory of the caller rounds",
-            "            rounds_weight=memory is None,\n        )\n        grad_weight = gradients.weight\n        if memory is not None:",
+            "            may_round_weight=memory is None,\n        )\n        grad_weight = gradients.weight\n        if memory is not None:",
             "        )\n        grad_weight = gradients.weight\n        if memory is not None:", "tests/core/test_linear_pass.py",
         ),
     ),
@@ -1451,10 +1451,10 @@ FAULTS: list[Fault] = [
             "hidden=scale_rows(hidden, row_scale)",
             "hidden=hidden",
         ),
-        ("each block is rounded", "is_last and self.rounds_weight", "self.rounds_weight", BLOCKS),
+        ("each block is rounded", "is_last and self.may_round_weight", "self.may_round_weight", BLOCKS),
         (
             "a sum for memory of the caller is rounded",
-            "is_last and self.rounds_weight",
+            "is_last and self.may_round_weight",
             "is_last",
             COST,
         ),

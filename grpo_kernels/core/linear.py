@@ -440,7 +440,7 @@ class GradientAccumulator:
     wanted              the tensors that get a gradient
     grad_hidden_dtype   fp32, or the dtype of the hidden states: each row is written once
     weight_total        fp32 [V, H] that the gradient of the weight is added to; None: a new sum
-    rounds_weight       whether the last block may round the sum to the dtype of the weight
+    may_round_weight    whether the last block may round the sum to the dtype of the weight
     """
 
     def __init__(
@@ -450,7 +450,7 @@ class GradientAccumulator:
         *,
         grad_hidden_dtype: torch.dtype,
         weight_total: Tensor | None,
-        rounds_weight: bool,
+        may_round_weight: bool,
     ) -> None:
         """Allocate the gradients of hidden states and bias as zeros, if they are wanted.
 
@@ -460,12 +460,12 @@ class GradientAccumulator:
         wanted              the tensors that get a gradient
         grad_hidden_dtype   dtype of the gradient of hidden states
         weight_total        fp32 [V, H] that the gradient of the weight is added to; None: a new sum
-        rounds_weight       whether the sum may be rounded to the dtype of the weight at the end
+        may_round_weight    whether the sum may be rounded to the dtype of the weight at the end
         """
         policy = logits.inputs.policy
         self.logits = logits
         self.wanted = wanted
-        self.rounds_weight = rounds_weight
+        self.may_round_weight = may_round_weight
         self.grad_hidden: Tensor | None = None
         self.grad_weight = weight_total
         self.grad_bias: Tensor | None = None
@@ -508,7 +508,7 @@ class GradientAccumulator:
                 total=self.grad_weight,
                 grad_logits=grad_logits,
                 hidden=scale_rows(hidden, row_scale),
-                may_round=is_last and self.rounds_weight,
+                may_round=is_last and self.may_round_weight,
             )
 
     def add_bias_of_chunk(self, grad_logits: Tensor) -> None:
@@ -555,7 +555,7 @@ def run_pass(
     blocks: Sequence[slice] | None = None,
     grad_hidden_dtype: torch.dtype | None = None,
     weight_total: Tensor | None = None,
-    rounds_weight: bool = True,
+    may_round_weight: bool = True,
 ) -> LinearGradients:
     """Run a formula over all rows, chunk by chunk, and return the gradients.
 
@@ -570,7 +570,7 @@ def run_pass(
                         as `LinearMemory.plan` allows. None: as few as memory allows.
     grad_hidden_dtype   dtype of the gradient of hidden states; None: `accumulation_dtype` of theirs
     weight_total        fp32 [V, H]: memory that the gradient of the weight is added to
-    rounds_weight       whether the gradient of the weight may be rounded to the weight's dtype
+    may_round_weight    whether the gradient of the weight may be rounded to the weight's dtype
     """
     if grad_hidden_dtype is None:
         grad_hidden_dtype = accumulation_dtype(inputs.policy.hidden.dtype)
@@ -578,7 +578,7 @@ def run_pass(
         inputs,
         wanted,
         grad_hidden_dtype=grad_hidden_dtype,
-        rounds_weight=rounds_weight,
+        may_round_weight=may_round_weight,
         has_weight_total=weight_total is not None,
     )
     plan = plan_rows(inputs, order, wanted, memory, blocks)
@@ -588,7 +588,8 @@ def run_pass(
         wanted,
         grad_hidden_dtype=grad_hidden_dtype,
         weight_total=weight_total,
-        rounds_weight=rounds_weight and weight_total is None,
+        # Memory of the caller keeps its dtype.
+        may_round_weight=may_round_weight and weight_total is None,
     )
     with without_autocast(inputs.targets.device.type):
         # First, because a sequence-level loss needs the log-probs of all rows of a sequence.
@@ -915,7 +916,7 @@ def make_memory_model(
     wanted: GradientsWanted,
     *,
     grad_hidden_dtype: torch.dtype,
-    rounds_weight: bool = True,
+    may_round_weight: bool = True,
     has_weight_total: bool = False,
 ) -> LinearMemory:
     """Return the memory model of a pass, which chooses the sizes of chunks and blocks.
@@ -923,7 +924,7 @@ def make_memory_model(
     inputs              the heads, whose sizes and dtypes count
     wanted              the gradients that the pass computes
     grad_hidden_dtype   dtype of the gradient of hidden states
-    rounds_weight       whether the gradient of the weight may be rounded to the weight's dtype
+    may_round_weight    whether the gradient of the weight may be rounded to the weight's dtype
     has_weight_total    whether the gradient of the weight is added to memory of the caller
     """
     policy = inputs.policy
@@ -936,7 +937,7 @@ def make_memory_model(
         reference_columns=0 if inputs.reference is None else inputs.vocab_size,
         grad_hidden_bytes=grad_hidden_dtype.itemsize if wanted.hidden else 0,
         grad_weight_bytes=policy.weight.element_size() if returns_weight else 0,
-        rounds_weight=rounds_weight,
+        may_round_weight=may_round_weight,
         sums_bias=wanted.bias,
     )
 

@@ -65,7 +65,7 @@ class LinearMemory:
     grad_hidden_bytes          bytes of an element of the gradient of hidden states, 0 if not wanted
     grad_weight_bytes          bytes of an element of the returned gradient of the weight. 0 if not
                                wanted, or added to memory of the caller.
-    rounds_weight              whether a single block may write the gradient of the weight in that
+    may_round_weight           whether a single block may write the gradient of the weight in that
                                size. Otherwise the sum is fp32.
     ranks                      number of ranks that share the vocabulary
     reference_columns          columns of a reference's logits, 0 without a reference
@@ -80,7 +80,7 @@ class LinearMemory:
     has_grad_buffer: bool
     grad_hidden_bytes: int
     grad_weight_bytes: int
-    rounds_weight: bool = True
+    may_round_weight: bool = True
     ranks: int = 1
     reference_columns: int = 0
     scales_rows: bool = False
@@ -97,7 +97,7 @@ class LinearMemory:
         reference_columns: int,
         grad_hidden_bytes: int,
         grad_weight_bytes: int,
-        rounds_weight: bool,
+        may_round_weight: bool,
         sums_bias: bool,
     ) -> LinearMemory:
         """Return the memory model of a pass with an output head.
@@ -118,7 +118,7 @@ class LinearMemory:
             has_grad_buffer=has_grad_buffer(matmul_dtype, weight.device, sums_bias),
             grad_hidden_bytes=grad_hidden_bytes,
             grad_weight_bytes=grad_weight_bytes,
-            rounds_weight=rounds_weight,
+            may_round_weight=may_round_weight,
             ranks=ranks,
             reference_columns=reference_columns,
             scales_rows=matmul_dtype == torch.float16,
@@ -212,10 +212,10 @@ class LinearMemory:
 
         # The gradient of the weight, [V, H]: as it is returned, and its sum over blocks. The sum is
         # fp32 if it has several terms, if fp16 matmuls scale their fp32 results (`scales_rows`), or
-        # if the caller does not want it rounded (`rounds_weight` is False).
+        # if the caller does not want it rounded (`may_round_weight` is False).
         weight_elements = self.vocab_size * self.width
         returned_grad_weight = self.grad_weight_bytes * weight_elements
-        needs_fp32_sum = has_several_blocks or self.scales_rows or not self.rounds_weight
+        needs_fp32_sum = has_several_blocks or self.scales_rows or not self.may_round_weight
         grad_weight_sum = returned_grad_weight
         if returned_grad_weight and needs_fp32_sum:
             grad_weight_sum = FP32_BYTES * weight_elements

@@ -288,7 +288,7 @@ class MatmulsWithoutIds(HeadMatmuls):
 
 
 class CpuMatmuls(HeadMatmuls):
-    """The matmuls by our C++ kernels, for CPUs with AVX512_BF16 or AMX.
+    """The matmuls by our C++ kernels, for CPUs with AVX512_BF16 (and AMX, if there is).
 
     torch.mm would round the results of bf16 operands to bf16, and is slow for grad_weight, whose
     left operand is transposed. With bf16 operands the gradients of logits are bf16 as well, unless

@@ -48,10 +48,11 @@ class RowTransform(NamedTuple):
     softcap               0 for none
     inverse_temperature   1 / temperature: a number, or fp32 [num_rows]
 
-    The row kernels apply it while they read the raw logits: C++ in csrc/softmax_rows.h
-    (`transform_logits`; `TargetLogit` calls it for the logit of the target), Triton in
-    core/backends/triton/softmax_rows.py, eager PyTorch in `transform_rows`. Single logits of
-    (row, id) pairs go through `transform_pairs`.
+    The row kernels apply it while they read the raw logits. C++ does so in csrc/softmax_rows.h:
+    `FusedTransform` multiplies 1 / temperature into one factor, and `transform_logits` applies it;
+    `TargetLogit` calls it for the logit of the target, from which `Softmax.logp` computes the
+    log-prob. Triton does so in core/backends/triton/softmax_rows.py, eager PyTorch in
+    `transform_rows`. Single logits of (row, id) pairs go through `transform_pairs`.
     """
 
     scale: float

@@ -645,12 +645,12 @@ class ProjectedLogits:
             and self.projection.hidden.requires_grad
             and not self.trains_head
         )
-        computes_gradient_in_forward = (
+        uses_unit_gradients = (
             needs_hidden_only
             and not has_other_gradient
             and not torch._C._are_functorch_transforms_active()
         )
-        pass_type = FrozenHeadPass if computes_gradient_in_forward else LinearPass
+        pass_type = FrozenHeadPass if uses_unit_gradients else LinearPass
         row_pass = pass_type(
             source=self.with_plain_transform(),
             targets=plain(targets),
@@ -764,7 +764,7 @@ class ProjectedLogits:
             wanted,
             grad_hidden_dtype=accumulation_dtype(self.projection.hidden.dtype),
             # The gradient for memory of the caller stays fp32.
-            rounds_weight=self.weight_memory is None,
+            may_round_weight=self.weight_memory is None,
         )
         if memory.has_grad_buffer and memory.scales_rows:
             # The matmuls are fp16 on a GPU. Each row of fp16 gradients is multiplied by a power of
@@ -833,7 +833,7 @@ class ProjectedLogits:
                 order,
                 wanted,
                 blocks=blocks if wanted.any else None,
-                rounds_weight=memory is None,
+                may_round_weight=memory is None,
             )
             result = formula.result()
         grad_weight = gradients.weight
@@ -948,7 +948,7 @@ class LinearPass(SoftmaxPass):
             GradientsWanted(hidden=hidden_wanted, weight=weight_wanted, bias=bias_wanted),
             # The upstream gradient is known, so blocks can be added to the caller's memory at once.
             weight_total=None if memory is None else memory.fp32_total,
-            rounds_weight=memory is None,
+            may_round_weight=memory is None,
         )
         grad_weight = gradients.weight
         if memory is not None:
