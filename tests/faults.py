@@ -2056,8 +2056,8 @@ FAULTS: list[Fault] = [
         ),
         (
             "the sum is rounded with every block",
-            "self.grad_weight_dtype if may_round else torch.float32",
-            "self.grad_weight_dtype",
+            "self.rounded_dtype if may_round else torch.float32\n        out = total",
+            "self.rounded_dtype\n        out = total",
             COST,
         ),
         ("chunks of a block overwrite each other", "self.num_filled += len(grad_logits)", "pass"),

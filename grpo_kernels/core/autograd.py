@@ -400,7 +400,7 @@ class SumGradientOverRanks(torch.autograd.Function):
 
 
 @dataclass(frozen=True, eq=False)
-class PrecomputedGradient:
+class InputGradient:
     """The gradient of an input of a loss that was computed in the forward.
 
     value    for an upstream gradient of 1; None if the input needs none
@@ -423,10 +423,10 @@ class PrecomputedGradients:
     gradients   one for each input of the loss
     """
 
-    def __init__(self, kernels: Backend, gradients: Sequence[PrecomputedGradient]) -> None:
+    def __init__(self, kernels: Backend, gradients: Sequence[InputGradient]) -> None:
         """Keep the gradients for the backward, and record their versions."""
         self.kernels = kernels
-        self.gradients: Sequence[PrecomputedGradient] | None = gradients
+        self.gradients: Sequence[InputGradient] | None = gradients
         self.versions: list[int | None] = []
         self.record_versions()
 

@@ -301,9 +301,10 @@ class CpuMatmuls(HeadMatmuls):
         """Convert the weight to `dtype`. See `make_matmuls` for weight and bias."""
         super().__init__(weight.to(dtype), None if bias is None else bias.float())
         self.dtype = dtype
-        self.grad_weight_dtype = torch.float32
+        # The dtype that the gradient of the weight may be rounded to.
+        self.rounded_dtype = torch.float32
         if weight.dtype in cpu_matmuls.OPERANDS:
-            self.grad_weight_dtype = weight.dtype
+            self.rounded_dtype = weight.dtype
         self.logits_memory = torch.empty(0, len(weight), dtype=torch.float32)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -352,7 +353,7 @@ class CpuMatmuls(HeadMatmuls):
         The sum is in fp32. With `may_round` it is rounded once, to the weight's dtype (not to
         fp16). It is written to `total` if that has the dtype of the result.
         """
-        dtype = self.grad_weight_dtype if may_round else torch.float32
+        dtype = self.rounded_dtype if may_round else torch.float32
         out = total
         if out is None or out.dtype != dtype:
             out = memory.empty(self.weight.shape, dtype, hidden.device)
@@ -366,18 +367,20 @@ class TensorCoreMatmuls(HeadMatmuls):
     grad_hidden is fp32 because its sum runs over the whole vocabulary, and a library may round
     partial sums of a bf16 result.
 
-    weight              bf16 [V, H]
-    grad_weight_dtype   the dtype of the weight before its conversion to bf16
+    weight         bf16 [V, H]
+    weight_dtype   the dtype of the weight before its conversion to bf16. The gradient of a bf16
+                   weight may be rounded to bf16. That of other weights stays fp32.
     """
 
     dtype = torch.bfloat16
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, grad_weight_dtype: torch.dtype = torch.bfloat16
+        self, weight: Tensor, bias: Tensor | None, weight_dtype: torch.dtype = torch.bfloat16
     ) -> None:
         """Keep a bf16 weight, and the dtype that its gradient may be rounded to."""
         super().__init__(weight, bias)
-        self.grad_weight_dtype = grad_weight_dtype
+        is_bf16 = weight_dtype == torch.bfloat16
+        self.rounded_dtype = torch.bfloat16 if is_bf16 else torch.float32
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return hidden @ weight.T + bias, fp32 [num_rows, V], never rounded to bf16."""
@@ -409,8 +412,7 @@ class TensorCoreMatmuls(HeadMatmuls):
         may_round   whether this is the last block, and a bf16 result is allowed
         """
         if total is None:
-            rounds = may_round and self.grad_weight_dtype == self.dtype
-            out_dtype = self.dtype if rounds else torch.float32
+            out_dtype = self.rounded_dtype if may_round else torch.float32
             return torch.mm(grad_logits.t(), hidden, out_dtype=out_dtype)
         if can_add_to_fp32(hidden.device):
             return torch.addmm(total, grad_logits.t(), hidden, out_dtype=torch.float32, out=total)

@@ -18,8 +18,8 @@ from torch import Tensor
 from ..checks import plain
 from ..formulas.token_loss import TokenLosses, TokenLossFormula
 from .autograd import (
+    InputGradient,
     LossWithGradients,
-    PrecomputedGradient,
     PrecomputedGradients,
     RequestedStatistics,
     StatisticsPass,
@@ -354,7 +354,7 @@ class GivenLogits:
             values = self.kernels.fused_loss(rows, loss_formula, grad_logits)
             loss = sum_losses(values.losses)
         gradients = PrecomputedGradients(
-            self.kernels, [PrecomputedGradient(grad_logits, dtype=logits.dtype)]
+            self.kernels, [InputGradient(grad_logits, dtype=logits.dtype)]
         )
         loss = apply_function(LossWithGradients, loss, gradients, self.logits)
         if self.inplace and grad_logits is not None:
@@ -754,14 +754,9 @@ class ProjectedLogits:
         rows_per_sequence   number of rows of each sequence that may have a gradient
         """
         inputs = self.make_inputs(self.projection, targets, None)
-        wanted = GradientsWanted(
-            hidden=self.projection.hidden.requires_grad,
-            weight=self.projection.weight.requires_grad,
-            bias=False,  # `BatchLoss.gradient_is_scalar_of_sequence` excludes a trained bias
-        )
         memory = make_memory_model(
             inputs,
-            wanted,
+            self.gradients_wanted(),
             grad_hidden_dtype=accumulation_dtype(self.projection.hidden.dtype),
             # The gradient for memory of the caller stays fp32.
             may_round_weight=self.weight_memory is None,
@@ -782,6 +777,16 @@ class ProjectedLogits:
             return None
         formula = SequenceFormula(self.kernels, compute_losses, order)
         return self._loss_of_formula(inputs, formula, order, blocks)
+
+    def gradients_wanted(self) -> GradientsWanted:
+        """Return which of hidden states, weight and bias need a gradient."""
+        enabled = torch.is_grad_enabled()
+        hidden, weight, bias = self.tensors
+        return GradientsWanted(
+            hidden=enabled and hidden.requires_grad,
+            weight=enabled and weight.requires_grad,
+            bias=enabled and bias is not None and bias.requires_grad,
+        )
 
     def make_inputs(
         self, projection: Projection, targets: Tensor, reference: ReferenceProjection | None
@@ -818,13 +823,8 @@ class ProjectedLogits:
         blocks    slices of `order`; the gradients of logits of one slice exist at one time. None:
                   as few slices as memory allows. Not used if no gradient is wanted.
         """
-        grad_enabled = torch.is_grad_enabled()
         hidden, weight, bias = self.tensors
-        wanted = GradientsWanted(
-            hidden=grad_enabled and hidden.requires_grad,
-            weight=grad_enabled and weight.requires_grad,
-            bias=grad_enabled and bias is not None and bias.requires_grad,
-        )
+        wanted = self.gradients_wanted()
         memory = self.weight_memory if wanted.weight else None
         with torch.no_grad():
             gradients = run_pass(
@@ -847,9 +847,9 @@ class ProjectedLogits:
         precomputed = PrecomputedGradients(
             self.kernels,
             [
-                PrecomputedGradient(gradients.hidden, hidden.dtype),
-                PrecomputedGradient(grad_weight, weight_dtype, memory),
-                PrecomputedGradient(gradients.bias, bias_dtype),
+                InputGradient(gradients.hidden, hidden.dtype),
+                InputGradient(grad_weight, weight_dtype, memory),
+                InputGradient(gradients.bias, bias_dtype),
             ],
         )
         loss = apply_function(LossWithGradients, result.loss, precomputed, hidden, weight, bias)
