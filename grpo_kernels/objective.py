@@ -913,12 +913,14 @@ class Objective(Checked):
         """
         assert batch.extra_ids is not None
         parts: list[tuple[ExtraIdFunction, Tensor]] = []
-        for function, sets in (
-            (self.listed or logp_term, batch.logp_terms),
+        term_of_logps = logp_term if self.listed is None else self.listed
+        for function, listed_ids in (
+            (term_of_logps, batch.logp_terms),
             (prob_term, batch.prob_terms),
         ):
-            if sets is not None and sets.values is not None:
-                parts.append((function, sets.values.detach().float()))
+            # A batch has checked that the ids of these fields have values.
+            if listed_ids is not None and listed_ids.values is not None:
+                parts.append((function, listed_ids.values.detach().float()))
         return ExtraIdTerms(tuple(parts), batch.extra_ids.offsets)
 
     def token_losses(

@@ -205,8 +205,9 @@ def grad_weight_of_pairs_kernel(
     # [num_firsts]: the position of the first pair of each distinct id, filled up with num_pairs
     first_positions,
     num_firsts,
-    # [num_pairs // PIECE] and fp32 [num_pairs // PIECE + 1, H], see above
+    # [num_pairs // PIECE]: where the pairs of the last id of each window begin
     window_id_begins,
+    # fp32 [num_pairs // PIECE + 1, H]: row k is the sum of the piece that begins in window k
     partial_sums,
     # [num_rows, H] and [V, H]
     hidden,
@@ -266,11 +267,12 @@ def grad_weight_of_pairs_kernel(
 
 @compile_kernel
 def add_partial_sums_kernel(
-    # [num_pairs], ascending
+    # [num_pairs], ascending: the id of each pair
     ids,
     num_pairs,
-    # [num_pairs // PIECE] and fp32 [num_pairs // PIECE + 1, H], see above
+    # [num_pairs // PIECE]: where the pairs of the last id of each window begin
     window_id_begins,
+    # fp32 [num_pairs // PIECE + 1, H]: row k is the sum of the piece that begins in window k
     partial_sums,
     # [V, H]
     out,
@@ -281,23 +283,32 @@ def add_partial_sums_kernel(
 ):
     """For each id with several pieces: out[id] += the sums of its pieces, in their order.
 
-    The sums are those that `grad_weight_of_pairs_kernel` has stored in partial_sums. There is a
-    program (for each block of columns) for each window but the first. The pieces of an id are added
-    by the program of the window in which its second piece starts.
+    The pairs are sorted by id. Those of an id are divided into pieces of PIECE pairs, from its
+    first pair on. `grad_weight_of_pairs_kernel` has stored the sum of each piece in partial_sums.
+    A window is the pairs k * PIECE to (k + 1) * PIECE, in which at most one of these pieces begins:
+    the next one begins PIECE pairs later, in the next window.
+
+    There is a program (for each block of columns) for each window but the first. The program of the
+    window in which the second piece of an id begins adds up all pieces of this id.
     """
     i, columns = block_of_program(H, TILE)
     window = i + 1
+    # begin: the first pair of the id whose piece begins in this window
     begin, id, _, has_piece = piece_in_window(ids, window_id_begins, window, num_pairs, PIECE)
-    is_second_piece = begin // PIECE + 1 == window
+    first_window = begin // PIECE  # the window in which the first piece of the id begins
+    is_second_piece = window == first_window + 1
     if has_piece & is_second_piece:
         total = tl.full((TILE.BLOCK,), 0.0, tl.float32)
-        has_next = True
-        position = begin
-        while has_next:
+        has_piece_at = True
+        position = begin  # of a piece of the id
+        while has_piece_at:
             for k in tl.static_range(ROWS_AT_ONCE):
-                # Does the id have the PIECE pairs from position + k * PIECE on, and so a piece?
-                has_next = is_id_at(ids, position + (k + 1) * PIECE - 1, num_pairs, id)
-                piece = position // PIECE + k
-                total += load_columns(partial_sums, piece, H, columns, H, has_next, TILE)
+                # A piece has PIECE pairs of the id. The ids ascend, so the last of them decides.
+                last_pair = position + (k + 1) * PIECE - 1
+                has_piece_at = is_id_at(ids, last_pair, num_pairs, id)
+                window_of_piece = position // PIECE + k
+                total += load_columns(
+                    partial_sums, window_of_piece, H, columns, H, has_piece_at, TILE
+                )
             position += ROWS_AT_ONCE * PIECE
         add_to_columns(out, id, out_stride, columns, H, total, TILE)
