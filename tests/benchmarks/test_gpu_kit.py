@@ -18,7 +18,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from support.processes import for_its_own_pytest, said
+from support.processes import checked_output, for_its_own_pytest
 
 pytest.importorskip("triton")
 
@@ -499,7 +499,7 @@ def test_rehearsal_of_everything(tmp_path):
             *home,
         ]
         command += ["--minutes", "60"]  # of a CPU, which may have other work
-        said(command, cwd=ROOT, env=for_its_own_pytest(), timeout=3600)
+        checked_output(command, cwd=ROOT, env=for_its_own_pytest(), timeout=3600)
         home = ["--resume", str(out / "results.tar.gz")]
         summary = (out / "summary.md").read_text()
         assert (

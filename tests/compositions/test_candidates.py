@@ -19,7 +19,7 @@ from support.composition_cases import (
     SOURCES,
     VOCAB_SIZE,
     Case,
-    check,
+    assert_matches_float64,
     masked,
     plain_terms,
     random_mask,
@@ -95,7 +95,7 @@ def test_statistics(kind, sizes, missing, shared):
         rows_of_logits = logits if rows is None else logits[rows]
         return plain_candidates(rows_of_logits, targets, sets, mask, missing)
 
-    check(Case.of(kind), composed, plain)
+    assert_matches_float64(Case.from_kind(kind), composed, plain)
 
 
 @pytest.mark.parametrize("kind", SOURCES)
@@ -135,7 +135,7 @@ def test_extra_ids_over_candidates(kind, shared):
             "log_kept_mass": statistics["log_kept_mass"],
         }
 
-    check(Case.of(kind), composed, plain)
+    assert_matches_float64(Case.from_kind(kind), composed, plain)
 
 
 KINDS = [Exact("reverse"), Exact("forward"), Exact("jsd"), Exact("jsd", 0.2), Exact("tv")]
@@ -179,7 +179,7 @@ def test_divergence(kind, exact, with_targets, shared):
         divergence = torch.stack(divergences)
         return {"divergence": torch.where(mask & (sets.counts > 0), divergence, 0.0)}
 
-    check(Case.of(kind), composed, plain)
+    assert_matches_float64(Case.from_kind(kind), composed, plain)
 
 
 def test_a_divergence_of_nearly_equal_rows_keeps_its_digits():
@@ -389,7 +389,7 @@ def test_a_single_candidate_and_rows_with_candidates_cost_nothing():
 
 
 def test_refusals():
-    case = Case.of("exact float64")
+    case = Case.from_kind("exact float64")
     source = case.source(*case.tensors)
     targets = torch.zeros(NUM_ROWS, dtype=torch.int64)
     sets = TokenSets.from_lists([[0, 1]] * NUM_ROWS)
@@ -411,7 +411,7 @@ def test_refusals():
 
 
 def test_a_target_outside_of_the_vocabulary_gives_nan():
-    case = Case.of("logits float32")
+    case = Case.from_kind("logits float32")
     targets = torch.tensor([VOCAB_SIZE, -1] + [0] * (NUM_ROWS - 2))
     sets = TokenSets.from_lists([[0, 1], [2]] + [[0]] * (NUM_ROWS - 2))
     logps = candidate_logprobs(case.source(*case.tensors), targets, sets)["logps"]

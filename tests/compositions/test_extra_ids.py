@@ -16,7 +16,7 @@ from support.composition_cases import (
     SOURCES,
     VOCAB_SIZE,
     Case,
-    check,
+    assert_matches_float64,
     masked,
     random_mask,
     random_sets,
@@ -59,7 +59,7 @@ def test_pairs_in_any_order_may_repeat(kind, num_pairs):
         logps = torch.where(mask[rows], logps, 0.0)
         return {"pairs": logps, **masked(plain_statistics(logits), mask & has_pair)}
 
-    check(Case.of(kind), composed, plain)
+    assert_matches_float64(Case.from_kind(kind), composed, plain)
 
 
 @pytest.mark.parametrize("kind", SOURCES)
@@ -93,7 +93,7 @@ def test_tokens_with_extra_ids(kind, sizes, with_mask):
             **masked(statistics, mask),
         }
 
-    check(Case.of(kind), composed, plain)
+    assert_matches_float64(Case.from_kind(kind), composed, plain)
 
 
 @pytest.mark.parametrize("kind", SOURCES)
@@ -139,7 +139,7 @@ def test_tokens_that_share_rows(kind, num_tokens, with_mask, with_extra):
             results["extra"] = torch.where(mask[extra.row_of], extra_logps, 0.0)
         return results
 
-    check(Case.of(kind), composed, plain)
+    assert_matches_float64(Case.from_kind(kind), composed, plain)
 
 
 def test_no_rows():
@@ -189,7 +189,7 @@ def test_a_likely_id_keeps_its_digits(gap):
 @pytest.mark.parametrize("kind", ["logits float32", "linear float32"])
 def test_no_log_prob_is_above_0(kind):
     """Whichever rounding the logits of pairs have: here, they are 1e-4 apart from those of rows."""
-    case = Case.of(kind)
+    case = Case.from_kind(kind)
     source = case.source(*(200.0 * x.detach() for x in case.tensors))
     given = source.logits_at
     source.logits_at = lambda rows, ids: given(rows, ids) * (1.0 + 1e-4)
@@ -202,7 +202,7 @@ def test_no_log_prob_is_above_0(kind):
 
 def test_rows_that_are_not_finite():
     """NaN shows in the values of its row, and in its gradient if a gradient arrives there."""
-    case = Case.of("logits float32")
+    case = Case.from_kind("logits float32")
     logits = case.tensors[0].detach().clone()
     logits[0, 3] = torch.nan
     logits[1] = -torch.inf
@@ -252,7 +252,7 @@ def test_an_unused_pair_has_no_gradient():
 
 def test_ids_outside_of_the_vocabulary():
     """A target gives NaN, since a GPU does not check it. Extra ids are checked everywhere."""
-    case = Case.of("exact float64")
+    case = Case.from_kind("exact float64")
     source = case.source(*case.tensors)
     targets = torch.tensor([0, VOCAB_SIZE, -1] + [0] * (NUM_ROWS - 3))
     result = logprobs_with_extra_ids(source, targets, TokenSets.whole(NUM_ROWS))
@@ -273,7 +273,7 @@ def test_the_same_bits_again(kind):
     rows = torch.randint(NUM_ROWS, (100_000,), generator=g)
     ids = torch.randint(VOCAB_SIZE, (100_000,), generator=g)
     upstream = torch.randn(100_000, generator=g)
-    case = Case.of(kind)
+    case = Case.from_kind(kind)
     found = []
     for _ in range(3):
         source = case.source(*(x.detach().clone() for x in case.tensors))
@@ -328,7 +328,7 @@ def test_terms_of_a_batch(kind):
         values = c * logps + r * logps.exp()
         return {"loss": torch.zeros(NUM_ROWS).double().index_add(0, sets.row_of, values)}
 
-    check(Case.of(kind), composed, plain, num_terms=10.0)
+    assert_matches_float64(Case.from_kind(kind), composed, plain, num_terms=10.0)
 
 
 @pytest.mark.parametrize("kind", SOURCES)
@@ -361,4 +361,4 @@ def test_score_centering(kind, tail):
         values = advantages[sets.row_of] * coefficients * logps
         return {"loss": torch.zeros(NUM_ROWS).double().index_add(0, sets.row_of, values)}
 
-    check(Case.of(kind), composed, plain)
+    assert_matches_float64(Case.from_kind(kind), composed, plain)

@@ -16,7 +16,7 @@ from support.composition_cases import (
     SOURCES,
     VOCAB_SIZE,
     Case,
-    check,
+    assert_matches_float64,
     plain_terms,
     random_mask,
     random_sets,
@@ -93,7 +93,7 @@ def test_divergence(kind, tail, exact):
             "alone": divergence,
         }
 
-    check(Case.of(kind), composed, plain)
+    assert_matches_float64(Case.from_kind(kind), composed, plain)
 
 
 def test_a_teacher_of_all_ids_is_the_divergence_over_the_vocabulary():
@@ -165,7 +165,7 @@ def test_tokens_without_ids_are_not_processed():
 
 
 def test_refusals():
-    case = Case.of("exact float64")
+    case = Case.from_kind("exact float64")
     source = case.source(*case.tensors)
     targets = torch.zeros(NUM_ROWS, dtype=torch.int64)
     ids = [[0, 1]] * NUM_ROWS

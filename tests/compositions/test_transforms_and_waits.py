@@ -145,7 +145,7 @@ COMPOSITIONS = [
 @pytest.mark.parametrize("composition", COMPOSITIONS)
 def test_torch_func(composition: Composition, kind: str):
     """grad and vjp give the bits of autograd."""
-    case = Case.of(kind)
+    case = Case.from_kind(kind)
     inputs = make_inputs()
 
     def loss(tensors: tuple[Tensor, ...]) -> Tensor:
@@ -186,7 +186,7 @@ def test_no_composition_waits_for_a_device(composition: Composition):
 )
 def test_what_is_masked_is_not_read(composition: Composition, kind: str):
     """NaN in a masked row is in no value and no gradient, nor are ids that do not exist."""
-    case = Case.of(kind)
+    case = Case.from_kind(kind)
     found = []
     for garbage in (False, True):
         inputs = make_inputs()

@@ -26,7 +26,7 @@ from grpo_kernels import (
     token_logprobs,
 )
 from support.inside import Allocations, blocks_of_a_row, count_products, in_chunks
-from support.processes import said
+from support.processes import checked_output
 from support.public_functions import with_options
 
 B, T, V, H = 8, 7, 811, 96
@@ -213,7 +213,7 @@ def peaks():
         "PYTHONPATH": paths,
     }
     asked = f"[{','.join(calls)}]"
-    found = said([sys.executable, "-c", MEASURE], input=asked, env=os.environ | env)
+    found = checked_output([sys.executable, "-c", MEASURE], input=asked, env=os.environ | env)
     return dict(zip(calls, json.loads(found), strict=True))
 
 

@@ -35,7 +35,16 @@ from grpo_kernels.rewards.corrections import (
     off_policy_sequence_mask,
     rejection_mask,
 )
-from support.call_cases import KINDS, CallCase, covering, each_value, legal, problem, sliced, taken
+from support.call_cases import (
+    KINDS,
+    CallCase,
+    covering,
+    each_value,
+    legal,
+    problem,
+    select_tokens,
+    slice_vocabulary,
+)
 from support.inside import in_chunks
 from support.objectives import OBJECTIVES
 from support.oracle import Answer
@@ -141,7 +150,7 @@ def part(p, mine, **fields):
         torch.int32
     )
     given |= {"groups": given.get("groups", GROUPS), "context_group": dist.group.WORLD, **fields}
-    return taken(p, mine.nonzero()[:, 0].tolist(), some, fields=given)
+    return select_tokens(p, mine.nonzero()[:, 0].tolist(), some, fields=given)
 
 
 def together(p, found, mine, group=None):
@@ -370,7 +379,7 @@ def check_tensor_and_context_parallel(rank, ranks):
         p = problem(case(name))
         mine = owners(2)[1] == rank // 2
         q = part(p, mine, context_group=cp)
-        q = replace(q, given=sliced(q.given, columns))
+        q = replace(q, given=slice_vocabulary(q.given, columns))
         found = together(
             p, run_call(q, shard=VocabShard.of(q.given["logits"], tp, dim=-1)), mine, cp
         )

@@ -28,7 +28,15 @@ from grpo_kernels import Denominators
 from grpo_kernels.distributed import global_normalizer
 from grpo_kernels.losses import objective_loss
 from support.bits import same_bits
-from support.call_cases import DTYPES, KINDS, CallCase, legal, of_sequences, problem, random_case
+from support.call_cases import (
+    DTYPES,
+    KINDS,
+    CallCase,
+    legal,
+    problem,
+    random_case,
+    select_sequences,
+)
 from support.inside import in_chunks, our_products
 from support.objectives import OBJECTIVES
 from support.oracle import Answer
@@ -175,7 +183,11 @@ def test_with_our_products_a_row_depends_on_no_other(
         assert_same_bits(run_call(p, backend=backend), whole, f"{threads} threads")
     for rows in (torch.randperm(n).tolist(), [0], [n - 1], [*range(3, 20)]):
         assert_same_bits(
-            run_call(of_sequences(p, rows), backend=backend), whole, f"rows {rows}", PER_ROW, rows
+            run_call(select_sequences(p, rows), backend=backend),
+            whole,
+            f"rows {rows}",
+            PER_ROW,
+            rows,
         )
     for rows in (1, 7, 16):
         in_chunks(monkeypatch, rows)
@@ -226,13 +238,13 @@ def in_parts(case, backend):
     halves = [*range(n // 2)], [*range(n // 2, n)]
     if case.function == "loss":
         found = global_normalizer(
-            make_objective(case), [make_batch(of_sequences(p, half)) for half in halves]
+            make_objective(case), [make_batch(select_sequences(p, half)) for half in halves]
         )
         numbers = tuple(map(float, found)) if isinstance(found, Denominators) else float(found)
         p = replace(p, case=replace(case, normalizer=numbers))
     whole = run_call(p, backend=backend)
     for rows in (torch.randperm(n).tolist(), [1], [*range(n)] * 3, *halves):
-        part = run_call(of_sequences(p, rows), backend=backend)
+        part = run_call(select_sequences(p, rows), backend=backend)
         for kind in ("values", "gradients"):
             for name, x in getattr(part, kind).items():
                 mine = getattr(whole, kind)[name]
@@ -245,7 +257,7 @@ def in_parts(case, backend):
                     torch.testing.assert_close(x, mine[rows], rtol=rtol, atol=1e-4)
     exact, room = expected_and_tolerance(case)
     if exact.clear:
-        parts = [run_call(of_sequences(p, half), backend=backend) for half in halves]
+        parts = [run_call(select_sequences(p, half), backend=backend) for half in halves]
         for kind, name in (("values", "loss"), ("gradients", "weight"), ("gradients", "bias")):
             if name in getattr(exact, kind):
                 total = sum(getattr(part, kind)[name].double() for part in parts)

@@ -260,7 +260,7 @@ def terms(kl, logp, old, ref, level="token"):
     are a sequence.
     """
     objective = Objective(NoPolicyTerm(), level=level, aggregate="token-sum", beta=1.0, kl=kl)
-    return stages.run(
+    return stages.package_losses(
         objective, stages.packed(len(logp), 2, old_logps=old, ref_logps=ref), logp.float()
     )[:2]
 

@@ -29,8 +29,8 @@ from support.objectives import (
     LEVELS,
     SURROGATES,
     Option,
+    package_losses,
     packed,
-    run,
 )
 from support.oracle import Spec
 from support.pairs import MANY, pairs
@@ -62,7 +62,7 @@ def test_huge_log_ratios_are_finite(surrogate):
             "advantages": torch.full((n,), sign),
         }
         objective = Objective(surrogate, level=level, beta=0.1 if kl else 0.0, kl=kl or "k3")
-        losses, slopes, _ = stages.run(objective, packed(n, 5, **given), logps)
+        losses, slopes, _ = stages.package_losses(objective, packed(n, 5, **given), logps)
         assert losses.isfinite().all() and slopes.isfinite().all(), (level, sign, kl)
         assert (
             sign or kl or not surrogate.zero_at_zero_advantage or not (losses.any() or slopes.any())
@@ -130,7 +130,9 @@ def check_combination(case):
         with pytest.raises(ValueError, match=r"^\w+(=| is None)"):
             Objective(surrogate, **ours).token_inputs(given[0], normalizer)
         return inf
-    return stages.check(Spec(**spec), Objective(surrogate, **ours), *given, normalizer).margin
+    return stages.assert_matches_oracle(
+        Spec(**spec), Objective(surrogate, **ours), *given, normalizer
+    ).margin
 
 
 def words(case):
@@ -163,7 +165,7 @@ def kept(f, logps, entropy=None, **fields):
     logps, n = torch.as_tensor(logps), len(logps)
     batch = packed(n, n // 2, **{k: torch.as_tensor(x) for k, x in fields.items()})
     objective = Objective(ONE, filters=(f,))
-    found = (run(objective, batch, logps, entropy)[0] != 0).tolist()
+    found = (package_losses(objective, batch, logps, entropy)[0] != 0).tolist()
     assert (
         found
         == (

@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from benchmarks.results import load, save  # noqa: E402
 from benchmarks.tables import render, replace_block  # noqa: E402
-from support.ptx.runs import ORDERS, TARGETS, all_cases  # noqa: E402
+from support.ptx.runs import ORDERS, TARGETS, run_all_cases  # noqa: E402
 
 FILE, PAGE = ROOT / "benchmarks" / "results" / "compiled.json", ROOT / "benchmarks" / "README.md"
 KERNELS = ROOT / "grpo_kernels" / "core" / "backends" / "triton"
@@ -116,7 +116,7 @@ def main() -> None:
         for triton in ("", *filter(None, [args.triton36])):
             for order in args.orders:
                 for target in args.targets:
-                    found = {"source": source()} | all_cases(target, order, triton)
+                    found = {"source": source()} | run_all_cases(target, order, triton)
                     save(FILE, with_run(load(FILE), f"{found['triton']} {target} {order}", found))
                     print(
                         found["triton"],

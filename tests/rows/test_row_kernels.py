@@ -23,10 +23,10 @@ from support.kernel_rows import (
     TRITON,
     UNIT,
     Rows,
-    check,
+    assert_equal_results,
+    assert_near_float64,
     in_cpp,
     kernels,
-    same,
     two_passes,
     ways_to_compute,
     with_reference,
@@ -57,7 +57,7 @@ def drawn(vocab=V, dtype=torch.float32, shape=(2, 3), reference=None, **fields):
 
 def check_each_way(module, r):
     for way, one in ways_to_compute(r):
-        check(one, way(module, one))
+        assert_near_float64(one, way(module, one))
 
 
 SIZES = (
@@ -175,9 +175,9 @@ def test_where_rows_lie(module, view, second):
             of_view = replace(one, logits=logits)
             if second:
                 of_view.reference = one.reference._replace(logits=of_second)
-            same(way(module, of_view), expected, dtype)
+            assert_equal_results(way(module, of_view), expected, dtype)
             before = whole.clone()
-            same(way(module, of_view, out=logits), expected, "in place")
+            assert_equal_results(way(module, of_view, out=logits), expected, "in place")
             VIEWS[view](around).copy_(expected[1])
             assert torch.equal(whole, around), "beside the rows"
             whole.copy_(before)
@@ -198,7 +198,7 @@ def test_a_row_depends_on_nothing_but_itself(module, second):
         for way, one in ways_to_compute(r):
             values, gradient = way(module, one)
             torch.set_num_threads(3)
-            same(way(module, one), (values, gradient), "threads")
+            assert_equal_results(way(module, one), (values, gradient), "threads")
             torch.set_num_threads(1)
             out = torch.full_like(r.logits, math.nan)
             for lo, hi in ((0, 1), (1, 6), (6, 12)):
@@ -234,7 +234,7 @@ def test_rows_that_are_not_read(module, second):
             if bad.reference is not None:
                 bad.reference = bad.reference._replace(logits=bad.reference.logits.clone())
                 bad.reference.logits.view(6, -1)[~read] = math.nan
-            same(way(module, bad), expected)
+            assert_equal_results(way(module, bad), expected)
             for name, x in expected[0].items():
                 assert name == "top_prob" or (not x[~read].any() and x[read].all()), name
             assert expected[1].view(6, -1).any(1).tolist() == read.tolist()
@@ -253,9 +253,9 @@ def test_what_cannot_be_computed_shows_in_its_row(module, at):
         for (way, one), (_, spoiled) in zip(ways_to_compute(r), ways_to_compute(bad), strict=True):
             (values, gradient), around = way(module, one), torch.full((3, 6, 1003), 7.0).to(dtype)
             found, out = way(module, spoiled, around[1:2])
-            check(spoiled, (found, out))
+            assert_near_float64(spoiled, (found, out))
             fine = [0, 5]
-            same(
+            assert_equal_results(
                 ({name: x[fine] for name, x in found.items()}, out[0, fine]),
                 ({k: x[fine] for k, x in values.items()}, gradient[0, fine]),
             )

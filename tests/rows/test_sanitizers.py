@@ -16,7 +16,7 @@ import pytest
 from grpo_kernels.core.backends import cpu
 from support import amx
 from support.pairs import MANY
-from support.processes import for_its_own_pytest, said
+from support.processes import checked_output, for_its_own_pytest
 
 if cpu.unavailable_reason() is not None:
     pytest.skip(cpu.unavailable_reason() or "", allow_module_level=True)
@@ -88,7 +88,9 @@ def run(code, module, *arguments, **environment):
     """What code prints that runs with a build of the module."""
     command = [sys.executable, "-c", code, module, *arguments]
     paths = os.pathsep.join([str(HERE), *filter(None, sys.path)])
-    return said(command, env=for_its_own_pytest() | {"PYTHONPATH": paths} | environment, cwd=ROOT)
+    return checked_output(
+        command, env=for_its_own_pytest() | {"PYTHONPATH": paths} | environment, cwd=ROOT
+    )
 
 
 def fuzz(module, seed, calls, **environment):
@@ -149,7 +151,7 @@ def build(folder, sanitizers):
         ["cmake", "-S", str(ROOT), "-B", str(folder), *options],
         ["cmake", "--build", str(folder), "--parallel", str(os.cpu_count())],
     ):
-        said(command)
+        checked_output(command)
     return str(next(folder.glob("_cpu*.so")))
 
 

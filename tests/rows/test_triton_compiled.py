@@ -20,7 +20,15 @@ pytest.importorskip("triton")
 import triton
 
 from support.processes import interpreted
-from support.ptx.runs import CASES, ONCE, ORDERS, TARGETS, all_cases, executed, known
+from support.ptx.runs import (
+    CASES,
+    ONCE,
+    ORDERS,
+    TARGETS,
+    is_tested_version,
+    run_all_cases,
+    run_cases,
+)
 
 FOLDERS = {"installed": "", "3.6": os.environ.get("GRPO_KERNELS_TRITON_36", "")}
 
@@ -31,7 +39,8 @@ builds = pytest.mark.skipif(
 
 @builds
 @pytest.mark.skipif(
-    not known(triton.__version__), reason="the executor has not read what this version emits"
+    not is_tested_version(triton.__version__),
+    reason="the executor has not read what this version emits",
 )
 @pytest.mark.parametrize(
     "cases",
@@ -39,7 +48,7 @@ builds = pytest.mark.skipif(
     ids=["policy", "reference, pairs and vectors", "public functions"],
 )
 def test_the_first_case_of_each_test(cases):
-    executed(cases, "sm_90", 0, first=True)
+    run_cases(cases, "sm_90", 0, first=True)
 
 
 @builds
@@ -50,10 +59,10 @@ def test_the_first_case_of_each_test(cases):
 def test_all_cases(version, target, order):
     if version != "installed" and not FOLDERS[version]:
         pytest.skip("GRPO_KERNELS_TRITON_36 names no folder")
-    all_cases(target, order, FOLDERS[version])
+    run_all_cases(target, order, FOLDERS[version])
 
 
-@pytest.mark.skipif(known(triton.__version__), reason="the executor runs them")
+@pytest.mark.skipif(is_tested_version(triton.__version__), reason="the executor runs them")
 @pytest.mark.parametrize("cases", CASES, ids=lambda path: path.stem)
 def test_in_the_interpreter(cases):
     """For versions of Triton whose code the executor has not read."""

@@ -20,16 +20,16 @@ from support.kernel_rows import (
     PLAIN,
     TRITON,
     Rows,
-    check,
+    assert_equal_results,
+    assert_near_float64,
     exact,
-    first_order,
     fused_loss_call,
     in_cpp,
     kernels,
     loss_formula_of,
     row_pairs,
-    same,
     to_logit_rows,
+    total_variation_errors,
     two_passes,
     ways_to_compute,
 )
@@ -55,7 +55,7 @@ def two(z, w, kind, mixture, transform=PLAIN, own=PLAIN, **fields):
 def check_each_way(module, r):
     for way, one in ways_to_compute(r):
         if way is two_passes or in_cpp(module):  # the others make them one after the other
-            check(one, way(module, one))
+            assert_near_float64(one, way(module, one))
 
 
 def check_closely(module, r, rtol, of_gradient):
@@ -67,7 +67,9 @@ def check_closely(module, r, rtol, of_gradient):
         torch.testing.assert_close(
             values["divergence"].double(), right["divergence"], rtol=rtol, atol=0.0
         )
-        error = ((gradient[0] - steep).abs() - first_order(r.divergence_alone)[1]).clamp(min=0.0)
+        error = ((gradient[0] - steep).abs() - total_variation_errors(r.divergence_alone)[1]).clamp(
+            min=0.0
+        )
         assert (error.norm(dim=-1) <= of_gradient * steep.norm(dim=-1)).all()
 
 
@@ -161,7 +163,7 @@ def test_what_is_impossible_or_no_number(module, kind, mixture):
         (fused_loss_call, r.divergence_alone),
     ):
         values, gradient = way(module, one)
-        check(one, (values, gradient))
+        assert_near_float64(one, (values, gradient))
         found = values["divergence"]
         assert found.isnan().tolist() == [True] * 4 + [False] * 5
         assert found.isinf().tolist() == [
@@ -216,4 +218,4 @@ def test_a_gradient_over_the_second_stream(module, kind, mixture, monkeypatch):
     found, memory = two_passes(module, replace(r, logits=both.clone())), both.clone()
     shared = replace(r, logits=memory, reference=r.reference._replace(logits=memory))
     if not type(module).__module__.endswith("eager"):
-        same(two_passes(module, shared, out=memory), found)
+        assert_equal_results(two_passes(module, shared, out=memory), found)

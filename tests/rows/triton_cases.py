@@ -26,10 +26,10 @@ from support.kernel_rows import (
     DTYPES,
     PLAIN,
     Rows,
-    check,
+    assert_equal_results,
+    assert_near_float64,
     fused_loss_call,
     matrix,
-    same,
     slots_of,
     to_logit_rows,
 )
@@ -155,7 +155,7 @@ def test_every_choice_gives_the_same_rows(choice, dtype, monkeypatch):
         vocab = tiles * taken.threads * taken.accesses * (16 // dtype.itemsize) + columns
         r = with_bonus(drawn(vocab, dtype, transform=RowTransform(1.3, 0.0, 0.7)))
         peeled = fused_loss_call(backend, r)
-        check(r, peeled)
+        assert_near_float64(r, peeled)
         wider = torch.full(
             (1, r.count, vocab + 3), 3.0, dtype=dtype
         )  # no boundary is where the logits' is
@@ -170,8 +170,8 @@ def test_every_choice_gives_the_same_rows(choice, dtype, monkeypatch):
 def test_rows_of_a_real_length_as_they_are_launched(dtype, V):
     r = with_bonus(drawn(V, dtype, 3, RowTransform(1.0, 0.0, 0.8)))
     found = fused_loss_call(backend, r)
-    check(r, found)
-    same(fused_loss_call(backend, r, r.logits), found, "in place")
+    assert_near_float64(r, found)
+    assert_equal_results(fused_loss_call(backend, r, r.logits), found, "in place")
 
 
 # ---- products over slots

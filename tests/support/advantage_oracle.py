@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+#: A reward; None if it is missing.
 Number = float | None
+#: Values of tokens: a list for each sequence.
 Rows = list[list[float]]
 
 
@@ -48,9 +50,19 @@ def group_advantages(
 ) -> list[float]:
     """Return (reward - baseline) / (scale + eps) for each reward, and 0 for a missing reward.
 
-    The arguments are those of the package's `group_advantages`.
+    The arguments are those of the package's `group_advantages`. "Others" are the other rewards of
+    the group.
 
     groups            the group of each reward
+    baseline          "mean": of the group. "leave-one-out": the mean of the others. "length": the
+                      mean of the group, weighted by `lengths`. "none": the reward is returned as it
+                      is.
+    scale             "none": 1, without eps. "group", "others", "batch": the standard deviation of
+                      these rewards (equal "others": 1, without eps). "mean": the mean of the group.
+    unbiased          see `std`
+    lengths           the number of tokens of each completion; None: all count alike
+    singleton         for the only reward of a group. "zero": the advantage is 0. "raw": the
+                      baseline is 0, and a scale that is computed from the group is 1.
     missing_rewards   ignored, so that tests can pass the same options to both functions
     """
     scored = {i: reward for i, reward in enumerate(rewards) if reward is not None}
@@ -58,6 +70,7 @@ def group_advantages(
     weights = [1.0] * len(rewards) if lengths is None else lengths
 
     def divisor(group: list[float], others: list[float]) -> float:
+        """Return scale + eps for a reward, from the rewards of its group and from the others."""
         if scale == "none":
             return 1.0
         if scale == "mean":
@@ -68,6 +81,7 @@ def group_advantages(
         return std(values, unbiased) + eps
 
     def advantage(i: int) -> float:
+        """Return the advantage of reward i."""
         if i not in scored:
             return 0.0
         reward = scored[i]
@@ -76,7 +90,7 @@ def group_advantages(
         others = [scored[j] for j in members if j != i]
 
         if not others and singleton == "raw":
-            # The baseline is 0, and a scale that is computed from the group is 1.
+            # The baseline is 0.
             if scale == "none":
                 return reward
             if scale == "batch":
@@ -107,12 +121,16 @@ def group_advantages(
 def summed(rewards: Sequence[Sequence[Number]], weights: Sequence[float]) -> list[Number]:
     """Return the weighted sum of each completion's rewards, or None if all are missing.
 
-    rewards   for each completion the rewards of all functions
-    weights   of the functions
+    rewards   for each completion the rewards of all reward functions
+    weights   the weight of each function
     """
     sums: list[Number] = []
     for row in rewards:
-        terms = [w * r for w, r in zip(weights, row, strict=True) if r is not None]
+        terms = [
+            weight * reward
+            for weight, reward in zip(weights, row, strict=True)
+            if reward is not None
+        ]
         sums.append(math.fsum(terms) if terms else None)
     return sums
 
@@ -130,8 +148,10 @@ def gdpo(
     The advantages of each function are computed alone. Their weighted sum is then normalised over
     the batch. A completion gets 0 if its advantage is 0 for every function.
 
-    rewards   for each completion the rewards of all functions
-    weights   of the functions
+    rewards   for each completion the rewards of all reward functions
+    weights   the weight of each function
+    groups    the group of each completion
+    eps       added to each standard deviation
     options   of `group_advantages`
     """
     columns = [
@@ -162,9 +182,14 @@ def gdpo(
 
 
 def returns_to_go(rewards: Rows, gamma: float) -> Rows:
-    """Return for each token the sum of its reward and all later ones, discounted by gamma."""
+    """Return for each token the sum of its reward and all later ones, discounted by gamma.
+
+    rewards   a reward for each token
+    gamma     the factor of a reward for each token that it is later
+    """
 
     def return_of(row: list[float], t: int) -> float:
+        """Return the discounted sum of the rewards of a sequence from token t on."""
         return math.fsum(gamma**k * reward for k, reward in enumerate(row[t:]))
 
     return [[return_of(row, t) for t in range(len(row))] for row in rewards]
@@ -174,7 +199,10 @@ def gae(rewards: Rows, values: Rows, gamma: float, lam: float) -> tuple[Rows, Ro
     """Return (advantages, returns) of generalised advantage estimation.
 
     The error of a value is reward + gamma * next value - value, with a next value of 0 at the end.
-    An advantage is the sum of this error and all later ones, discounted by gamma * lam.
+    An advantage is the sum of this error and all later ones, discounted by gamma * lam. A return is
+    the advantage plus the value.
+
+    rewards, values   a number for each token
     """
     errors = []
     for row_rewards, row_values in zip(rewards, values, strict=True):
@@ -198,13 +226,14 @@ def gae(rewards: Rows, values: Rows, gamma: float, lam: float) -> tuple[Rows, Ro
 def process_advantages(
     steps: Sequence[Sequence[Number]], groups: list[int], gamma: float = 1.0, **options: Any
 ) -> Rows:
-    """Return advantages of tokens from rewards of steps.
+    """Return an advantage for each token from rewards of steps (process rewards).
 
     The rewards of all steps of a group are normalised together. A token gets the discounted sum of
     the normalised rewards at its place and later.
 
     steps     for each token the reward of the step that ends there, None if no step ends there
     groups    the group of each sequence
+    gamma     the factor of a reward for each token that it is later
     options   of `group_advantages`
     """
     step_rewards = []
@@ -222,12 +251,15 @@ def process_advantages(
 def optimal_token_advantages(
     rewards: Rows, logps: Rows, squares: Rows, groups: list[int], weights: Rows | None = None
 ) -> Rows:
-    """Return the return of each token minus a weighted mean of the group's returns there.
+    """Return for each token its return minus a weighted mean of the group's returns at its place.
+
+    The return of a token is the sum of the rewards from there on.
 
     The weight of a sequence at a token is the energy of its path: the sum of
     (1 - 2 p + sum_squares) w^2 over its tokens so far. The baseline is 0 for a sequence that is the
     only one of its group at this token.
 
+    rewards   of the tokens
     logps     log-probs log p of the tokens
     squares   the sum of squared probabilities at each token
     groups    the group of each sequence
@@ -236,6 +268,7 @@ def optimal_token_advantages(
     returns = returns_to_go(rewards, 1.0)
 
     def energy(sequence: int, t: int) -> float:
+        """Return the energy of the path of a sequence up to and with token t."""
         terms = []
         for k in range(t + 1):
             w = 1.0 if weights is None else weights[sequence][k]
@@ -244,18 +277,20 @@ def optimal_token_advantages(
         return math.fsum(terms)
 
     def advantage(sequence: int, t: int) -> float:
-        peers = [
+        """Return the advantage of token t of a sequence."""
+        # The sequences of the group that have a token t, this one included.
+        members = [
             other
             for other, group in enumerate(groups)
             if group == groups[sequence] and len(returns[other]) > t
         ]
-        if len(peers) == 1:
+        if len(members) == 1:
             return returns[sequence][t]
-        peer_returns = [returns[peer][t] for peer in peers]
-        if max(peer_returns) == min(peer_returns):
+        member_returns = [returns[member][t] for member in members]
+        if max(member_returns) == min(member_returns):
             return 0.0
-        energies = [energy(peer, t) for peer in peers]
-        weighted_sum = math.fsum(x * y for x, y in zip(peer_returns, energies, strict=True))
+        energies = [energy(member, t) for member in members]
+        weighted_sum = math.fsum(x * y for x, y in zip(member_returns, energies, strict=True))
         return returns[sequence][t] - weighted_sum / (math.fsum(energies) + 1e-8)
 
     return [[advantage(b, t) for t in range(len(row))] for b, row in enumerate(returns)]
@@ -266,6 +301,8 @@ def whiten(
 ) -> list[float]:
     """Return (x - mean) / std of each value, or 0 if all values are equal.
 
+    values       at least one
+    unbiased     see `std`
     guard        how eps keeps the divisor above 0: "add" adds it to the variance, "floor" is the
                  least variance, "std" adds it to the standard deviation
     shift_mean   False: the mean is added again
@@ -293,14 +330,14 @@ BOUND = 60.0
 
 
 def log_weights(rows: Rows) -> Rows:
-    """Return log-ratios within the bound, 0 for tokens that were not scored."""
+    """Return log-ratios clamped to [-BOUND, BOUND], and 0 for NaN, tokens that were not scored."""
     return [[0.0 if math.isnan(x) else min(max(x, -BOUND), BOUND) for x in row] for row in rows]
 
 
 def over_sequence(how: str, rows: Rows) -> Rows:
-    """Replace the numbers of a sequence by their "sum", "mean", "max" or "min", for each token.
+    """Replace each number by the "sum", "mean", "max" or "min" of the numbers of its sequence.
 
-    With another `how`, such as "token", the numbers are returned unchanged.
+    how    one of these names. With another one, such as "token", the rows are returned unchanged.
     """
     functions = {"sum": math.fsum, "mean": mean, "max": max, "min": min}
     if how not in functions:
@@ -314,7 +351,7 @@ def importance_weights(
 ) -> Rows:
     """Return the importance weight of each token.
 
-    rows        log-ratios, see above
+    rows        the log-ratio of each token, old policy to sampler, NaN if it was not scored
     level       "token": the ratio of the token. "sequence": the product over its sequence.
                 "geometric": the geometric mean over its sequence.
     mode        "truncate": weights are clamped to [low, high]. "mask": weights outside are 0.
@@ -325,6 +362,7 @@ def importance_weights(
     log_ratios = over_sequence(reduction, log_weights(rows))
 
     def weight_of(log_ratio: float) -> float:
+        """Return the weight for a log-ratio, before weights are normalised."""
         ratio = math.exp(min(log_ratio, BOUND))
         if mode == "truncate":
             return min(max(ratio, low), high)
@@ -344,6 +382,7 @@ def importance_weights(
 def rejection_metric(rows: Rows, metric: str, over: str) -> Rows:
     """Return the metric by which tokens are rejected, for each token.
 
+    rows     the log-ratio log w of each token, NaN if it was not scored
     metric   "ratio" w, or an estimate of KL(sampler || old): "k1" -log w, "k2" (log w)^2 / 2,
              "k3" w - 1 - log w
     over     "token", or how the tokens of a sequence are combined, see `over_sequence`. For "ratio"
@@ -363,9 +402,11 @@ def rejection_metric(rows: Rows, metric: str, over: str) -> Rows:
 
 
 def kept_by_second_moment(rows: Rows, threshold: float) -> list[float]:
-    """Return the squared log-ratios that are kept, sorted.
+    """Return the squared log-ratios of the tokens that are kept, in ascending order.
 
     The largest are removed one by one until the mean is below the threshold. One is always kept.
+
+    rows   the log-ratio of each token, NaN if it was not scored
     """
     squares = sorted(x * x for row in log_weights(rows) for x in row)
     while len(squares) > 1 and not math.fsum(squares) < threshold * len(squares):
@@ -378,8 +419,8 @@ def self_distilled(
 ) -> float:
     """Return the advantage of a token, scaled by the teacher's evidence (RLSD, arXiv 2604.03128).
 
-    The evidence is the ratio teacher / old, inverted for a negative advantage, in [1 - clip,
-    1 + clip].
+    The evidence is the ratio of the probabilities teacher / old, inverted for a negative advantage.
+    It is clamped to [1 - clip, 1 + clip].
 
     old, teacher    log-probs of the token
     strength        share of the scaled advantage in the result, 0 to 1
@@ -405,6 +446,7 @@ class Ragged:
     """
 
     def __init__(self, lengths: list[int]) -> None:
+        """Draw the holes from the global generator: about 30 % of the tokens are not trained."""
         self.inside = torch.arange(max(lengths, default=0)) < torch.tensor(lengths)[:, None]
         self.mask = self.inside & (torch.rand(self.inside.shape) > 0.3)
         self.cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
@@ -425,7 +467,9 @@ class Ragged:
     def check(self, got: torch.Tensor, want: Rows, rtol: float = 1e-6, atol: float = 1e-9) -> None:
         """Assert that trained tokens have the expected numbers, and all others exactly 0.
 
-        got   [B, T], or packed [N]
+        got          fp32 [B, T], or packed [N]
+        want         the numbers of the trained tokens, a list for each sequence
+        rtol, atol   the relative and absolute tolerance, of which the sum is allowed
         """
         mask = self.mask if got.dim() == 2 else self.mask[self.inside]
         assert not got[~mask].any()
@@ -433,7 +477,11 @@ class Ragged:
 
 
 def close(got: torch.Tensor, expected: object, rtol: float = 1e-6, atol: float = 1e-9) -> None:
-    """Assert that a tensor is fp32, has no gradient, and equals the float64 result."""
+    """Assert that a tensor is fp32, requires no gradient, and is near the float64 result.
+
+    expected     a tensor or nested lists, in the shape of `got`
+    rtol, atol   the relative and absolute tolerance, of which the sum is allowed
+    """
     assert got.dtype == torch.float32 and not got.requires_grad
     torch.testing.assert_close(
         got.double(), torch.as_tensor(expected, dtype=torch.float64), rtol=rtol, atol=atol

@@ -45,12 +45,15 @@ def emulator() -> Path | None:
 
 @functools.cache
 def install(library: Path) -> Any:
-    """Load the emulator. From now on, AMX instructions can be executed in this process.
+    """Load the emulator, after which AMX instructions can be executed in this process.
+
+    library   see `emulator`
 
     Returns the library, whose functions amx_executed and amx_configured count instructions.
     """
     emulator_library = ctypes.CDLL(str(library))
     assert emulator_library.amx_install() == 0
+    # Functions of a ctypes library return int unless told otherwise.
     emulator_library.amx_executed.restype = ctypes.c_long
     emulator_library.amx_configured.restype = ctypes.c_long
     return emulator_library
@@ -62,17 +65,23 @@ def processor(
 ) -> Iterator[None]:
     """Let the package believe that it runs on another processor, within the block.
 
-    found        what CPUID and XCR0 say, as in INTEL
-    refusal      errno of the request to use AMX, 0 if it is granted
+    The package asks its C++ module about the processor, and examines AMX once per process. Here the
+    answers of the module are replaced, and the examination is repeated.
+
+    found        what CPUID and XCR0 say: (vendor, features, state components), as in INTEL
+    refusal      errno of the request to the operating system to use AMX, 0 if granted
     difference   result of the comparison of AMX matmuls with others: None if they are equal, a text
-                 if not. "as compared": they are compared
+                 about the difference if not. "as compared": they are really compared
     """
     from grpo_kernels.core.backends import cpu_matmuls
 
-    def compare(engine: Any, reference: Any) -> str | None:
+    def given_difference(engine: Any, reference: Any) -> str | None:
+        """Return `difference` without a comparison."""
         return difference
 
-    first_difference = cpu_matmuls.first_difference if difference == "as compared" else compare
+    first_difference = given_difference
+    if difference == "as compared":
+        first_difference = cpu_matmuls.first_difference
     _cpu = cpu_matmuls._cpu
     with (
         mock.patch.object(_cpu, "has_matmuls", lambda: True),
@@ -92,7 +101,7 @@ def processor(
 def tiles(difference: str | None = None) -> Iterator[Any]:
     """Make the matmul engine "amx" available within the block, or skip the test if this fails.
 
-    Yields the library of the emulator, or None on a processor with AMX.
+    Yields the library of the emulator, see `install`, or None on a processor with AMX.
 
     difference   see `processor`. By default the emulated matmuls are not compared with others,
                  which takes a second.
@@ -113,7 +122,8 @@ def tiles(difference: str | None = None) -> Iterator[Any]:
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Make AMX available until the end of the session.
 
-    The emulator handles SIGILL, for which pytest has installed its own handler by now.
+    The emulator handles SIGILL, for which pytest has installed its own handler by now. So its
+    handler replaces that of pytest, and not the other way round.
     """
     stack = ExitStack()
     stack.enter_context(tiles())

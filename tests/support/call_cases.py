@@ -107,6 +107,7 @@ class CallCase:
     seed: int = 0
 
     def __str__(self) -> str:
+        """Return the options that differ from their defaults, as a call of CallCase."""
         changed = (
             f"{f.name}={getattr(self, f.name)!r}"
             for f in fields(self)
@@ -116,6 +117,7 @@ class CallCase:
 
     @property
     def draws_sets(self) -> bool:
+        """Return whether tokens have candidate sets."""
         return self.kept != "none"
 
     @property
@@ -193,24 +195,29 @@ AXES: dict[str, tuple[Any, ...]] = {
 #: Objectives that differ in what they need: levels, statistics, filters, KL terms, entropy bonuses,
 #: selected tokens, groups.
 KINDS = (
-    "dapo", "gspo, k3 by the ratio", "grpo, k3 and entropy", "vespo", "clip-cov", "entropy quantile, bonus of its own",
-    "dppo-kl to the sampler, k3", "off-policy sequences", "distillation", "dapo, exact", "distillation, exact",
+    "dapo", "gspo, k3 by the ratio", "grpo, k3 and entropy", "vespo", "clip-cov",
+    "entropy quantile, bonus of its own", "dppo-kl to the sampler, k3", "off-policy sequences",
+    "distillation", "dapo, exact", "distillation, exact",
 )  # fmt: skip
-#: Axes whose pairs are covered. The others are drawn at random, because they do not change how a row
-#: is computed.
+#: Axes whose pairs are covered. The others are drawn at random, because they do not change how a
+#: row is computed.
 PAIRED = tuple(name for name in AXES if name not in ("lengths", "upstream", "normalizer", "given"))
 
 
-def legal(r: CallCase) -> CallCase:
+def legal(case: CallCase) -> CallCase:
     """Return the case, with options that are refused or meaningless with the others reset."""
-    case = replace(r, **_resets_by_source(r), **_resets_by_function(r))
+    case = replace(case, **_resets_by_source(case), **_resets_by_function(case))
     case = replace(case, **_resets_by_other_options(case))
     return replace(case, inplace=False) if case.is_composed else case
 
 
-def _resets_by_source(r: CallCase) -> dict[str, Any]:
-    """Return the options to reset because of `source`."""
-    if r.source == "logits":
+def _resets_by_source(case: CallCase) -> dict[str, Any]:
+    """Return {option: value} of the options that `source` makes meaningless or that it refuses.
+
+    The values are defaults, or others that the source allows.
+    """
+    if case.source == "logits":
+        # There is no head.
         return {
             "bias": "none",
             "head": "of hidden",
@@ -218,28 +225,33 @@ def _resets_by_source(r: CallCase) -> dict[str, Any]:
             "frozen": "nothing",
             "weight_grad": "none",
         }
+    # The caller has no logits that could be overwritten or set to extreme values.
     resets: dict[str, Any] = {"inplace": False, "extreme": "none"}
-    if r.dtype != "float32":
+    if case.dtype != "float32":
         resets["head"] = "of hidden"
-    if r.frozen != "nothing":
+    if case.frozen != "nothing":
         resets["weight_grad"] = "none"
     return resets
 
 
-def _resets_by_function(r: CallCase) -> dict[str, Any]:
-    """Return the options to reset because of `function`, and of the objective of a loss."""
-    if r.function == "loss":
-        return {"also": "nothing", **_resets_by_objective(r)}
+def _resets_by_function(case: CallCase) -> dict[str, Any]:
+    """Return {option: value} of the options to reset because of `function`.
+
+    For a loss, its objective decides about more options.
+    """
+    if case.function == "loss":
+        return {"also": "nothing", **_resets_by_objective(case)}
     resets: dict[str, Any] = {
         "objective": "dapo",
         "given": "everything",
         "normalizer": None,
         "skip_inactive": False,
         "upstream": 1.0,
-        "layout": "padded" if r.layout == "packed" else r.layout,
+        # Only a loss takes cu_seqlens.
+        "layout": "padded" if case.layout == "packed" else case.layout,
     }
-    if r.function == "divergence":
-        resets["other"] = "whole" if r.other == "none" else r.other
+    if case.function == "divergence":
+        resets["other"] = "whole" if case.other == "none" else case.other
         resets["also"] = "nothing"
         resets["missing"] = "include"
     else:
@@ -247,59 +259,66 @@ def _resets_by_function(r: CallCase) -> dict[str, Any]:
     return resets
 
 
-def _resets_by_objective(r: CallCase) -> dict[str, Any]:
-    """Return the options of a loss to reset because of its objective."""
-    spec = SPECS[r.objective]
+def _resets_by_objective(case: CallCase) -> dict[str, Any]:
+    """Return {option: value} of the options of a loss to reset because of its objective.
+
+    For example, a sequence-level loss needs to know the sequences, and only an exact KL reads the
+    logits of a reference.
+    """
+    spec = SPECS[case.objective]
     has_exact_kl = spec.beta and spec.kl == "exact"
     needs_sequences = (
         spec.level != "token" or not _counts_tokens(spec) or spec.off_policy is not None
     )
     resets: dict[str, Any] = {}
-    if r.layout == "without offsets" and needs_sequences:
+    if case.layout == "without offsets" and needs_sequences:
         resets["layout"] = "packed"
     if spec.beta and not has_exact_kl:
         resets["other"] = "none"
-    if r.other != "none" and not spec.beta:
+    if case.other != "none" and not spec.beta:
         resets["objective"] = "gspo, exact" if spec.level == "sequence" else "dapo, exact"
-    if has_exact_kl and r.other == "none":
+    if has_exact_kl and case.other == "none":
         resets["other"] = "whole"
     return resets
 
 
-def _resets_by_other_options(r: CallCase) -> dict[str, Any]:
-    """Return the options to reset because of each other, in a case with the resets above."""
+def _resets_by_other_options(case: CallCase) -> dict[str, Any]:
+    """Return {option: value} of the options to reset because of each other.
+
+    case   with the resets of `_resets_by_source` and `_resets_by_function`
+    """
     resets: dict[str, Any] = {}
-    if not r.draws_sets:
+    if not case.draws_sets:
         resets["missing"] = "include"
-    if r.other == "listed" and r.draws_sets:
+    if case.other == "listed" and case.draws_sets:
         resets |= {"kept": "none", "missing": "include"}
-    if r.other != "listed":
+    if case.other != "listed":
         resets["tail"] = "bin"
-    if r.other == "none":
+    if case.other == "none":
         resets |= {"exact": "reverse", "squared": False}
-    if (r.view == "transposed" and r.inplace) or r.view == "columns apart":
+    if (case.view == "transposed" and case.inplace) or case.view == "columns apart":
         resets["inplace"] = False
-    if r.transform == "per sequence" and r.layout == "without offsets":
+    if case.transform == "per sequence" and case.layout == "without offsets":
         resets["transform"] = "temperature"
-    if r.extreme == "absent" and r.other != "none":
+    if case.extreme == "absent" and case.other != "none":
         resets["extreme"] = "none"
-    if r.vocab == 1:
+    if case.vocab == 1:
         resets["extreme"] = "none"
-    if r.function == "divergence" or r.other not in ("none", "whole", "near"):
+    if case.function == "divergence" or case.other not in ("none", "whole", "near"):
         resets["rows"] = "own"
-    elif r.rows != "own" and r.transform.startswith("per "):
+    elif case.rows != "own" and case.transform.startswith("per "):
         resets["transform"] = "temperature"
-    if r.extreme == "absent" and resets.get("rows", r.rows) != "own":
+    if case.extreme == "absent" and resets.get("rows", case.rows) != "own":
         # The target of another token of the row may be absent.
         resets["extreme"] = "none"
-    if r.function != "loss" or r.extreme == "absent":
+    if case.function != "loss" or case.extreme == "absent":
         resets["listed"] = "none"
-    if r.ranks > 1:
-        resets["vocab"] = max(r.vocab, 2 * r.ranks)
+    if case.ranks > 1:
+        resets["vocab"] = max(case.vocab, 2 * case.ranks)
     return resets
 
 
-def _counts_tokens(spec: Any) -> bool:
+def _counts_tokens(spec: oracle.Spec) -> bool:
     """Return whether all means of a loss are over tokens, so that it needs no sequences."""
     aggregates = {spec.aggregate, spec.kl_aggregate, spec.entropy_aggregate}
     return aggregates <= {"token-mean", "token-sum", None}
@@ -314,6 +333,7 @@ def covering(seed: int = 0, **fixed: Any) -> list[CallCase]:
     fixed   options that have one value in all cases
     """
     rng = random.Random(seed)
+    # dict.fromkeys removes repeated values, and keeps their order.
     axes = {name: dict.fromkeys(AXES[name]) for name in PAIRED if name not in fixed}
     if "objective" in axes:
         axes["objective"] = dict.fromkeys(KINDS)
@@ -321,6 +341,7 @@ def covering(seed: int = 0, **fixed: Any) -> list[CallCase]:
     cases: list[CallCase] = []
 
     def pairs(case: CallCase) -> set[Any]:
+        """Return all pairs ((axis, value), (axis, value)) of a case."""
         values = [(name, getattr(case, name)) for name in axes]
         return set(combinations(values, 2))
 
@@ -343,21 +364,32 @@ def covering(seed: int = 0, **fixed: Any) -> list[CallCase]:
     return cases
 
 
-def each_value(cases: list[CallCase], beside: Sequence[str], axes: Sequence[str]) -> list[CallCase]:
-    """Return some of the cases, which cover each value of `axes` with all values of `beside`."""
+def each_value(
+    cases: list[CallCase], combined_with: Sequence[str], axes: Sequence[str]
+) -> list[CallCase]:
+    """Return some of the cases, with every combination that occurs in them.
+
+    A combination is a value of one of `axes`, together with values of all of `combined_with`.
+
+    combined_with, axes   names of fields of CallCase
+    """
     covered: set[Any] = set()
     chosen = []
     for case in cases:
-        values_beside = tuple(getattr(case, name) for name in beside)
-        combined = {(*values_beside, name, getattr(case, name)) for name in axes}
-        if combined - covered:
+        fixed_values = tuple(getattr(case, name) for name in combined_with)
+        combinations_of_case = {(*fixed_values, name, getattr(case, name)) for name in axes}
+        if combinations_of_case - covered:
             chosen.append(case)
-        covered |= combined
+        covered |= combinations_of_case
     return chosen
 
 
 def random_case(rng: random.Random, **fixed: Any) -> CallCase:
-    """Return a random case with the options `fixed`, if `legal` allows them."""
+    """Return a random case.
+
+    rng     the random generator
+    fixed   options that are not drawn. `legal` resets them if they do not fit the others.
+    """
     options = {name: rng.choice(values) for name, values in AXES.items()}
     # Each option has its default half of the time. Otherwise `legal` would reset most of them.
     default = CallCase()
@@ -436,18 +468,19 @@ class Problem:
     columns: slice = field(default_factory=lambda: slice(None))
 
     @property
-    def spec(self) -> Any:
+    def spec(self) -> oracle.Spec:
+        """The loss of the case, as the oracle computes it."""
         return SPECS[self.case.objective]
 
     @property
     def shape(self) -> torch.Size:
+        """The shape of the targets: [B, T], or [N] if sequences are packed."""
         return self.targets.shape
 
     def by_row(self, x: Tensor) -> Tensor:
-        """Return which rows have a token for which x is True.
+        """Return which rows have a token for which x is True, bool [rows, ...].
 
-        x   bool [N, ...]
-        Returns bool [rows, ...].
+        x   bool [N, ...], a value per token
         """
         if self.rows is None:
             return x
@@ -456,24 +489,22 @@ class Problem:
 
     @property
     def leading(self) -> torch.Size:
-        """Return the shape of the rows: that of the logits or hidden states without the last
-        dimension.
-        """
+        """The shape of logits or hidden states without their last dimension."""
         return next(iter(self.clean.values())).shape[:-1]
 
 
-def taken(
+def select_tokens(
     p: Problem, rows: list[int], part_of: Callable[[Tensor], Tensor], **changes: Any
 ) -> Problem:
-    """Return a problem with some of the tokens of another.
+    """Return the problem p with only some of its tokens.
 
-    rows      the tokens of the part
+    rows      the indices of these tokens, 0 to N - 1
     part_of   returns the part of a tensor that has a value per token or per sequence
-    changes   fields of the part that are set to other values
+    changes   fields of the result that are set to other values
     """
 
     def part_of_field(x: Any) -> Any:
-        """Return the part of a tensor, or of the tensors in a dictionary except the head."""
+        """Return part_of(x), for a dictionary the parts of its tensors. A head is not changed."""
         if isinstance(x, dict):
             return {
                 name: value if name in ("weight", "bias") else part_of_field(value)
@@ -482,7 +513,8 @@ def taken(
         has_rows = isinstance(x, Tensor) and x.dim() > 0
         return part_of(x) if has_rows else x
 
-    def part_of_lists(lists: Any) -> Any:
+    def part_of_lists(lists: list[list[int]] | None) -> list[list[int]] | None:
+        """Return the lists of the tokens `rows`."""
         return None if lists is None else [lists[i] for i in rows]
 
     other = p.other
@@ -505,16 +537,17 @@ def taken(
     return replace(p, **{**fields, **changes})
 
 
-def of_sequences(p: Problem, sequences: list[int]) -> Problem:
-    """Return a problem with some of the sequences [T] of a padded problem [B, T].
+def select_sequences(p: Problem, sequences: list[int]) -> Problem:
+    """Return the padded problem p [B, T] with only some of its sequences.
 
-    sequences   their indices
+    sequences   the indices of these sequences, 0 to B - 1
     """
     num_sequences, length = p.shape
     tokens = torch.arange(num_sequences * length).view(num_sequences, length)
     rows = tokens[sequences].reshape(-1).tolist()
 
     def part_of(x: Tensor) -> Tensor:
+        """Return the rows of the sequences of a tensor [B, ...], and others unchanged."""
         return x[sequences].contiguous() if len(x) == num_sequences else x
 
     upstream = {
@@ -530,7 +563,7 @@ def of_sequences(p: Problem, sequences: list[int]) -> Problem:
     seen = {
         name: part_of(x) if isinstance(x, Tensor) and x.dim() else x for name, x in p.seen.items()
     }
-    return taken(
+    return select_tokens(
         p,
         rows,
         part_of,
@@ -545,8 +578,12 @@ def of_sequences(p: Problem, sequences: list[int]) -> Problem:
     )
 
 
-def sliced(tensors: dict[str, Tensor], columns: slice) -> dict[str, Tensor]:
-    """Return the tensors with only these columns of the vocabulary in logits, weight and bias."""
+def slice_vocabulary(tensors: dict[str, Tensor], columns: slice) -> dict[str, Tensor]:
+    """Return the tensors of one shard of the vocabulary.
+
+    tensors   "logits" [..., V], "weight" [V, H] and "bias" [V] are sliced, others unchanged
+    columns   the ids of the shard
+    """
     parts = dict(tensors)
     if "logits" in parts:
         parts["logits"] = parts["logits"][..., columns]
@@ -579,14 +616,16 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "columns apart": _columns_apart,
     "rows apart": _rows_apart,
 }
-#: Values where nothing may be read.
+#: Values of elements that the package must not read.
 RUBBISH = (math.nan, math.inf, -math.inf, 1e30)
 
 
-def handed(x: Tensor, seed: int) -> Tensor:
-    """Return integers or bools as a caller may pass them.
+def as_caller_passes(x: Tensor, seed: int) -> Tensor:
+    """Return integers or bools as a caller may pass them, with the same values as x.
 
-    The seed decides about another dtype (odd seeds) and about gaps in memory (multiples of 3).
+    x      int64, int32 or bool
+    seed   if odd, the result has another dtype: int32 for int64, int64 for others. If a multiple of
+           3, the result has a gap after each element in memory.
     """
     if seed % 2 == 1:
         x = x.int() if x.dtype == torch.int64 else x.long()
@@ -596,62 +635,68 @@ def handed(x: Tensor, seed: int) -> Tensor:
 
 
 def _alternating(shape: tuple[int, ...], even: int, odd: int) -> Tensor:
-    """Return int64 [*shape]: `even` and `odd` at alternating tokens."""
+    """Return int64 [*shape] with `even` at tokens 0, 2, 4, ... and `odd` at tokens 1, 3, 5, ..."""
     return even + (odd - even) * (torch.arange(math.prod(shape)).view(shape) % 2)
 
 
 @cache
-def problem(r: CallCase) -> Problem:
-    """Return the tensors of a case. Each call returns the same tensors, so do not write to them."""
-    g = torch.Generator().manual_seed(r.seed)
-    spec = SPECS[r.objective]
-    lengths = torch.tensor(r.lengths, dtype=torch.int64)
-    if r.layout == "padded":
-        shape: tuple[int, ...] = (len(lengths), max(r.lengths, default=4))
+def problem(case: CallCase) -> Problem:
+    """Draw the tensors of a case. Each call returns the same tensors, so do not write to them.
+
+    All numbers come from the seed of the case.
+    """
+    g = torch.Generator().manual_seed(case.seed)
+    spec = SPECS[case.objective]
+    lengths = torch.tensor(case.lengths, dtype=torch.int64)
+    if case.layout == "padded":
+        shape: tuple[int, ...] = (len(lengths), max(case.lengths, default=4))
     else:
         shape = (int(lengths.sum()),)
     num_tokens = math.prod(shape)
     offsets = None
-    if r.layout == "packed":
+    if case.layout == "packed":
         zero = torch.zeros(1, dtype=torch.int64)
         offsets = torch.cat([zero, lengths.cumsum(0)]).to(torch.int32)
 
     def normal(*size: int) -> Tensor:
+        """Draw normal numbers, float64 of this size or, without one, of the targets' shape."""
         return torch.randn(size or shape, generator=g, dtype=torch.float64)
 
     def uniform(*size: int) -> Tensor:
+        """Draw numbers in [0, 1), float64 of this size or, without one, of the targets' shape."""
         return torch.rand(size or shape, generator=g, dtype=torch.float64)
 
     # The mask and the targets.
     in_sequence = torch.ones(shape, dtype=torch.bool)
-    if r.layout == "padded":
+    if case.layout == "padded":
         in_sequence = torch.arange(shape[1]) < lengths[:, None]
-    some = in_sequence & (uniform() < 0.75)
-    mask = {"none": in_sequence, "some": some, "all": torch.zeros_like(in_sequence)}[r.mask]
-    has_mask = r.mask != "none" or not bool(in_sequence.all())
+    is_some = in_sequence & (uniform() < 0.75)
+    masks = {"none": in_sequence, "some": is_some, "all": torch.zeros_like(in_sequence)}
+    mask = masks[case.mask]
+    has_mask = case.mask != "none" or not bool(in_sequence.all())
     trained = mask.reshape(-1)
-    ids = torch.randint(r.vocab, (num_tokens,), generator=g)
+    ids = torch.randint(case.vocab, (num_tokens,), generator=g)
 
     # The logits of each token.
-    transform = _transform(r, shape, uniform)
+    transform = _transform(case, shape, uniform)
     row_of = None
-    if r.rows == "own":
-        leaves, logits_of_rows = _leaves(r, shape, ids, transform, normal, g)
+    if case.rows == "own":
+        leaves, logits_of_rows = _leaves(case, shape, ids, transform, normal, g)
         logits = logits_of_rows
     else:
-        row_of, num_rows = _rows_of_tokens(r, num_tokens, g)
-        if r.rows == "shared":
+        row_of, num_rows = _rows_of_tokens(case, num_tokens, g)
+        if case.rows == "shared":
             # Half of the tokens of a row have the same target.
-            ids = torch.where(uniform(num_tokens) < 0.5, row_of % r.vocab, ids)
+            ids = torch.where(uniform(num_tokens) < 0.5, row_of % case.vocab, ids)
         row_ids = torch.zeros(num_rows, dtype=torch.int64).index_put((row_of,), ids)
-        leaves, logits_of_rows = _leaves(r, (num_rows,), row_ids, transform, normal, g)
+        leaves, logits_of_rows = _leaves(case, (num_rows,), row_ids, transform, normal, g)
         logits = logits_of_rows[row_of]
 
     sets = None
     keep = None
-    if r.draws_sets:
-        sets, keep, outside = _sets(r, ids, g)
-        if r.missing == "mask":
+    if case.draws_sets:
+        sets, keep, outside = _sets(case, ids, g)
+        if case.missing == "mask":
             trained = trained & ~outside
     trained_tokens = trained.view(shape)
 
@@ -659,41 +704,44 @@ def problem(r: CallCase) -> Problem:
     sequences = oracle.sequences_of(torch.zeros(shape), offsets)
     rows = oracle.Rows(logits, ids, transform, sequences, keep=keep)
     logps = rows.chosen.detach().reshape(shape)
-    seen = _fields(r, logps, sequences, normal, uniform)
+    seen = _fields(case, logps, sequences, normal, uniform)
     rubbish = torch.tensor(RUBBISH).repeat(num_tokens // 4 + 1)[:num_tokens].view(shape)
 
     def spoil(x: Any) -> Any:
-        """Put rubbish into tokens that are not trained, if x has a value per token."""
+        """Put RUBBISH into the tokens of x that are not trained, as fp32.
+
+        x is returned unchanged if it does not have a value per token.
+        """
         if isinstance(x, Tensor) and x.shape == shape:
             return torch.where(trained_tokens, x, rubbish).float()
         return x
 
     fields = {name: spoil(x.float()) for name, x in seen.items()}
-    if r.seed % 4 == 3:
-        # As from NumPy.
+    if case.seed % 4 == 3:
+        # float64, the default dtype of NumPy.
         fields = {name: x.double() for name, x in fields.items()}
     structure: dict[str, Any] = {
-        "mask": handed(mask, r.seed) if has_mask else None,
-        "cu_seqlens": None if offsets is None else handed(offsets, r.seed),
+        "mask": as_caller_passes(mask, case.seed) if has_mask else None,
+        "cu_seqlens": None if offsets is None else as_caller_passes(offsets, case.seed),
     }
     if "group-mean" in (spec.aggregate, spec.kl_aggregate, spec.entropy_aggregate):
         structure["groups"] = torch.arange(len(sequences)) // 2
-    if r.given == "marked":
-        structure["on_policy"] = _marked(r, shape, len(sequences), g)
+    if case.given == "marked":
+        structure["on_policy"] = _marked(case, shape, len(sequences), g)
     rows_field = {}
     if row_of is not None:
         no_row = _alternating(shape, even=10**6, odd=-(10**6))
         rows_field["rows"] = torch.where(mask, row_of.view(shape), no_row)
     targets = ids.view(shape)
     if has_mask:
-        no_id = _alternating(shape, even=r.vocab + 7, odd=r.vocab + 7 - 2000)
+        no_id = _alternating(shape, even=case.vocab + 7, odd=case.vocab + 7 - 2000)
         targets = torch.where(mask, targets, no_id)
 
     p = Problem(
-        case=r,
+        case=case,
         given={},
         clean=leaves,
-        targets=handed(targets, r.seed),
+        targets=as_caller_passes(targets, case.seed),
         ids=ids,
         sequences=sequences,
         fields={**fields, **structure, **rows_field},
@@ -706,32 +754,40 @@ def problem(r: CallCase) -> Problem:
         rows=row_of,
     )
     p.given = _poisoned(p)
-    if r.other != "none":
+    if case.other != "none":
         p.other = _other(p, logits_of_rows, normal, g)
-    if r.also in ("at", "all"):
-        p.at = _random_ids(num_tokens, min(r.vocab, 4), r.vocab, g)
+    if case.also in ("at", "all"):
+        p.at = _random_ids(num_tokens, min(case.vocab, 4), case.vocab, g)
     for name in ("logps", "entropy", "sum_squares", "log_kept_mass", "divergence"):
         p.upstream[name] = normal()
-    p.upstream["loss"] = torch.tensor(r.upstream)
+    p.upstream["loss"] = torch.tensor(case.upstream)
     p.upstream["at"] = normal(sum(len(ids_of_token) for ids_of_token in p.at or []))
-    if r.listed != "none":
-        p.terms = _terms(num_tokens, r.vocab, keep, normal, g)
+    if case.listed != "none":
+        p.terms = _terms(num_tokens, case.vocab, keep, normal, g)
     return p
 
 
-def _rows_of_tokens(r: CallCase, num_tokens: int, g: torch.Generator) -> tuple[Tensor, int]:
+def _rows_of_tokens(case: CallCase, num_tokens: int, g: torch.Generator) -> tuple[Tensor, int]:
     """Return the row of each token, int64 [N], and the number of rows.
 
-    Some shared rows belong to no token.
+    This is for tokens whose logits are not in their own order, see `CallCase.rows`. "shuffled"
+    gives a permutation of N rows. "shared" draws one of N // 2 + 1 rows for each token, so that
+    some rows have several tokens and some have none.
+
+    num_tokens   N
     """
-    if r.rows == "shuffled":
+    if case.rows == "shuffled":
         return torch.randperm(num_tokens, generator=g), num_tokens
     num_rows = num_tokens // 2 + 1
     return torch.randint(num_rows, (num_tokens,), generator=g), num_rows
 
 
 def _random_ids(num_tokens: int, most: int, vocab: int, g: torch.Generator) -> list[list[int]]:
-    """Return 0 to `most` different ids for each token."""
+    """Return a list of 0 to `most` different random ids for each of `num_tokens` tokens.
+
+    most    at most the size of the vocabulary
+    vocab   ids are below this number
+    """
     counts = torch.randint(0, most + 1, (num_tokens,), generator=g).tolist()
     return [torch.randperm(vocab, generator=g)[:count].tolist() for count in counts]
 
@@ -743,7 +799,15 @@ def _terms(
     normal: Callable[..., Tensor],
     g: torch.Generator,
 ) -> tuple[list[list[int]], Tensor, Tensor]:
-    """Return Problem.terms: 0 to 4 ids from the softmax of each token, and two fp32 values each."""
+    """Draw `Problem.terms`, the loss terms at further ids of N = `num_tokens` tokens.
+
+    Returns (0 to 4 ids of each token, values of logp_terms, values of prob_terms). The values are
+    fp32 [number of ids of all tokens].
+
+    keep     bool [N, V], the ids in the softmax of each token, from which its ids are drawn; None:
+             all
+    normal   draws normal numbers of a shape, see `problem`
+    """
     if keep is None:
         keep = torch.ones(num_tokens, vocab, dtype=torch.bool)
     lists = []
@@ -754,22 +818,39 @@ def _terms(
     return lists, logp_values, prob_values
 
 
-def _marked(r: CallCase, shape: tuple[int, ...], num_sequences: int, g: torch.Generator) -> Tensor:
-    """Return which tokens are on-policy: a bool per token, or per sequence if these are known."""
-    by_token = r.layout == "without offsets" or r.seed % 3 == 0
+def _marked(
+    case: CallCase, shape: tuple[int, ...], num_sequences: int, g: torch.Generator
+) -> Tensor:
+    """Draw the field `on_policy` of a batch: which tokens or sequences are on-policy.
+
+    Returns one value per token, in the shape of the targets, or one per sequence [B, 1]. The dtype
+    is that of `as_caller_passes`.
+
+    shape           of the targets. Packed targets without offsets have no sequences and get values
+                    of tokens.
+    num_sequences   B
+    """
+    by_token = case.layout == "without offsets" or case.seed % 3 == 0
     size = shape if by_token else (num_sequences, 1)
-    return handed(torch.rand(size, generator=g) < 0.5, r.seed)
+    return as_caller_passes(torch.rand(size, generator=g) < 0.5, case.seed)
 
 
 def _transform(
-    r: CallCase, shape: tuple[int, ...], uniform: Callable[..., Tensor]
+    case: CallCase, shape: tuple[int, ...], uniform: Callable[..., Tensor]
 ) -> dict[str, Any]:
-    """Return temperature, softcap and scale of the logits."""
+    """Return temperature, softcap and scale of the logits, see `CallCase.transform`.
+
+    The temperature is a number, or fp32 with one value per token or sequence, in [0.4, 2). A
+    softcap of None means none.
+
+    shape     of the targets: (B, T), or (N,) if sequences are packed
+    uniform   draws numbers in [0, 1) of a shape, see `problem`
+    """
     plain: dict[str, Any] = {"temperature": 1.0, "softcap": None, "scale": 1.0}
-    if r.transform == "per token":
+    if case.transform == "per token":
         return plain | {"temperature": 0.4 + 1.6 * uniform(*shape).float()}
-    if r.transform == "per sequence":
-        size = (len(r.lengths), 1) if len(shape) == 2 else (len(r.lengths),)
+    if case.transform == "per sequence":
+        size = (len(case.lengths), 1) if len(shape) == 2 else (len(case.lengths),)
         return plain | {"temperature": 0.4 + 1.6 * uniform(*size).float()}
     changes: dict[str, dict[str, Any]] = {
         "none": {},
@@ -778,64 +859,70 @@ def _transform(
         "scale": {"scale": -1.7},
         "everything": {"temperature": 1.3, "softcap": 9.0, "scale": -0.8},
     }
-    return plain | changes[r.transform]
+    return plain | changes[case.transform]
 
 
 def _leaves(
-    r: CallCase,
+    case: CallCase,
     shape: tuple[int, ...],
     ids: Tensor,
     transform: dict[str, Any],
     normal: Callable[..., Tensor],
     g: torch.Generator,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the tensors that get a gradient, in their dtype, and the logits in float64 [rows, V].
+    """Draw logits, or hidden states and a head.
 
-    shape   of the rows
-    ids     int64 [rows], a target of each row
+    Returns (the tensors that get a gradient by name, in the dtypes of the case; the logits that
+    they have, float64 [rows, V]). The tensors are "logits" [*shape, V], or "hidden" [*shape, H],
+    "weight" [V, H] and optionally "bias" [V].
+
+    shape       of the rows, without the vocabulary or width
+    ids         int64 [rows], a target of each row, to which extreme logits refer
+    transform   of the logits, whose sign of the scale says which logits are likely
+    normal      draws normal numbers of a shape, see `problem`
     """
-    dtype = DTYPES[r.dtype]
-    if r.source == "hidden":
-        head_dtype = torch.bfloat16 if r.head == "bfloat16" else dtype
-        weight_scale = r.spread * r.width**-0.5
+    dtype = DTYPES[case.dtype]
+    if case.source == "hidden":
+        head_dtype = torch.bfloat16 if case.head == "bfloat16" else dtype
+        weight_scale = case.spread * case.width**-0.5
         leaves = {
-            "hidden": normal(*shape, r.width).to(dtype),
-            "weight": (weight_scale * normal(r.vocab, r.width)).to(head_dtype),
+            "hidden": normal(*shape, case.width).to(dtype),
+            "weight": (weight_scale * normal(case.vocab, case.width)).to(head_dtype),
         }
-        if r.bias != "none":
-            leaves["bias"] = normal(r.vocab).to(head_dtype)
+        if case.bias != "none":
+            leaves["bias"] = normal(case.vocab).to(head_dtype)
         return leaves, oracle.project(leaves, torch.float64).detach()
-    logits = (r.spread * normal(ids.numel(), r.vocab)).clamp(-6e4, 6e4)
+    logits = (case.spread * normal(ids.numel(), case.vocab)).clamp(-6e4, 6e4)
     sign = math.copysign(1.0, transform["scale"])
-    logits = _with_extremes(r, logits, ids, sign, g).to(dtype)
-    return {"logits": logits.view(*shape, r.vocab)}, logits.double()
+    logits = _with_extremes(case, logits, ids, sign, g).to(dtype)
+    return {"logits": logits.view(*shape, case.vocab)}, logits.double()
 
 
 def _with_extremes(
-    r: CallCase, logits: Tensor, ids: Tensor, sign: float, g: torch.Generator
+    case: CallCase, logits: Tensor, ids: Tensor, sign: float, g: torch.Generator
 ) -> Tensor:
-    """Return logits with the values that `r.extreme` asks for, which may overwrite `logits`.
+    """Return logits [rows, V] with the values that `case.extreme` asks for, see `CallCase.extreme`.
 
-    logits   float64 [rows, V]
-    ids      int64 [rows]
+    logits   float64 [rows, V], which may be overwritten
+    ids      int64 [rows], the target of each row
     sign     the sign of the scale: with -1, small logits are likely
     """
     num_rows, vocab = logits.shape
-    if r.extreme == "far":
+    if case.extreme == "far":
         distances = torch.tensor([0.0, 60.0, 88.0, 100.0, 300.0, 700.0])
         distance = distances[torch.randint(6, (num_rows,), generator=g)].double()
-        far_ids = ids if r.seed % 2 else torch.zeros_like(ids)
+        far_ids = ids if case.seed % 2 else torch.zeros_like(ids)
         logits.scatter_add_(1, far_ids[:, None], -sign * distance[:, None])
-    elif r.extreme == "confident":
+    elif case.extreme == "confident":
         likely = torch.randint(vocab, (num_rows, 1), generator=g)
         distance = torch.full((num_rows, 1), 20.0 * sign, dtype=torch.float64)
         logits.scatter_add_(1, likely, distance)
-    elif r.extreme == "absent":
+    elif case.extreme == "absent":
         # Of a fifth of the rows, only the target is left.
         is_alone = (torch.arange(num_rows) % 5 == 2)[:, None]
         absent = (torch.rand(num_rows, vocab, generator=g) < 0.4) | is_alone
         logits.masked_fill_(absent.scatter(1, ids[:, None], False), -sign * math.inf)
-    elif r.extreme == "ends":
+    elif case.extreme == "ends":
         # In turn: around -6e4, around 6e4, around 1e4, and from one end to the other.
         turn = torch.arange(num_rows) % 4
         shift = torch.tensor([-6e4, 6e4, 1e4, 0.0])[turn, None]
@@ -844,8 +931,12 @@ def _with_extremes(
     return logits
 
 
-def _sets(r: CallCase, ids: Tensor, g: torch.Generator) -> tuple[list[list[int]], Tensor, Tensor]:
-    """Draw the candidate set of each token.
+def _sets(
+    case: CallCase, ids: Tensor, g: torch.Generator
+) -> tuple[list[list[int]], Tensor, Tensor]:
+    """Draw the candidate set of each token, see `CallCase.kept`.
+
+    ids   int64 [N], the targets
 
     Returns
     sets      the ids of each set; empty: the token has none
@@ -853,20 +944,20 @@ def _sets(r: CallCase, ids: Tensor, g: torch.Generator) -> tuple[list[list[int]]
     outside   bool [N], tokens whose target is not in their set
     """
     num_tokens = len(ids)
-    largest = r.vocab if r.kept == "long" else min(r.vocab, 9)
+    largest = case.vocab if case.kept == "long" else min(case.vocab, 9)
     sizes = torch.randint(1, largest + 1, (num_tokens,), generator=g).tolist()
-    share = {"some": 0.6, "all": 1.1, "empty": 0.0, "whole": 1.1, "long": 0.9}[r.kept]
+    share = {"some": 0.6, "all": 1.1, "empty": 0.0, "whole": 1.1, "long": 0.9}[case.kept]
     has_set = (torch.rand(num_tokens, generator=g) < share).tolist()
     sets = []
-    keep = torch.zeros(num_tokens, r.vocab, dtype=torch.bool)
+    keep = torch.zeros(num_tokens, case.vocab, dtype=torch.bool)
     for i, target in enumerate(ids.tolist()):
-        order = torch.randperm(r.vocab, generator=g).tolist()
-        chosen = order if r.kept == "whole" else order[: sizes[i]]
+        order = torch.randperm(case.vocab, generator=g).tolist()
+        chosen = order if case.kept == "whole" else order[: sizes[i]]
         # A third of the sets gets the target, a third loses it, and a third stays as drawn.
         if i % 3 == 0 and target not in chosen:
             chosen[-1] = target
-        elif i % 3 == 1 and target in chosen and r.vocab > 1 and r.kept != "whole":
-            chosen = [x for x in chosen if x != target] or [(target + 1) % r.vocab]
+        elif i % 3 == 1 and target in chosen and case.vocab > 1 and case.kept != "whole":
+            chosen = [x for x in chosen if x != target] or [(target + 1) % case.vocab]
         if has_set[i]:
             sets.append(chosen)
             keep[i, chosen] = True
@@ -874,41 +965,45 @@ def _sets(r: CallCase, ids: Tensor, g: torch.Generator) -> tuple[list[list[int]]
             sets.append([])
             keep[i] = True
     outside = ~keep.gather(1, ids[:, None])[:, 0]
-    if r.missing == "full":
+    if case.missing == "full":
         keep |= outside[:, None]
-    if r.function == "divergence":
+    if case.function == "divergence":
         # A divergence has no targets.
         return sets, keep, torch.zeros_like(outside)
     return sets, keep.scatter(1, ids[:, None], True), outside
 
 
 def _fields(
-    r: CallCase,
+    case: CallCase,
     logps: Tensor,
     sequences: list[list[int]],
     normal: Callable[..., Tensor],
     uniform: Callable[..., Tensor],
 ) -> dict[str, Any]:
-    """Return the advantages, log-probs of other policies and weights of the batch.
+    """Draw the advantages, log-probs of other policies and weights of the batch.
 
-    They have fp32 values, in float64.
+    Returns tensors by the name of their field. They are float64, but each number is one of fp32. A
+    tensor has one value per token, in the shape of the targets, or one per sequence, [B] or [B, 1].
 
-    logps   the policy's log-probs, in the shape of the targets
+    logps             the policy's log-probs, in the shape of the targets. Those of other policies
+                      are drawn near them.
+    sequences         the tokens of each sequence
+    normal, uniform   draw numbers of a shape, by default that of the targets, see `problem`
     """
-    spec = SPECS[r.objective]
+    spec = SPECS[case.objective]
     num_sequences = len(sequences)
-    without_offsets = r.layout == "without offsets"
+    without_offsets = case.layout == "without offsets"
     # All are drawn in each case, so that a case has the same numbers whatever `given` is.
     per_token = normal()
     per_column = normal(num_sequences, 1)
     advantages = normal(num_sequences, 1)
-    if r.given == "token":
+    if case.given == "token":
         advantages = per_token
-    elif r.given == "column":
+    elif case.given == "column":
         advantages = per_column
     if without_offsets:
         advantages = normal()
-    elif r.given not in ("column", "token") and num_sequences != logps.numel():
+    elif case.given not in ("column", "token") and num_sequences != logps.numel():
         advantages = advantages[:, 0]
     advantages = torch.where(uniform(*advantages.shape) < 0.15, 0.0, advantages)
 
@@ -916,7 +1011,9 @@ def _fields(
     old_logps = logps - distance * normal()
     if spec.trust:
         old_logps = old_logps.clamp(-300.0, -1e-2)
-    weight_per_sequence = r.given == "column" and not without_offsets and spec.surrogate != "vespo"
+    weight_per_sequence = (
+        case.given == "column" and not without_offsets and spec.surrogate != "vespo"
+    )
     weight_shape = (num_sequences, 1) if weight_per_sequence else logps.shape
     fields = {
         "advantages": advantages,
@@ -926,40 +1023,40 @@ def _fields(
         "weights": torch.where(uniform(*weight_shape) < 0.1, 0.0, 0.3 + uniform(*weight_shape)),
         "nll_weights": 0.1 * uniform(),
     }
-    if r.given == "on-policy":
+    if case.given == "on-policy":
         left_out = {"old_logps", "weights", "nll_weights"}
-    elif r.given == "column":
+    elif case.given == "column":
         left_out = {"nll_weights"}
     else:
         left_out = set()
-    if r.other != "none":
+    if case.other != "none":
         left_out.add("ref_logps")
     return {name: x.float().double() for name, x in fields.items() if name not in left_out}
 
 
 def _poisoned(p: Problem) -> dict[str, Tensor]:
-    """Return the tensors that the caller passes, with rubbish where nothing may be read.
+    """Return the tensors that the caller passes, with rubbish where the package must not read.
 
-    These are rows without a trained token, logits and rows of the weight outside all candidate
-    sets, and memory between rows.
+    These places are rows without a trained token, logits and rows of the weight outside all
+    candidate sets, and memory between rows.
     """
-    r = p.case
+    case = p.case
     read_rows = p.by_row(p.trained)
     outside = None
-    if p.keep is not None and r.also not in ("log_kept_mass", "all"):
+    if p.keep is not None and case.also not in ("log_kept_mass", "all"):
         # A set of one id has a log-prob of 0, so that not even this logit is read.
         has_set = torch.tensor([bool(ids) for ids in p.sets or []])
         is_single = (p.keep.sum(1) == 1) & has_set
         outside = ~p.by_row(p.keep & ~is_single[:, None])
-    if r.source == "logits":
+    if case.source == "logits":
         return _poisoned_logits(p, read_rows, outside)
     return _poisoned_head(p, read_rows, outside)
 
 
 def _poisoned_logits(p: Problem, read_rows: Tensor, outside: Tensor | None) -> dict[str, Tensor]:
-    """Return the logits that the caller passes.
+    """Return the logits that the caller passes, with RUBBISH where the package must not read.
 
-    read_rows   bool [rows]
+    read_rows   bool [rows], rows with a trained token
     outside     bool [rows, V], logits outside all candidate sets, or None
     """
     logits = p.clean["logits"]
@@ -972,8 +1069,14 @@ def _poisoned_logits(p: Problem, read_rows: Tensor, outside: Tensor | None) -> d
 
 
 def _poisoned_head(p: Problem, read_rows: Tensor, outside: Tensor | None) -> dict[str, Tensor]:
-    """Return hidden states, weight and bias that the caller passes, see _poisoned_logits."""
-    r = p.case
+    """Return hidden states, weight and bias that the caller passes.
+
+    They are NaN where the package must not read.
+
+    read_rows   bool [rows], rows with a trained token
+    outside     bool [rows, V], logits outside all candidate sets, or None
+    """
+    case = p.case
     unread_ids = None
     if outside is not None:
         read_rows = read_rows & ~outside.all(1)
@@ -982,15 +1085,15 @@ def _poisoned_head(p: Problem, read_rows: Tensor, outside: Tensor | None) -> dic
     given = dict(p.clean)
     hidden = given["hidden"].clone()
     hidden[~read_rows.view(p.leading)] = math.nan
-    given["hidden"] = VIEWS[r.view](hidden)
+    given["hidden"] = VIEWS[case.view](hidden)
     for name in ("weight", "bias"):
         if name in given:
             x = given[name].clone()
-            if unread_ids is not None and r.other == "none":
+            if unread_ids is not None and case.other == "none":
                 x[unread_ids] = math.nan
             given[name] = x
-    given["weight"] = VIEWS[r.view](given["weight"])
-    if r.bias == "column":
+    given["weight"] = VIEWS[case.view](given["weight"])
+    if case.bias == "column":
         given["bias"] = torch.stack([given["bias"], given["bias"]], 1)[:, 0]
     return given
 
@@ -998,18 +1101,21 @@ def _poisoned_head(p: Problem, read_rows: Tensor, outside: Tensor | None) -> dic
 def _other(
     p: Problem, rows: Tensor, normal: Callable[..., Tensor], g: torch.Generator
 ) -> SecondDistribution:
-    """Draw the reference or teacher.
+    """Draw the reference or teacher, see `CallCase.other`.
 
-    rows   float64 [rows, V], the policy's logits
+    Rows that no trained token has are NaN in what the caller passes.
+
+    rows     float64 [rows, V], the policy's logits before the transform
+    normal   draws normal numbers of a shape, see `problem`
     """
-    r = p.case
+    case = p.case
     num_rows, vocab = rows.shape
     read_rows = p.by_row(p.trained).view(p.leading)
     transform = p.transform
-    if r.other in ("own", "itself"):
+    if case.other in ("own", "itself"):
         transform = {"temperature": 0.9, "softcap": 15.0, "scale": 1.3}
-    if r.source == "hidden":
-        if r.other == "near":
+    if case.source == "hidden":
+        if case.other == "near":
             hidden = p.clean["hidden"]
             weight = p.clean["weight"]
             hidden = (hidden.double() + 0.3 * normal(*hidden.shape)).to(hidden.dtype)
@@ -1019,25 +1125,25 @@ def _other(
         logits = oracle.project({"hidden": hidden, "weight": weight}, torch.float64)
         hidden = hidden.clone()
         hidden[~read_rows] = math.nan
-        given = {"hidden": VIEWS[r.view](hidden), "weight": VIEWS[r.view](weight)}
+        given = {"hidden": VIEWS[case.view](hidden), "weight": VIEWS[case.view](weight)}
     else:
-        if r.other == "itself":
-            normal(num_rows, vocab)  # keeps the numbers that are drawn later
+        if case.other == "itself":
+            normal(num_rows, vocab)  # so that later draws are the same for each `other`
             x = rows
         else:
             noise = normal(num_rows, vocab)
-            if r.other == "near":
+            if case.other == "near":
                 x = torch.where(rows.isfinite(), rows, 0.0) + 0.3 * noise
             else:
                 x = 3.0 * noise
-            x = x.to((torch.float32, torch.bfloat16)[r.seed % 2])
+            x = x.to(torch.bfloat16 if case.seed % 2 else torch.float32)
         poisoned = x.clone().view(*p.leading, vocab)
         poisoned[~read_rows] = math.nan
-        given = {"logits": VIEWS[r.view](poisoned)}
+        given = {"logits": VIEWS[case.view](poisoned)}
         logits = x.double()
     ids = None
-    if r.other == "listed":
+    if case.other == "listed":
         ids = _random_ids(num_rows, min(vocab, 6), vocab, g)
     if p.rows is not None:
         logits = logits[p.rows]
-    return SecondDistribution(r.other, logits, given, transform, ids)
+    return SecondDistribution(case.other, logits, given, transform, ids)

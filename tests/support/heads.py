@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,8 +21,11 @@ from grpo_kernels import Objective, Options, TokenBatch
 from grpo_kernels.model import FusedLMHead, HeadLogprobs, HeadLoss
 from support import oracle
 
-H, V = 8, 17
-NORMALIZER, TEMPERATURE = 7.0, 0.8
+#: Width of the hidden states, and size of the vocabulary, of `Model`.
+H = 8
+V = 17
+NORMALIZER = 7.0
+TEMPERATURE = 0.8
 OBJECTIVE = Objective.preset("dapo", beta=0.1, entropy_coef=0.02)
 
 
@@ -62,6 +66,10 @@ class Model(nn.Module):
     """An embedding, two layers, a norm and a head, with weights that are the same for each case."""
 
     def __init__(self, case: Case) -> None:
+        """Draw the weights with seed 0, and leave the global random generator as it is.
+
+        case   says whether the head is tied to the embedding and has a bias, and how it is called
+        """
         super().__init__()
         self.case = case
         self.options = Options()
@@ -75,17 +83,24 @@ class Model(nn.Module):
         if case.tied:
             self.lm_head.weight = self.embedding.weight
 
-    def again(self, part: str, function: Callable[..., Any], *inputs: Tensor) -> Any:
-        """Call a function, under torch.utils.checkpoint if the case recomputes this part."""
+    def call_part(self, part: str, function: Callable[..., Any], *inputs: Tensor) -> Any:
+        """Return function(*inputs), under torch.utils.checkpoint if the case recomputes this part.
+
+        part   "layers", "head" or "all", see `Case.recompute`
+        """
         if self.case.recompute != part:
             return function(*inputs)
         return checkpoint(function, *inputs, use_reentrant=self.case.reentrant)
 
     def hidden(self, ids: Tensor) -> Tensor:
         """Return hidden states [B, T, H] from the ids before each of the target ids [B, T]."""
+
+        def residual_layer(x: Tensor, layer: nn.Module) -> Tensor:
+            return x + torch.tanh(layer(x))
+
         x = self.embedding(ids.roll(1, 1))
         for layer in self.layers:
-            x = self.again("layers", lambda x, layer=layer: x + torch.tanh(layer(x)), x)
+            x = self.call_part("layers", partial(residual_layer, layer=layer), x)
         return self.norm(x)
 
     def call_head(self, hidden: Tensor, batch: TokenBatch) -> Any:
@@ -93,24 +108,36 @@ class Model(nn.Module):
         return call_head(self.lm_head, hidden, batch, self.case.kind, options=self.options)
 
     def forward(self, batch: TokenBatch) -> Any:
-        """Return what the head returns, or the hidden states if the head is called outside."""
+        """Return what the head returns for a batch with targets [B, T].
+
+        This is a HeadLoss, HeadLogprobs or logits [B, T, V], by `Case.kind`. If the case calls the
+        head outside of the model, the hidden states [B, T, H] are returned.
+        """
         if self.case.outside:
             return self.hidden(batch.targets)
 
-        def all_parts(one: Tensor) -> Any:
-            return self.call_head(self.hidden(batch.targets) * one, batch)
+        def layers_and_head(factor: Tensor) -> Any:
+            """Return what the head returns for the hidden states times a 0-d factor."""
+            return self.call_head(self.hidden(batch.targets) * factor, batch)
+
+        def head(hidden: Tensor) -> Any:
+            """Return what the head returns for hidden states [B, T, H]."""
+            return self.call_head(hidden, batch)
 
         if self.case.recompute == "all":
-            # A reentrant checkpoint needs an input that requires a gradient, and ids do not.
-            out = self.again("all", all_parts, torch.ones((), requires_grad=True))
+            # A reentrant checkpoint only records a gradient if one of its inputs requires one. The
+            # ids do not, so a factor of 1 that does is its input.
+            output = self.call_part("all", layers_and_head, torch.ones((), requires_grad=True))
         else:
-            out = self.again("head", lambda h: self.call_head(h, batch), self.hidden(batch.targets))
+            output = self.call_part("head", head, self.hidden(batch.targets))
         # A reentrant checkpoint returns a named tuple as a plain tuple.
-        return OUTPUTS[self.case.kind](*out) if type(out) is tuple else out
+        if type(output) is tuple:
+            return OUTPUTS[self.case.kind](*output)
+        return output
 
 
 def fused(case: Case) -> Model:
-    """Return the model of a case with its head replaced by a FusedLMHead."""
+    """Return the model of a case, with its head wrapped in a FusedLMHead."""
     model = Model(case)
     model.lm_head = FusedLMHead(model.lm_head)
     return model
@@ -120,11 +147,15 @@ def fused(case: Case) -> Model:
 OUTPUTS: dict[str, Callable[..., Any]] = {"loss": HeadLoss, "log-probs": HeadLogprobs}
 
 
-def call_head(head: nn.Module, hidden: Tensor, batch: TokenBatch, kind: str, **how: Any) -> Any:
-    """Call a head for a loss, log-probs or logits.
+def call_head(
+    head: nn.Module, hidden: Tensor, batch: TokenBatch, kind: str, **keywords: Any
+) -> HeadLoss | HeadLogprobs | Tensor:
+    """Call a head on hidden states [B, T, H] for a loss, log-probs or logits.
 
-    kind   see `Case.kind`
-    how    further keywords of a call for a loss or log-probs
+    kind       "loss", "log-probs" or "logits", as in `Case.kind`
+    keywords   further keywords of a call for a loss or log-probs; ignored for logits
+
+    Returns a HeadLoss, a HeadLogprobs with entropies, or logits [B, T, V].
     """
     if kind == "loss":
         return head(
@@ -134,17 +165,25 @@ def call_head(head: nn.Module, hidden: Tensor, batch: TokenBatch, kind: str, **h
             temperature=TEMPERATURE,
             normalizer=NORMALIZER,
             metrics=True,
-            **how,
+            **keywords,
         )
     if kind == "log-probs":
         return head(
-            hidden, batch.targets, mask=batch.mask, temperature=TEMPERATURE, entropy=True, **how
+            hidden,
+            batch.targets,
+            mask=batch.mask,
+            temperature=TEMPERATURE,
+            entropy=True,
+            **keywords,
         )
     return head(hidden)
 
 
-def value_of(out: Any, batch: TokenBatch) -> Tensor:
-    """Return a loss that depends on all differentiable outputs of a head.
+def value_of(out: HeadLoss | HeadLogprobs | Tensor, batch: TokenBatch) -> Tensor:
+    """Return a 0-d loss that depends on all differentiable outputs of a head.
+
+    For log-probs it is the sum of (advantage * log-prob - 0.1 * entropy) / NORMALIZER over unmasked
+    tokens. Logits give the same loss, from log-probs in float64.
 
     out   what `call_head` returned, of any kind
     """
@@ -187,10 +226,12 @@ def take_gradients(model: nn.Module) -> dict[str, Tensor]:
 VOCAB = 97
 #: Fields of tiny configurations. `build` passes those that a configuration class has.
 TINY: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2, "n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 64, "num_experts": 4, "num_local_experts": 4,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "initializer_range": 0.3,
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 64, "num_experts": 4,
+    "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "initializer_range": 0.3,
 }  # fmt: skip
 
 #: {class: fields that scale or cap its logits}
@@ -223,14 +264,16 @@ SPECIAL: dict[str, dict[str, Any]] = {
 
 #: The most used architectures that neither scale nor cap their logits.
 COMMON = """
-    Llama Mistral Mixtral Qwen2 Qwen2Moe Qwen3 Qwen3Moe Gemma Phi Phi3 Olmo Olmo2 Olmoe StableLm Starcoder2 SmolLM3 Glm Glm4 GptOss
+    Llama Mistral Mixtral Qwen2 Qwen2Moe Qwen3 Qwen3Moe Gemma Phi Phi3 Olmo Olmo2 Olmoe StableLm
+    Starcoder2 SmolLM3 Glm Glm4 GptOss
     GPTNeoX OPT Bloom Falcon Nemotron Helium Ernie4_5 HunYuanDenseV1 SeedOss Exaone4 Lfm2 Mamba
     Apertus1p5Text LaraMini
 """
 #: Fields of models with latent attention and experts.
 LATENT = {
-    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
-    "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 8, "n_shared_experts": 1,
+    "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     **SPECIAL,
@@ -243,11 +286,11 @@ SLOW = ("FalconH1ForCausalLM",)
 
 
 def build(name: str) -> Any:
-    """Return a tiny fp32 model of an architecture, in eval mode.
+    """Return a tiny fp32 model of an architecture in eval mode, with random weights from seed 7.
 
     The test is skipped if the installed transformers has no such class.
 
-    name   a key of MODELS
+    name   the name of its class in transformers, a key of MODELS
     """
     transformers = pytest.importorskip("transformers")
     model_class = getattr(transformers, name, None)

@@ -42,8 +42,10 @@ LIBRARY = "library"
 def executors() -> list[str]:
     """Return the names of all ways to compute on this machine, for `executor`.
 
-    These are "eager", "cpu ISA" for each instruction set of the C++ code, and "cpu library", or the
-    backends that GRPO_KERNELS_TEST_BACKENDS names, for example on a GPU.
+    These are "eager" (PyTorch), "cpu ISA" for each instruction set ISA of the C++ code, and "cpu
+    library" if the package has its own code for matmuls on this machine. The environment variable
+    GRPO_KERNELS_TEST_BACKENDS can name other backends, separated by spaces. Its default is "eager
+    cpu".
     """
     cpu_executors = []
     if _cpu:
@@ -58,7 +60,10 @@ def executors() -> list[str]:
 
 @contextmanager
 def executor(name: str) -> Iterator[str]:
-    """Compute with one of `executors` within the block. Yields the name of its backend."""
+    """Compute with one of `executors` within the block. Yields the name of its backend.
+
+    name   the backend, optionally followed by a space and an instruction set or "library"
+    """
     backend, _, isa = name.partition(" ")
     with pytest.MonkeyPatch.context() as patch:
         if isa == LIBRARY:
@@ -88,6 +93,7 @@ def in_chunks(monkeypatch: pytest.MonkeyPatch, rows: int, block: int | None = No
     """
 
     def plan(memory: LinearMemory, *_: Any, **__: Any) -> ChunkPlan:
+        """Replace LinearMemory.plan, whose arguments (sizes) do not change this plan."""
         has_several_chunks = block is not None and memory.has_grad_buffer
         return ChunkPlan(rows, block if has_several_chunks else rows)
 
@@ -102,14 +108,16 @@ def values_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def count_products(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Count the rows of each of the three matmuls that are computed from now on.
+    """Count the rows that each of the package's three matmuls gets from now on.
 
-    The keys of the returned counter are "logits", "d_hidden" and "d_weight".
+    Returns a counter {matmul: number of rows}, which grows. Its keys are "logits" (hidden @
+    weight.T), "d_hidden" (grad_logits @ weight) and "d_weight" (grad_logits.T @ hidden).
     """
     num_rows: Counter[str] = Counter()
     make_matmuls = linear.make_matmuls
 
     def make_counting_matmuls(*args: Any) -> Any:
+        """Return what the package's make_matmuls returns, with methods that count their rows."""
         matmuls = make_matmuls(*args)
         for method in _COUNTED_MATMULS:
             matmul = getattr(matmuls, method.name)
@@ -139,9 +147,15 @@ _COUNTED_MATMULS = (
 def _counting(
     matmul: Callable[..., Any], method: _CountedMatmul, num_rows: Counter[str]
 ) -> Callable[..., Any]:
-    """Return a function that calls `matmul` and adds its rows to the counter."""
+    """Return a function that calls `matmul` and adds its number of rows to the counter.
+
+    matmul     a bound method of the package's matmuls
+    method     says which of its arguments has the rows
+    num_rows   the counter
+    """
 
     def counting_matmul(*args: Any, **kwargs: Any) -> Any:
+        """Count the rows, and return matmul(*args, **kwargs)."""
         if method.keyword in kwargs:
             matrix = kwargs[method.keyword]
         else:
@@ -155,7 +169,8 @@ def _counting(
 def backends_that_run(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Record which backend computes softmax sums from now on.
 
-    Returns a list that gets "eager" or "cpu" at each such computation.
+    Returns a list, to which "eager" or "cpu" is appended at each such computation. The test is
+    skipped if there is no C++ backend.
     """
     names: list[str] = []
     if backends.unavailable("cpu"):
@@ -163,12 +178,15 @@ def backends_that_run(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in ("eager", "cpu"):
         kernels = backends.load(name).Kernels
 
-        # Defaults keep the values of this iteration.
-        def recording(*args: Any, original: Any = kernels.run_sums_kernel, name: str = name) -> Any:
+        # A closure would see the values of the last iteration. Defaults keep those of this one.
+        def record_and_run(
+            *args: Any, original: Any = kernels.run_sums_kernel, name: str = name
+        ) -> Any:
+            """Replace the method run_sums_kernel of a backend: record the backend, then run it."""
             names.append(name)
             return original(*args)
 
-        monkeypatch.setattr(kernels, "run_sums_kernel", recording)
+        monkeypatch.setattr(kernels, "run_sums_kernel", record_and_run)
     return names
 
 
@@ -189,20 +207,27 @@ def blocks_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 def traced_stages(backend: str, dtype: torch.dtype) -> list[tuple[Callable[..., Any], bool]]:
     """Return functions whose operators torch.compile puts into its graph.
 
-    Each is (function, whether it takes hidden states). The functions return (log-probs, entropies)
-    from (targets, logits) or (targets, hidden states, weight, bias).
+    Returns two pairs (function, whether it takes hidden states). The first function computes
+    (log-probs, entropies) [num_rows] from (targets, logits), the second one from (targets, hidden
+    states, weight, bias). See `rows_of_logits` and `rows_of_head` for the strides of the tensors.
 
-    dtype   of the matmuls
+    backend   name of the backend
+    dtype     of the matmuls
     """
     transform = RowTransform(1.0, 0.0, 0.7)  # temperature 0.7
 
     def from_logits(targets: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return (log-probs, entropies) from logits."""
         source = CompiledLogits(logits, transform, None, backend=backend)
         statistics = source.statistics(targets, None, ("entropy",))
         return statistics["logps"], statistics["entropy"]
 
-    def from_hidden(targets: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        source = CompiledProjection(Projection(*tensors, transform, dtype), None, backend=backend)
+    def from_hidden(
+        targets: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Return (log-probs, entropies) from hidden states and a head."""
+        projection = Projection(hidden, weight, bias, transform, dtype)
+        source = CompiledProjection(projection, None, backend=backend)
         statistics = source.statistics(targets, None, ("entropy",))
         return statistics["logps"], statistics["entropy"]
 
@@ -210,14 +235,14 @@ def traced_stages(backend: str, dtype: torch.dtype) -> list[tuple[Callable[..., 
 
 
 def rows_of_logits(logits: torch.Tensor) -> torch.Tensor:
-    """Return logits [B, T, V] with the strides that `traced_stages` need."""
+    """Return logits [B, T, V] with the strides that the functions of `traced_stages` need."""
     return as_3d_logits(logits, logits.shape[:2], logits.device)
 
 
 def rows_of_head(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Return the tensors of a head with the strides that `traced_stages` need."""
+    """Return [hidden, weight, bias] with the strides that the functions of `traced_stages` need."""
     return [with_unit_stride(hidden), with_unit_stride(weight), bias]
 
 
@@ -232,6 +257,7 @@ class Allocations(TorchDispatchMode):
         self.shapes: list[tuple[int, ...]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator of PyTorch, and record the shapes of results in new memory."""
         out = func(*args, **(kwargs or {}))
         argument_memory = {
             x.untyped_storage().data_ptr()
@@ -249,6 +275,7 @@ class Allocations(TorchDispatchMode):
 # ---- the engine's code for a GPU: in `of_a_gpu`, tensors on a CPU or on "meta", which has no
 # values, take the path of bf16 on CUDA
 
+#: The original, which stand-ins for it call.
 MM = torch.mm
 
 
@@ -275,9 +302,18 @@ class GpuProducts:
         self.made: list[Product] = []
 
     def mm(
-        self, a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None
-    ) -> Tensor:  # fmt: skip
-        """Replace torch.mm. On "meta" the result has no values."""
+        self,
+        a: Tensor,
+        b: Tensor,
+        *,
+        out_dtype: torch.dtype | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Replace torch.mm: return a @ b, [m, k] x [k, n]. On "meta" the result has no values.
+
+        out_dtype   of the result, fp32 or the dtype of a; None: the dtype of a
+        out         memory for the result; None: new memory
+        """
         if a.dtype == b.dtype == torch.float32:
             return MM(a, b) if out is None else MM(a, b, out=out)
         dtype = self._checked(a, b, out_dtype, out)
@@ -290,7 +326,13 @@ class GpuProducts:
     def addmm(
         self, total: Tensor, a: Tensor, b: Tensor, *, out_dtype: torch.dtype, out: Tensor
     ) -> Tensor:
-        """Replace torch.addmm: add a @ b to `total` in place."""
+        """Replace torch.addmm: add a @ b to `total` [m, n] in place, and return it.
+
+        out_dtype   the dtype of `total`
+        out         must be `total` itself
+
+        Raises RuntimeError, as older PyTorch does, if `total` is fp32 and `adds` is False.
+        """
         if not self.adds and total.dtype != a.dtype:
             raise RuntimeError("self and mat2 must have the same dtype")
         assert total is out, "another sum would be copied into the result"
@@ -301,7 +343,12 @@ class GpuProducts:
     def _checked(
         self, a: Tensor, b: Tensor, out_dtype: torch.dtype | None, out: Tensor | None
     ) -> torch.dtype:
-        """Assert that cuBLAS can compute a @ b without copies. Return the dtype of the result."""
+        """Assert that cuBLAS can compute a @ b without copies. Return the dtype of the result.
+
+        a, b        [m, k] and [k, n], both bf16 or both fp16
+        out_dtype   of the result; None: the dtype of a
+        out         memory for the result [m, n], or None
+        """
         dtype = a.dtype if out_dtype is None else out_dtype
         assert a.dtype == b.dtype
         assert a.dtype in (torch.bfloat16, torch.float16)
@@ -324,7 +371,8 @@ class GpuProducts:
 def apart_or_in_place(logits: Tensor, out: Tensor) -> bool:
     """Return whether a row kernel may write the gradient of these logits to `out`.
 
-    `out` must be the logits themselves, element for element, or memory without an overlap.
+    `out` must have the shape of the logits. It must be the logits themselves, element for element,
+    or memory without an overlap, so that no logit is overwritten before it is read.
     """
     is_in_place = (
         out.dtype == logits.dtype
@@ -338,16 +386,17 @@ def apart_or_in_place(logits: Tensor, out: Tensor) -> bool:
 def of_a_gpu(adds: bool = True) -> Iterator[list[Product]]:
     """Let the engine use its code for a GPU on tensors of other devices, within the block.
 
-    Yields a list that gets each matmul of 16-bit matrices.
+    Yields a list, to which each matmul of 16-bit matrices is appended.
 
     adds   see `GpuProducts`
     """
     stand_ins = GpuProducts(adds)
-    # Without its cache, which has the answer for real devices.
+    # The function under functools.cache. The cache may have the answer of the real torch.addmm, and
+    # would keep the answer of the stand-in after the block.
     can_add_to_fp32 = matmuls.can_add_to_fp32.__wrapped__
 
     def can_add_to_fp32_unrecorded(device: torch.device) -> bool:
-        """Remove the matmuls that the question itself tries from the list."""
+        """Replace can_add_to_fp32, which tries torch.addmm, without a trace in the list."""
         num_made = len(stand_ins.made)
         answer = can_add_to_fp32(device)
         del stand_ins.made[num_made:]
@@ -366,22 +415,28 @@ def of_a_gpu(adds: bool = True) -> Iterator[list[Product]]:
 
 
 class NoRows(eager.Kernels):
-    """Row kernels that do nothing and take no memory, for tensors without values."""
+    """Row kernels that compute nothing and take no memory, for tensors on "meta".
+
+    They have the methods of a backend's kernels, and assert where a gradient may be written.
+    """
 
     def run_sums_kernel(self, rows: LogitRows, names: tuple[str, ...]) -> SoftmaxSums:
+        """Return sums with the values of masked rows."""
         return SoftmaxSums.masked(names, rows.num_rows, rows.logits.device)
 
     def run_gradient_kernel(
         self, rows: LogitRows, sums: Any, coefficients: Any, out: Tensor
     ) -> None:
+        """Leave `out` unchanged."""
         assert apart_or_in_place(rows.logits, out)
 
     def fused_loss(self, rows: LogitRows, loss_formula: Any, out: Tensor | None) -> FusedLossValues:
+        """Return uninitialised losses, log-probs and entropies, and leave `out` unchanged."""
         assert out is None or apart_or_in_place(rows.logits, out)
         return FusedLossValues(rows.logits.new_empty(3, rows.num_rows))
 
     def scale_(self, gradient: Tensor, factor: Tensor) -> None:
-        pass
+        """Leave the gradient unchanged."""
 
 
 class LiveBytes(TorchDispatchMode):
@@ -398,6 +453,7 @@ class LiveBytes(TorchDispatchMode):
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator of PyTorch, and update `peak` with the memory of its results."""
         argument_storages = {
             StorageWeakRef(x.untyped_storage()).cdata
             for x in tree_leaves((args, kwargs))

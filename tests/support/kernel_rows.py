@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import pytest
 import torch
@@ -36,14 +35,14 @@ from support import oracle
 from support.bits import note
 from support.inside import executor, executors
 
-#: (statistics or losses by name, [n] each; the gradient of the logits)
-Found = tuple[dict[str, Tensor], Tensor]
+#: Results of kernels: (statistics or losses by name, [n] each; the gradient of the logits [n, V])
+KernelResults = tuple[dict[str, Tensor], Tensor]
 
 TRITON = "triton" in os.environ.get("GRPO_KERNELS_TEST_BACKENDS", "").split()
 KERNELS = ["triton"] if TRITON else executors()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: The distance from 1 to the next number. It bounds the rounding error, even if a number is truncated
-#: as in Triton's interpreter.
+#: The distance from 1 to the next number. It bounds the relative rounding error, even if a number
+#: is truncated as in Triton's interpreter.
 UNIT = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 EPS = UNIT[torch.float32]
 PLAIN = RowTransform(1.0, 0.0, 1.0)
@@ -66,24 +65,27 @@ def in_cpp(kernels: Backend) -> bool:
 
 @contextmanager
 def kernels(name: str) -> Iterator[Backend]:
-    """Load a backend for a `with` block.
+    """Load a backend for a `with` block, and yield its kernels.
 
-    name   "triton", or the instruction set of the C++ kernels. Triton gets small tiles, so that
-           short rows have several.
+    Triton gets small tiles, so that short rows have several.
+
+    name   "triton", "eager", or "cpu" with an instruction set, see `inside.executors`
     """
     with executor(name) as backend, pytest.MonkeyPatch.context() as patch:
         if backend == "triton":
             from grpo_kernels.core.backends.triton.launch import LAUNCH
 
-            for kind in LAUNCH.keys() - {"pairs"}:
-                patch.setitem(LAUNCH, kind, LAUNCH[kind]._replace(threads=32, accesses=1))
+            for launch_name in LAUNCH.keys() - {"pairs"}:
+                small_tiles = LAUNCH[launch_name]._replace(threads=32, accesses=1)
+                patch.setitem(LAUNCH, launch_name, small_tiles)
         yield backends.load(backend).Kernels()
 
 
 def transformed(x: Tensor, transform: RowTransform) -> Tensor:
-    """Return the transformed logits [n, V] in the dtype of x, by the formula.
+    """Return softcap * tanh(scale * x / softcap) / temperature, [n, V] in the dtype of x.
 
-    x   logits [n, V]
+    x           logits [n, V]
+    transform   scale, softcap (0: none) and inverse temperature: a number, or one per row [n]
     """
     x = x * transform.scale
     if transform.softcap:
@@ -101,10 +103,10 @@ class Rows:
     logits      [A, T, V]
     transform   temperature, softcap and scale
     reference   the logits of a reference, or None
-    mask        bool [n], False: the row is not read. None: all are read.
+    mask        bool [n], False: the row is masked, and its logits are not read. None: no row is.
     targets     int64 [n], random if they are not given
-    upstream    upstream gradients of the statistics by name, [n] each, 0 in masked rows. Random if
-                they are not given.
+    upstream    upstream gradients of the statistics by name, fp32 [n] each, 0 in masked rows.
+                Random if they are not given.
     """
 
     logits: Tensor
@@ -115,9 +117,15 @@ class Rows:
     upstream: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Draw targets and upstream gradients that are not given, from the global generator.
+
+        With given upstream gradients nothing is drawn, because these rows are a copy of others
+        that have their targets.
+        """
         if self.upstream:
             return
-        if self.targets.dtype != torch.int64:
+        targets_are_given = self.targets.dtype == torch.int64  # the default is an fp32 tensor
+        if not targets_are_given:
             vocab = self.logits.shape[-1]
             self.targets = torch.randint(max(vocab, 1), (self.count,))
         names = ["logps", "entropy", "sum_squares"]
@@ -128,24 +136,25 @@ class Rows:
 
     @property
     def count(self) -> int:
-        """Return the number of rows n."""
+        """The number of rows n."""
         return self.logits.shape[0] * self.logits.shape[1]
 
     def only(self, *names: str) -> Rows:
-        """Return the rows with upstream gradients of these statistics alone."""
+        """Return the rows with upstream gradients of the statistics `names` alone."""
         return replace(self, upstream={name: self.upstream[name] for name in names})
 
     @property
     def divergence_alone(self) -> Rows:
-        """Return the rows with an upstream gradient of the divergence alone, as for its loss."""
+        """The rows with an upstream gradient of the divergence alone, and 0 for the log-probs."""
         upstream = {"logps": torch.zeros(self.count), "divergence": self.upstream["divergence"]}
         return replace(self, upstream=upstream)
 
     def at(self, begin: int, end: int) -> Rows:
-        """Return a copy of the rows from begin to end, with logits [end - begin, 1, V]."""
+        """Return a copy of the rows begin to end - 1, with logits [end - begin, 1, V]."""
         rows = slice(begin, end)
 
         def copy_logits(logits: Tensor) -> Tensor:
+            """Return a copy of these rows of logits [A, T, V]."""
             return logits.reshape(self.count, 1, logits.shape[-1])[rows].clone()
 
         reference = self.reference
@@ -162,42 +171,60 @@ class Rows:
 
 
 def with_reference(
-    r: Rows, logits: Tensor, second: tuple[str, float], transform: RowTransform = PLAIN
+    rows: Rows, logits: Tensor, second: tuple[str, float], transform: RowTransform = PLAIN
 ) -> Rows:
-    """Return the rows with the logits of a reference, and new upstream gradients.
+    """Return the rows with the logits of a reference, and new random upstream gradients.
 
     logits      of the reference, [n, V] or [A, T, V]
-    second      (direction, mixture) of the divergence
-    transform   of the reference
+    second      (direction, mixture) of the divergence from the reference, as in KINDS
+    transform   of the logits of the reference
     """
-    kind = DivergenceKind(*second)
-    reference = ReferenceRows(logits.view(r.logits.shape), transform, kind)
-    return Rows(r.logits, r.transform, reference, r.mask, r.targets)
+    direction, mixture = second
+    kind = DivergenceKind(direction, mixture)
+    reference = ReferenceRows(logits.view(rows.logits.shape), transform, kind)
+    return Rows(rows.logits, rows.transform, reference, rows.mask, rows.targets)
 
 
 # ---- results of the kernels. `part` is (begin, end) of the rows to compute, or None for all.
 
 
-def to_logit_rows(r: Rows, part: tuple[int, int] | None = None) -> LogitRows:
-    """Return the rows as the argument of a kernel."""
-    rows = LogitRows(r.logits, r.targets, r.mask, r.transform, r.reference)
-    return rows if part is None else rows.slice_rows(*part)
+def to_logit_rows(rows: Rows, part: tuple[int, int] | None = None) -> LogitRows:
+    """Return the rows as the argument of a kernel.
+
+    part   (begin, end) of the rows that the kernel computes; None: all
+    """
+    logit_rows = LogitRows(rows.logits, rows.targets, rows.mask, rows.transform, rows.reference)
+    if part is None:
+        return logit_rows
+    begin, end = part
+    return logit_rows.slice_rows(begin, end)
 
 
-def softmax_sums_of(kernels: Backend, r: Rows, part: tuple[int, int] | None = None) -> SoftmaxSums:
-    """Return the sums for all statistics, from one kernel call."""
+def softmax_sums_of(
+    kernels: Backend, rows: Rows, part: tuple[int, int] | None = None
+) -> SoftmaxSums:
+    """Return the softmax sums for all statistics, from one kernel call.
+
+    The statistics are log-prob, entropy, sum_squares and top_id, and with a reference the
+    divergence.
+
+    part   (begin, end) of the rows to compute; None: all
+    """
     statistics = ("entropy", "sum_squares", "top_id")
     direction = ""
-    if r.reference is not None:
+    if rows.reference is not None:
         statistics += ("divergence",)
-        direction = r.reference.direction
-    return kernels.softmax_sums(to_logit_rows(r, part), sums_for(statistics, direction))
+        direction = rows.reference.direction
+    return kernels.softmax_sums(to_logit_rows(rows, part), sums_for(statistics, direction))
 
 
-def statistics_of(stats: SoftmaxSums, r: Rows) -> dict[str, Tensor]:
-    """Return the statistics by name, [n] each."""
+def statistics_of(stats: SoftmaxSums, rows: Rows) -> dict[str, Tensor]:
+    """Return log-prob, entropy, sum_squares, top_prob and, with a reference, divergence by name.
+
+    stats   the sums of `rows`, from which each statistic [n] is computed
+    """
     names = ["logps", "entropy", "sum_squares", "top_prob"]
-    if r.reference is not None:
+    if rows.reference is not None:
         names.append("divergence")
     return {name: getattr(stats, name) for name in names}
 
@@ -213,79 +240,104 @@ def _nan_like(logits: Tensor) -> Tensor:
 
 
 def two_passes(
-    kernels: Backend, r: Rows, out: Tensor | None = None, part: tuple[int, int] | None = None
-) -> Found:
-    """Return statistics and gradient of the logits, from a forward and a backward kernel call."""
+    kernels: Backend, rows: Rows, out: Tensor | None = None, part: tuple[int, int] | None = None
+) -> KernelResults:
+    """Return statistics and gradient of the logits, from a forward and a backward kernel call.
+
+    The gradient is that of the sum of rows.upstream[name] * statistic over all names and rows.
+
+    out    memory for the gradient, in the shape of rows.logits. None: new memory, filled with NaN,
+           so that elements that a kernel does not write are noticed.
+    part   (begin, end) of the rows to compute; None: all
+    """
     if out is None:
-        out = _nan_like(r.logits)
-    rows = slice(None) if part is None else slice(*part)
-    upstream = {name: grad[rows] for name, grad in r.upstream.items()}
-    stats = softmax_sums_of(kernels, r, part)
-    kernels.softmax_gradient(to_logit_rows(r, part), stats, make_coefficients(stats, upstream), out)
-    return statistics_of(stats, r), out
+        out = _nan_like(rows.logits)
+    computed = slice(None) if part is None else slice(*part)
+    upstream = {name: grad[computed] for name, grad in rows.upstream.items()}
+    stats = softmax_sums_of(kernels, rows, part)
+    kernels.softmax_gradient(
+        to_logit_rows(rows, part), stats, make_coefficients(stats, upstream), out
+    )
+    return statistics_of(stats, rows), out
 
 
-def loss_formula_of(r: Rows, surrogate: Surrogate | None = None) -> TokenLossFormula:
-    """Return a loss whose gradients of log-prob, entropy and divergence are r.upstream."""
-    grad_entropy = r.upstream.get("entropy")
+def loss_formula_of(rows: Rows, surrogate: Surrogate | None = None) -> TokenLossFormula:
+    """Return a loss formula whose gradients of log-prob, entropy and divergence are rows.upstream.
+
+    The loss of a row is -advantage * log-prob with the advantage -rows.upstream["logps"], and
+    likewise weights times divergence and entropy. So it is linear in the three.
+
+    surrogate   the policy loss; None: PolicyGradient, for which the above holds
+    """
+    grad_entropy = rows.upstream.get("entropy")
     has_bonus = grad_entropy is not None
     inputs = TokenInputs(
-        r.targets,
-        r.mask,
-        advantages=-r.upstream["logps"],
-        policy_weight=torch.ones(r.count),
-        divergence_weight=r.upstream.get("divergence"),
+        rows.targets,
+        rows.mask,
+        advantages=-rows.upstream["logps"],
+        policy_weight=torch.ones(rows.count),
+        divergence_weight=rows.upstream.get("divergence"),
         entropy_weight=-grad_entropy if has_bonus else None,
     )
+    # Any coefficient but 0 switches the bonus on. The formula has the weights of `inputs`.
     objective = Objective(surrogate or PolicyGradient(), entropy_coef=0.3 if has_bonus else 0.0)
     return objective.loss_formula(inputs)
 
 
 def fused_loss_call(
-    kernels: Backend, r: Rows, out: Tensor | None = None, part: tuple[int, int] | None = None
-) -> Found:
-    """Return statistics, losses and gradient of the logits, from one kernel call."""
+    kernels: Backend, rows: Rows, out: Tensor | None = None, part: tuple[int, int] | None = None
+) -> KernelResults:
+    """Return statistics, losses and gradient of the logits, from one kernel call.
+
+    The loss of a row is that of `loss_formula_of`. The gradient is that of the sum of all losses.
+    The statistics are log-prob, entropy and, with a reference, divergence.
+
+    kernels, rows, out, part   as in `two_passes`
+    """
     if out is None:
-        out = _nan_like(r.logits)
-    formula = loss_formula_of(r)
+        out = _nan_like(rows.logits)
+    formula = loss_formula_of(rows)
     if part is not None:
         formula = formula.select(slice(*part))
-    values = kernels.fused_loss(to_logit_rows(r, part), formula, out)
-    found = {"logps": values.logps, "entropy": values.entropy, "losses": values.losses}
+    values = kernels.fused_loss(to_logit_rows(rows, part), formula, out)
+    statistics = {"logps": values.logps, "entropy": values.entropy, "losses": values.losses}
     if values.divergence is not None:
-        found["divergence"] = values.divergence
-    return found, out
+        statistics["divergence"] = values.divergence
+    return statistics, out
 
 
-def ways_to_compute(r: Rows) -> list[tuple[Callable[..., Found], Rows]]:
-    """Return functions of (kernels, rows), each with the rows for it.
+def ways_to_compute(rows: Rows) -> list[tuple[Callable[..., KernelResults], Rows]]:
+    """Return pairs (function, rows) that together use all kernels: call function(kernels, rows).
 
-    These are: all statistics in two passes; losses in one pass with an entropy bonus; and losses
-    without a bonus, of the divergence alone if there is one.
+    - `two_passes` with upstream gradients of all statistics
+    - `fused_loss_call` of a loss with an entropy bonus
+    - `fused_loss_call` of a loss without a bonus. With a reference, it is the divergence alone.
     """
-    if r.reference is None:
-        with_bonus = r.only("logps", "entropy")
-        without_bonus = r.only("logps")
+    if rows.reference is None:
+        with_bonus = rows.only("logps", "entropy")
+        without_bonus = rows.only("logps")
     else:
-        with_bonus = r.only("logps", "entropy", "divergence")
-        without_bonus = r.divergence_alone
-    return [(two_passes, r), (fused_loss_call, with_bonus), (fused_loss_call, without_bonus)]
+        with_bonus = rows.only("logps", "entropy", "divergence")
+        without_bonus = rows.divergence_alone
+    return [(two_passes, rows), (fused_loss_call, with_bonus), (fused_loss_call, without_bonus)]
 
 
 # ---- in float64
 
 
-def exact(r: Rows, dtype: torch.dtype = torch.float64) -> Found:
+def exact(rows: Rows, dtype: torch.dtype = torch.float64) -> KernelResults:
     """Return statistics and losses [n] and the gradient of the logits [n, V], in float64.
 
-    They are computed by autograd in `dtype`, with the upstream gradients of the rows. In rows that
-    are not read, everything is 0, except a top_prob of 1.
+    The loss of a row, under the name "losses", is the sum of upstream gradient * statistic, without
+    sum_squares. In rows that are not read, everything is 0, except a top_prob of 1.
+
+    dtype   in which statistics and gradients are computed, by autograd
     """
-    is_read = torch.ones(r.count, dtype=torch.bool) if r.mask is None else r.mask
-    logits = r.logits.detach().reshape(r.count, r.logits.shape[-1])[is_read].to(dtype)
+    is_read = torch.ones(rows.count, dtype=torch.bool) if rows.mask is None else rows.mask
+    logits = rows.logits.detach().reshape(rows.count, rows.logits.shape[-1])[is_read].to(dtype)
     logits.requires_grad_()
-    statistics = _statistics(r, logits, is_read)
-    upstream = {name: grad[is_read].to(dtype) for name, grad in r.upstream.items()}
+    statistics = _statistics(rows, logits, is_read)
+    upstream = {name: grad[is_read].to(dtype) for name, grad in rows.upstream.items()}
     total = sum((grad * statistics[name]).sum() for name, grad in upstream.items())
     statistics["losses"] = torch.zeros(len(logits), dtype=dtype)
     for name, grad in upstream.items():
@@ -300,9 +352,9 @@ def exact(r: Rows, dtype: torch.dtype = torch.float64) -> Found:
 
     def to_all_rows(x: Tensor, elsewhere: float = 0.0) -> Tensor:
         """Return x in float64, with the number `elsewhere` in rows that are not read."""
-        out = torch.full((r.count, *x.shape[1:]), elsewhere, dtype=torch.float64)
-        rows = is_read.view(-1, *[1] * (x.dim() - 1))
-        return out.masked_scatter(rows, x.detach().double())
+        out = torch.full((rows.count, *x.shape[1:]), elsewhere, dtype=torch.float64)
+        is_read_by_row = is_read if x.dim() == 1 else is_read[:, None]
+        return out.masked_scatter(is_read_by_row, x.detach().double())
 
     all_statistics = {
         name: to_all_rows(x, elsewhere=1.0 if name == "top_prob" else 0.0)
@@ -311,19 +363,19 @@ def exact(r: Rows, dtype: torch.dtype = torch.float64) -> Found:
     return all_statistics, to_all_rows(gradient)
 
 
-def _statistics(r: Rows, logits: Tensor, is_read: Tensor) -> dict[str, Tensor]:
-    """Return the statistics of the rows that are read, [n] each, with graphs.
+def _statistics(rows: Rows, logits: Tensor, is_read: Tensor) -> dict[str, Tensor]:
+    """Return the statistics of the rows that are read by name, [m] each, with autograd graphs.
 
     The log-prob of a target outside the vocabulary is NaN.
 
-    logits    [n, V], of the rows that are read
-    is_read   bool [rows]
+    logits    [m, V], of the m rows that are read, before the transform
+    is_read   bool [n], which of `rows` these are
     """
     dtype = logits.dtype
-    log_p = transformed(logits, r.transform.select(is_read)).log_softmax(-1)
+    log_p = transformed(logits, rows.transform.select(is_read)).log_softmax(-1)
     p = log_p.exp()
     finite_log_p = log_p.masked_fill(p == 0, 0.0)
-    targets = r.targets[is_read]
+    targets = rows.targets[is_read]
     is_id = (targets >= 0) & (targets < logits.shape[-1])
     target_logps = log_p.gather(1, torch.where(is_id, targets, 0)[:, None])[:, 0]
     statistics = {
@@ -332,26 +384,32 @@ def _statistics(r: Rows, logits: Tensor, is_read: Tensor) -> dict[str, Tensor]:
         "sum_squares": p.square().sum(-1),
         "top_prob": p.amax(-1),
     }
-    if r.reference is not None:
-        direction, mixture = r.reference.direction, r.reference.mixture
-        reference = r.reference.logits.reshape(r.count, logits.shape[-1])[is_read].to(dtype)
-        transform = r.reference.transform.select(is_read)
+    if rows.reference is not None:
+        direction = rows.reference.direction
+        mixture = rows.reference.mixture
+        reference = rows.reference.logits.reshape(rows.count, logits.shape[-1])[is_read].to(dtype)
+        transform = rows.reference.transform.select(is_read)
         log_q = transformed(reference, transform).log_softmax(-1)
         statistics["divergence"] = oracle.divergence(log_p, log_q, direction, mixture)
     return statistics
 
 
-def first_order(r: Rows) -> tuple[Any, Any]:
+def total_variation_errors(rows: Rows) -> tuple[Tensor | float, Tensor | float]:
     """Return how far fp32 rounding may move a total variation [n] and its gradient [n, V].
 
     Both depend on the sign of the log-ratio of each id. If a log-ratio is not larger than its
     rounding error in fp32, either sign is right. Other divergences depend on small log-ratios
-    quadratically, so that (0.0, 0.0) is returned for them.
+    quadratically, so that (0.0, 0.0) is returned for them, and for rows without a divergence.
     """
-    if r.reference is None or r.reference.direction != "tv" or "divergence" not in r.upstream:
+    if (
+        rows.reference is None
+        or rows.reference.direction != "tv"
+        or "divergence" not in rows.upstream
+    ):
         return 0.0, 0.0
-    z = transformed(r.logits.double().flatten(0, 1), r.transform)
-    w = transformed(r.reference.logits.double().flatten(0, 1), r.reference.transform)
+    # z and p are the logits and probabilities of the policy, w and q those of the reference.
+    z = transformed(rows.logits.double().flatten(0, 1), rows.transform)
+    w = transformed(rows.reference.logits.double().flatten(0, 1), rows.reference.transform)
     z_max = z.amax(-1, keepdim=True)
     w_max = w.amax(-1, keepdim=True)
     p = z.softmax(-1)
@@ -364,7 +422,7 @@ def first_order(r: Rows) -> tuple[Any, Any]:
     expected_difference = (p * difference.abs()).nan_to_num(0.0).sum(-1, keepdim=True)
     size = (z - w).abs() + distance_of_maxima + (log_ratio - difference).abs() + expected_difference
     size_of_logits = z.abs() + w.abs() + z_max.abs() + w_max.abs() + 1.0
-    is_plain = r.transform is PLAIN and r.reference.transform is PLAIN
+    is_plain = rows.transform is PLAIN and rows.reference.transform is PLAIN
     # Logits of similar size that are not transformed are subtracted without a rounding error.
     is_exact = (distance_of_maxima <= 4.0) & is_plain
     rounding = 4 * EPS * torch.where(is_exact, size, size + size_of_logits)
@@ -373,72 +431,90 @@ def first_order(r: Rows) -> tuple[Any, Any]:
     is_near_zero = ((log_ratio != 0) & (log_ratio.abs() <= rounding)).double()
     value_error = (torch.maximum(p, q) * rounding).sum(-1) / 2.0
     gradient_error = p * (is_near_zero + (p * is_near_zero).sum(-1, keepdim=True))
-    factor = abs(r.transform.scale) * _inverse_temperatures(r)
-    factor = factor * r.upstream["divergence"].double().abs()[:, None]
+    factor = abs(rows.transform.scale) * _inverse_temperatures(rows)
+    factor = factor * rows.upstream["divergence"].double().abs()[:, None]
     return value_error.nan_to_num(0.0), (gradient_error * factor).nan_to_num(0.0)
 
 
-def _inverse_temperatures(r: Rows) -> Tensor:
-    """Return the absolute inverse temperature of each row, float64 [n, 1] or [1, 1]."""
-    return torch.as_tensor(r.transform.inverse_temperature).double().view(-1, 1).abs()
+def _inverse_temperatures(rows: Rows) -> Tensor:
+    """Return the absolute inverse temperature of each row, float64 [n, 1].
+
+    It is [1, 1] if all rows have the same one.
+    """
+    return torch.as_tensor(rows.transform.inverse_temperature).double().view(-1, 1).abs()
 
 
-def check(r: Rows, *found: Found) -> None:
+def assert_near_float64(rows: Rows, *results: KernelResults) -> None:
     """Assert that each result is as near to float64 as a careful computation in fp32.
 
     The tolerance is the error of `exact` in fp32, plus a few roundings. Where float64 is NaN, the
     result is NaN or inf, except for losses.
-    """
-    right, right_gradient = exact(r)
-    naive, naive_gradient = exact(r, torch.float32)
-    value_error, gradient_error = first_order(r)
-    size = _size_of_logits(r, right_gradient.shape)
-    # The rounding of the transformed logits.
-    rounded = 0.0 if r.transform is PLAIN else 0.5 * EPS * size[:, 0]
-    for values, _ in found:
-        for name, x in values.items():
-            expected = right[name]
-            naive_error = (naive[name] - expected).abs()
-            if name == "divergence":
-                tolerance = naive_error + 3e-6 * expected + 1e-12 + value_error
-                tolerance = tolerance + rounded * expected.abs().sqrt()
-            else:
-                is_finite = expected.isfinite()
-                slack = 1.5 * naive_error[is_finite].amax() if is_finite.any() else 0.0
-                tolerance = slack + 8 * EPS * (1 + expected.abs()) + rounded
-            _check_statistic(name, x, expected, tolerance)
 
-    gradient_size = torch.zeros(r.count, 1, dtype=torch.float64)
-    for name, grad in r.upstream.items():
-        statistic_size = 1.0 if name == "logps" else 1 + right[name].abs()
+    rows      the rows that the kernels have computed
+    results   of kernels for these rows, from `two_passes` or `fused_loss_call`
+    """
+    expected, expected_gradient = exact(rows)
+    in_fp32, gradient_in_fp32 = exact(rows, torch.float32)
+    value_error, gradient_error = total_variation_errors(rows)
+    logit_size = _size_of_logits(rows, expected_gradient.shape)
+
+    # The rounding of the transformed logits, [n].
+    logit_rounding = 0.0 if rows.transform is PLAIN else 0.5 * EPS * logit_size[:, 0]
+    for statistics, _ in results:
+        for name, x in statistics.items():
+            fp32_error = (in_fp32[name] - expected[name]).abs()
+            if name == "divergence":
+                tolerance = fp32_error + 3e-6 * expected[name] + 1e-12 + value_error
+                tolerance = tolerance + logit_rounding * expected[name].abs().sqrt()
+            else:
+                is_finite = expected[name].isfinite()
+                largest_error = fp32_error[is_finite].amax() if is_finite.any() else 0.0
+                tolerance = 1.5 * largest_error + 8 * EPS * (1 + expected[name].abs())
+                tolerance = tolerance + logit_rounding
+            _check_statistic(name, x, expected[name], tolerance)
+
+    # The size of the terms of the gradient of a row, without the factor of the transform.
+    gradient_size = torch.zeros(rows.count, 1, dtype=torch.float64)
+    for name, grad in rows.upstream.items():
+        statistic_size = 1.0 if name == "logps" else 1 + expected[name].abs()
         term = torch.where(grad == 0, 0.0, grad.double().abs() * statistic_size)
         gradient_size[:, 0] += term
-    tolerance = (naive_gradient - right_gradient).abs().amax(-1, keepdim=True) + EPS * (
-        4 + size
-    ) * gradient_size * abs(r.transform.scale) * _inverse_temperatures(r)
-    if r.reference is not None:
+    fp32_error = (gradient_in_fp32 - expected_gradient).abs().amax(-1, keepdim=True)
+    # A few roundings of each term, and the rounding of a logit in the exponent of a probability.
+    rounding = EPS * (4 + logit_size) * gradient_size
+    rounding = rounding * abs(rows.transform.scale) * _inverse_temperatures(rows)
+    tolerance = fp32_error + rounding
+    if rows.reference is not None:
         # The divergence is subtracted from each log-ratio. Large ones cancel.
-        largest = right_gradient.abs().amax(-1, keepdim=True)
+        largest = expected_gradient.abs().amax(-1, keepdim=True)
         tolerance = tolerance + 1e-6 * largest + gradient_error
-    for _, gradient in found:
-        _check_gradient(gradient, right_gradient, tolerance, gradient_size)
+    for _, gradient in results:
+        _check_gradient(gradient, expected_gradient, tolerance, gradient_size)
 
 
-def _size_of_logits(r: Rows, shape: torch.Size) -> Tensor:
+def _size_of_logits(rows: Rows, shape: torch.Size) -> Tensor:
     """Return the largest absolute transformed logit of each row, at least 1, float64 [n, 1].
 
     Logits more than 200 below the maximum have no probability and are left out.
 
     shape   (n, V)
     """
-    z = transformed(r.logits.double().reshape(shape), r.transform)
+    z = transformed(rows.logits.double().reshape(shape), rows.transform)
     largest = z.nan_to_num(neginf=-1e300).amax(-1, keepdim=True)
     counts = z.isfinite() & (z > largest - 200.0)
     return torch.where(counts, z.abs(), 0.0).amax(-1, keepdim=True).clamp(min=1.0)
 
 
 def _check_statistic(name: str, x: Tensor, expected: Tensor, tolerance: Tensor) -> None:
-    """Assert that a statistic [n] is within the tolerance, and inf or NaN where float64 is."""
+    """Assert that a statistic [n] is within the tolerance, and inf or NaN where float64 is.
+
+    A loss may have any value where float64 is NaN. Divergence, entropy and sum_squares must not be
+    negative. The largest error, relative to 1 + |expected|, is noted under the name.
+
+    x          the statistic of a kernel
+    expected   float64 [n]
+    tolerance  [n], the largest allowed absolute error
+    """
     is_finite = expected.isfinite()
     is_nan = expected.isnan()
     assert torch.equal(x[~is_nan].isinf(), expected[~is_nan].isinf()), name
@@ -463,10 +539,10 @@ def _check_gradient(
     gradient_size   [n, 1], the size that noted errors are relative to
     """
     gradient = gradient.reshape(expected.shape)
-    # Of fp16, the smallest positive number is 2**-24.
+    # 2**-24 is the smallest positive number of fp16.
     smallest = 2.0**-24 if gradient.dtype == torch.float16 else 0.0
-    stored = UNIT[gradient.dtype] * expected.abs() + smallest
-    error = (gradient.double() - expected).abs() - stored
+    storage_rounding = UNIT[gradient.dtype] * expected.abs() + smallest
+    error = (gradient.double() - expected).abs() - storage_rounding
     is_finite = expected.isfinite().all(-1)
     note("gradients", (error / (gradient_size + 1e-30))[is_finite])
     tolerance = tolerance.expand_as(error)
@@ -476,20 +552,28 @@ def _check_gradient(
     )
 
 
-def same(found: Found, expected: Found, what: object = "") -> None:
-    """Assert that two results are equal. NaN equals NaN."""
-    values = {**found[0], "gradient": found[1]}
-    expected_values = {**expected[0], "gradient": expected[1]}
+def assert_equal_results(actual: KernelResults, expected: KernelResults, what: object = "") -> None:
+    """Assert that two results are equal. NaN equals NaN.
+
+    actual     its names must be among those of `expected`
+    what       for the error message, what was compared
+    """
+    statistics, gradient = actual
+    expected_statistics, expected_gradient = expected
+    values = {**statistics, "gradient": gradient}
+    expected_values = {**expected_statistics, "gradient": expected_gradient}
     for name, x in values.items():
         y = expected_values[name]
+        # torch.equal treats NaN as unequal, so it is replaced by a number that no result has.
         assert torch.equal(x.nan_to_num(7e30), y.nan_to_num(7e30)), (what, name)
 
 
 def row_pairs(vocab: int) -> tuple[Tensor, Tensor]:
-    """Return ten rows of a policy and ten of a reference, fp32 [10, vocab] each.
+    """Return logits of ten rows of a policy and of a reference, fp32 [10, vocab] each.
 
-    There are flat and peaked rows, rows near one-hot, a disjoint pair, equal pairs, logits far from
-    0, and a reference that differs at one id. In a row of each, the maximum is the last id.
+    Row i of one belongs to row i of the other. There are flat and peaked rows, rows near one-hot, a
+    disjoint pair, equal pairs, logits far from 0, and a reference that differs at one id. In a row
+    of each, the maximum is the last id.
     """
     flat = torch.randn(2, vocab) * 0.1
     peaked = torch.randn(2, vocab) * 6.0
@@ -524,7 +608,10 @@ def row_pairs(vocab: int) -> tuple[Tensor, Tensor]:
 
 
 def slots_of(lists: Sequence[Sequence[int]]) -> Pairs:
-    """Return the pairs of each row with its ids. The id -1 is a pair that is not used."""
+    """Return the (row, id) pairs of rows with these ids, row after row.
+
+    lists   the ids of each row. The id -1 makes a pair that the kernels must leave out.
+    """
     counts = torch.tensor([len(ids) for ids in lists], dtype=torch.int64)
     ids = torch.tensor([i for ids in lists for i in ids], dtype=torch.int64)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
@@ -532,9 +619,10 @@ def slots_of(lists: Sequence[Sequence[int]]) -> Pairs:
 
 
 def random_slots(n: int, vocab: int) -> Pairs:
-    """Return pairs of n rows with 0 to 10 ids each.
+    """Return (row, id) pairs of n rows with 0 to 10 ids each, the same in each call.
 
-    Ids repeat, and every fourth one is not used. Id 0 is in every third row, id 1 in none.
+    Ids repeat. Every fourth id of a row is -1, which marks an unused pair. Id 0 is in every third
+    row, id 1 in none.
     """
     g = torch.Generator().manual_seed(0)
     lists = []
@@ -549,16 +637,18 @@ def random_slots(n: int, vocab: int) -> Pairs:
 
 
 def values_for(slots: Pairs) -> Tensor:
-    """Return a random value for each pair, fp32. Every seventh value is 0."""
+    """Return a random value for each pair, fp32 [num_pairs]. Every seventh value is 0."""
     values = torch.randn(slots.ids.shape, generator=torch.Generator().manual_seed(1))
     values[::7] = 0.0
     return values
 
 
 def matrix(rows: int, width: int, dtype: torch.dtype, seed: int, gap: int = 0) -> Tensor:
-    """Return random numbers [rows, width]. With a gap, there is unused memory between the rows.
+    """Return normal random numbers [rows, width] with the standard deviation 1/2.
 
-    gap   number of unused elements between rows
+    dtype   of the result, in which the fp32 numbers are rounded
+    seed    of the numbers, which are the same in each call
+    gap     number of unused elements between rows: strides are (width + gap, 1)
     """
     numbers = torch.randn(rows, width + gap, generator=torch.Generator().manual_seed(seed)) / 2
     return numbers.to(dtype)[:, gap // 2 : gap // 2 + width]

@@ -1,6 +1,7 @@
-"""Objectives of the package, each with the Spec that the oracle computes from the papers: presets,
-objectives as a user writes them, and single options. Also functions that compare the losses of
-tokens with the oracle.
+"""Objectives of the package, each with the Spec that the oracle computes from the papers.
+
+These are presets, objectives as a user writes them, and single options. Functions of this module
+compare the losses of tokens with the oracle.
 """
 
 from __future__ import annotations
@@ -41,12 +42,15 @@ from grpo_kernels.formulas.surrogates import (
 from support import oracle
 from support.oracle import Spec
 
-MEAN, SUM = "seq-mean-token-mean", "seq-mean-token-sum"
-CLIP, ISAMPLE = Spec(), Spec("importance-sampling")
+MEAN = "seq-mean-token-mean"
+SUM = "seq-mean-token-sum"
+CLIP = Spec()
+ISAMPLE = Spec("importance-sampling")
 TV = replace(ISAMPLE, trust=("tv", 0.2, 0.2, "old"))
 KL = replace(ISAMPLE, trust=("kl", 0.05, 0.05, "old"))
 IPO = replace(ISAMPLE, trust=("symmetric-tv", 0.1, 0.1, "old"))
-CLIP_COV, KL_COV = Spec("clip-cov", share=2e-4), Spec("kl-cov", share=2e-4)
+CLIP_COV = Spec("clip-cov", share=2e-4)
+KL_COV = Spec("kl-cov", share=2e-4)
 #: Presets, as the papers have them.
 PAPERS: dict[str, Spec] = {
     "grpo": Spec(aggregate=MEAN),
@@ -80,7 +84,21 @@ PAPERS: dict[str, Spec] = {
 OBJECTIVES: dict[str, tuple[Callable[[], Objective], Spec]] = {
     **{
         name: (partial(Objective.preset, name), PAPERS[name])
-        for name in "grpo dapo bnpo gspo cispo reinforce sapo gmpo vespo fipo rloo importance_sampling dppo_tv".split()
+        for name in (
+            "grpo",
+            "dapo",
+            "bnpo",
+            "gspo",
+            "cispo",
+            "reinforce",
+            "sapo",
+            "gmpo",
+            "vespo",
+            "fipo",
+            "rloo",
+            "importance_sampling",
+            "dppo_tv",
+        )
     },
     "dr_grpo": (
         lambda: Objective.preset("dr_grpo", max_tokens=9),
@@ -296,7 +314,7 @@ OBJECTIVES: dict[str, tuple[Callable[[], Objective], Spec]] = {
         lambda: Objective.preset("grpo", beta=0.3, kl="sdar", kl_aggregate="token-mean"),
         Spec(aggregate=MEAN, beta=0.3, kl="sdar", kl_aggregate="token-mean"),
     ),
-    # ---- exact divergences; `exact_of` puts in another than the reverse KL
+    # ---- exact divergences. `make_objective` (public_functions.py) replaces Exact() by others
     "dapo, exact": (
         lambda: Objective.preset("dapo", beta=0.3, kl=Exact()),
         Spec(eps_high=0.28, beta=0.3, kl="exact"),
@@ -324,9 +342,10 @@ FIELDS = (
 
 
 def packed(n: int = 6, length: int = 3, **fields: Any) -> TokenBatch:
-    """Return a batch of n tokens in packed sequences of this length.
+    """Return a batch of n tokens in packed sequences of this length, with targets 0.
 
-    fields   further fields of the batch. Without advantages, they are 1.
+    n        a multiple of `length`
+    fields   further fields of the batch. Advantages are 1 if they are not given.
     """
     fields.setdefault("advantages", torch.ones(n))
     return TokenBatch(
@@ -334,28 +353,37 @@ def packed(n: int = 6, length: int = 3, **fields: Any) -> TokenBatch:
     )
 
 
-def run(
+def package_losses(
     objective: Objective,
     batch: TokenBatch,
     logps: Tensor,
     entropy: Tensor | None = None,
     normalizer: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the loss of each token and its gradients in log-prob and entropy, [n] each.
+    """Return the package's loss of each token and its gradients in log-prob and entropy, fp32 [n].
 
-    The last one is None without an entropy bonus.
+    The gradient in entropy is None without an entropy bonus.
+
+    objective, batch   of the package, with n tokens
+    logps, entropy     fp32 [n], of the policy
+    normalizer         see `Objective.token_inputs`
     """
     inputs = objective.token_inputs(batch, normalizer)
-    losses, grad_logps, grad_entropy, *_ = objective.token_losses(logps, entropy, inputs, batch)
-    return losses, grad_logps, grad_entropy
+    result = objective.token_losses(logps, entropy, inputs, batch)
+    return result.losses, result.grad_logps, result.grad_entropy
 
 
-def exact(
+def oracle_losses(
     spec: Spec, batch: TokenBatch, logps: Tensor, entropy: Tensor, normalizer: Any = None
 ) -> tuple[oracle.Result, Tensor, Tensor]:
-    """Return the result of the oracle, and its gradients in log-probs and entropies, float64 [n].
+    """Return the result of the oracle, and the gradients of its loss in log-probs and entropies.
 
-    logps, entropy   fp32 [n]
+    The gradients are float64 [n], 0 for what the loss does not depend on.
+
+    spec             the loss
+    batch            advantages, mask and the other FIELDS of n tokens
+    logps, entropy   fp32 [n], of the policy
+    normalizer       see `oracle.objective`
     """
     wide_logps = logps.double().requires_grad_()
     wide_entropy = entropy.double().requires_grad_()
@@ -370,14 +398,20 @@ def exact(
     return replace(result, loss=result.loss.detach()), grad_logps, grad_entropy
 
 
-def near(ours: Tensor, theirs: Tensor, what: str) -> None:
-    """Assert equality up to the fp32 rounding of sums of a few dozen terms."""
+def _assert_near(ours: Tensor, theirs: Tensor, what: str) -> None:
+    """Assert equality up to the fp32 rounding of sums of a few dozen terms.
+
+    ours     of the package
+    theirs   of the oracle, float64 in the same shape
+    what     for the error message
+    """
     if theirs.numel():
-        error, scale = (ours.double() - theirs).abs().max(), theirs.abs().max()
-        assert error <= 1e-5 * scale + 1e-6, f"{what}: {ours.tolist()} instead of {theirs.tolist()}"
+        error = (ours.double() - theirs).abs().max()
+        size = theirs.abs().max()
+        assert error <= 1e-5 * size + 1e-6, f"{what}: {ours.tolist()} instead of {theirs.tolist()}"
 
 
-def check(
+def assert_matches_oracle(
     spec: Spec,
     objective: Objective,
     batch: TokenBatch,
@@ -385,21 +419,27 @@ def check(
     entropy: Tensor,
     normalizer: Any = None,
 ) -> oracle.Result:
-    """Compare the loss and its gradients with the oracle, and return the oracle's result.
+    """Assert that the package has the oracle's loss and gradients. Return the oracle's result.
 
-    Masked tokens have no loss and no gradients. Nothing is checked if a number is so near a bound
-    (see Result.margin) that rounding may move it across.
+    Masked tokens must have a loss and gradients of 0. Nothing is asserted if a number is so near a
+    bound (see Result.margin) that rounding may move it across.
+
+    spec             what `objective` is by the papers
+    logps, entropy   fp32 [n], of the policy
+    normalizer       of the loss, see `oracle.objective`
     """
-    result, exact_grad_logps, exact_grad_entropy = exact(spec, batch, logps, entropy, normalizer)
+    result, exact_grad_logps, exact_grad_entropy = oracle_losses(
+        spec, batch, logps, entropy, normalizer
+    )
     if result.margin < 1e-5:
         return result
-    losses, grad_logps, grad_entropy = run(objective, batch, logps, entropy, normalizer)
+    losses, grad_logps, grad_entropy = package_losses(objective, batch, logps, entropy, normalizer)
     assert losses.dtype == grad_logps.dtype == torch.float32
-    near(losses.double().sum(), result.loss, "loss")
-    near(grad_logps, exact_grad_logps, "gradient of the log-probs")
+    _assert_near(losses.double().sum(), result.loss, "loss")
+    _assert_near(grad_logps, exact_grad_logps, "gradient of the log-probs")
     assert (grad_entropy is None) == (spec.entropy_coef == 0)
     if grad_entropy is not None:
-        near(grad_entropy, exact_grad_entropy, "gradient of the entropy")
+        _assert_near(grad_entropy, exact_grad_entropy, "gradient of the entropy")
     if batch.mask is not None:
         masked = ~batch.mask.reshape(-1)
         for x in (losses, grad_logps, grad_entropy):
@@ -414,8 +454,9 @@ def check(
 class Option:
     """An option of an objective.
 
-    ours     the fields of Objective
-    theirs   the fields of Spec
+    name     for the names of test cases
+    ours     the fields of the package's Objective that switch it on
+    theirs   the fields of the oracle's Spec that do so
     """
 
     name: str
@@ -424,7 +465,7 @@ class Option:
 
 
 def options(*rows: tuple[str, dict[str, Any], dict[str, Any]]) -> list[Option]:
-    """Return options from rows (name, ours, theirs)."""
+    """Return options from rows (name, ours, theirs), see `Option`."""
     return [Option(*row) for row in rows]
 
 
@@ -451,7 +492,12 @@ LEVELS = ("token", "sequence", "sequence-token", "sequence-sum")
 def trust(
     kind: str, low: float, high: float, anchor: str
 ) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Return the row of a trust region for `options`."""
+    """Return the row (name, fields of Objective, fields of Spec) of a trust region for `options`.
+
+    kind        the distance: "tv", "symmetric-tv", "kl" or "ratio"
+    low, high   bounds of the distance, for a fallen and a risen probability
+    anchor      from which policy the distance is measured: "old" or "sampler"
+    """
     ours = {"filters": (TrustRegion(kind, low, high, anchor),)}
     theirs = {"trust": (kind, low, high, anchor)}
     return f"{kind} to {anchor}", ours, theirs
@@ -500,10 +546,10 @@ FILTERS = options(
 
 
 def kl(name: str, **fields: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Return the row of a KL estimate for `options`.
+    """Return the row (name, fields of Objective, fields of Spec) of a KL estimate for `options`.
 
-    name     the estimator
-    fields   of `Kl`
+    name     the estimator, such as "k3"
+    fields   of `Kl`. Spec has the same names, except for `kl_weighting`.
     """
     ours = {"beta": 0.3, "kl": Kl(name, **fields)}
     theirs = {"beta": 0.3, "kl": name, **fields}
@@ -527,29 +573,30 @@ KLS = options(
     kl("sdar"),
     kl("sdar", weighting="ratio", clamp=0.8),
 )
+
+
+def same_fields(name: str, **fields: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Return the row (name, fields of Objective, fields of Spec) of fields that both have alike."""
+    return name, dict(fields), dict(fields)
+
+
 AGGREGATES = options(
-    *(
-        (name, {"aggregate": name, "max_tokens": 9}, {"aggregate": name, "max_tokens": 9})
-        for name in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "group-mean", "token-sum", "constant")
-    ),
-    ("not empty", {"aggregate": "seq-mean-token-mean", "count_empty": False}, {"aggregate": "seq-mean-token-mean", "count_empty": False}),
-    ("groups, not empty", {"aggregate": "group-mean", "count_empty": False}, {"aggregate": "group-mean", "count_empty": False}),
-    ("KL by group", {"kl_aggregate": "group-mean"}, {"kl_aggregate": "group-mean"}),
-    ("KL by sequence", {"aggregate": "token-sum", "kl_aggregate": "seq-mean-token-mean"}, {"aggregate": "token-sum", "kl_aggregate": "seq-mean-token-mean"}),
-)  # fmt: skip
+    same_fields("token-mean", aggregate="token-mean", max_tokens=9),
+    same_fields(MEAN, aggregate=MEAN, max_tokens=9),
+    same_fields(SUM, aggregate=SUM, max_tokens=9),
+    same_fields("group-mean", aggregate="group-mean", max_tokens=9),
+    same_fields("token-sum", aggregate="token-sum", max_tokens=9),
+    same_fields("constant", aggregate="constant", max_tokens=9),
+    same_fields("not empty", aggregate=MEAN, count_empty=False),
+    same_fields("groups, not empty", aggregate="group-mean", count_empty=False),
+    same_fields("KL by group", kl_aggregate="group-mean"),
+    same_fields("KL by sequence", aggregate="token-sum", kl_aggregate=MEAN),
+)
 BONUSES = options(
-    ("no bonus", {}, {}),
-    ("bonus", {"entropy_coef": 0.2}, {"entropy_coef": 0.2}),
-    (
-        "bonus of its own",
-        {"entropy_coef": -0.1, "entropy_aggregate": "token-mean"},
-        {"entropy_coef": -0.1, "entropy_aggregate": "token-mean"},
-    ),
-    (
-        "bonus by sequence",
-        {"entropy_coef": 0.1, "entropy_aggregate": "seq-mean-token-sum"},
-        {"entropy_coef": 0.1, "entropy_aggregate": "seq-mean-token-sum"},
-    ),
+    same_fields("no bonus"),
+    same_fields("bonus", entropy_coef=0.2),
+    same_fields("bonus of its own", entropy_coef=-0.1, entropy_aggregate="token-mean"),
+    same_fields("bonus by sequence", entropy_coef=0.1, entropy_aggregate=SUM),
 )
 BOUNDS = options(
     ("no bounds", {}, {}),

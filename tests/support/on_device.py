@@ -40,7 +40,8 @@ from grpo_kernels import TokenSets
 #: Functions that draw random tensors, and all functions that make tensors.
 RANDOM = {torch.rand, torch.randn, torch.randint, torch.randperm}
 MADE = RANDOM | {
-    torch.arange, torch.empty, torch.empty_strided, torch.eye, torch.full, torch.linspace, torch.ones, torch.tensor, torch.zeros,
+    torch.arange, torch.empty, torch.empty_strided, torch.eye, torch.full, torch.linspace,
+    torch.ones, torch.tensor, torch.zeros,
 }  # fmt: skip
 #: Ids of the tests of the first wave, see `in_waves`.
 FIRST: set[str] = set()
@@ -77,6 +78,7 @@ class OnDevice(TorchFunctionMode):
         def from_lists_on_device(
             cls: type, *args: Any, device: Any = None, **kwargs: Any
         ) -> TokenSets:
+            """Replace TokenSets.from_lists: without a device, use the device of this context."""
             # With the mask `generated`, from_lists uses the device of the mask.
             if device is None and kwargs.get("generated") is None:
                 device = self.device
@@ -94,7 +96,12 @@ class OnDevice(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Call a function of torch. If it makes a tensor, make the tensor on the device."""
+        """Call a function of torch. If it makes a tensor, make the tensor on the device.
+
+        func     the function, such as torch.randn
+        types    ignored: PyTorch passes the types of tensor arguments
+        kwargs   its keywords. A call that names memory (device=, pin_memory=, out=) is not changed.
+        """
         kwargs = kwargs or {}
         names_memory = any(kwargs.get(name) is not None for name in ("device", "pin_memory", "out"))
         if func not in MADE or names_memory or in_package():
@@ -111,6 +118,7 @@ def in_package() -> bool:
 
     Only `__torch_function__` may call this, because it inspects the stack.
     """
+    # 0 is this function, 1 is __torch_function__, 2 is the caller of the function of torch.
     frame = sys._getframe(2)
     # conftest.py wraps functions to fill new memory with NaN.
     while frame is not None and frame.f_globals.get("__name__") == "conftest":
@@ -158,15 +166,17 @@ def in_waves(items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def first_wave(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return the sorted tests of the first wave.
+    """Return the tests of the first wave, sorted by file and by the number of their case.
 
     Cases on the diagonal of the grid of parameters are taken first, because they cover many values
-    with few cases.
+    with few cases. Then every case is taken that has a value which no case has so far. A test
+    without parameters is always taken.
     """
     diagonal = diagonal_cases(items)
     files = list(dict.fromkeys(item.path for item in items))
     cases_of_test: Counter[str] = Counter()
     covered: set[tuple[str, str, int]] = set()
+    # {test: (index of its file, which of the cases of its test it is)}, the sort key.
     order: dict[pytest.Item, tuple[int, int]] = {}
     # A case on the diagonal that is not taken covers nothing new, so it is not taken later either.
     for item in [*diagonal, *items]:
@@ -196,14 +206,16 @@ def diagonal_cases(items: list[pytest.Item]) -> list[pytest.Item]:
                 ids_of_values.append(id(value))
 
     def is_diagonal(item: pytest.Item) -> bool:
-        sizes = []
-        indices = []
+        """Return whether the values of a case have the same index, modulo their numbers."""
+        sizes = []  # the number of values of each parameter
+        indices = []  # of the values of this case
         for name, value in parameters(item).items():
             ids_of_values = values[test_of(item), name]
             sizes.append(len(ids_of_values))
             indices.append(ids_of_values.index(id(value)))
         if not sizes:
             return True
+        # The index of the parameter with the most values. Others start again at their first value.
         step = indices[sizes.index(max(sizes))]
         return all(index == step % size for index, size in zip(indices, sizes, strict=True))
 
@@ -216,13 +228,16 @@ def test_of(item: pytest.Item) -> str:
 
 
 def parameters(item: pytest.Item) -> dict[str, Any]:
-    """Return the parameters of a case by name."""
+    """Return the parameters of a case by name, {} for a test without parameters."""
     callspec = getattr(item, "callspec", None)
     return {} if callspec is None else callspec.params
 
 
 def write(**line: Any) -> None:
-    """Append a line of JSON to the report, if GRPO_KERNELS_TEST_REPORT names a file."""
+    """Append a line of JSON to the report, if GRPO_KERNELS_TEST_REPORT names a file.
+
+    line   the keys and values of the line
+    """
     report = os.environ.get("GRPO_KERNELS_TEST_REPORT")
     if report:
         with Path(report).open("a") as file:
@@ -274,7 +289,10 @@ def pytest_runtest_teardown() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_exception_interact(call: pytest.CallInfo[Any]) -> None:
-    """End a worker of pytest-xdist whose CUDA context is broken. pytest-xdist starts another."""
+    """End a worker of pytest-xdist whose CUDA context is broken. pytest-xdist starts another.
+
+    In the broken context, all later tests of the worker would fail.
+    """
     text = "" if call.excinfo is None else str(call.excinfo.value)
     if "PYTEST_XDIST_WORKER" in os.environ and any(words in text for words in FATAL):
         os._exit(70)

@@ -2,8 +2,9 @@
 
 Written from the papers (PPO 1707.06347, GRPO 2402.03300, DAPO 2503.14476, Dr. GRPO 2503.20783,
 INTELLECT-2 2505.07291, CISPO 2506.13585, GSPO 2507.18071, GMPO 2507.20673, SAPO 2511.20347, VESPO
-2602.10693, FIPO 2603.19835, RLOO 2402.14740, A*-PO 2505.20686, Clip-Cov and KL-Cov 2505.22617, GKD 2306.13649, DPPO
-2602.04879, DeepSeek-V3.2 2512.02556, 80/20 rule 2506.01939; KL estimators: Schulman 2020). It
+2602.10693, FIPO 2603.19835, RLOO 2402.14740, A*-PO 2505.20686, Clip-Cov and KL-Cov 2505.22617,
+GKD 2306.13649, DPPO 2602.04879, DeepSeek-V3.2 2512.02556, 80/20 rule 2506.01939; KL estimators:
+Schulman 2020). It
 imports nothing of the package under test.
 
 Masked rows are left out by indexing, never multiplied by 0, so that their values, even NaN, cannot
@@ -72,12 +73,17 @@ class Spec:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of `objective`.
+    """The result of `objective` for N rows, of which n are trained.
 
-    loss            0-d, with a graph
-    logps, entropy, kl          [N], 0 in rows that are not trained
-    log_ratio, clipped_low, clipped_high, kept   [n], of the n trained rows in order
-    margin          the smallest distance between a number and a bound that it is compared with
+    loss             0-d, with an autograd graph
+    logps, entropy   [N], 0 in rows that are not trained
+    kl               [N], the KL term of each row without beta, 0 in rows that are not trained
+    log_ratio        [n], the log-ratio that the surrogate gets, by `Spec.level`
+    clipped_low      bool [n]: the ratio is below the clip range, and the advantage is negative
+    clipped_high     bool [n]: the ratio is above the clip range, and the advantage is positive
+    kept             bool [n]: no filter drops the token from the policy term
+    margin           the smallest distance between a number and a bound that it is compared with. If
+                     it is tiny, rounding may decide differently in fp32.
     """
 
     loss: Tensor
@@ -92,7 +98,11 @@ class Result:
 
 
 def sequences_of(targets: Tensor, cu_seqlens: Tensor | None) -> list[list[int]]:
-    """Return the row indices of each sequence. Packed rows without offsets are one sequence."""
+    """Return the row indices of each sequence. Packed rows without offsets are one sequence.
+
+    targets      [B, T], whose token t of sequence b is row b * T + t, or packed [N]
+    cu_seqlens   [B + 1], the boundaries of packed sequences, or None
+    """
     if targets.dim() == 2:
         length = targets.shape[1]
         return [[b * length + t for t in range(length)] for b in range(targets.shape[0])]
@@ -103,19 +113,20 @@ def sequences_of(targets: Tensor, cu_seqlens: Tensor | None) -> list[list[int]]:
 
 
 def to_rows(value: float | Tensor, sequences: list[list[int]], dtype: torch.dtype) -> Tensor:
-    """Return a value per row [N].
+    """Return a value per row [N], without gradient.
 
-    value       a number, one value per sequence ([B] or [B, 1]), or one per token
+    value       a number, one value per sequence ([B] or [B, 1]), or one per token in any shape
     sequences   the row indices of each sequence
+    dtype       of the result
     """
-    rows = sum(len(s) for s in sequences)
+    num_rows = sum(len(sequence) for sequence in sequences)
     if not isinstance(value, Tensor) or value.dim() == 0:
-        return torch.full((rows,), float(value), dtype=dtype)
+        return torch.full((num_rows,), float(value), dtype=dtype)
     value = value.detach().to(dtype).reshape(-1)
-    if value.numel() == rows:
+    if value.numel() == num_rows:
         return value
     assert value.numel() == len(sequences)
-    out = torch.zeros(rows, dtype=dtype)
+    out = torch.zeros(num_rows, dtype=dtype)
     for b, sequence in enumerate(sequences):
         out[sequence] = value[b]
     return out
@@ -126,7 +137,9 @@ def log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probs of the labels and the entropies, float64 [...].
 
-    logits   [..., V]; logits of -inf are allowed
+    logits        [..., V]; logits of -inf are allowed
+    labels        int64 [...]
+    temperature   a number, or a tensor that broadcasts with the logits
     """
     log_p = torch.log_softmax(logits.double() / temperature, -1)
     finite = torch.where(log_p == -torch.inf, 0.0, log_p)
@@ -145,7 +158,13 @@ def by_sign(positive: Tensor, yes: float, no: float) -> Tensor:
 def surrogate(
     spec: Spec, log_ratio: Tensor, logp: Tensor, advantage: Tensor, selected: Tensor | None = None
 ) -> Tensor:
-    """Return the policy loss of each token [n]. Autograd through it defines the gradient."""
+    """Return the policy loss of each of n tokens. Autograd through it defines the gradient.
+
+    log_ratio   [n], log(p / old) of the token or of its sequence, with the gradient of the ratio
+    logp        [n], log p of the token
+    advantage   [n]
+    selected    bool [n], the tokens that Clip-Cov or KL-Cov has selected; None for other surrogates
+    """
     r = torch.exp(log_ratio)
     if spec.surrogate == "none":
         return 0.0 * logp
@@ -179,7 +198,12 @@ def surrogate(
 
 
 def kl_estimate(name: str, logp: Tensor, ref: Tensor, clamp_log: float = math.inf) -> Tensor:
-    """Return the KL estimate of each token, with log(ref / p) clamped to +-clamp_log."""
+    """Return the estimate of KL(policy, reference) at each token, in the shape of logp.
+
+    name        "k1", "k2", "k3", "abs" or "sdar"
+    logp, ref   log-probs of the policy p and of the reference
+    clamp_log   bound of |log(ref / p)|, which is clamped to it
+    """
     d = (ref - logp).clamp(-clamp_log, clamp_log)
     if name == "sdar":
         return torch.sigmoid(5 * d).detach() * d
@@ -187,11 +211,17 @@ def kl_estimate(name: str, logp: Tensor, ref: Tensor, clamp_log: float = math.in
 
 
 def kl_term(spec: Spec, logp: Tensor, old: Tensor, ref: Tensor, log_ratio: Tensor) -> Tensor:
-    """Return the KL term of each token times its weight. Autograd through it defines the gradient.
+    """Return the KL term of each of n tokens. Autograd through it defines the gradient.
 
-    old   the log-probs of the old policy, without gradient
+    It is the KL estimate times the weight that `spec.kl_weighting` names.
+
+    logp, old, ref   [n], log-probs of the policy, the old policy (without gradient) and the
+                     reference
+    log_ratio        [n], for the weights "ratio" and "detached-ratio"
     """
     if spec.kl == "distillation":
+        # The policy gradient with the advantage log(ref / p). Tokens whose probability has fallen
+        # by more than 0.2 are dropped. A small penalty keeps the policy near the old one.
         x = logp - old
         keep = logp.detach().exp() - old.exp() >= -0.2
         return -torch.where(keep, (ref - logp).detach() * x.exp(), 0.0) + 1e-3 * x**2
@@ -213,7 +243,10 @@ def kl_term(spec: Spec, logp: Tensor, old: Tensor, ref: Tensor, log_ratio: Tenso
 
 
 def ratio_bounds(spec: Spec) -> tuple[float, float]:
-    """Return the ratios from which the surrogate is clipped: (0, inf) if it has no clip."""
+    """Return the (lowest, highest) ratio that the surrogate does not clip.
+
+    It is (0, inf) if the surrogate has no clip.
+    """
     if spec.surrogate in ("clip", "clip-cov"):
         return 1 - spec.eps_low, 1 + spec.eps_high
     if spec.surrogate == "cispo":
@@ -222,13 +255,17 @@ def ratio_bounds(spec: Spec) -> tuple[float, float]:
 
 
 class Margin:
-    """The smallest distance between a number and a bound."""
+    """The smallest distance between a number and a bound that a computation has compared.
+
+    Call it with each number and its bounds. Then `smallest` says how small an error could have
+    changed the result of a comparison.
+    """
 
     def __init__(self) -> None:
         self.smallest = math.inf
 
     def __call__(self, value: float, *bounds: float) -> None:
-        """Take the distances between a number and these bounds into account."""
+        """Take the distances between a number and these bounds into account, if they are finite."""
         for bound in bounds:
             if math.isfinite(bound):
                 self.smallest = min(self.smallest, abs(value - bound))
@@ -260,13 +297,17 @@ def trusts(
 ) -> bool:
     """Return whether the policy is near the anchor at a token.
 
-    kind     the distance: "tv", "symmetric-tv", "kl" or "ratio"
-    logp     the log-prob of the policy
-    anchor   the log-prob of the old policy or of the sampler. NaN is never near.
+    kind        the distance: "tv", "symmetric-tv", "kl" or "ratio"
+    low, high   bounds of the distance where the probability has fallen and risen. With "tv" and
+                "kl" only moves that the advantage asks for are bounded.
+    logp        the log-prob of the policy
+    anchor      the log-prob of the old policy or of the sampler. NaN is never near.
+    margin      gets the distances to the bounds
     """
     if math.isnan(anchor):
         return False
-    p, q = min(math.exp(logp), 1.0), math.exp(anchor)
+    p = min(math.exp(logp), 1.0)
+    q = math.exp(anchor)
     if kind == "tv":
         margin(p - q, high if advantage > 0 else -low)
         return p - q <= high if advantage > 0 else p - q >= -low
@@ -286,7 +327,13 @@ def trusts(
 
 
 def filters(spec: Spec, tokens: Tokens, margin: Margin) -> tuple[list[bool], list[bool]]:
-    """Return which tokens stay in the policy term, and which stay in the entropy bonus."""
+    """Apply the filters of a loss: trust region, off-policy sequences and least entropy.
+
+    Returns (which tokens stay in the policy term, which stay in the entropy bonus), a bool for each
+    trained token.
+
+    margin   gets the distances to the bounds of the filters
+    """
     n = len(tokens.logp)
     keep = [True] * n
     has_high_entropy = [True] * n
@@ -295,13 +342,14 @@ def filters(spec: Spec, tokens: Tokens, margin: Margin) -> tuple[list[bool], lis
         anchors = tokens.old_or_current if anchor == "old" else tokens.sampler
         assert anchors is not None
         for i in range(n):
-            logp, advantage = tokens.logp[i], tokens.advantage[i]
+            logp = tokens.logp[i]
+            advantage = tokens.advantage[i]
             keep[i] &= trusts(kind, low, high, logp, anchors[i], advantage, margin)
     if spec.off_policy is not None:
-        for places in tokens.sequences:
-            kept_places = _near_sampler(spec, tokens, places, margin)
-            for i in places:
-                keep[i] &= i in kept_places
+        for sequence in tokens.sequences:
+            kept_tokens = _near_sampler(spec, tokens, sequence, margin)
+            for i in sequence:
+                keep[i] &= i in kept_tokens
     floor = _entropy_floor(spec, tokens)
     if floor is not None:
         for i in range(n):
@@ -312,34 +360,39 @@ def filters(spec: Spec, tokens: Tokens, margin: Margin) -> tuple[list[bool], lis
     return keep, has_high_entropy
 
 
-def _near_sampler(spec: Spec, tokens: Tokens, places: list[int], margin: Margin) -> list[int]:
+def _near_sampler(spec: Spec, tokens: Tokens, sequence: list[int], margin: Margin) -> list[int]:
     """Return the tokens of a sequence that the off-policy mask keeps (DeepSeek-V3.2, 2512.02556).
 
     It drops tokens with A < 0 if the policy has moved away from the sampler: if the mean of
     log(sampler / p) over the sequence is above `off_policy`. A is the advantage of the token or,
     with off_policy_by="sequence", the sum over the sequence.
+
+    sequence   the tokens of the sequence, as indices into the lists of `tokens`
+    margin     gets the distances of the mean, and of a sum A of both signs, to their bounds
     """
     assert spec.off_policy is not None
     sampler = tokens.old_or_current if tokens.sampler is None else tokens.sampler
-    moved = [sampler[i] - tokens.logp[i] for i in places]
-    # Tokens that were not scored count as 0.
-    mean = math.fsum(0.0 if math.isnan(x) else x for x in moved) / max(len(places), 1)
-    margin(mean, spec.off_policy)
-    advantages = [tokens.advantage[i] for i in places]
-    total = math.fsum(advantages)
-    if places and min(advantages) < 0 < max(advantages):
-        margin(total, 0.0)
-    if mean <= spec.off_policy:
-        return places
+    log_ratios = [sampler[i] - tokens.logp[i] for i in sequence]
+    # Tokens that the sampler did not score are NaN, and count as 0.
+    total_log_ratio = math.fsum(0.0 if math.isnan(x) else x for x in log_ratios)
+    mean_log_ratio = total_log_ratio / max(len(sequence), 1)
+    margin(mean_log_ratio, spec.off_policy)
+    advantages = [tokens.advantage[i] for i in sequence]
+    total_advantage = math.fsum(advantages)
+    if sequence and min(advantages) < 0 < max(advantages):
+        margin(total_advantage, 0.0)
+    if mean_log_ratio <= spec.off_policy:
+        return sequence
     if spec.off_policy_by == "sequence":
-        return places if total >= 0 else []
-    return [i for i in places if tokens.advantage[i] >= 0]
+        return sequence if total_advantage >= 0 else []
+    return [i for i in sequence if tokens.advantage[i] >= 0]
 
 
 def _entropy_floor(spec: Spec, tokens: Tokens) -> float | None:
-    """Return the least entropy of tokens in the policy term, or None.
+    """Return the least entropy of tokens that stay in the policy term; None: no entropy is too low.
 
-    With `entropy_share` it is the quantile above which this share of the tokens lies.
+    With `entropy_share` it is the quantile above which this share of the trained tokens lies,
+    interpolated linearly between two tokens.
     """
     n = len(tokens.entropy)
     if spec.entropy_share is None or n == 0:
@@ -352,10 +405,14 @@ def _entropy_floor(spec: Spec, tokens: Tokens) -> float | None:
 
 
 def selection(spec: Spec, tokens: Tokens, margin: Margin) -> list[bool]:
-    """Return which tokens Clip-Cov or KL-Cov selects.
+    """Return which tokens Clip-Cov or KL-Cov selects (2505.22617), a bool for each trained token.
 
-    Of the tokens that qualify for Clip-Cov, the first ones are taken. The package draws them at
-    random, so tests use share=1, which takes all.
+    Both look at (A - mean A) * (log p - mean log p), whose mean is the covariance of advantages and
+    log-probs. KL-Cov selects the tokens with the largest values. Clip-Cov selects tokens whose
+    value is in `spec.band` and whose ratio is not clipped. Of these, the first ones are taken here.
+    The package draws them at random, so tests use share=1, which takes all.
+
+    margin   gets the distances to the bounds
     """
     n = len(tokens.logp)
     mean_advantage = math.fsum(tokens.advantage) / max(n, 1)
@@ -392,23 +449,25 @@ def combine(
     zero: Tensor,
     without: list[int],
 ) -> Tensor:
-    """Return the aggregate of the terms of all trained tokens.
+    """Return the aggregate of the terms of all trained tokens, 0-d.
 
-    terms        the terms of each sequence
+    aggregate    see `Spec.aggregate`
+    terms        a vector for each sequence, with the terms of its trained tokens
     groups       the group of each sequence, for the aggregate "group-mean"
-    normalizer   the denominator. None: `denominator`, at least 1
-    zero         a 0 with a graph, the sum of no terms
-    without      sequences that do not count. A normalizer is reduced by their share.
+    normalizer   the denominator, for which 0 counts as 1. None: `denominator`, at least 1
+    zero         0-d 0 with an autograd graph, the sum of no terms
+    without      indices of sequences that do not count. A normalizer is reduced by their share.
     """
     if without:
-        left = [i for i in range(len(terms)) if i not in without]
-        left_terms = [terms[i] for i in left]
-        left_groups = None if groups is None else [groups[i] for i in left]
+        counted = [i for i in range(len(terms)) if i not in without]
+        counted_terms = [terms[i] for i in counted]
+        counted_groups = None if groups is None else [groups[i] for i in counted]
         if normalizer is not None:
-            left_count = denominator(spec, aggregate, left_terms, left_groups)
-            count = denominator(spec, aggregate, terms, groups)
-            normalizer = (float(normalizer) or 1.0) * max(left_count, 1.0) / max(count, 1.0)
-        return combine(spec, aggregate, left_terms, left_groups, normalizer, zero, [])
+            counted_divisor = denominator(spec, aggregate, counted_terms, counted_groups)
+            full_divisor = denominator(spec, aggregate, terms, groups)
+            normalizer = float(normalizer) or 1.0
+            normalizer = normalizer * max(counted_divisor, 1.0) / max(full_divisor, 1.0)
+        return combine(spec, aggregate, counted_terms, counted_groups, normalizer, zero, [])
 
     if normalizer is None:
         divisor = max(denominator(spec, aggregate, terms, groups), 1.0)
@@ -453,14 +512,18 @@ def objective(
     listed: Tensor | None = None,
     normalizer: float | tuple[float | None, float | None, float | None] | None = None,
 ) -> Result:
-    """Compute the loss of flat log-probs and entropies [N], sequence by sequence.
+    """Compute the loss `spec` of N tokens, sequence by sequence.
 
+    Gradients flow to the log-probs and entropies, and to `kl_logps`, `divergences` and `listed`.
     Advantages, weights and nll_weights are a number, one number per sequence, or one per token. The
     other tensors have N elements in any shape.
+
+    logps, entropy   [N], of the policy, in the dtype in which everything is computed
 
     sequences        the row indices of each sequence
     mask             trained tokens; None: all
     old_logps        of the old policy; None: on-policy
+    ref_logps        of the reference model; None: there is no KL estimate
     sampler_logps    of the sampler, NaN for tokens that it did not score
     weights          factors of the policy term
     nll_weights      factors of -log p, which are added to the loss without a denominator
@@ -611,19 +674,28 @@ def _loss_of_terms(
     zero: Tensor,
     without: list[int],
 ) -> Tensor:
-    """Return policy term + beta KL - entropy_coef entropy, each aggregated over all tokens.
+    """Return policy term + beta * KL - entropy_coef * entropy, 0-d.
 
-    has_entropy_bonus   for each sequence, whether a trained token counts in the entropy bonus
+    Each of the three is aggregated over all trained tokens, with its own aggregate and denominator.
+
+    terms               the terms of the three parts
+    has_entropy_bonus   for each sequence a bool vector, whether a trained token counts in the bonus
     normalizer          see `objective`
-    groups, zero, without   see `combine`
+    groups              see `combine`
+    zero                see `combine`
+    without             see `combine`
     """
 
     def aggregated(aggregate: str, terms: list[Tensor], denominator: float | None) -> Tensor:
+        """Return `combine` of one of the three parts."""
         return combine(spec, aggregate, terms, groups, denominator, zero, without)
 
-    policy_denominator, kl_denominator, entropy_denominator = (
-        normalizer if isinstance(normalizer, tuple) else (normalizer, None, None)
-    )
+    if isinstance(normalizer, tuple):
+        policy_denominator, kl_denominator, entropy_denominator = normalizer
+    else:
+        policy_denominator = normalizer
+        kl_denominator = None
+        entropy_denominator = None
     loss = aggregated(spec.aggregate, terms.policy, policy_denominator)
     if spec.beta != 0:
         if kl_denominator is None and not spec.kl_aggregate:
@@ -653,14 +725,15 @@ def _loss_of_terms(
 def _as_numbers(
     batch: _Batch, old: Tensor | None, sampler: Tensor | None, trained_rows: list[list[int]]
 ) -> Tokens:
-    """Return the trained tokens as Python numbers.
+    """Return the trained tokens as Python numbers, sequence after sequence.
 
-    old, sampler   [N] or None
-    trained_rows   of each sequence
+    old, sampler   [N], log-probs of the old policy and of the sampler; None: not given
+    trained_rows   for each sequence the indices of its trained rows, 0 to N - 1
     """
     all_rows = [i for rows in trained_rows for i in rows]
 
     def numbers(x: Tensor) -> list[float]:
+        """Return the numbers of the trained rows of x [N]."""
         return x.detach()[all_rows].tolist()
 
     place_of_row = {row: place for place, row in enumerate(all_rows)}
@@ -677,11 +750,20 @@ def _as_numbers(
 def _kept_rows(
     spec: Spec, tokens: Tokens, trained_rows: list[int], num_rows: int, margin: Margin
 ) -> _Keep:
-    """Return which rows the filters keep."""
+    """Return which of the N rows the filters keep in each part of the loss.
+
+    Rows that are not trained are False in all parts.
+
+    tokens         the trained tokens
+    trained_rows   the row of each of them, 0 to N - 1
+    num_rows       N
+    margin         gets the distances to the bounds of the filters
+    """
     policy, entropy = filters(spec, tokens, margin)
     listed, _ = filters(replace(spec, trust=None), tokens, margin)
 
     def row_mask(kept: list[bool]) -> Tensor:
+        """Return bool [N] from a bool for each trained token."""
         is_kept = torch.zeros(num_rows, dtype=torch.bool)
         is_kept[trained_rows] = torch.tensor(kept, dtype=torch.bool)
         return is_kept
@@ -692,10 +774,14 @@ def _kept_rows(
 def _log_ratio_of_level(
     spec: Spec, batch: _Batch, rows: list[int], token_log_ratio: Tensor, margin: Margin
 ) -> Tensor:
-    """Return the log-ratio that the surrogate gets for each trained token of a sequence [n].
+    """Return the log-ratio that the surrogate gets for each of n trained tokens of a sequence, [n].
+
+    At the level "token" it is the token's own. At the other levels it is the sum or mean over the
+    sequence. "sequence-token" has the value of this mean and the gradient of the token.
 
     rows              the trained rows of the sequence
-    token_log_ratio   log(p / old) of each of them
+    token_log_ratio   [n], log(p / old) of each of them
+    margin            gets the distances of log-ratios to the bounds of the surrogate
     """
     x = in_sequence(spec, token_log_ratio, batch.advantage[rows], batch.weight[rows], margin)
     if spec.level == "sequence-sum":
@@ -718,11 +804,15 @@ def _policy_terms(
     keep: _Keep,
     margin: Margin,
 ) -> Tensor:
-    """Return the policy term of each trained token of a sequence [n], with the listed terms.
+    """Return the policy term of each of n trained tokens of a sequence, [n], with the listed terms.
+
+    Tokens that a filter or a weight of 0 drops have 0.
 
     rows              the trained rows of the sequence
-    token_log_ratio   log(p / old) of each of them
-    log_ratio         see `_log_ratio_of_level`
+    token_log_ratio   [n], log(p / old) of each of them
+    log_ratio         [n], see `_log_ratio_of_level`
+    keep              which rows the filters keep
+    margin            gets the distances of ratios and log-ratios to the bounds of the surrogate
     """
     advantage = batch.advantage[rows]
     weight = batch.weight[rows]
@@ -752,10 +842,13 @@ def _policy_terms(
 def _kl_terms(
     spec: Spec, batch: _Batch, rows: list[int], log_ratio: Tensor, margin: Margin
 ) -> Tensor:
-    """Return the KL term of each trained token of a sequence [n].
+    """Return the KL term of each of n trained tokens of a sequence, [n], without beta.
+
+    It is the exact divergence if there is one, otherwise a KL estimate from the log-probs.
 
     rows        the trained rows of the sequence
-    log_ratio   the log-ratio of each of them, for the weight of an estimate
+    log_ratio   [n], the log-ratio of each of them, for the weight of an estimate
+    margin      gets the distances to the bounds of an estimate
     """
     if batch.divergences is not None:
         return batch.divergences[rows]
@@ -774,16 +867,20 @@ def _kl_terms(
 def future_weights(
     spec: Spec, log_ratio: Tensor, advantage: Tensor, places: list[int], margin: Margin
 ) -> Tensor:
-    """Return FIPO's weight (2603.19835) of each trained token of a sequence.
+    """Return FIPO's weight (2603.19835) of each of n trained tokens of a sequence, [n].
 
-    It is exp of the sum of the log-ratios from the token on, which decay with the distance, within
-    bounds. See `Spec.future_kl`.
+    It is exp of the sum of the log-ratios of the token and of all later ones, clamped to bounds. A
+    log-ratio counts half after each half-life, a number of positions. See `Spec.future_kl`.
 
-    places   the positions of the trained tokens
+    log_ratio   [n], log(p / old) of each token
+    advantage   [n]
+    places      the positions of the n tokens in the sequence
+    margin      gets the distances of log-ratios to the cutoffs
     """
     assert spec.future_kl is not None
     half_life, low, high, cutoff, safety = spec.future_kl
-    log_cutoff, log_safety = math.log(cutoff), math.log(safety)
+    log_cutoff = math.log(cutoff)
+    log_safety = math.log(safety)
     log_ratios = log_ratio.tolist()
     weights = []
     for i, place in enumerate(places):
@@ -805,7 +902,14 @@ def future_weights(
 
 
 def denominator(spec: Spec, aggregate: str, terms: list[Tensor], groups: list[int] | None) -> float:
-    """Return the number that the terms of one batch are divided by."""
+    """Return the number that the terms of one batch are divided by.
+
+    It is 1, or the number of tokens, sequences or groups, by `aggregate`. For "constant" it is the
+    number of sequences times `max_tokens`. It may be 0 for an empty batch.
+
+    terms    a vector for each sequence, with the terms of its trained tokens
+    groups   the group of each sequence, for the aggregate "group-mean"
+    """
     if aggregate == "token-sum":
         return 1.0
     if aggregate == "token-mean":
@@ -826,7 +930,13 @@ def denominator(spec: Spec, aggregate: str, terms: list[Tensor], groups: list[in
 
 
 def far_sequences(spec: Spec, tokens: Tokens, margin: Margin) -> list[int]:
-    """Return the sequences whose mean of exp |log-prob - the sampler's| exceeds the threshold."""
+    """Return the indices of the sequences that are too far from the sampler.
+
+    These are sequences whose mean of exp |log sampler - log p| exceeds the threshold of
+    `spec.sampler_mismatch`. Tokens that the sampler did not score count as 1.
+
+    margin   gets the distances of the means to the threshold
+    """
     if spec.sampler_mismatch is None:
         return []
     assert tokens.sampler is not None
@@ -845,7 +955,13 @@ def far_sequences(spec: Spec, tokens: Tokens, margin: Margin) -> list[int]:
 def in_sequence(spec: Spec, x: Tensor, advantage: Tensor, weight: Tensor, margin: Margin) -> Tensor:
     """Return the log-ratios [n] of which the mean or sum over a sequence is taken.
 
-    x   log(p / old) of each trained token of the sequence [n]
+    They are the given ones, except for GMPO, which clips them, and VESPO, which adds the logarithms
+    of the importance weights.
+
+    x           [n], log(p / old) of each trained token of the sequence
+    advantage   [n]
+    weight      [n], importance weights
+    margin      gets the distances of log-ratios to GMPO's clip range
     """
     if spec.surrogate == "gmpo":
         # Each token's log-ratio is clipped on the side where the token would gain.
@@ -875,6 +991,7 @@ def divergence(logps: Tensor, teacher_logps: Tensor, kind: str, mixture: float =
     """
 
     def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
+        """Return KL(a, b) of each row, [n], from the log-probs log_a and log_b [n, V]."""
         # Filled before the subtraction, because the gradient of -inf - (-inf) is NaN.
         is_absent = log_a == -math.inf
         log_a = log_a.masked_fill(is_absent, 0.0)
@@ -887,7 +1004,7 @@ def divergence(logps: Tensor, teacher_logps: Tensor, kind: str, mixture: float =
         return kl(teacher_logps, logps)
     if kind == "tv":
         difference = logps.exp() - teacher_logps.exp()
-        # sign() of a NaN is not NaN everywhere.
+        # torch.sign of NaN is not NaN on every device.
         sign = torch.where(difference.isnan(), difference, difference.sign())
         return (sign.detach() * difference).sum(-1) / 2.0
     is_absent = (logps == -math.inf) & (teacher_logps == -math.inf)
@@ -901,6 +1018,7 @@ def divergence(logps: Tensor, teacher_logps: Tensor, kind: str, mixture: float =
 
 # ---- the answer to a problem (see call_cases.py), and how far fp32 may be from it
 
+#: The distance from 1 to the next fp32 number, twice the largest relative rounding error.
 EPS = 2.0**-23
 #: Half a unit in the last place of the dtypes that gradients are stored in, relative and absolute.
 ROUNDING = {
@@ -911,7 +1029,11 @@ ROUNDING = {
 
 
 def project(leaves: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the logits [rows, V] from hidden states, weight and bias, or from logits."""
+    """Return the logits [rows, V] in `dtype`.
+
+    leaves   "logits" [..., V], or "hidden" [..., H], "weight" [V, H] and optionally "bias" [V]
+    dtype    of the matmul and of the result
+    """
     if "logits" in leaves:
         return leaves["logits"].reshape(-1, leaves["logits"].shape[-1]).to(dtype)
     hidden = leaves["hidden"].to(dtype)
@@ -921,16 +1043,14 @@ def project(leaves: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
 
 
 class Rows:
-    """Softmaxes over the ids of `keep`.
+    """The softmax of each of N rows of logits over the ids of its candidate set, with gradients.
 
-    x           logits [N, V]
-    ids         int64 [N], the targets
-    transform   temperature, softcap and scale
-    keep        bool [N, V], None: all ids
-    noise       a seed for random errors of the size of fp32 rounding, or None
-
-    Attributes: log_p and p [N, V], and chosen (the log-probs of the targets), entropy and
-    sum_squares [N].
+    log_p         [N, V], log-probs, -inf outside of the candidate set
+    p             [N, V], probabilities
+    chosen        [N], the log-probs of the targets
+    entropy       [N]
+    sum_squares   [N], the sum of the squared probabilities
+    keep          bool [N, V], the ids with a log-prob above -inf
     """
 
     def __init__(
@@ -943,6 +1063,16 @@ class Rows:
         keep: Tensor | None = None,
         noise: int | None = None,
     ) -> None:
+        """Transform the logits, and compute the softmaxes.
+
+        x           logits [N, V], before the transform
+        ids         int64 [N], the targets
+        transform   temperature (as `to_rows` takes it), softcap (or None) and scale
+        sequences   the rows of each sequence, for a temperature per sequence
+        keep        bool [N, V], the candidate set of each row; None: all ids
+        noise       a seed for random errors of the size of fp32 rounding, which are added to logits
+                    and log-probs; None: no errors
+        """
         softcap = transform["softcap"]
         z = x * transform["scale"]
         if softcap is not None:
@@ -968,14 +1098,16 @@ class Rows:
 
 
 def signs(like: Tensor, noise: int) -> Tensor:
-    """Return random signs of errors in the shape of a tensor.
+    """Return random signs of errors, -1 or 1, in the shape and dtype of a tensor.
 
     Seeds 2k and 2k + 1 differ in the sign of every second column. So two neighbours have different
     signs with one of these seeds.
+
+    noise   the seed
     """
     g = torch.Generator().manual_seed(noise // 2)
     random = torch.where(torch.rand(like.shape, generator=g) < 0.5, -1.0, 1.0).to(like.dtype)
-    alternating = 1 - 2 * (torch.arange(like.shape[-1]) % 2)
+    alternating = 1 - 2 * (torch.arange(like.shape[-1]) % 2)  # 1, -1, 1, -1, ...
     return random * alternating ** (noise % 2)
 
 
@@ -985,9 +1117,13 @@ def listed_divergence(
     """Return the divergence of each row [N] from a teacher that is known at some ids.
 
     log_p, log_q    log-probs of policy and teacher [N, V]
-    ids             the ids of each row. Without ids the divergence is 0.
+    ids             the ids of each row at which the teacher is known. Without ids the divergence is
+                    0.
     kind, mixture   see `divergence`
-    tail            how the other ids count: "bin", "ignore", "renormalise" or "generalised"
+    tail            how the other ids count. "bin": as one more id, which has their probability.
+                    "ignore": not at all. "renormalise": the probabilities of the listed ids are
+                    divided by their sum. "generalised": not at all, but a KL gets the difference of
+                    the sums of both distributions, which makes it non-negative.
     """
     values = []
     for p_row, q_row, listed in zip(log_p, log_q, ids, strict=True):
@@ -1009,7 +1145,10 @@ def listed_divergence(
 
 
 def _with_tail_bin(log_p: Tensor) -> Tensor:
-    """Return log-probs with one more entry for the probability of all other ids."""
+    """Return log-probs [k + 1]: those of k ids, and one for the probability of all other ids.
+
+    This probability is at least 1e-7, so that its logarithm is finite.
+    """
     rest = 1 - log_p.exp().sum()
     return torch.cat([log_p, rest.clamp(min=1e-7).log()[None]])
 
@@ -1018,28 +1157,29 @@ def _with_tail_bin(log_p: Tensor) -> Tensor:
 class Answer:
     """The results of a call.
 
-    values      log-probs and statistics by name, 0 in rows that are not trained
+    values      log-probs, statistics and losses by name, 0 in rows that are not trained
     gradients   of the tensors of the call, by name
     clear       whether no number is so near a bound that rounding may move it across
-    of_logits   the gradient of the logits [rows, V]
-    sizes       the sum of the absolute terms of that gradient [rows, V]
+    of_logits   the gradient of the logits [rows, V]; None in results of the package
+    sizes       the sum of the absolute terms of that gradient [rows, V]; None in such results
     """
 
     values: dict[str, Tensor]
     gradients: dict[str, Tensor]
     clear: bool = True
-    of_logits: Any = None
-    sizes: Any = None
+    of_logits: Tensor | None = None
+    sizes: Tensor | None = None
 
 
 def answer(p: Problem, noise: int | None = None) -> Answer:
-    """Return the results of a call in float64.
+    """Compute the results of a call in float64: values, and gradients by autograd.
 
-    noise   a seed for random errors of the size of fp32 rounding, or None
+    noise   a seed for random errors of the size of fp32 rounding in logits, log-probs and
+            advantages; None: no errors
     """
     case = p.case
     num_tokens = len(p.ids)
-    live = p.trained.nonzero()[:, 0]
+    trained_rows = p.trained.nonzero()[:, 0]
     leaves = {name: x.detach().double().requires_grad_() for name, x in p.clean.items()}
     logits = project(leaves, torch.float64)
     if noise is not None and case.source == "hidden":
@@ -1051,32 +1191,37 @@ def answer(p: Problem, noise: int | None = None) -> Answer:
     def rows(
         x: Tensor, transform: dict[str, Any], keep: Tensor | None, noise_offset: int = 0
     ) -> Rows:
-        """Return the softmaxes of the trained rows of logits [N, V]."""
+        """Return the softmaxes of the n trained rows of logits x [N, V].
+
+        transform, keep   of all N rows, see `Rows`
+        noise_offset      added to the seed, so that other logits get other errors
+        """
         temperatures = to_rows(transform["temperature"], p.sequences, torch.float64)
         return Rows(
-            x[live],
-            p.ids[live],
-            {**transform, "temperature": temperatures[live]},
-            [[i] for i in range(len(live))],
-            keep=None if keep is None else keep[live],
+            x[trained_rows],
+            p.ids[trained_rows],
+            {**transform, "temperature": temperatures[trained_rows]},
+            [[i] for i in range(len(trained_rows))],
+            keep=None if keep is None else keep[trained_rows],
             noise=None if noise is None else noise + noise_offset,
         )
 
     def to_all_rows(value: Tensor) -> Tensor:
-        return torch.zeros(num_tokens, dtype=torch.float64).index_put((live,), value)
+        """Return [N] from a value of each trained row [n], with 0 in other rows."""
+        return torch.zeros(num_tokens, dtype=torch.float64).index_put((trained_rows,), value)
 
     sets = rows(token_logits, p.transform, p.keep)
     whole = sets if p.keep is None else rows(token_logits, p.transform, None)
     values = {"logps": to_all_rows(sets.chosen), "entropy": to_all_rows(sets.entropy)}
     divergences = None
     if p.other is not None:
-        values["divergence"] = to_all_rows(_divergence(p, p.other, sets, rows, live))
+        values["divergence"] = to_all_rows(_divergence(p, p.other, sets, rows, trained_rows))
         divergences = values["divergence"] * (temperature**2 if case.squared else 1.0)
         if case.function == "divergence":
             values["divergence"] = divergences
-    total, clear = _total(p, values, divergences, sets, whole, live, noise)
+    total, clear = _total(p, values, divergences, sets, whole, trained_rows, noise)
 
-    # The gradients of the leaves, and of the statistics on the way for the sizes of terms.
+    # The gradients of the leaves. `_sizes` also needs those of log-probs and divergences.
     wanted = {name: leaf for name, leaf in leaves.items() if name != case.frozen}
     softmaxes = list(dict.fromkeys((sets, whole)))
     inner = [softmax.log_p for softmax in softmaxes]
@@ -1091,7 +1236,7 @@ def answer(p: Problem, noise: int | None = None) -> Answer:
     gradients = dict(zip(wanted, grads, strict=False))
     grad_log_p = [x.abs() for x in grads[len(wanted) : len(wanted) + len(softmaxes)]]
     grad_divergence = grads[-1].abs() if p.other is not None else None
-    sizes = _sizes(p, token_logits.detach(), live, softmaxes, grad_log_p, grad_divergence)
+    sizes = _sizes(p, token_logits.detach(), trained_rows, softmaxes, grad_log_p, grad_divergence)
     return Answer(
         values={name: value.detach() for name, value in values.items()},
         gradients=gradients,
@@ -1104,7 +1249,7 @@ def answer(p: Problem, noise: int | None = None) -> Answer:
 def _sizes(
     p: Problem,
     token_logits: Tensor,
-    live: Tensor,
+    trained_rows: Tensor,
     softmaxes: list[Rows],
     grad_log_p: list[Tensor],
     grad_divergence: Tensor | None,
@@ -1112,7 +1257,7 @@ def _sizes(
     """Return the sum of the absolute terms of the gradient of the logits, float64 [rows, V].
 
     token_logits      [N, V]
-    live              int64 [n], the trained rows
+    trained_rows      int64 [n], the indices of the trained rows
     softmaxes         over candidate sets, and over the vocabulary if these are others
     grad_log_p        of each softmax: the absolute gradients of its log-probs [n, V]
     grad_divergence   the absolute gradients of the divergences [N], or None
@@ -1121,35 +1266,37 @@ def _sizes(
     num_tokens, vocab = token_logits.shape
     p_sets = softmaxes[0].p.detach()
     temperature = to_rows(p.transform["temperature"], p.sequences, torch.float64)
-    factor = abs(p.transform["scale"]) / temperature[live, None]
+    factor = abs(p.transform["scale"]) / temperature[trained_rows, None]
     sizes = torch.zeros(num_tokens, vocab, dtype=torch.float64)
     pair_sizes = torch.zeros(num_tokens, dtype=torch.float64)
     for softmax, grad in zip(softmaxes, grad_log_p, strict=True):
         grad_sum = grad.sum(1, keepdim=True)
-        sizes[live] += (grad + softmax.p.detach() * grad_sum) * factor
-        pair_sizes[live] += grad_sum[:, 0] * factor[:, 0]
+        sizes[trained_rows] += (grad + softmax.p.detach() * grad_sum) * factor
+        pair_sizes[trained_rows] += grad_sum[:, 0] * factor[:, 0]
     if grad_divergence is not None:
         # The log-ratios of two near rows cancel.
-        sizes[live] += p_sets * grad_divergence[live, None] * factor
+        sizes[trained_rows] += p_sets * grad_divergence[trained_rows, None] * factor
     has_further_ids = any(x is not None for x in (p.at, p.terms, p.rows))
     if case.source == "hidden" and (case.other == "listed" or has_further_ids):
         # Logits at further ids are computed again, with another rounding.
         grad_sum = grad_log_p[0].sum(1, keepdim=True)
         if grad_divergence is not None and case.other == "listed" and case.exact == "tv":
             # The gradient of a total variation is 0 where p = q, and jumps next to it.
-            grad_sum = grad_sum + grad_divergence[live, None]
-        largest_logit = token_logits[live].abs().amax(1, keepdim=True)
-        sizes[live] += p_sets * grad_sum * factor**2 * largest_logit
+            grad_sum = grad_sum + grad_divergence[trained_rows, None]
+        largest_logit = token_logits[trained_rows].abs().amax(1, keepdim=True)
+        sizes[trained_rows] += p_sets * grad_sum * factor**2 * largest_logit
     if case.extreme == "absent" and case.function == "logprobs":
         # A sum of nearly 1 is rounded, and this error is most of so small an entropy.
-        sizes[live] += p_sets * p.upstream["entropy"].reshape(-1)[live, None].abs() * factor
+        sizes[trained_rows] += (
+            p_sets * p.upstream["entropy"].reshape(-1)[trained_rows, None].abs() * factor
+        )
     named = named_ids(p, vocab)
     if case.also in ("log_kept_mass", "all"):
         # It is the difference of two log-probs of the likeliest id of the set.
         likeliest = p_sets.argmax(1)
-        upstream = p.upstream["log_kept_mass"].reshape(-1)[live].abs()
-        sizes[live, likeliest] += upstream * factor[:, 0]
-        named[live, softmaxes[0].log_p.detach().argmax(1)] = 1.0
+        upstream = p.upstream["log_kept_mass"].reshape(-1)[trained_rows].abs()
+        sizes[trained_rows, likeliest] += upstream * factor[:, 0]
+        named[trained_rows, softmaxes[0].log_p.detach().argmax(1)] = 1.0
     if p.rows is not None:
         num_rows = p.leading.numel()
         zeros = torch.zeros(num_rows, vocab, dtype=torch.float64)
@@ -1163,7 +1310,11 @@ def _sizes(
 
 
 def named_ids(p: Problem, vocab: int) -> Tensor:
-    """Return float64 [N, V]: 1 at the target of each token and at its further ids, 0 elsewhere."""
+    """Return float64 [N, V]: 1 at the target of each token and at its further ids, 0 elsewhere.
+
+    Further ids are those of `Problem.at`, of `Problem.terms` and of a teacher that is known at some
+    ids.
+    """
     named = torch.zeros(len(p.ids), vocab, dtype=torch.float64)
     named[torch.arange(len(p.ids)), p.ids] = 1.0
     lists = [
@@ -1178,13 +1329,21 @@ def named_ids(p: Problem, vocab: int) -> Tensor:
 
 
 def _divergence(
-    p: Problem, other: SecondDistribution, ours: Rows, rows: Callable[..., Rows], live: Tensor
+    p: Problem,
+    other: SecondDistribution,
+    ours: Rows,
+    rows: Callable[..., Rows],
+    trained_rows: Tensor,
 ) -> Tensor:
-    """Return the divergence of each trained row [n] over its candidate set.
+    """Return the divergence of policy and reference in each of n trained rows, [n].
 
-    ours   the softmaxes of the policy in the trained rows
-    rows   makes the softmaxes of the trained rows from logits, transform, keep and a seed
-    live   int64 [n], the trained rows
+    Both are renormalised over the candidate set of the row.
+
+    other          the reference or teacher
+    ours           the softmaxes of the policy in the trained rows
+    rows           makes the softmaxes of the trained rows from (logits [N, V], transform, keep, an
+                   offset of the seed), see `answer`
+    trained_rows   int64 [n], the indices of the trained rows
     """
     case = p.case
     kind, _, share = case.exact.partition(" ")
@@ -1192,7 +1351,7 @@ def _divergence(
     theirs = rows(other.rows, other.transform, p.keep, 200).log_p.detach()
     if other.ids is None:
         return divergence(ours.log_p, theirs, kind, mixture)
-    listed = [other.ids[i] for i in live.tolist()]
+    listed = [other.ids[i] for i in trained_rows.tolist()]
     # The caller has the teacher's log-probs in fp32.
     theirs = theirs.float().double()
     return listed_divergence(ours.log_p, theirs, listed, kind, mixture, case.tail)
@@ -1204,16 +1363,19 @@ def _total(
     divergences: Tensor | None,
     sets: Rows,
     whole: Rows,
-    live: Tensor,
+    trained_rows: Tensor,
     noise: int | None,
 ) -> tuple[Tensor, bool]:
     """Return the scalar whose gradient is compared, and whether it is clear (see Answer).
 
-    Adds the further results of the call to `values`.
+    The scalar is the loss or, for other functions, the sum of all results times their upstream
+    gradients. Adds the further results of the call to `values`.
 
-    divergences   [N], those of the loss, or None
-    sets, whole   softmaxes of the trained rows over candidate sets and over the vocabulary
-    live          int64 [n], the trained rows
+    values         results by name, [N] each, with "logps" and "entropy"
+    divergences    [N], those of the loss, or None
+    sets, whole    softmaxes of the trained rows over candidate sets and over the vocabulary
+    trained_rows   int64 [n], the indices of the trained rows
+    noise          a seed for errors of the advantages, see `answer`; None: no errors
     """
     function = p.case.function
     if function == "divergence":
@@ -1231,23 +1393,27 @@ def _total(
             p.sequences,
             normalizer=p.case.normalizer,
             divergences=divergences,
-            listed=_listed_terms(p, sets, live),
+            listed=_listed_terms(p, sets, trained_rows),
             **seen,
         )
         values["loss"] = result.loss
         return result.loss, result.margin > 1e-3
-    return _total_of_statistics(p, values, sets, whole, live), True
+    return _total_of_statistics(p, values, sets, whole, trained_rows), True
 
 
 def _total_of_statistics(
-    p: Problem, values: dict[str, Tensor], sets: Rows, whole: Rows, live: Tensor
+    p: Problem, values: dict[str, Tensor], sets: Rows, whole: Rows, trained_rows: Tensor
 ) -> Tensor:
-    """Return the sum of log-probs and statistics times their upstream gradients, see `_total`."""
+    """Return the sum of log-probs and statistics times their upstream gradients, 0-d.
+
+    Adds the statistics that the call asks for to `values`. The arguments are those of `_total`.
+    """
     also = p.case.also
     upstream = {name: x.reshape(-1) for name, x in p.upstream.items()}
 
     def to_all_rows(x: Tensor) -> Tensor:
-        return torch.zeros_like(values["logps"]).index_put((live,), x)
+        """Return [N] from a value of each trained row [n], with 0 in other rows."""
+        return torch.zeros_like(values["logps"]).index_put((trained_rows,), x)
 
     total = (values["logps"] * upstream["logps"]).sum()
     if also not in ("nothing", "detached"):
@@ -1256,18 +1422,24 @@ def _total_of_statistics(
         values["sum_squares"] = to_all_rows(sets.sum_squares)
         total = total + (values["sum_squares"] * upstream["sum_squares"]).sum()
     if also in ("log_kept_mass", "all"):
-        values["log_kept_mass"] = to_all_rows(_log_kept_mass(p, sets, whole, live))
+        values["log_kept_mass"] = to_all_rows(_log_kept_mass(p, sets, whole, trained_rows))
         total = total + (values["log_kept_mass"] * upstream["log_kept_mass"]).sum()
     if p.at is not None:
-        values["at"], index = at_ids(p, p.at, sets, live)
-        # Only there, a log-prob of -inf has no gradient.
+        values["at"], index = at_ids(p, p.at, sets, trained_rows)
+        # Ids outside of their candidate set have a log-prob of -inf, and no gradient.
         outside = torch.tensor(False) if p.keep is None else ~p.keep[index]
         total = total + (torch.where(outside, 0.0, values["at"]) * upstream["at"]).sum()
     return total
 
 
-def _log_kept_mass(p: Problem, sets: Rows, whole: Rows, live: Tensor) -> Tensor:
-    """Return the log-probability of each candidate set [n], 0 for trained rows without a set."""
+def _log_kept_mass(p: Problem, sets: Rows, whole: Rows, trained_rows: Tensor) -> Tensor:
+    """Return the log of the probability that the whole softmax has in each candidate set, [n].
+
+    It is 0 for trained rows without a set.
+
+    sets, whole    softmaxes of the n trained rows over candidate sets and over the vocabulary
+    trained_rows   int64 [n], the indices of the trained rows
+    """
     if p.keep is None:
         mass = 0.0 * sets.chosen
     else:
@@ -1275,42 +1447,58 @@ def _log_kept_mass(p: Problem, sets: Rows, whole: Rows, live: Tensor) -> Tensor:
     has_set = torch.zeros(len(p.ids), dtype=torch.bool)
     if p.sets:
         has_set = torch.tensor([bool(ids) for ids in p.sets])
-    return torch.where(has_set[live], mass, 0.0)
+    return torch.where(has_set[trained_rows], mass, 0.0)
 
 
 def at_ids(
-    p: Problem, lists: list[list[int]], softmax: Rows, live: Tensor
+    p: Problem, lists: list[list[int]], softmax: Rows, trained_rows: Tensor
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Return the log-probs [k] at the ids of each row, and the k rows and ids.
+    """Return the log-probs at further ids of all rows, row after row, and where they are.
 
-    The log-probs of rows that are not trained are 0.
+    lists          the ids of each of N rows, k in all
+    softmax        of the n trained rows
+    trained_rows   int64 [n], the indices of the trained rows
+
+    Returns (log-probs [k], (rows int64 [k], ids int64 [k])). The log-probs of rows that are not
+    trained are 0.
     """
     rows = []
     ids = []
     for row, ids_of_row in enumerate(lists):
         rows += [row] * len(ids_of_row)
         ids += ids_of_row
-    index = torch.tensor(rows, dtype=torch.int64), torch.tensor(ids, dtype=torch.int64)
+    index = (torch.tensor(rows, dtype=torch.int64), torch.tensor(ids, dtype=torch.int64))
     log_p = torch.zeros(len(p.ids), softmax.log_p.shape[1], dtype=torch.float64)
-    return log_p.index_put((live,), softmax.log_p)[index], index
+    log_p = log_p.index_put((trained_rows,), softmax.log_p)
+    return log_p[index], index
 
 
-def _listed_terms(p: Problem, sets: Rows, live: Tensor) -> Tensor | None:
-    """Return the terms at further ids, the sum of c log p + r p of each row [N], or None."""
+def _listed_terms(p: Problem, sets: Rows, trained_rows: Tensor) -> Tensor | None:
+    """Return the terms of the loss at further ids, [N], or None if the case has none.
+
+    The term of a row is the sum of c log p + r p over its ids, with the values c of logp_terms and
+    r of prob_terms.
+
+    sets           softmaxes of the trained rows over candidate sets
+    trained_rows   int64 [n], the indices of the trained rows
+    """
     if p.terms is None:
         return None
     lists, logp_values, prob_values = p.terms
-    log_p, (rows, _) = at_ids(p, lists, sets, live)
+    log_p, index = at_ids(p, lists, sets, trained_rows)
+    rows, _ = index
     terms = logp_values * log_p + prob_values * log_p.exp()
     return torch.zeros(len(p.ids), dtype=torch.float64).index_add(0, rows, terms)
 
 
 def tolerances(p: Problem, exact: Answer) -> Answer:
-    """Return how far fp32 results may be from each number of `exact`.
+    """Return how far fp32 results may be from each number of `exact`, in tensors of its shapes.
 
-    The sum of: the largest change when all logits and log-probs are moved by fp32 errors (several
-    random draws), some fp32 roundings of the number and of the terms that it is a sum of, and one
-    rounding to the dtype that a gradient is stored in.
+    A tolerance is the sum of
+    - the largest change when all logits and log-probs are moved by fp32 errors, in several random
+      draws
+    - some fp32 roundings of the number and of the terms that it is a sum of
+    - one rounding to the dtype that a gradient is stored in
     """
     case = p.case
     # The derivative of a total variation jumps where p = q. It takes more draws until both signs
@@ -1319,7 +1507,13 @@ def tolerances(p: Problem, exact: Answer) -> Answer:
     noisy = [answer(p, noise) for noise in range(1, num_draws + 1)]
 
     def tolerance(x: Tensor, moved: list[Tensor], size: Tensor, dtype: torch.dtype) -> Tensor:
-        """size: the sum of the absolute values of the terms of x."""
+        """Return the tolerance of each number of a result, in its shape.
+
+        x       the exact result
+        moved   the same result in each draw of errors
+        size    the sum of the absolute values of the terms that x is a sum of
+        dtype   in which the package stores the result
+        """
         changes = [torch.where(y.isfinite() & x.isfinite(), y - x, 0.0).abs() for y in moved]
         largest_change = torch.stack(changes).amax(0)
         magnitude = torch.where(x.isfinite(), x, 0.0).abs()
@@ -1337,7 +1531,7 @@ def tolerances(p: Problem, exact: Answer) -> Answer:
     if "logits" in p.clean:
         sizes = {"logits": exact.sizes.view(p.clean["logits"].shape)}
     else:
-        sizes = products(p, exact.sizes)
+        sizes = _gradient_term_sizes(p, exact.sizes)
     gradients = {}
     for name, x in exact.gradients.items():
         moved = [other.gradients[name] for other in noisy]
@@ -1350,33 +1544,36 @@ def tolerances(p: Problem, exact: Answer) -> Answer:
 
     # Matmuls with 16-bit operands round the gradient of the logits.
     dtypes = {x.dtype for x in p.clean.values()}
+    # At least twice the largest relative rounding error of the dtype.
     relative = 0.0
     if torch.bfloat16 in dtypes:
         relative = 1.1 * 2.0**-8
     elif torch.float16 in dtypes:
         relative = 2.0**-10
     # With several passes, each part is rounded before parts cancel.
-    rounded = sizes if case.is_composed else products(p, exact.of_logits.abs())
+    rounded = sizes if case.is_composed else _gradient_term_sizes(p, exact.of_logits.abs())
     gradients = {name: x + relative * rounded[name] for name, x in gradients.items()}
     # The gradient of the weight is a sum of hidden states times coefficients of rows. If these
     # coefficients are known only after the logits, the products are rounded once more.
     has_late_coefficients = (
         p.spec.level != "token"
         or p.spec.surrogate.endswith("-cov")
-        or (p.sets and case.rows + case.listed != "ownnone")
+        or (p.sets and (case.rows != "own" or case.listed != "none"))
     )
     if case.function == "loss" and has_late_coefficients and "weight" in gradients:
         gradients["weight"] += relative * rounded["weight"]
     return Answer(values, gradients)
 
 
-def products(p: Problem, of_logits: Tensor) -> dict[str, Tensor]:
-    """Return the sizes of the terms of the gradients of hidden states and head.
+def _gradient_term_sizes(p: Problem, of_logits: Tensor) -> dict[str, Tensor]:
+    """Return the sums of the absolute terms of the gradients of hidden states and head.
 
     These are the matmuls of the backward with the absolute values of both operands, so that no
     terms cancel.
 
     of_logits   the absolute gradients of the logits [rows, V]
+
+    Returns {"hidden": in its shape, "weight": [V, H], "bias": [V]}, float64.
     """
     hidden = p.clean["hidden"].double().abs()
     weight = p.clean["weight"].double().abs()

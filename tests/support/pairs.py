@@ -18,6 +18,8 @@ MANY = int(os.environ.get("GRPO_KERNELS_FUZZ", "3000"))
 def pairs(**axes: Iterable[Any]) -> list[dict[str, Any]]:
     """Return cases that together have every pair of values of two axes.
 
+    axes   the values of each axis by its name
+
     A case has one value of each axis, {name of the axis: value}. The cases are found greedily and
     are the same in each run. A case starts with the first pair that is still missing. Each further
     axis, the longest first, takes the value that adds the most missing pairs. Among equal values,
@@ -35,18 +37,19 @@ def pairs(**axes: Iterable[Any]) -> list[dict[str, Any]]:
         for a in range(len(options[i]))
         for b in range(len(options[j]))
     )
-    num_cases: Counter[_Pair] = Counter()  # that have a pair
+    num_cases: Counter[_Pair] = Counter()  # the number of cases that have a pair
     cases = []
     while missing:
         chosen: dict[int, int] = dict(next(iter(missing)))  # {axis: value}
         other_axes = set(range(len(names))) - set(chosen)
         for axis in sorted(other_axes, key=lambda axis: -len(options[axis])):
-            gains = []
+            # For each value (missing pairs that it adds, minus the cases that have its pairs).
+            scores = []
             for value in range(len(options[axis])):
                 pairs_of_value = [_ordered((axis, value), other) for other in chosen.items()]
                 num_missing = sum(pair in missing for pair in pairs_of_value)
-                gains.append((num_missing, -sum(num_cases[pair] for pair in pairs_of_value)))
-            chosen[axis] = gains.index(max(gains))
+                scores.append((num_missing, -sum(num_cases[pair] for pair in pairs_of_value)))
+            chosen[axis] = scores.index(max(scores))
         for pair in combinations(sorted(chosen.items()), 2):
             num_cases[pair] += 1
             missing.pop(pair, None)
@@ -74,23 +77,27 @@ Refused = list[tuple[Callable[..., Any], dict[str, Any], dict[str, dict[str, Any
 
 
 def refusals(table: Refused) -> Any:
-    """Parametrise a test by `refused`, functions without arguments that check one message each.
+    """Return a decorator that parametrises a test by `refused`, one check for each message.
 
-    They assert that the valid call succeeds, and that the invalid one raises ValueError, or
-    TypeError for an unknown keyword.
+    Each value of `refused` is a function without arguments. It asserts that the valid call
+    succeeds, and that the invalid one raises ValueError, or TypeError for an unknown keyword.
     """
 
-    def check(
-        call: Callable[..., Any], valid: dict[str, Any], message: str, changes: dict[str, Any]
+    def assert_refused(
+        function: Callable[..., Any], valid: dict[str, Any], message: str, invalid: dict[str, Any]
     ) -> None:
-        call(**valid)
+        """Assert that function(**valid) succeeds, and that the `invalid` keywords are refused.
+
+        message   regular expression for the error message
+        """
+        function(**valid)
         error = TypeError if "no argument" in message else ValueError
         with pytest.raises(error, match=message):
-            call(**{**valid, **changes})
+            function(**{**valid, **invalid})
 
     cases = [
-        pytest.param(partial(check, call, valid, message, changes), id=message)
-        for call, valid, messages in table
+        pytest.param(partial(assert_refused, function, valid, message, changes), id=message)
+        for function, valid, messages in table
         for message, changes in messages.items()
     ]
     return pytest.mark.parametrize("refused", cases)

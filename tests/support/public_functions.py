@@ -1,10 +1,10 @@
-"""Call the package's public functions as a `CallCase` says, and compare the results with the oracle.
+"""Call the package's public functions as a `CallCase` says, and compare results with the oracle.
 
 `check_case(case)` does both. The steps are
 
     p = problem(case)                        # the tensors of the call (call_cases.py)
-    found = run_call(p)                      # values and gradients of the package
-    assert_matches_oracle(p, found)          # against float64 (oracle.py)
+    results = run_call(p)                    # values and gradients of the package
+    assert_matches_oracle(p, results)        # against float64 (oracle.py)
 
 A new keyword of a public function goes into `function_and_arguments`.
 """
@@ -38,14 +38,17 @@ from grpo_kernels import (
     token_logprobs,
 )
 from support import oracle
-from support.call_cases import CallCase, Problem, SecondDistribution, problem, sliced
+from support.call_cases import CallCase, Problem, SecondDistribution, problem, slice_vocabulary
 from support.objectives import OBJECTIVES
 from support.oracle import Answer
 
 
 @cache
 def expected_and_tolerance(case: CallCase) -> tuple[Answer, Answer]:
-    """Return the oracle's results, and how far fp32 may be from each number. Cached."""
+    """Return the oracle's results, and how far fp32 may be from each number. Cached.
+
+    Both are an Answer, whose tensors have the same names and shapes.
+    """
     p = problem(case)
     expected = oracle.answer(p)
     return expected, oracle.tolerances(p, expected)
@@ -70,7 +73,7 @@ def make_divergence(case: CallCase) -> Exact:
 
 
 def make_transform(p: Problem) -> LogitTransform:
-    """Return the transform. A single temperature is a number for some seeds, else a 0-d tensor."""
+    """Return the transform. A single temperature is a 0-d tensor for some seeds, else a number."""
     temperature = p.temperature
     if isinstance(temperature, float) and p.case.seed % 2 and p.rows is None:
         temperature = torch.tensor(temperature)
@@ -78,7 +81,10 @@ def make_transform(p: Problem) -> LogitTransform:
 
 
 def make_batch(p: Problem, **changes: Any) -> TokenBatch:
-    """Return the batch of a call, with some fields changed."""
+    """Return the batch of a call.
+
+    changes   fields of TokenBatch with other values than those of the problem
+    """
     fields = dict(p.fields)
     if p.sets is not None:
         fields["kept"] = TokenSets.from_lists(p.sets)
@@ -92,7 +98,7 @@ def make_batch(p: Problem, **changes: Any) -> TokenBatch:
 
 
 def missing_argument(case: CallCase) -> str | None:
-    """Return `missing`. "include" is also the default, which some seeds use."""
+    """Return the argument `missing`. For odd seeds None, the default, stands for "include"."""
     return None if case.missing == "include" and case.seed % 2 else case.missing
 
 
@@ -106,8 +112,12 @@ def normalizer_argument(case: CallCase) -> Any:
 def reference_argument(p: Problem, other: SecondDistribution, shared: Tensor | None) -> Any:
     """Return the argument for the reference or teacher of a call.
 
+    It is TokenSets with log-probs for a teacher that is known at some ids. From logits it is a
+    tensor or (logits, transform), from hidden states it is (hidden, weight) or (hidden, Head).
+
+    other    the reference or teacher
     shared   the policy's own tensor, which the reference may have in common with it: the weight if
-             its kind is "near", the logits if its kind is "itself"
+             its kind is "near", the logits if its kind is "itself"; None: it has a copy
     """
     if other.ids is not None:
         logps = oracle.Rows(other.rows, p.ids, p.transform, p.sequences).log_p
@@ -128,7 +138,10 @@ def reference_argument(p: Problem, other: SecondDistribution, shared: Tensor | N
 
 
 def make_options(p: Problem, **changes: Any) -> Options:
-    """Return the options of a call, with some of them changed."""
+    """Return the options of a call.
+
+    changes   fields of Options with other values than those of the case
+    """
     return Options(**{"skip_inactive": p.case.skip_inactive, **changes})
 
 
@@ -141,7 +154,10 @@ def with_options(**keywords: Any) -> dict[str, Any]:
 
 
 def make_leaves(p: Problem) -> dict[str, Tensor]:
-    """Return copies of the differentiable tensors of a call, with the strides of the caller's."""
+    """Return copies of the differentiable tensors of a call by name, with the strides of p.given.
+
+    All require a gradient, except the one that the case freezes.
+    """
     leaves = {}
     for name, x in p.given.items():
         copy = x.detach().clone(memory_format=torch.preserve_format)
@@ -152,9 +168,10 @@ def make_leaves(p: Problem) -> dict[str, Tensor]:
 def function_and_arguments(
     p: Problem, shared: Tensor | None = None, objective: Objective | None = None, **options: Any
 ) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
-    """Return (function, arguments, keywords) of a call.
+    """Return (public function, positional arguments, keywords) of a call.
 
-    The differentiable tensors come before `arguments`.
+    The differentiable tensors are not among them. A caller passes them before the others, see
+    `bind_arguments`.
 
     shared      see `reference_argument`
     objective   used in place of the case's
@@ -196,16 +213,24 @@ def function_and_arguments(
 
 
 def make_call(p: Problem, shared: Tensor | None = None, **options: Any) -> Callable[..., Any]:
-    """Return the call of a problem as a function of logits, or of hidden states, weight, bias."""
+    """Return the call of a problem as a function of logits, or of hidden states, weight and bias.
+
+    shared, options   see `function_and_arguments`
+    """
     return bind_arguments(*function_and_arguments(p, shared, **options))
 
 
 def bind_arguments(
     function: Any, arguments: list[Any], keywords: dict[str, Any]
 ) -> Callable[..., Any]:
-    """Return a function of the differentiable tensors alone. Weight and bias become a `Head`."""
+    """Return a function of the differentiable tensors alone.
+
+    The tensors are (logits), (hidden, weight) or (hidden, weight, bias). The arguments are those of
+    `function_and_arguments`.
+    """
 
     def call(*tensors: Tensor) -> Any:
+        """Call the function. A weight and a bias become a `Head`."""
         if len(tensors) == 3:
             hidden, weight, bias = tensors
             return function(hidden, Head(weight, bias), *arguments, **keywords)
@@ -218,7 +243,10 @@ def bind_arguments(
 
 
 def named_outputs(out: Any) -> dict[str, Tensor]:
-    """Return the tensors that a public function returned, by name, without those that are None."""
+    """Return the tensors that a public function returned, by name, without those that are None.
+
+    out   a divergence, a LossOutput, or the log-probs and statistics of a TokenLogprobs
+    """
     if isinstance(out, Tensor):
         return {"divergence": out}
     if isinstance(out, LossOutput):
@@ -231,10 +259,11 @@ def named_outputs(out: Any) -> dict[str, Tensor]:
 def run_backward(
     p: Problem, outputs: dict[str, Tensor], scale: float = 1.0, **keywords: Any
 ) -> None:
-    """Run backward from the loss, or else from all outputs that have a gradient.
+    """Run backward from the loss, or without a loss from all outputs that have a gradient.
 
-    The upstream gradients are scale * p.upstream, with strides other than 1.
+    The upstream gradients are scale * p.upstream. They have gaps in memory, as those of a user may.
 
+    outputs    see `named_outputs`
     keywords   of torch.autograd.backward
     """
     names = ["loss"] if "loss" in outputs else list(outputs)
@@ -243,6 +272,7 @@ def run_backward(
     for name in names:
         output = outputs[name]
         gradient = scale * p.upstream[name].to(output.dtype).view(output.shape)
+        # The same values with a stride of 2 between the elements.
         upstream.append(torch.stack([gradient, gradient], -1)[..., 0])
     torch.autograd.backward([outputs[name] for name in names], upstream, **keywords)
 
@@ -251,6 +281,7 @@ class PreparedCall:
     """A call and its leaves, ready for a backward, for tests that do not compare values."""
 
     def __init__(self, case: CallCase, **options: Any) -> None:
+        """Make the leaves of a case. `options` are fields of `Options`."""
         self.p: Problem = problem(case)
         self.leaves = [*make_leaves(self.p).values()]
         self.call = make_call(self.p, self.leaves[-1], **options)
@@ -259,13 +290,20 @@ class PreparedCall:
             x.detach().nan_to_num_(0.0, 0.0, 0.0)
 
     def values(self, *tensors: Tensor) -> dict[str, Tensor]:
-        """Return the outputs of the call by name. tensors replace the leaves."""
+        """Return the outputs of the call by name, see `named_outputs`.
+
+        tensors   used in place of the leaves; without any, the leaves are used
+        """
         return named_outputs(self.call(*(tensors or self.leaves)))
 
     def gradients(
         self, values: dict[str, Tensor] | None = None, scale: float = 1.0, **keywords: Any
     ) -> list[Tensor]:
-        """Return the gradients of the leaves that get one. keywords: see `run_backward`."""
+        """Return the gradients of the leaves that get one, in the order of the leaves.
+
+        values            outputs of the call; None: the call is made
+        scale, keywords   see `run_backward`
+        """
         for x in self.leaves:
             x.grad = None
         values = self.values() if values is None else values
@@ -274,12 +312,13 @@ class PreparedCall:
 
 
 def run_call(p: Problem, **options: Any) -> Answer:
-    """Return the package's values and gradients for a problem.
+    """Return the package's values and gradients for a problem, and assert where memory is written.
+
+    If the case has memory for the gradient of the weight (the option weight_grad), the call is made
+    twice. Both add their gradient there, and half of the sum is returned.
 
     options   fields of `Options`, and `call`, which wraps the function that is called, for example
               torch.compile
-
-    With weight_grad=, the gradient is added twice, and half of it is returned.
     """
     case = p.case
     wrap = options.pop("call", lambda function: function)
@@ -294,6 +333,7 @@ def run_call(p: Problem, **options: Any) -> Answer:
         options["weight_grad"] = padded_weight_grad[:, : weight.shape[1]]
     tensors = [*leaves.values()]
     if case.inplace:
+        # A leaf that requires a gradient must not be overwritten, so the call gets a copy of it.
         logits = leaves["logits"]
         if case.view == "whole":
             tensors = [logits * 1]
@@ -301,7 +341,11 @@ def run_call(p: Problem, **options: Any) -> Answer:
             memory = torch.empty_strided(logits.shape, logits.stride(), dtype=logits.dtype)
             tensors = [CopyToMemory.apply(logits, memory)]
     call = make_call(p, leaves.get("weight", tensors[0]), **options)
-    outputs = wrap(lambda *x: named_outputs(call(*x)))(*tensors)
+
+    def call_with_names(*x: Tensor) -> dict[str, Tensor]:
+        return named_outputs(call(*x))
+
+    outputs = wrap(call_with_names)(*tensors)
     assert case.also != "detached" or not outputs["entropy"].requires_grad
     run_backward(p, outputs)
     gradients = {name: x.grad for name, x in leaves.items() if name != case.frozen}
@@ -318,61 +362,76 @@ def run_call(p: Problem, **options: Any) -> Answer:
 
 
 class CopyToMemory(torch.autograd.Function):
-    """Copy x into given memory, which has other strides."""
+    """Copy x into given memory, which has the shape of x but may have other strides."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, memory: Tensor) -> Tensor:
+        """Overwrite `memory` with x, and return it."""
         return memory.copy_(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of x, which is that of the copy, and None for the memory."""
         return gradient.clone(), None
 
 
 class FuncVjp(torch.autograd.Function):
-    """A function whose values and gradients come from torch.func.vjp."""
+    """A function whose values and gradients come from torch.func.vjp instead of autograd."""
 
     @staticmethod
     def forward(ctx: Any, function: Any, *tensors: Tensor) -> Any:
+        """Return function(*tensors), a tuple of tensors."""
         values, ctx.vjp = torch.func.vjp(function, *(x.detach() for x in tensors))
         return values
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Return None for the function, and the gradient of each tensor."""
         return None, *ctx.vjp(gradients)
 
 
 def with_func_vjp(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` with gradients from torch.func.vjp, for `run_call(p, call=...)`."""
+    """Return `function` with gradients from torch.func.vjp, for `run_call(p, call=...)`.
 
-    def call(*tensors: Tensor) -> dict[str, Tensor]:
-        names: list[str] = []
+    function   returns tensors by name
+    """
 
-        def values(*x: Tensor) -> tuple[Tensor, ...]:
+    def call_with_vjp(*tensors: Tensor) -> dict[str, Tensor]:
+        """Return function(*tensors). Backward through the results uses torch.func.vjp."""
+        names: list[str] = []  # of the results, filled when FuncVjp calls output_values
+
+        def output_values(*x: Tensor) -> tuple[Tensor, ...]:
+            """Return the results without their names, because vjp takes a tuple of tensors."""
             outputs = function(*x)
             names[:] = outputs
             return tuple(outputs.values())
 
-        results = FuncVjp.apply(values, *tensors)
+        results = FuncVjp.apply(output_values, *tensors)
         return dict(zip(names, results, strict=True))
 
-    return call
+    return call_with_vjp
 
 
 # ---- comparing with the oracle
 
 
 def check_case(case: CallCase, **options: Any) -> None:
-    """Assert that a call is as near to float64 as fp32 allows. options: see `run_call`."""
+    """Assert that values and gradients of a call are as near to float64 as fp32 allows.
+
+    options   see `run_call`
+    """
     assert_matches_oracle(problem(case), run_call(problem(case), **options))
 
 
-def assert_matches_oracle(p: Problem, found: Answer) -> None:
-    """Assert that values and gradients are within the tolerance, and 0 where nothing is trained."""
+def assert_matches_oracle(p: Problem, results: Answer) -> None:
+    """Assert that values and gradients are within the tolerance, and 0 where nothing is trained.
+
+    results   the package's results for the problem p, from `run_call`
+    """
     case = p.case
     expected, tolerance = expected_and_tolerance(case)
     is_untrained = ~p.trained.view(p.shape)
-    for name, value in found.values.items():
+    for name, value in results.values.items():
         if name in ("logps", "entropy") and (case.skip_inactive or case.function == "divergence"):
             continue
         assert name in expected.values, (
@@ -384,11 +443,11 @@ def assert_matches_oracle(p: Problem, found: Answer) -> None:
         if name != "at" and value.shape == is_untrained.shape:
             assert (value[is_untrained] == 0).all(), f"{case}: {name} of rows that are not trained"
 
-    assert found.gradients.keys() == expected.gradients.keys(), case
-    expected_gradients = sliced(expected.gradients, p.columns)
-    gradient_tolerances = sliced(tolerance.gradients, p.columns)
+    assert results.gradients.keys() == expected.gradients.keys(), case
+    expected_gradients = slice_vocabulary(expected.gradients, p.columns)
+    gradient_tolerances = slice_vocabulary(tolerance.gradients, p.columns)
     is_untrained_row = ~p.by_row(p.trained).view(p.leading)
-    for name, gradient in found.gradients.items():
+    for name, gradient in results.gradients.items():
         may_overflow = gradient.dtype == torch.float16
         assert may_overflow or torch.isfinite(gradient).all(), (
             f"{case}: the gradient of {name} is not finite"
@@ -401,32 +460,37 @@ def assert_matches_oracle(p: Problem, found: Answer) -> None:
                 f"{case}: the gradient of {name} in rows that are not trained"
             )
     reads_all_ids = case.also in ("log_kept_mass", "all")
-    if "logits" in found.gradients and p.keep is not None and not reads_all_ids:
-        gradient = found.gradients["logits"]
+    if "logits" in results.gradients and p.keep is not None and not reads_all_ids:
+        gradient = results.gradients["logits"]
         is_outside = ~p.by_row(p.keep)[:, p.columns].view(gradient.shape)
         assert (gradient[is_outside] == 0).all(), (
             f"{case}: logits outside of their candidate set have a gradient"
         )
 
 
-def assert_near(found: Tensor, expected: Tensor, tolerance: Tensor, what: str) -> None:
-    """Assert that found is within the tolerance of expected, and infinite at the same elements.
+def assert_near(actual: Tensor, expected: Tensor, tolerance: Tensor, what: str) -> None:
+    """Assert that `actual` is near `expected`, and infinite at the same elements.
 
-    Expected numbers that the dtype of found cannot hold are compared as its largest number.
+    Numbers that the dtype of `actual` cannot hold are compared as its largest number. The three
+    tensors have the same number of elements.
+
+    expected    float64
+    tolerance   float64, the largest allowed absolute error of each element
+    what        the name of the tensor in the error message
     """
-    assert found.numel() == expected.numel(), (
-        f"{what} has shape {list(found.shape)}, not {list(expected.shape)}"
+    assert actual.numel() == expected.numel(), (
+        f"{what} has shape {list(actual.shape)}, not {list(expected.shape)}"
     )
-    largest = torch.finfo(found.dtype).max
-    found = found.double().reshape(-1)
+    largest = torch.finfo(actual.dtype).max
+    actual = actual.double().reshape(-1)
     expected = expected.reshape(-1)
     is_infinite = expected.isinf()
-    assert torch.equal(found[is_infinite], expected[is_infinite]), f"{what}: infinite elsewhere"
-    found = found[~is_infinite].clamp(-largest, largest)
+    assert torch.equal(actual[is_infinite], expected[is_infinite]), f"{what}: infinite elsewhere"
+    actual = actual[~is_infinite].clamp(-largest, largest)
     expected = expected[~is_infinite].clamp(-largest, largest)
     tolerance = tolerance.reshape(-1)[~is_infinite]
-    is_bad = ~((found - expected).abs() <= tolerance)
+    is_bad = ~((actual - expected).abs() <= tolerance)
     assert not is_bad.any(), (
-        f"{what}: {found[is_bad][:4].tolist()}, not {expected[is_bad][:4].tolist()}, tolerance"
+        f"{what}: {actual[is_bad][:4].tolist()}, not {expected[is_bad][:4].tolist()}, tolerance"
         f" {tolerance[is_bad][:4].tolist()}, at {is_bad.nonzero()[:4, 0].tolist()}"
     )

@@ -51,9 +51,15 @@ class Float64Source:
         detached: tuple[str, ...] = (),
         reference: None = None,
     ) -> dict[str, Tensor]:
-        """Return "logps" and the statistics `names` of each row [num_rows], 0 in masked rows.
+        """Return "logps" and the statistics `names` of each row by name, float64 [num_rows].
 
-        "top_id" is -1 in masked rows. See `RowSource.statistics`.
+        They are 0 in masked rows, and "top_id", int64, is -1 there. Autograd gives gradients.
+
+        targets     int64 [num_rows]
+        mask        bool [num_rows], False: the row is masked; None: no row is
+        names       among "entropy", "logsumexp", "sum_squares", "top_prob" and "top_id"
+        detached    ignored: statistics that need no gradient
+        reference   must be None, because this source computes no divergence
         """
         if mask is None:
             mask = torch.ones_like(targets, dtype=torch.bool)
@@ -82,21 +88,28 @@ class Float64Source:
         *,
         detached: tuple[str, ...] = (),
     ) -> dict[str, Tensor]:
-        """Return statistics of the softmax over the ids of each row that are in no pair.
+        """Return statistics of the softmax over the rest of each row, the ids that are in no pair.
 
-        "logps" is the log-odds of the target against these ids: its logit minus their logsumexp.
-        See `RowSource.statistics_of_rest`.
+        "logps" is the log-odds of the target against the rest: its logit minus the logsumexp of the
+        rest. It is inf if a row has no rest. See `RowSource.statistics_of_rest`.
 
-        row_ids, token_ids   (row, id) pairs; the id -1 marks an unused pair
+        targets              int64 [num_rows]. The logit of a target that is in a pair has no
+                             gradient.
+        row_ids, token_ids   int64 [num_pairs], (row, id) pairs; the id -1 marks an unused pair
+        mask                 bool [num_rows], False: the statistics of the row are 0; None: all True
+        names                "entropy" and "sum_squares", of the softmax over the rest
+        detached             ignored: statistics that need no gradient
+
+        Returns {name: float64 [num_rows]}, with "logps" and `names`.
         """
-        # A last column takes unused pairs.
-        is_left_out = self.logits.new_zeros(self.num_rows, self.vocab_size + 1, dtype=torch.bool)
+        # A last column takes unused pairs, and is cut off.
+        is_in_pair = self.logits.new_zeros(self.num_rows, self.vocab_size + 1, dtype=torch.bool)
         columns = torch.where(token_ids >= 0, token_ids, self.vocab_size)
-        is_left_out = is_left_out.index_put((row_ids, columns), is_left_out.new_ones(()))
-        is_left_out = is_left_out[:, : self.vocab_size]
+        is_in_pair = is_in_pair.index_put((row_ids, columns), is_in_pair.new_ones(()))
+        is_in_pair = is_in_pair[:, : self.vocab_size]
         if mask is None:
             mask = torch.ones_like(targets, dtype=torch.bool)
-        logits = torch.where(is_left_out, -torch.inf, self.logits)
+        logits = torch.where(is_in_pair, -torch.inf, self.logits)
         # A row without a rest gets finite numbers, which no gradient reaches.
         is_empty = ~mask | (logits == -torch.inf).all(1)
         logits = torch.where(is_empty[:, None], 0.0, logits)
@@ -104,8 +117,8 @@ class Float64Source:
         probs = logps.exp()
         target_ids = torch.where(mask, targets, 0)[:, None]
         target_logits = self.logits.gather(1, target_ids)[:, 0]
-        is_left_out = is_left_out.gather(1, target_ids)[:, 0]
-        target_logits = torch.where(is_left_out, target_logits.detach(), target_logits)
+        target_is_in_pair = is_in_pair.gather(1, target_ids)[:, 0]
+        target_logits = torch.where(target_is_in_pair, target_logits.detach(), target_logits)
         log_odds = torch.where(is_empty, torch.inf, target_logits - logits.logsumexp(1))
         statistics = {
             "logps": torch.where(target_logits == -torch.inf, -torch.inf, log_odds),
@@ -116,16 +129,26 @@ class Float64Source:
         return {name: statistics[name] for name in ("logps", *names)}
 
     def logits_at(self, row_ids: Tensor, token_ids: Tensor) -> Tensor:
-        """Return the logit of each (row, id) pair, -inf for the id -1."""
+        """Return the logit of each (row, id) pair, float64 [num_pairs], and -inf for the id -1.
+
+        row_ids, token_ids   int64 [num_pairs]
+        """
         logits = self.logits[row_ids, token_ids.clamp(min=0)]
         return torch.where(token_ids >= 0, logits, -torch.inf)
 
 
 class PublicFunctionSource:
-    """The statistics of a public function, and the package's statistics of the rest of a row."""
+    """A row source with the statistics of a public function, for subclasses.
+
+    The statistics of the rest of a row, which no public function has, are those of the package's
+    own row source.
+    """
 
     def call(self, targets: Tensor, **keywords: Any) -> TokenLogprobs:
-        """Call the public function on these rows."""
+        """Return the log-probs and statistics of these rows, from the public function.
+
+        keywords   of the public function
+        """
         raise NotImplementedError
 
     def package_source(self) -> RowSource:
@@ -153,7 +176,12 @@ class PublicFunctionSource:
         detached: tuple[str, ...] = (),
         reference: None = None,
     ) -> dict[str, Tensor]:
-        """Return "logps" and the statistics `names`, as the public function returns them."""
+        """Return "logps" and the statistics `names` by name, [num_rows] each.
+
+        The numbers are those that the public function returns. See `RowSource.statistics`.
+
+        detached, reference   ignored: everything has its gradient, and there is no divergence
+        """
         also = tuple(name for name in names if name != "entropy")
         result = self.call(targets, mask=mask, entropy=True, also=also)
         assert result.entropy is not None
@@ -161,6 +189,7 @@ class PublicFunctionSource:
         return {name: statistics[name] for name in ("logps", *names)}
 
     def statistics_of_rest(self, *arguments: Any, **keywords: Any) -> dict[str, Tensor]:
+        """Return what `RowSource.statistics_of_rest` of the package returns."""
         return self.package_source().statistics_of_rest(*arguments, **keywords)
 
 
@@ -174,9 +203,11 @@ class LogitsSource(PublicFunctionSource):
         return token_logprobs(self.logits, targets, **keywords)
 
     def package_source(self) -> RowSource:
+        """Return the package's row source of these logits."""
         return GivenLogits(self.logits[None], TRANSFORMED, pick("auto", self.logits.device))
 
     def logits_at(self, row_ids: Tensor, token_ids: Tensor) -> Tensor:
+        """Return the logit of each (row, id) pair, fp32 [num_pairs], and -inf for the id -1."""
         return Float64Source(self.logits).logits_at(row_ids, token_ids).float()
 
 
@@ -191,12 +222,14 @@ class LinearSource(PublicFunctionSource):
         return linear_logprobs(self.hidden, self.weight, targets, **keywords)
 
     def package_source(self) -> RowSource:
+        """Return the package's row source of these hidden states and this weight."""
         projection = Projection(
             self.hidden, self.weight, None, TRANSFORMED, matmul_dtype=self.hidden.dtype
         )
         return ProjectedLogits(projection, pick("auto", self.hidden.device))
 
     def logits_at(self, row_ids: Tensor, token_ids: Tensor) -> Tensor:
+        """Return the logit of each (row, id) pair, fp32 [num_pairs], and -inf for the id -1."""
         is_used = token_ids >= 0
         hidden = torch.where(is_used[:, None], self.hidden[row_ids], 0.0).float()
         weight = self.weight[token_ids.clamp(min=0)].float()

@@ -23,11 +23,16 @@ import numpy
 import transformers
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from grpo_kernels.__main__ import main as command_line
 from grpo_kernels.training.trainer import TrainConfig, Trainer
 
+#: The metrics of a step, a line of the file metrics.jsonl.
 Line = dict[str, Any]
+
+# The trainer calls a reward function with the texts of prompts and completions, the ids of the
+# completions, and the columns of its data set. The functions below ignore what they do not name.
 
 #: Sums of two numbers, as text. Prompts have different lengths.
 PROMPTS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in (0, 11, 2, 3)]
@@ -43,30 +48,36 @@ def tiny(tok: Any, seed: int = 0, **changes: Any) -> Any:
     """
     torch.manual_seed(seed)
     settings = dict(
-        vocab_size=len(tok), hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, max_position_embeddings=64, initializer_range=0.1,
-        eos_token_id=tok.eos_token_id, pad_token_id=tok.eos_token_id, bos_token_id=None,
+        vocab_size=len(tok), hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=64,
+        initializer_range=0.1, eos_token_id=tok.eos_token_id, pad_token_id=tok.eos_token_id,
+        bos_token_id=None,
     )  # fmt: skip
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**(settings | changes)))
 
 
 def evens(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    """Reward the share of even digits in a completion of four characters.
+    """Return a reward for each completion: its number of even digits, divided by 4.
 
-    Many completions get a reward above 0, so that 30 steps of training raise it.
+    Completions of these runs have at most four characters. Many completions get a reward above 0,
+    so that 30 steps of training raise it.
     """
-    return [sum(c in "02468" for c in text) / 4 for text in completions]
+    return [sum(character in "02468" for character in text) / 4 for text in completions]
 
 
 def varied(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    """Reward a completion by a checksum of its characters, so that rewards of a group differ."""
+    """Return a checksum of each completion's characters, in [0, 1), so that rewards differ."""
     return [sum(map(ord, text)) % 7 / 7 for text in completions]
 
 
 def of_steps(
     prompts: list[str], completions: list[str], *, completion_ids: list[list[int]], **_: Any
 ) -> list[Any]:
-    """Return process rewards: 1 or 0 for even or odd ids at every other token, else None."""
+    """Return process rewards: for each completion a list with a reward or None for each token.
+
+    The first, third, ... token has the reward 1 for an even id and 0 for an odd id. The others have
+    None, because no step ends there.
+    """
     return [
         [
             float(token_id % 2 == 0) if position % 2 == 0 else None
@@ -97,13 +108,14 @@ def seed(value: int) -> None:
 
 #: Larger than every element of the gradients of these runs, which are clipped to a norm of 1.
 SMOOTH_EPS = 0.25
-#: The handle of the hook that `smooth_optimizers` has registered, if any.
-_smooth: list[Any] = []
+#: The handle of the hook that `smooth_optimizers` has registered, or nothing.
+_smooth_hooks: list[RemovableHandle] = []
 
 
 def smooth_optimizers() -> None:
-    """Set AdamW's eps to 0.25 at each optimizer step of this process, until `usual_optimizers` is
-    called.
+    """Set AdamW's eps to 0.25 at each optimizer step of this process.
+
+    `usual_optimizers` undoes this.
 
     With eps=1e-8, an element of the gradient that is mostly rounding error still moves its
     parameter by up to the learning rate, so that the parameters of two correct runs differ as much.
@@ -112,22 +124,28 @@ def smooth_optimizers() -> None:
     """
 
     def set_eps(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Set eps before an optimizer step, and assert that all gradients are smaller.
+
+        PyTorch also passes the arguments of `optimizer.step`, which are ignored.
+        """
         for group in optimizer.param_groups:
             group["eps"] = SMOOTH_EPS
-            for p in group["params"]:
-                gradient = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if isinstance(gradient, DTensor):
+                    gradient = gradient.to_local()
                 assert gradient is None or (gradient.abs() < SMOOTH_EPS).all(), (
                     "a gradient is above eps"
                 )
 
-    if not _smooth:
-        _smooth.append(register_optimizer_step_pre_hook(set_eps))
+    if not _smooth_hooks:
+        _smooth_hooks.append(register_optimizer_step_pre_hook(set_eps))
 
 
 def usual_optimizers() -> None:
     """Undo `smooth_optimizers`: optimizers use their own eps again."""
-    while _smooth:
-        _smooth.pop().remove()
+    while _smooth_hooks:
+        _smooth_hooks.pop().remove()
 
 
 def config(out: Path, **changes: Any) -> TrainConfig:
@@ -136,23 +154,32 @@ def config(out: Path, **changes: Any) -> TrainConfig:
     changes   fields that differ from the defaults here
     """
     settings = dict(
-        steps=2, prompts_per_step=3, group_size=4, max_new_tokens=4, lr=1e-3, eval_steps=0, checkpoint_steps=0, out=str(out),
-        progress=False, device="cpu",
+        steps=2, prompts_per_step=3, group_size=4, max_new_tokens=4, lr=1e-3, eval_steps=0,
+        checkpoint_steps=0, out=str(out), progress=False, device="cpu",
     )  # fmt: skip
     return TrainConfig(**(settings | changes))
 
 
 def trainer(
-    tok: Any, out: Path, *, rewards: Any = (evens,), model: Any = None, rows: Any = ROWS, teacher: Any = None, trackers: Any = (),
+    tok: Any,
+    out: Path,
+    *,
+    rewards: Any = (evens,),
+    model: Any = None,
+    rows: Any = ROWS,
+    teacher: Any = None,
+    trackers: Any = (),
     **changes: Any,
-) -> Trainer:  # fmt: skip
+) -> Trainer:
     """Return a trainer for a tiny model, which writes to the folder `out`.
 
-    rewards   reward functions, which replace the rewards that the configuration names
-    model     the policy; None: a new one from `tiny`
-    rows      (training rows, held-out rows)
-    teacher   a model, or the path of a model, which goes into the configuration
-    changes   fields of the configuration, see `config`
+    tok        the tokenizer
+    rewards    reward functions, which replace the rewards that the configuration names
+    model      the policy; None: a new one from `tiny`
+    rows       (training rows, held-out rows)
+    teacher    a model, or the path of a model, which goes into the configuration
+    trackers   passed on to the trainer
+    changes    fields of the configuration, see `config`
     """
     # The configuration must name as many rewards as there are functions.
     settings: dict[str, Any] = {"rewards": ["exact"] * len(rewards)}
@@ -173,7 +200,10 @@ def trainer(
 
 
 def on_disk(tok: Any, folder: Path) -> list[str]:
-    """Save a tiny model and a data set, and return the command-line options that name them."""
+    """Save a tiny model and a data set, and return the command-line options that name them.
+
+    folder   gets the folder "model", with the tokenizer `tok`, and the file "rows.jsonl"
+    """
     tiny(tok).save_pretrained(folder / "model")
     tok.save_pretrained(folder / "model")
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
@@ -246,7 +276,8 @@ RUN: dict[str, Any] = dict(
 #: A process is killed at one of them: counting events, not seconds, gives the same moments on a
 #: busy and on an idle machine. Between two events only the end of an open file may change.
 EVENTS = {
-    "open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree", "fcntl.flock", "fcntl.lockf",
+    "open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree",
+    "fcntl.flock", "fcntl.lockf",
 }  # fmt: skip
 
 
@@ -259,14 +290,19 @@ class _Kill(NamedTuple):
 
 
 class _KillHook:
-    """An audit hook that kills its process as a `_Kill` says."""
+    """An audit hook (sys.addaudithook) that kills its process as a `_Kill` says."""
 
     def __init__(self, kill: _Kill) -> None:
+        """Begin to count events from 0."""
         self.kill = kill
-        self.num_events = 0
-        self.is_reading = False
+        self.num_events = 0  # counted so far
+        self.is_reading = False  # whether this hook reads the metrics at the moment
 
-    def __call__(self, event: str, _: Any) -> None:
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Count an event if it is one of EVENTS and `after_steps` steps are done.
+
+        Python calls this before each event, with its arguments, which are not used.
+        """
         # Reading the metrics raises an "open" event itself, which must not count.
         if event not in EVENTS or self.is_reading:
             return
@@ -278,13 +314,15 @@ class _KillHook:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _num_steps(self) -> int:
+        """Return the number of steps that the run has written to its metrics."""
         metrics = self.kill.metrics
         return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
 def _exit_status(argv: list[str], kill: _Kill | None = None) -> int:
-    """Run the command line in a forked process, and return the status that os.waitpid gives.
+    """Run the package's command line in a forked process, and return the status of os.waitpid.
 
+    argv   the arguments of the command line
     kill   when the process kills itself; None: it runs to the end
     """
     child = os.fork()
@@ -302,8 +340,14 @@ def _exit_status(argv: list[str], kill: _Kill | None = None) -> int:
 def killed(argv: list[str], folder: str, steps: int, kills: int, seed: int) -> None:
     """Run a command line without interruption in folder/straight, and with kills in folder/killed.
 
-    After each kill the run is resumed. The kills are spread over the steps, at random events. Every
-    fifth comes while the resumed run is still starting.
+    After each kill the run is resumed, and after the last one it runs to its end. The kills are
+    spread over the steps, at random events. Every fifth comes while the resumed run is still
+    starting.
+
+    argv    the command line without --out and --resume
+    steps   how many steps the run has
+    kills   how often it is killed
+    seed    of the random events
     """
     # Imports open files too. The forked processes inherit these modules, so that they import
     # nothing.
@@ -317,6 +361,7 @@ def killed(argv: list[str], folder: str, steps: int, kills: int, seed: int) -> N
     for i in range(kills):
         kill = _Kill(
             metrics=Path(folder, "killed", "metrics.jsonl"),
+            # Counting begins at least four steps before the end.
             after_steps=0 if i % 5 == 4 else 1 + (steps - 4) * i // kills,
             at_event=rng.randrange(1, 25),
         )

@@ -25,6 +25,7 @@ from torch.testing import assert_close
 
 from support import oracle
 
+#: Packages of trainers, whose modules tests hide or replace.
 ROOTS = (
     "openrlhf",
     "areal",
@@ -37,7 +38,9 @@ ROOTS = (
     "unsloth_zoo",
     "deepspeed",
 )
-V, H = 23, 16
+#: Size of the vocabulary, and width of hidden states.
+V = 23
+H = 16
 
 
 def versions() -> dict[str, str]:
@@ -83,17 +86,20 @@ def drawn(far: bool = False) -> Data:
 
     far   whether log-ratios of the first three sequences exceed the clamps of trainers
     """
-    num_sequences, length = 8, 12
+    num_sequences = 8
+    length = 12
     shape = (num_sequences, length)
     g = torch.Generator().manual_seed(7)
-    mask = torch.arange(length) < torch.tensor([12, 5, 9, 0, 12, 1, 8, 10])[:, None]
+    num_trained = torch.tensor([12, 5, 9, 0, 12, 1, 8, 10])
+    mask = torch.arange(length) < num_trained[:, None]
     mask[4, 3:5] = False
 
-    logps = -0.02 - 4 * torch.rand(shape, generator=g).square()
+    logps = -0.02 - 4 * torch.rand(shape, generator=g).square()  # in (-4.02, -0.02]
+    # The mean of log(policy / old) of each sequence, about.
     mean_log_ratio = torch.tensor([0.3, -0.35, -0.24, 0.1, 0.5, 0.2, 0.05, 0.1])[:, None]
     old = (logps - mean_log_ratio - 0.25 * torch.randn(shape, generator=g)).clamp(max=-0.01)
     if far:
-        # Log-ratios of single tokens, of both signs.
+        # Log-ratios of single tokens, of both signs, on both sides of 20.
         old[0, :6] = logps[0, :6] - torch.tensor([21.0, 0.0, 19.0, 0.0, 40.0, 0.0])
         logps[0, :6] -= torch.tensor([0.0, 21.0, 0.0, 19.0, 0.0, 60.0])
         # Log-ratios of whole sequences.
@@ -128,7 +134,10 @@ MASK, (B, T) = DATA.mask, DATA.mask.shape
 def stand_in(name: str, **contents: Any) -> ModuleType:
     """Return the module of this name in sys.modules, with `contents` as further attributes.
 
-    The module and the packages that contain it are made if they do not exist.
+    The module and the packages that contain it are made if they do not exist. After this, code can
+    import the module as if the package were installed.
+
+    name   such as "areal.utils.functional"
     """
     parts = name.split(".")
     for depth in range(1, len(parts) + 1):
@@ -155,14 +164,17 @@ def their_file(
 ) -> ModuleType:
     """Import one file of an installed trainer, without the `__init__` of its packages.
 
-    The test is skipped if the file does not exist.
+    These would import the whole trainer and what it depends on, such as Ray or vLLM, which need not
+    be installed. The test is skipped if the file does not exist.
+
+    Returns the module, which has torch.compile switched off.
 
     name     dotted name of the module
     beside   a module of the same installation, which says where the packages are; None: Python
              finds them
     stubs    {module that the file imports, with __ for each dot: its contents}
     """
-    root, *rest = name.split(".")
+    root, *path_in_root = name.split(".")
     if beside is not None:
         # The folder of the root package: a module has as many dots as packages above it.
         folder = Path(str(beside.__file__)).parents[beside.__name__.count(".") - 1]
@@ -171,7 +183,7 @@ def their_file(
         if spec is None or not spec.submodule_search_locations:
             pytest.skip(f"{root} is not installed")
         folder = Path(spec.submodule_search_locations[0])
-    path = folder.joinpath(*rest).with_suffix(".py")
+    path = folder.joinpath(*path_in_root).with_suffix(".py")
     if not path.exists():
         pytest.skip(f"this {root} has no {path.name}")
     for stub, contents in stubs.items():
@@ -179,10 +191,19 @@ def their_file(
     module = stand_in(name)
     module.__file__ = str(path)
     module.__package__ = name.rpartition(".")[0]
-    # torch.compile(f) and @torch.compile(...) return the function itself: compiling takes seconds.
-    monkeypatch.setattr(torch, "compile", lambda f=None, **_: f if f is not None else lambda g: g)
+    monkeypatch.setattr(torch, "compile", _without_compiling)
     exec(compile(path.read_text(), str(path), "exec"), vars(module))
     return module
+
+
+def _without_compiling(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Replace torch.compile, because compiling takes seconds. The options are ignored.
+
+    Returns the function itself or, for @torch.compile(...), a decorator that does so.
+    """
+    if function is not None:
+        return function
+    return lambda decorated: decorated
 
 
 @contextmanager
@@ -195,6 +216,7 @@ def without_trainers(*roots: str) -> Iterator[None]:
     """
 
     def modules_of_roots() -> dict[str, ModuleType]:
+        """Return the imported modules of the packages."""
         return {
             name: module for name, module in sys.modules.items() if name.partition(".")[0] in roots
         }
@@ -215,7 +237,7 @@ log_softmax_of = oracle.log_probs
 
 
 def entropy_of(logits: Tensor) -> Tensor:
-    """Return the entropy of each row of logits [..., V]."""
+    """Return the entropy of each row of logits [..., V], float64 [...]."""
     return log_softmax_of(logits, torch.zeros(logits.shape[:-1], dtype=torch.int64))[1]
 
 
@@ -226,8 +248,10 @@ def exact(
     entropy: Tensor | None = None,
     **fields: Any,
 ) -> oracle.Result:
-    """Return the oracle's result for log-probs [B, T].
+    """Return the oracle's loss of log-probs [B, T], with its further results.
 
+    spec      the loss
+    data      its advantages, mask and old log-probs are used
     entropy   [B, T]; None: 0
     fields    arguments of `oracle.objective`. They take precedence over the tensors of `data`
     """
@@ -243,30 +267,39 @@ def exact(
 def value_and_gradient(
     f: Callable[..., Any], x: Tensor | list[Tensor], dtype: torch.dtype = torch.float32
 ) -> tuple[Any, Any]:
-    """Return (what f returns, the gradient of its loss), the loss detached, the gradient in fp64.
+    """Return (what f returns, the gradient of its loss).
 
-    f       returns a loss, or a tuple that begins with a loss
+    The loss is detached. The gradient is float64, in the shape of x.
+
+    f       returns a 0-d loss, or a tuple that begins with a loss
     x       the argument of f, or a list of its arguments. The gradient is a list then, too
     dtype   of the arguments that f gets
     """
     arguments = [x] if isinstance(x, Tensor) else x
     leaves = [argument.detach().to(dtype, copy=True).requires_grad_() for argument in arguments]
     result = f(*leaves)
-    loss, *others = (result,) if isinstance(result, Tensor) else result
+    results = (result,) if isinstance(result, Tensor) else tuple(result)
+    loss = results[0]
     gradients = [gradient.double() for gradient in torch.autograd.grad(loss, leaves)]
-    value = (loss.detach(), *others) if others else loss.detach()
+    value: Any = loss.detach()
+    if len(results) > 1:
+        value = (value, *results[1:])
     return value, gradients[0] if isinstance(x, Tensor) else gradients
 
 
 def assert_same(got: Any, want: Any, rtol: float = 2e-5) -> None:
     """Assert that two results of `value_and_gradient` have nearly equal losses and gradients.
 
+    got, want   the results of the function under test and of the reference
+
     A loss is a sum of terms as large as its largest gradient, and an element of a gradient is a sum
     of terms as large as the largest element. The absolute tolerance is `rtol` times this size.
     """
 
     def loss_and_gradients(result: Any) -> tuple[Tensor, list[Tensor]]:
-        value, gradients = result[0], result[1]
+        """Return the loss, and the list of gradients, of a result of `value_and_gradient`."""
+        value = result[0]
+        gradients = result[1]
         loss = value[0] if isinstance(value, tuple) else value
         return loss, [gradients] if isinstance(gradients, Tensor) else gradients
 
@@ -328,7 +361,9 @@ def assert_scored(
 def same_metrics(got: Any, want: Any) -> None:
     """Assert that the metrics in `want` are nearly equal in `got`, which may have further metrics.
 
-    A metric is a number, a 0-d tensor or None.
+    Numbers may differ by a ten-thousandth, or by 1e-5 if they are small.
+
+    got, want   {name: number, 0-d tensor or None}
     """
     got_numbers: dict[Any, Any] = {}
     expected: dict[Any, Any] = {}
@@ -357,6 +392,6 @@ CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")
 #: Constants of SAPO and VESPO under the names in TRL and Liger, none of them a default.
 CONSTANTS = {
-    "sapo_temperature_pos": 0.9, "sapo_temperature_neg": 1.3, "vespo_k_pos": 1.8, "vespo_lambda_pos": 2.6, "vespo_k_neg": 2.7,
-    "vespo_lambda_neg": 2.1,
+    "sapo_temperature_pos": 0.9, "sapo_temperature_neg": 1.3, "vespo_k_pos": 1.8,
+    "vespo_lambda_pos": 2.6, "vespo_k_neg": 2.7, "vespo_lambda_neg": 2.1,
 }  # fmt: skip

@@ -63,7 +63,7 @@ def test_rewards_are_reported_by_the_names_of_their_functions(tok, tmp_path):
         return [-float(len(c)) for c in completions]
 
     watch = Watch(None)
-    options = {"rewards": [watch.told(varied), short, varied], "reward_weights": [1, 2, 3]}
+    options = {"rewards": [watch.recorded(varied), short, varied], "reward_weights": [1, 2, 3]}
     found = trainer(tok, tmp_path, **options).train_step()
     (call,) = watch.calls
     totals = [4 * r - 2 * len(c) for r, c in zip(call.rewards, call.completions, strict=True)]
@@ -114,7 +114,7 @@ def test_metrics_are_json_whatever_is_in_them(tok, tmp_path):
 def test_samples_are_the_first_completions_with_rewards_and_advantage(tok, tmp_path):
     """Those of a resumed run come once."""
     watch, samples = Watch(None), tmp_path / "run" / "samples.jsonl"
-    options = {"rewards": [watch.told(varied)], "sample_count": 6, "sample_every": 2}
+    options = {"rewards": [watch.recorded(varied)], "sample_count": 6, "sample_every": 2}
     assert trainer(tok, tmp_path / "run", steps=2, **options).train()
     samples.write_text(samples.read_text() + '{"step": 2, "prompt": "of a step that was lost"}\n')
     first, advantages = (
@@ -240,7 +240,9 @@ def test_reward_model(tok, tmp_path):
     for part in (classifier, tok):
         part.save_pretrained(tmp_path / "rm")
     options = {"reward_model": str(tmp_path / "rm"), "reward_weights": [0.0, 2.0]}
-    metrics = trainer(tok, tmp_path / "run", rewards=[watch.told(varied)], **options).train_step()
+    metrics = trainer(
+        tok, tmp_path / "run", rewards=[watch.recorded(varied)], **options
+    ).train_step()
     texts = map(str.__add__, watch.calls[0].prompts, watch.calls[0].completions)
     scores = [
         classifier(input_ids=torch.tensor([tok(text)["input_ids"]])).logits.item() for text in texts

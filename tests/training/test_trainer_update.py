@@ -112,10 +112,10 @@ def beside_steps(plain, rewards):
 
 
 def over_greedy(plain, rewards):
-    ends = [plain.tok.eos_token_id]
-    firsts = range(0, len(plain.ids), plain.c.group_size)
+    ends = [plain.tokenizer.eos_token_id]
+    firsts = range(0, len(plain.ids), plain.config.group_size)
     texts = [
-        plain.tok.decode(plain.greedy(plain.prompts[i], ends), skip_special_tokens=True)
+        plain.tokenizer.decode(plain.greedy(plain.prompts[i], ends), skip_special_tokens=True)
         for i in firsts
     ]
     base = varied(texts, texts)
@@ -211,7 +211,7 @@ def test_a_step_is_the_plain_one(tok, tmp_path, name):
     case = CASES[name]
     model, teacher = case.model(tok), case.teacher and case.teacher(tok)
     watch = Watch(model)
-    rewards = [watch.told(function) for function in case.rewards]
+    rewards = [watch.recorded(function) for function in case.rewards]
     t = trainer(
         tok,
         tmp_path,
@@ -347,7 +347,7 @@ def test_evaluations_are_greedy_and_without_cuts(tok, tmp_path):
         "max_new_tokens": 6,
         "top_k": 2,
     }
-    t = trainer(tok, tmp_path, model=model, rewards=[watch.told(varied)], **options)
+    t = trainer(tok, tmp_path, model=model, rewards=[watch.recorded(varied)], **options)
     assert t.train()
     before, _, after = (dict(zip(call.prompts, call.ids, strict=True)) for call in watch.calls)
     plain = Plain(t.config, tok, model)
@@ -375,7 +375,7 @@ def test_seed_and_step_decide_what_is_sampled(tok, tmp_path):
         t = trainer(
             tok,
             tmp_path / name,
-            rewards=[watch.told(varied)],
+            rewards=[watch.recorded(varied)],
             rows=(PROMPTS[:1], []),
             lr=0.0,
             **options,

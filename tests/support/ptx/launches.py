@@ -5,8 +5,8 @@
 
 Triton compiles each kernel to PTX, and support.ptx.program runs the PTX.
 
-As a pytest plugin, this module does so in every test. `support.ptx.runs.executed` starts such a
-run:
+As a pytest plugin, this module does so in every test. `support.ptx.runs.run_cases` starts such
+a run:
 
     GRPO_KERNELS_TEST_TARGET=sm_90 GRPO_KERNELS_TEST_ORDER=0 python -m pytest -p
     support.ptx.launches FILE ...
@@ -23,7 +23,7 @@ import os
 import struct
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,9 +53,10 @@ class Executed(NamedTuple):
 
 
 class _Executor(_Driver):
-    """A Triton driver whose device is named after the target, so that kernels are not shared."""
+    """A Triton driver that compiles for a GPU architecture without a GPU."""
 
     def get_current_device(self) -> str:
+        """Return a name for each target, because Triton caches compiled kernels by device."""
         return f"executed {self.target}"
 
 
@@ -72,7 +73,16 @@ def executing(target: str, order: int = 0) -> Iterator[list[Executed]]:
     def compile_and_execute(
         function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any
     ) -> Any:
-        """Replace JITFunction.run: compile the kernel, and run its PTX unless warmup is True."""
+        """Replace JITFunction.run, which compiles a kernel and launches it unless warmup is True.
+
+        Runs the PTX of the kernel on the CPU instead, in the order and for the target of the
+        enclosing call, and appends the launch to its list. Returns the compiled kernel.
+
+        function   the JITFunction
+        args       of the Triton function, as far as they are passed by position
+        grid       number of programs along each axis, or a function that returns it
+        kwargs     further arguments of the Triton function, and options of the launch
+        """
         # Triton launches a kernel on the GPU unless warmup is True, and there is no GPU.
         kernel = compile_or_launch(function, *args, grid=grid, warmup=True, **kwargs)
         if not warmup:
@@ -86,8 +96,10 @@ def executing(target: str, order: int = 0) -> Iterator[list[Executed]]:
     with (
         triton.knobs.cache.scope(),
         mock.patch.object(triton.runtime.driver, "_active", _Executor(target)),
+        # Compilation ends with PTX: no ptxas, no machine code.
         mock.patch.object(CUDABackend, "make_cubin", lambda *_: b""),
         mock.patch.object(JITFunction, "run", compile_and_execute),
+        # The package would refuse CPU tensors, and Triton without a GPU.
         mock.patch.object(backend, "serves", lambda device: True),
         mock.patch.object(backend, "unavailable_reason", lambda: None),
     ):
@@ -96,21 +108,27 @@ def executing(target: str, order: int = 0) -> Iterator[list[Executed]]:
 
 
 def _execute(
-    kernel: Any, program: Program, arguments: dict[str, Any], grid: Any, order: int
+    kernel: Any,
+    program: Program,
+    arguments: dict[str, Any],
+    grid: tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]],
+    order: int,
 ) -> Counts:
     """Run the program of a compiled kernel on the CPU, and return what it did.
 
+    kernel      what Triton has compiled: its signature and metadata are read
+    program     its PTX, parsed
     arguments   of the Triton function, by name
     grid        number of programs along each axis, or a function of the arguments that returns it
     order       of warps and programs, see Program.run
     """
     typed_values: list[tuple[str, Any]] = []
-    for name, kind in kernel.src.signature.items():
+    for name, triton_type in kernel.src.signature.items():
         if name in arguments:  # parameters with a default may be left out
-            typed_values += _flatten(kind, arguments[name])
+            typed_values += _flatten(triton_type, arguments[name])
     grid_sizes = grid(arguments) if callable(grid) else grid
     return program.run(
-        arguments=[_to_word(kind, value) for kind, value in typed_values],
+        arguments=[_to_word(triton_type, value) for triton_type, value in typed_values],
         tensors=[value for _, value in typed_values if isinstance(value, Tensor)],
         programs=grid_sizes[0],  # the package's kernels use one axis
         shared=kernel.metadata.shared,
@@ -125,26 +143,33 @@ def _program_of(kernel: Any) -> Program:
     return kernel.executed
 
 
-def _flatten(kind: Any, value: Any) -> list[tuple[str, Any]]:
-    """Return (type, value) of each runtime argument in an argument, which may be a tuple.
+def _flatten(triton_type: Any, value: Any) -> list[tuple[str, Any]]:
+    """Return (type, value) of each number, tensor or pointer in an argument of a kernel.
 
     Compile-time constants are left out.
+
+    triton_type   such as "i32", "*bf16" (a pointer) or "constexpr"; for a tuple, a type per element
+    value         the argument; for a tuple of types, a tuple of the same structure
     """
-    if isinstance(kind, (tuple, list)):
+    if isinstance(triton_type, (tuple, list)):
         pairs = []
-        for element_kind, element in zip(kind, value, strict=True):
-            pairs += _flatten(element_kind, element)
+        for element_type, element in zip(triton_type, value, strict=True):
+            pairs += _flatten(element_type, element)
         return pairs
-    return [] if kind == "constexpr" else [(kind, value)]
+    return [] if triton_type == "constexpr" else [(triton_type, value)]
 
 
-def _to_word(kind: str, value: Any) -> int:
-    """Return an argument as an integer: an address, the bits of an fp32 number, or itself."""
+def _to_word(triton_type: str, value: Any) -> int:
+    """Return an argument as an integer: an address, the bits of an fp32 number, or itself.
+
+    triton_type   a pointer, "fp32", or an integer type such as "i32" or "u1"
+    value         a tensor for a pointer, otherwise a number
+    """
     if isinstance(value, Tensor):
         return value.data_ptr()
-    if kind == "fp32":
+    if triton_type == "fp32":
         return int.from_bytes(struct.pack("<f", value), "little")
-    assert kind[0] in "iu", kind
+    assert triton_type[0] in "iu", triton_type
     return int(value)
 
 

@@ -32,7 +32,8 @@ from torch import Tensor
 SOURCE = Path(__file__).with_name("machine.c")
 #: Every operation rounds separately, as in PTX. Integers wrap.
 FLAGS = (
-    "-O3", "-march=native", "-ffp-contract=off", "-fno-trapping-math", "-fno-strict-aliasing", "-fwrapv", "-shared", "-fPIC",
+    "-O3", "-march=native", "-ffp-contract=off", "-fno-trapping-math", "-fno-strict-aliasing",
+    "-fwrapv", "-shared", "-fPIC",
 )  # fmt: skip
 
 #: In the order of the enum of machine.c.
@@ -54,9 +55,9 @@ MAX_OPERANDS = 12
 COMPUTE, BRANCH, END, BARRIER = range(4)
 #: Bits of a register of each PTX type. 8-bit values are kept in 16-bit registers.
 BITS = {
-    "pred": 8, "b8": 16, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16, "b32": 32, "u32": 32, "s32": 32, "f32": 32, "f16x2": 32,
-    "bf16x2": 32, "b64": 64, "u64": 64, "s64": 64, "f32x2": 64,
-    "f64": 64,
+    "pred": 8, "b8": 16, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16, "b32": 32,
+    "u32": 32, "s32": 32, "f32": 32, "f16x2": 32, "bf16x2": 32, "b64": 64, "u64": 64, "s64": 64,
+    "f32x2": 64, "f64": 64,
 }  # fmt: skip
 #: Modifiers that change no result: uniform jumps, cache operators, the fraction of a cache policy.
 NO_EFFECT = {"uni", "ca", "cg", "fractional"}
@@ -75,6 +76,7 @@ class Fault(AssertionError):
     """
 
     def __init__(self, kernel: str, faults: dict[str, int], messages: Sequence[str]) -> None:
+        """Make the error of a kernel. The messages describe some of the faults, a line each."""
         counts = ", ".join(f"{count} x {name}" for name, count in faults.items())
         super().__init__("\n".join([f"{kernel}: {counts}", *messages]))
         self.faults = faults
@@ -261,9 +263,10 @@ class Program:
         # Byte offsets from the first constant, by (name or number, bits).
         self._constants: dict[tuple[str, int], int] = {}
         self._constant_bytes = 0
-        for kind, prefix, count in re.findall(r"\.reg \.(\w+)\s+%(\w+)<(\d+)>", body):
+        # ".reg .b32 %r<7>;" declares %r0 to %r6.
+        for ptx_type, prefix, count in re.findall(r"\.reg \.(\w+)\s+%(\w+)<(\d+)>", body):
             for i in range(int(count)):
-                self._declare(f"%{prefix}{i}", BITS[kind])
+                self._declare(f"%{prefix}{i}", BITS[ptx_type])
         self._declare("_", 64)  # takes results that are not used
         self._thread = self._constant("%tid.x", 32)
         self._program = self._constant("%ctaid.x", 32)
@@ -272,8 +275,9 @@ class Program:
     # ---- parsing
 
     def _split(self, body: str) -> tuple[list[Statement], dict[str, int]]:
-        """Return the instructions of a kernel, and the index of the instruction after each
-        label.
+        """Return the instructions of a kernel, and {label: index of the instruction after it}.
+
+        body   the PTX between the braces of the kernel. Declarations of registers are left out.
         """
         statements: list[Statement] = []
         labels: dict[str, int] = {}
@@ -296,7 +300,7 @@ class Program:
         return statements, labels
 
     def _declare(self, name: str, bits: int) -> None:
-        """Allocate a register of so many bits in each lane."""
+        """Allocate a register behind the last one, with `bits` bits for each of the 32 lanes."""
         self._registers[name] = (self._register_bytes, bits)
         self._register_bytes += LANES * bits // 8
 
@@ -312,7 +316,13 @@ class Program:
         return -1 - self._constants[name, bits]
 
     def _operand(self, text: str, bits: int) -> int:
-        """Return the offset of a register, a special register, shared memory or a number."""
+        """Return the offset of an operand in the register file, see `_Instruction.operands`.
+
+        text   a register, a special register, the name of shared memory, or a number
+        bits   its size. A register of another size raises UnknownInstruction.
+
+        Constants have negative offsets, see `_constant`.
+        """
         if text in self._registers:
             offset, declared = self._registers[text]
             if declared != bits and text != "_":
@@ -320,14 +330,17 @@ class Program:
             return offset
         if text in self._shared_names or text in SPECIAL_REGISTERS:
             return self._constant(text, 32)
-        if re.fullmatch(r"0f[0-9A-F]{8}|0d[0-9A-F]{16}", text):
+        if re.fullmatch(r"0f[0-9A-F]{8}|0d[0-9A-F]{16}", text):  # the bits of a float
             return self._constant(str(int(text[2:], 16)), bits)
         if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)", text):
             return self._constant(str(int(text, 0) % 2**bits), bits)
         raise UnknownInstruction(f"operand {text}")
 
     def _address(self, text: str, bits: int) -> tuple[int, int]:
-        """Parse [register + number]. Return the offset of the register, and the number."""
+        """Parse an address "[register + number]". Return the register's offset, and the number.
+
+        bits   of the register: 64 for device memory, 32 for shared memory
+        """
         match = re.fullmatch(r"\[\s*([%\w]+)\s*(?:\+\s*(-?\w+)\s*)?\]", text)
         if match is None:
             raise UnknownInstruction(f"address {text}")
@@ -336,7 +349,10 @@ class Program:
     # ---- encoding
 
     def _encode_statements(self) -> Any:
-        """Return a ctypes array with all instructions and a last one that ends the thread."""
+        """Return a ctypes array of _Instruction: all statements, and one that ends the thread.
+
+        Raises UnknownInstruction, with the place in the Triton source, if one is not implemented.
+        """
         code = (_Instruction * (len(self.statements) + 1))()
         for instruction, statement in zip(code, self.statements, strict=False):
             try:
@@ -354,7 +370,12 @@ class Program:
         return code
 
     def _encode(self, instruction: _Instruction, text: str) -> None:
-        """Fill an instruction from its PTX."""
+        """Set the fields of an instruction from its PTX.
+
+        text   such as "@%p1 add.s32 %r1, %r2, 4", where @%p1 is the predicate that guards it
+
+        Raises UnknownInstruction if machine.c does not implement it.
+        """
         instruction.guard = -1
         guarded = re.match(r"@(!?)(%\w+) (.*)", text)
         if guarded:
@@ -378,8 +399,8 @@ class Program:
                 self._encode_load_or_store(instruction, words, operands)
             case ["ldmatrix" | "stmatrix", *_]:
                 self._encode_matrix(instruction, words, operands)
-            case ["ld", "param", kind]:
-                self._encode_parameter(instruction, kind, operands)
+            case ["ld", "param", ptx_type]:
+                self._encode_parameter(instruction, ptx_type, operands)
             case ["cp", "async", "shared", "global"]:
                 self._encode_copy(instruction, words, operands)
             case ["cp", "async", "commit_group"]:
@@ -388,20 +409,25 @@ class Program:
                 # The number of groups that may still be under way; -1: not even ungrouped copies.
                 instruction.target = int(operands[0], 0) if operands else -1
                 self._set(instruction, ["cp", "async", "wait_group"], [])
-            case ["createpolicy", kind]:
+            case ["createpolicy", ptx_type]:
                 # A cache policy changes no result: it is a move of 0.
                 offsets = [self._operand(operands[0], 64), self._operand("0", 64)]
-                self._set(instruction, ["mov", kind], offsets)
-            case ["mov", kind] if "{" in rest:
-                self._encode_pack_or_unpack(instruction, kind, operands)
+                self._set(instruction, ["mov", ptx_type], offsets)
+            case ["mov", ptx_type] if "{" in rest:
+                self._encode_pack_or_unpack(instruction, ptx_type, operands)
             case _:
                 self._encode_arithmetic(instruction, words, operands)
 
     def _encode_load_or_store(
         self, instruction: _Instruction, words: list[str], operands: list[str]
     ) -> None:
-        """Encode ld or st of device or shared memory, of a value or a vector."""
-        operation, space, kind = words
+        """Encode ld or st of device or shared memory, of a value or a vector.
+
+        words      [ld or st, global or shared, type], see `_significant_words`
+        operands   an address [register + number], and a register or a vector {%r1, %r2}. st has the
+                   address first, ld has it last.
+        """
+        operation, space, memory_type = words
         if operation == "st":
             pointer, values = operands[:2]
         else:
@@ -411,11 +437,14 @@ class Program:
         address, instruction.address_offset = self._address(pointer, pointer_bits)
         instruction.elements = len(elements)
         # machine.c moves bits, for integers and floats alike.
-        memory_bits = re.sub("[a-z]", "", kind)
-        register_bits = self._registers.get(elements[0], (0, BITS[kind]))[1]
+        memory_bits = re.sub("[a-z]", "", memory_type)
+        if elements[0] in self._registers:
+            _, register_bits = self._registers[elements[0]]
+        else:  # a number that is stored
+            register_bits = BITS[memory_type]
         name = [operation, space, f"b{memory_bits}"]
         if register_bits != int(memory_bits):
-            if kind[0] == "s":
+            if memory_type[0] == "s":
                 raise UnknownInstruction("it fills a wider register with the sign")
             name += ["in", f"b{register_bits}"]
         offsets = [self._operand(element, register_bits) for element in elements]
@@ -424,7 +453,11 @@ class Program:
     def _encode_matrix(
         self, instruction: _Instruction, words: list[str], operands: list[str]
     ) -> None:
-        """Encode ldmatrix or stmatrix, which move 8x8 matrices from or to shared memory."""
+        """Encode ldmatrix or stmatrix, which move 8x8 matrices from or to shared memory.
+
+        operands   an address [register + number], and a vector of 32-bit registers. stmatrix has
+                   the address first, ldmatrix has it last.
+        """
         if words[0] == "stmatrix":
             pointer, values = operands[:2]
         else:
@@ -435,13 +468,21 @@ class Program:
         offsets = [self._operand(element, 32) for element in elements]
         self._set(instruction, words, [*offsets, address])
 
-    def _encode_parameter(self, instruction: _Instruction, kind: str, operands: list[str]) -> None:
-        """Encode ld.param as a move of a constant, named "parameter.type"."""
+    def _encode_parameter(
+        self, instruction: _Instruction, ptx_type: str, operands: list[str]
+    ) -> None:
+        """Encode ld.param, which loads an argument of the kernel, as a move of a constant.
+
+        The constant is named "parameter.type". `_constant_values` gives it its value at a launch.
+
+        ptx_type   the PTX type, such as "u64"
+        operands   a register, and the parameter in brackets
+        """
         parameter = operands[1].strip("[] ")
         if parameter not in self.parameters:
             raise UnknownInstruction(f"parameter {parameter}")
         bits = self._registers[operands[0]][1]
-        value = self._constant(f"{parameter}.{kind}", bits)
+        value = self._constant(f"{parameter}.{ptx_type}", bits)
         self._set(instruction, ["mov", f"b{bits}"], [self._operand(operands[0], bits), value])
 
     def _encode_copy(
@@ -462,12 +503,16 @@ class Program:
         self._set(instruction, words, offsets)
 
     def _encode_pack_or_unpack(
-        self, instruction: _Instruction, kind: str, operands: list[str]
+        self, instruction: _Instruction, ptx_type: str, operands: list[str]
     ) -> None:
-        """Encode a mov that splits a register into a vector of registers, or joins them."""
+        """Encode a mov that splits a register into a vector of registers, or joins them.
+
+        ptx_type   the PTX type of the whole register, such as "b32"
+        operands   the destination and the source. One of them is a vector {%r1, %r2}.
+        """
         unpacks = operands[0].startswith("{")
         parts = _vector_elements(operands[0] if unpacks else operands[1])
-        bits = BITS[kind]
+        bits = BITS[ptx_type]
         offsets = [self._operand(part, bits // len(parts)) for part in parts]
         if unpacks:
             name = ["mov", f"b{bits}", f"to{len(parts)}"]
@@ -480,7 +525,11 @@ class Program:
     def _encode_arithmetic(
         self, instruction: _Instruction, words: list[str], operands: list[str]
     ) -> None:
-        """Encode an instruction that computes registers from registers and numbers."""
+        """Encode an instruction that computes registers from registers and numbers.
+
+        words      see `_significant_words`. `machine.c` has a function of this name.
+        operands   registers and numbers, results first
+        """
         bits = _operand_bits(words, len(operands))
         if words in (["max", "f32"], ["min", "f32"]) and len(operands) == 4:
             words[0] += "3"  # the largest or smallest of three values
@@ -492,7 +541,11 @@ class Program:
 
     @staticmethod
     def _set(instruction: _Instruction, words: list[str], offsets: list[int]) -> None:
-        """Set the function of machine.c that has this name, and the offsets of its operands."""
+        """Set the function and operands of an instruction.
+
+        words     the parts of its name: ["add", "f32"] is the function ptx_add_f32 of machine.c
+        offsets   byte offsets of the operands in the register file, as the function expects them
+        """
         try:
             function = getattr(machine(), f"ptx_{'_'.join(words)}")
         except AttributeError:
@@ -558,18 +611,33 @@ class Program:
         )
 
     def _constant_values(self, arguments: Sequence[int], programs: int) -> bytearray:
-        """Return the constants of a launch as they lie in a register file, 32 copies of each."""
-        # Triton adds parameters for scratch memory, which these kernels do not use: they are 0.
+        """Return the constants of a launch, in the layout of the end of a register file.
+
+        These are all constants for which the kernel was encoded. Each is at the byte offset that
+        `self._constants` has for it, as a little-endian integer, repeated for each of the 32 lanes.
+
+        arguments   one integer for each of the first parameters: its bits, or a tensor's address
+        programs    number of programs of the launch
+        """
+        # Triton adds parameters for scratch memory at the end of the list. These kernels do not use
+        # them, so that they have no argument and are 0.
         values = dict.fromkeys(self.parameters, 0)
-        values |= zip(self.parameters, arguments, strict=False)
-        # machine.c sets the indices of threads and programs. Shared memory begins at address 0.
-        values |= {"%tid.x": 0, "%ctaid.x": 0, "%nctaid.x": programs, "%ntid.x": self.threads}
-        values |= dict.fromkeys(self._shared_names, 0)
+        values.update(zip(self.parameters, arguments, strict=False))
+        values["%nctaid.x"] = programs
+        values["%ntid.x"] = self.threads
+        # machine.c overwrites the indices of threads and programs.
+        values["%tid.x"] = 0
+        values["%ctaid.x"] = 0
+        for name in self._shared_names:
+            values[name] = 0  # shared memory begins at address 0
+
         constants = bytearray(self._constant_bytes)
         for (name, bits), offset in self._constants.items():
-            parameter, _, kind = name.rpartition(".")
+            # A constant is named "parameter.type" (see _encode_parameter), or like a key of
+            # `values`, or it is a number in decimal digits.
+            parameter, _, ptx_type = name.rpartition(".")
             if parameter in self.parameters:
-                value = _to_type(kind, values[parameter])
+                value = _to_type(ptx_type, values[parameter])
             elif name in values:
                 value = values[name]
             else:
@@ -579,7 +647,7 @@ class Program:
         return constants
 
     def _describe(self, report: _Report) -> str:
-        """Return a line about a fault, with its instruction and thread."""
+        """Return a line of text about a fault, with its instruction, address and thread."""
         statement = self.statements[report.instruction]
         return (
             f"  {FAULTS[report.kind]}: {statement.source} `{statement.text}`, {report.bytes} bytes"
@@ -589,19 +657,29 @@ class Program:
 
 
 def _significant_words(name: str) -> list[str]:
-    """Return the parts of an instruction's name, without modifiers that change no result."""
+    """Return the parts of an instruction's name, without modifiers that change no result.
+
+    "ld.global.L1::evict_last.v4.b32" gives ["ld", "global", "b32"]: cache hints contain "::", and
+    the lengths of vectors (v4) and the numbers of matrices (x4) are known from the operands.
+    """
     words = [word.replace("shared::cta", "shared") for word in name.split(".")]
     words = [word for word in words if "::" not in word or word == "shared::cluster"]
     return [word for word in words if word not in NO_EFFECT and not re.fullmatch(r"[vx]\d", word)]
 
 
 def _vector_elements(text: str) -> list[str]:
-    """Return the registers of a vector such as {%r1, %r2}, or the only one."""
+    """Return the registers of a vector such as "{%r1, %r2}", or the only one of "%r1"."""
     return [element.strip() for element in text.strip("{} ").split(",")]
 
 
 def _operand_bits(words: list[str], num_operands: int) -> list[int]:
-    """Return the bits of each operand of an arithmetic instruction."""
+    """Return the number of bits of each operand of an arithmetic instruction, results first.
+
+    words          see `_significant_words`. The last one is the type of most operands.
+    num_operands   how many operands the instruction has
+
+    Raises UnknownInstruction if a type is unknown.
+    """
     if words[-1] not in BITS or (words[0] == "cvt" and words[-2] not in BITS):
         raise UnknownInstruction("no such type")
     type_bits = BITS[words[-1]]
@@ -627,19 +705,25 @@ def _operand_bits(words: list[str], num_operands: int) -> list[int]:
     return bits
 
 
-def _to_type(kind: str, word: int) -> int:
-    """Return the low bits of a parameter as an integer of this PTX type."""
-    bits = int(re.sub("[a-z]", "", kind))
+def _to_type(ptx_type: str, word: int) -> int:
+    """Return the low bits of a parameter as an integer of a PTX type.
+
+    ptx_type   such as "u64". Types that begin with "s" are signed (two's complement).
+    word       the bits of the parameter, as an integer of either sign
+    """
+    bits = int(re.sub("[a-z]", "", ptx_type))
     low = word % 2**bits
-    is_negative = kind[0] == "s" and low >> (bits - 1)
+    is_negative = ptx_type[0] == "s" and low >> (bits - 1)
     return low - 2**bits if is_negative else low
 
 
 def _regions(tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
-    """Return the device memory of these tensors.
+    """Return the device memory of CPU tensors, for `_Machine.regions`.
 
-    Returns a ctypes array with one _Region per storage, and the uint8 tensors that the regions
-    point to, which the caller keeps alive.
+    Returns a ctypes array with one _Region per storage, and the uint8 tensors of allowed elements
+    that the regions point to. The caller must keep these tensors alive.
+
+    tensors   may share storages, of which a kernel may access only the elements of the tensors
     """
     by_storage: dict[int, list[Tensor]] = {}
     for x in tensors:
@@ -648,12 +732,12 @@ def _regions(tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
             by_storage.setdefault(x.untyped_storage().data_ptr(), []).append(x)
     regions = (_Region * len(by_storage))()
     keep_alive = []
-    for region, sharing in zip(regions, by_storage.values(), strict=True):
-        unit_bytes = min(x.element_size() for x in sharing)
-        begin = min(x.data_ptr() for x in sharing)
-        end = max(x.data_ptr() + _span(x) * x.element_size() for x in sharing)
+    for region, views in zip(regions, by_storage.values(), strict=True):
+        unit_bytes = min(x.element_size() for x in views)
+        begin = min(x.data_ptr() for x in views)
+        end = max(x.data_ptr() + _span(x) * x.element_size() for x in views)
         allowed = torch.zeros((end - begin) // unit_bytes, dtype=torch.uint8)
-        for x in sharing:
+        for x in views:
             _allow(allowed, x, begin, unit_bytes)
         region.begin = begin
         region.end = end
@@ -664,7 +748,10 @@ def _regions(tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
 
 
 def _span(x: Tensor) -> int:
-    """Return the number of elements from the first to the last of x, with gaps between rows."""
+    """Return the number of elements from the first to the last of x, with the gaps between rows.
+
+    x   not empty
+    """
     return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
