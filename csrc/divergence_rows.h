@@ -601,15 +601,16 @@ void mixture_sums(const MixtureSumsJob& job, int64_t i) {
 
 // d loss / d x_j, with x_j = z_j - max_logit, e_j = exp(x_j), e_ref_j likewise and D_j = log p_j -
 // log q_j, for SOFTCAP times 1 - tanh^2:
-//   e_j (k0 + k1 x_j + k2 e_j) + divergence term
-// where the divergence term is
-//   REVERSE  per_e * e_j * d_j           d_j: D_j without log_sum_ratio, which k0 has
-//   FORWARD  per_e * e_j - per_e_ref * e_ref_j
-//   JSD      per_e * e_j * (log p_j - log m_j)
-//   TV       per_e * e_j * sign(p_j - q_j) / 2
+//   e_j (per_exp + per_exp_shifted x_j + per_exp_squared e_j) + divergence term
+// as in GradientPolynomial. The divergence term, with c = divergence_per_exp and
+// c_ref = divergence_per_exp_ref, is
+//   REVERSE  c e_j d_j           d_j: D_j without log_sum_ratio, which per_exp has
+//   FORWARD  c e_j - c_ref e_ref_j
+//   JSD      c e_j (log p_j - log m_j)
+//   TV       c e_j sign(p_j - q_j) / 2
 struct PairGradientFactors {
-    Vec k0, k1, k2;
-    Vec per_e, per_e_ref;
+    Vec per_exp, per_exp_shifted, per_exp_squared;
+    Vec divergence_per_exp, divergence_per_exp_ref;
     Vec log_sum_ratio;
     Vec b, one_minus_b;
 };
@@ -634,13 +635,16 @@ INLINED void gradients_of_pair(
     exp_where(above_cutoff, x, e);
     if (DIRECTION == FORWARD) exp_where(reference_above_cutoff, y, e_ref);
     for (int k = 0; k < N; k++) {
-        const Vec constant_and_prob = fma(factors.k2, e[k], factors.k0);
-        const Vec factor = fma_where(above_cutoff[k], factors.k1, x[k], constant_and_prob);
+        const Vec without_shifted = fma(factors.per_exp_squared, e[k], factors.per_exp);
+        const Vec factor =
+            fma_where(above_cutoff[k], factors.per_exp_shifted, x[k], without_shifted);
         const Vec D = add(d[k], factors.log_sum_ratio);
         if (DIRECTION == FORWARD) {
             const Vec prob_ratio_term = sub(D, expm1_minus_x_near_0(negate(D)));  // 1 - e^-D
-            const Vec near = mul(mul(factors.per_e, prob_ratio_term), e[k]);
-            const Vec far = fma(factors.per_e, e[k], negate(mul(factors.per_e_ref, e_ref[k])));
+            const Vec near = mul(mul(factors.divergence_per_exp, prob_ratio_term), e[k]);
+            const Vec far = fma(
+                factors.divergence_per_exp, e[k],
+                negate(mul(factors.divergence_per_exp_ref, e_ref[k])));
             const Mask is_far = not_less(absolute(D), broadcast(NEAR_ZERO));
             const Vec policy_gradient = mul_where(above_cutoff[k], e[k], factor);
             gradients[k] = add(policy_gradient, select(is_far, far, near));
@@ -651,7 +655,7 @@ INLINED void gradients_of_pair(
         if (DIRECTION == JSD) {
             divergence_factor = JsdColumn(D, factors.b, factors.one_minus_b).gradient_factor();
         }
-        const Vec both = fma(factors.per_e, divergence_factor, factor);
+        const Vec both = fma(factors.divergence_per_exp, divergence_factor, factor);
         gradients[k] = mul_where(above_cutoff[k], e[k], both);
     }
 }
@@ -693,7 +697,7 @@ struct PairGradient {
     const double log_sum_ratio, center;
     const double sum_exp;
     const GradientPolynomial policy;  // without the divergence
-    const double per_e, per_e_ref;    // see PairGradientFactors
+    const double divergence_per_exp, divergence_per_exp_ref;  // see PairGradientFactors
 
     PairGradient(
         const ReferenceRows& rows, const RowCoefficients& coefficients, double divergence,
@@ -706,33 +710,38 @@ struct PairGradient {
           center(center),
           sum_exp(sums.sum_exp),
           policy(coefficients, t, sums.max_logit, sum_exp, log(sum_exp)),
-          per_e(
+          divergence_per_exp(
               divergence * (rows.direction == JSD ? 1.0 - rows.mixture : 1.0) * t.dz_dx / sum_exp),
-          per_e_ref(
+          divergence_per_exp_ref(
               rows.direction == FORWARD ? divergence * t.dz_dx / sums.reference_sum_exp : 0.0) {}
 
     // The gradient is infinite wherever p is not 0.
     bool is_infinite() const { return rows.direction == REVERSE && center == INFINITY; }
 
-    double k0() const {
+    double per_exp() const {
         double constant = -center;
         if (rows.direction == REVERSE) constant = log_sum_ratio - center;
         if (rows.direction == FORWARD) constant = 0.0;
-        return policy.k0 + per_e * constant;
+        return policy.per_exp + divergence_per_exp * constant;
     }
     // As GradientPolynomial::is_finite: false if either row has a NaN or +inf.
     bool is_finite() const {
         if (!policy.is_finite()) return false;
         if (divergence == 0) return true;
-        const bool k0_is_valid = is_infinite() || fabs(k0()) < INFINITY;
-        return k0_is_valid && fabs(per_e) < INFINITY && fabs(per_e_ref) < INFINITY &&
-               fabs(log_sum_ratio) < INFINITY && fabsf(sums.reference_max_logit) < INFINITY;
+        const bool per_exp_is_valid = is_infinite() || fabs(per_exp()) < INFINITY;
+        return per_exp_is_valid && fabs(divergence_per_exp) < INFINITY &&
+               fabs(divergence_per_exp_ref) < INFINITY && fabs(log_sum_ratio) < INFINITY &&
+               fabsf(sums.reference_max_logit) < INFINITY;
     }
     PairGradientFactors factors() const {
-        return {broadcast(float(k0())),         broadcast(float(policy.k1)),
-                broadcast(float(policy.k2)),    broadcast(float(per_e)),
-                broadcast(float(per_e_ref)),    broadcast(float(log_sum_ratio)),
-                broadcast(float(rows.mixture)), broadcast(float(1.0 - rows.mixture))};
+        return {broadcast(float(per_exp())),
+                broadcast(float(policy.per_exp_shifted)),
+                broadcast(float(policy.per_exp_squared)),
+                broadcast(float(divergence_per_exp)),
+                broadcast(float(divergence_per_exp_ref)),
+                broadcast(float(log_sum_ratio)),
+                broadcast(float(rows.mixture)),
+                broadcast(float(1.0 - rows.mixture))};
     }
     // Returns d loss / d x of the target's column, in fp64, where the differences to the maxima are
     // exact whether the rows are close or not.
@@ -840,8 +849,8 @@ void divergence_gradient_row(
 // relative to the maxima of the segment (JSD and TV: they are probabilities).
 SegmentFactors saved_term_factors(const PairGradient& g, const Segment& segment) {
     if (g.rows.direction >= JSD) {
-        const Vec first = term_factor(g.sum_exp * g.k0());
-        return {first, first, term_factor(g.sum_exp * g.per_e)};
+        const Vec first = term_factor(g.sum_exp * g.per_exp());
+        return {first, first, term_factor(g.sum_exp * g.divergence_per_exp)};
     }
     // As in RunningPairSums::rescale_to: while one of the rows had nothing but -inf, differences of
     // the maxima have no meaning.
@@ -853,20 +862,24 @@ SegmentFactors saved_term_factors(const PairGradient& g, const Segment& segment)
     const double shift = empty || reference_empty ? 0.0 : change - reference_change;
     const double log_ratio = shift + g.log_sum_ratio;
     if (g.rows.direction == REVERSE) {
-        const double constant = g.divergence == 0 ? 0.0 : g.per_e * (log_ratio - g.center);
-        const Vec first = term_factor(rescaled * (g.policy.k0 + constant));
-        return {first, first, term_factor(rescaled * g.per_e), rescaled < MIN_NORMAL};
+        const double constant =
+            g.divergence == 0 ? 0.0 : g.divergence_per_exp * (log_ratio - g.center);
+        const Vec first = term_factor(rescaled * (g.policy.per_exp + constant));
+        return {first, first, term_factor(rescaled * g.divergence_per_exp), rescaled < MIN_NORMAL};
     }
     if (g.divergence == 0) {
-        return {term_factor(rescaled * g.policy.k0), broadcast(0.0f), broadcast(0.0f)};
+        return {term_factor(rescaled * g.policy.per_exp), broadcast(0.0f), broadcast(0.0f)};
     }
-    const double per_e_ref = reference_empty ? 0.0 : g.per_e_ref * exp(reference_change);
+    const double reference_factor =
+        reference_empty ? 0.0 : g.divergence_per_exp_ref * exp(reference_change);
     const bool near = !empty && !reference_empty && fabs(log_ratio) <= NEAR_ZERO;
-    const double per_e_minus_ref =
-        near ? -rescaled * g.per_e * expm1(-log_ratio) : rescaled * g.per_e - per_e_ref;
+    const double policy_minus_reference =
+        near ? -rescaled * g.divergence_per_exp * expm1(-log_ratio)
+             : rescaled * g.divergence_per_exp - reference_factor;
     return {
-        term_factor(rescaled * g.policy.k0 + per_e_minus_ref),
-        term_factor(-rescaled * (g.policy.k0 + g.per_e)), term_factor(per_e_ref)};
+        term_factor(rescaled * g.policy.per_exp + policy_minus_reference),
+        term_factor(-rescaled * (g.policy.per_exp + g.divergence_per_exp)),
+        term_factor(reference_factor)};
 }
 
 // ---- the fused loss

@@ -508,27 +508,30 @@ struct RowCoefficients {
 };
 
 // The gradient of a row as a function of d_j = z_j - max_logit and e_j = exp(d_j), without the
-// term 1[j is the target]: d loss / d x_j = e_j (k0 + k1 d_j + k2 e_j), for SOFTCAP times 1 -
-// tanh^2.
+// term 1[j is the target]:
+//   d loss / d x_j = e_j (per_exp + per_exp_shifted d_j + per_exp_squared e_j)
+// for SOFTCAP times 1 - tanh^2. The factors multiply e_j, e_j d_j and e_j^2, and have the names of
+// the sums of these terms over a row: sum_exp, sum_exp_shifted and sum_exp_squared.
 struct GradientPolynomial {
-    double k0, k1, k2;
+    double per_exp, per_exp_shifted, per_exp_squared;
     float max_logit;
 
     GradientPolynomial(
         const RowCoefficients& c, const FusedTransform& t, float max_logit, double sum_exp,
         double log_sum_exp)
-        : k0((c.constant - c.target - c.logp * log_sum_exp) * t.dz_dx / sum_exp),
-          k1(c.logp * t.dz_dx / sum_exp),
-          k2(c.prob * t.dz_dx / (sum_exp * sum_exp)),
+        : per_exp((c.constant - c.target - c.logp * log_sum_exp) * t.dz_dx / sum_exp),
+          per_exp_shifted(c.logp * t.dz_dx / sum_exp),
+          per_exp_squared(c.prob * t.dz_dx / (sum_exp * sum_exp)),
           max_logit(max_logit) {}
 
     // Returns whether the gradient is finite. A NaN or +inf in the row has made its sums or its
-    // maximum NaN or infinite, and so the coefficients. They are also checked to be finite in fp32,
-    // because an infinite coefficient times an exponential of 0 would be NaN.
+    // maximum NaN or infinite, and so the factors. They are also checked to be finite in fp32,
+    // because an infinite factor times an exponential of 0 would be NaN.
     bool is_finite() const {
-        return fits_fp32(k0) && fits_fp32(k1) && fits_fp32(k2) && fabsf(max_logit) < INFINITY;
+        return fits_fp32(per_exp) && fits_fp32(per_exp_shifted) && fits_fp32(per_exp_squared) &&
+               fabsf(max_logit) < INFINITY;
     }
-    static bool fits_fp32(double k) { return fabs(k) <= MAX_FLOAT; }
+    static bool fits_fp32(double factor) { return fabs(factor) <= MAX_FLOAT; }
 };
 
 // Returns d loss / d x of the target's column,
@@ -569,20 +572,21 @@ struct GradientRow {
 
 // ---- the gradient from the logits
 
-// The highest nonzero coefficient of a GradientPolynomial. Lower ones are always computed.
+// The last nonzero factor of a GradientPolynomial: per_exp, per_exp_shifted or per_exp_squared. The
+// factors before it are always computed.
 enum Degree { CONSTANT_FACTOR, LINEAR, QUADRATIC };
 
 // A function object that replaces N vectors of logits x by d loss / d x, see GradientPolynomial.
 template <TransformMode MODE, Degree DEGREE> struct GradientOfLogits {
     const FusedTransform& t;
-    const Vec max_logit, k0, k1, k2;
+    const Vec max_logit, per_exp, per_exp_shifted, per_exp_squared;
 
     GradientOfLogits(const FusedTransform& t, const GradientPolynomial& polynomial)
         : t(t),
           max_logit(broadcast(polynomial.max_logit)),
-          k0(broadcast(float(polynomial.k0))),
-          k1(broadcast(float(polynomial.k1))),
-          k2(broadcast(float(polynomial.k2))) {}
+          per_exp(broadcast(float(polynomial.per_exp))),
+          per_exp_shifted(broadcast(float(polynomial.per_exp_shifted))),
+          per_exp_squared(broadcast(float(polynomial.per_exp_squared))) {}
 
     template <int N> INLINED void operator()(Vec (&x)[N]) const {
         Vec d[N], e[N], dtanh[N];
@@ -595,9 +599,13 @@ template <TransformMode MODE, Degree DEGREE> struct GradientOfLogits {
         }
         exp_where(above_cutoff, d, e);
         for (int k = 0; k < N; k++) {
-            Vec factor = k0;
-            if (DEGREE >= LINEAR) factor = fma_where(above_cutoff[k], k1, d[k], k0);
-            if (DEGREE >= QUADRATIC) factor = fma_where(above_cutoff[k], k2, e[k], factor);
+            Vec factor = per_exp;
+            if (DEGREE >= LINEAR) {
+                factor = fma_where(above_cutoff[k], per_exp_shifted, d[k], per_exp);
+            }
+            if (DEGREE >= QUADRATIC) {
+                factor = fma_where(above_cutoff[k], per_exp_squared, e[k], factor);
+            }
             if (MODE == SOFTCAP) factor = mul(factor, dtanh[k]);
             x[k] = mul_where(above_cutoff[k], e[k], factor);
         }
@@ -649,9 +657,9 @@ void write_gradient_of_columns(
     const GradientPolynomial& polynomial) {
     with_mode(t.mode, [&](auto constant) {
         constexpr TransformMode MODE = decltype(constant)::mode;
-        if (float(polynomial.k2) != 0) {
+        if (float(polynomial.per_exp_squared) != 0) {
             write_gradient_of_columns<T, Out, MODE, QUADRATIC>(x, gradient, n, t, polynomial);
-        } else if (float(polynomial.k1) != 0) {
+        } else if (float(polynomial.per_exp_shifted) != 0) {
             write_gradient_of_columns<T, Out, MODE, LINEAR>(x, gradient, n, t, polynomial);
         } else {
             write_gradient_of_columns<T, Out, MODE, CONSTANT_FACTOR>(x, gradient, n, t, polynomial);
@@ -894,7 +902,7 @@ void fused_loss_of_row(const FusedLossJob& job, int64_t i, const SavedTermsBuffe
     if (saves_exp) {
         gradient_from_saved(saved, gradient, FIRST, interleaved, [&](const Segment& segment) {
             const double rescaled = exp(double(segment.shift) - double(polynomial.max_logit));
-            const Vec factor = term_factor(float(polynomial.k0 * rescaled));
+            const Vec factor = term_factor(float(polynomial.per_exp * rescaled));
             return SegmentFactors{factor, factor, factor};
         });
     } else {

@@ -121,7 +121,7 @@ def candidate_logprobs_with_extra_ids(
     source       the rows, as logits or as hidden states with a head; z are its transformed logits
     targets      int64 [num_tokens]
     candidates   the candidates of each token. An empty set stands for the whole vocabulary.
-    extra        further ids of each token, whose log-probs are wanted too. An id that is not a
+    extra        extra ids of each token, whose log-probs are wanted too. An id that is not a
                  candidate has the log-prob -inf without gradient. Masked tokens give 0.
     mask         bool [num_tokens]: tokens to process. None processes all tokens.
     rows         int64 [num_tokens]: the row that predicts each token. None: row i predicts token i.

@@ -1,4 +1,4 @@
-"""Statistics for the loss of a batch with candidate sets, further ids, shared rows, or a teacher
+"""Statistics for the loss of a batch with candidate sets, extra ids, shared rows, or a teacher
 whose log-probs are known at some ids only.
 
 `losses.compute_loss` calls these functions. The statistics of such a batch take several passes over
@@ -81,14 +81,14 @@ def composed_loss_statistics(
         "logps"            log-prob of each target
         "entropy"          of the same softmax, in nats
         "divergence"       with kl=Exact(...): the divergence from `reference` or `teacher`
-        "auxiliary_loss"   with further ids: the loss of their terms
+        "auxiliary_loss"   with extra ids: the loss of their terms
 
     The softmax of a token runs over its candidate set if it has one (the ids left by top-k or
-    top-p), else over the vocabulary. Further ids are ids besides the target whose log-probs the
+    top-p), else over the vocabulary. Extra ids are ids besides the target whose log-probs the
     loss uses. Shared rows are rows of logits that predict several tokens.
 
     source           the policy's rows of logits
-    batch            has candidate sets, further ids or shared rows
+    batch            has candidate sets, extra ids or shared rows
     objective        says which statistics need a gradient, and which divergence is wanted
     tokens           targets, mask and advantages of the tokens
     reference        for kl=Exact(...): a reference whose whole distribution is known; or None
@@ -96,7 +96,7 @@ def composed_loss_statistics(
     reference_name   the argument that `teacher` was passed as, for errors
 
     Raises ValueError for a teacher together with candidate sets, for a teacher without values or
-    with an id outside of the vocabulary, and for a further id outside of it.
+    with an id outside of the vocabulary, and for an extra id outside of it.
     """
     flat_rows = None if batch.rows is None else flat(batch.rows).long()
     extra_ids = batch.extra_ids
@@ -109,7 +109,7 @@ def composed_loss_statistics(
         check_teacher(reference_name, teacher, batch.targets, exact, source.vocab_size)
         if extra_ids is None:
             # One pass computes the log-probs of targets and of the teacher's ids. If the batch has
-            # further ids, the teacher's ids take a second pass below.
+            # extra ids, the teacher's ids take a second pass below.
             return logprobs_with_teacher(
                 source,
                 tokens.targets,
@@ -139,7 +139,7 @@ def composed_loss_statistics(
         reference=reference if is_dense_reference else None,
     )
     if extra_ids is not None:
-        extra_logps = statistics.pop("at")  # log-probs of the further ids of all tokens
+        extra_logps = statistics.pop("at")  # log-probs of the extra ids of all tokens
         statistics["auxiliary_loss"] = auxiliary_loss(
             objective.extra_id_terms(batch), extra_logps, tokens.advantages
         )
@@ -173,7 +173,7 @@ def composed_reference_logprobs(
     batch    gives candidate sets and shared rows, which apply to the reference as well
     tokens   targets and mask of the tokens. Tokens that are not processed give 0.
     """
-    # No statistics in addition to the log-probs, and no further ids (`at`): the KL estimate reads
+    # No statistics in addition to the log-probs, and no extra ids (`at`): the KL estimate reads
     # log-probs of targets only.
     statistics = composed_statistics(
         source,

@@ -1,7 +1,7 @@
 """Log-probs at any (row, token id) pairs, and losses that depend on them.
 
 A row is one position of logits. Soft targets, score centering and top-k teachers need log-probs of
-*further ids* of a row: token ids other than the target, which the batch lists for a token. Several
+*extra ids* of a row: token ids other than the target, which the batch lists for a token. Several
 tokens may be predicted by one row (`trees.py`), which is the same problem.
 
 The softmax kernel leaves the ids of the pairs out. It computes the softmax sums of the rest of each
@@ -62,12 +62,12 @@ class PairLogprobs(NamedTuple):
 
 
 class ExtraLogprobs(NamedTuple):
-    """Log-probs of tokens and of further ids.
+    """Log-probs of tokens and of extra ids.
 
     statistics    statistics of each token by name, fp32 [num_tokens]. "logps" is the log-prob of
                   the token's target. The other statistics belong to the row that predicts the
                   token.
-    extra_logps   log-probs of the further ids, float64 [num_extra_ids], token after token
+    extra_logps   log-probs of the extra ids, float64 [num_extra_ids], token after token
     """
 
     statistics: dict[str, Tensor]
@@ -333,7 +333,7 @@ def combine_statistics(
     return statistics
 
 
-# ---- tokens with further ids
+# ---- tokens with extra ids
 
 
 def logprobs_with_extra_ids(
@@ -347,11 +347,11 @@ def logprobs_with_extra_ids(
     detached: tuple[str, ...] = (),
     reference: Reference | None = None,
 ) -> ExtraLogprobs:
-    """Return the log-prob of each target and of the further ids of each token.
+    """Return the log-prob of each target and of the extra ids of each token.
 
     source      the rows, as logits or as hidden states with a head
     targets     int64 [num_tokens]
-    extra       the further ids of each token: ids besides the target, whose log-probs are wanted
+    extra       the extra ids of each token: ids besides the target, whose log-probs are wanted
     mask        bool [num_tokens]: tokens to process. None processes all tokens. The others give 0.
     rows        int64 [num_tokens]: the row that predicts each token, any number where mask is
                 False. Several tokens may have the same row. None: row i predicts token i.
@@ -359,7 +359,7 @@ def logprobs_with_extra_ids(
     detached    the statistics that need no gradient
     reference   the model that the statistic "divergence" is computed from, or None
 
-    Log-probs of targets are fp32, those of further ids float64.
+    Log-probs of targets are fp32, those of extra ids float64.
 
     Raises ValueError if an extra id is outside of the vocabulary, if `extra` has not one set for
     each token, or (on a CPU) if a row does not exist.
@@ -391,14 +391,14 @@ def token_logprobs_in_float64(
     detached: tuple[str, ...] = (),
     reference: Reference | None = None,
 ) -> ExtraLogprobs:
-    """Return the log-prob of each target and of the further ids of each token, all in float64.
+    """Return the log-prob of each target and of the extra ids of each token, all in float64.
 
-    Further ids are ids besides the target whose log-probs are wanted. A target or further id of a
-    token becomes a (row, id) pair, with the row of logits that predicts the token.
+    Extra ids are ids besides the target whose log-probs are wanted. A target or extra id of a token
+    becomes a (row, id) pair, with the row of logits that predicts the token.
 
     source      the rows, as logits or as hidden states with a head
     targets     int64 [num_tokens]. A target outside of the vocabulary gives NaN.
-    extra       the further ids of each token
+    extra       the extra ids of each token
     mask        bool [num_tokens]: tokens to process. None processes all tokens. The others give 0.
     rows        int64 [num_tokens]: the row that predicts each token. None: row i predicts token i.
     names       other statistics of the row that predicts a token, see `RowSource.statistics`
@@ -410,7 +410,7 @@ def token_logprobs_in_float64(
     num_tokens = len(targets)
     num_rows = source.num_rows
     is_processed = torch.ones_like(targets, dtype=torch.bool) if mask is None else mask
-    # The pairs of all targets, then the pairs of all further ids.
+    # The pairs of all targets, then the pairs of all extra ids.
     tokens = torch.arange(num_tokens, device=targets.device)
     token_of_pair = torch.cat([tokens, extra.row_of])
     is_used = is_processed.index_select(0, token_of_pair)
@@ -483,14 +483,14 @@ def give_to_tokens(
     return token_statistics
 
 
-# ---- losses of further ids
+# ---- losses of extra ids
 
 
 def auxiliary_loss(terms: ExtraIdTerms, extra_logps: Tensor, advantages: Tensor) -> Tensor:
-    """Return what the further ids of each token add to its loss, fp32 [num_tokens].
+    """Return what the extra ids of each token add to its loss, fp32 [num_tokens].
 
-    Further ids are ids besides the target, which the batch lists for a token. `terms.compute` gives
-    the auxiliary loss of each token, the sum of the terms of its further ids, and the derivative
+    Extra ids are ids besides the target, which the batch lists for a token. `terms.compute` gives
+    the auxiliary loss of each token, the sum of the terms of its extra ids, and the derivative
     with respect to each log-prob. Autograd uses these derivatives and does not differentiate the
     functions, because some return another derivative on purpose: in score centering the factor of a
     log-prob counts as a constant. If the upstream gradient of a token is 0, its ids get the
@@ -498,7 +498,7 @@ def auxiliary_loss(terms: ExtraIdTerms, extra_logps: Tensor, advantages: Tensor)
 
     terms         the functions of the objective and the values of the ids, from
                   `Objective.extra_id_terms(batch)`
-    extra_logps   float64 [num_extra_ids]: log-prob of each further id, token after token, from
+    extra_logps   float64 [num_extra_ids]: log-prob of each extra id, token after token, from
                   `logprobs_with_extra_ids`
     advantages    fp32 [num_tokens], which the functions may read
 

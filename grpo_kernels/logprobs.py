@@ -141,7 +141,7 @@ def token_logprobs(
     missing     what to do if a target is not in its set: "include" (it joins the set), "full" (the
                 token uses the vocabulary), "mask" (the token is masked) or "raise" (ValueError,
                 waits for a GPU). None is "include", and "raise" in strict mode.
-    at          further ids of each token (`TokenSets`) whose log-probs are wanted: `also["at"]`,
+    at          extra ids of each token (`TokenSets`) whose log-probs are wanted: `also["at"]`,
                 differentiable, in the order of at.ids. An id outside of a candidate set gives -inf,
                 one of a masked token 0.
     rows        integers, the shape of targets: the flat row of logits that predicts each token.
@@ -345,9 +345,9 @@ def composed_statistics(
     detached: tuple[str, ...] = (),
     reference: Reference | None = None,
 ) -> dict[str, Tensor]:
-    """Compute statistics of tokens with candidate sets, further ids or shared rows.
+    """Compute statistics of tokens with candidate sets, extra ids or shared rows.
 
-    A candidate set is the ids that top-k or top-p left for a token. Further ids are ids besides the
+    A candidate set is the ids that top-k or top-p left for a token. Extra ids are ids besides the
     target whose log-probs are wanted. A shared row is a row of logits that predicts several tokens.
 
     Returns "logps" (log-prob of each target) and the named statistics, [num_tokens] each. With `at`
@@ -368,7 +368,7 @@ def composed_statistics(
     reference   a frozen model, for the statistic "divergence"; None without it. It must be None
                 with candidate sets.
     """
-    # A TokenSets without ids stands for "no further ids".
+    # A TokenSets without ids stands for "no extra ids".
     extra_ids = TokenSets.whole(len(targets), device=targets.device) if at is None else at
     if kept is not None:
         result = candidate_logprobs_with_extra_ids(
@@ -410,7 +410,7 @@ def shape_statistics(
     and there are no candidate sets: the log of the whole probability, 1, is 0.
 
     statistics   "logps" and the requested statistics by name, [num_tokens] each; "at" [num_ids]:
-                 the log-probs of the further ids of all tokens
+                 the log-probs of the extra ids of all tokens
     shape        the shape of targets
     also         the names that the caller passed as `also=`
     """

@@ -150,9 +150,9 @@ def refuse_infinite_kl(out: LossOutput, options: Options) -> None:
 def refuse_infinite_terms(
     batch: TokenBatch, objective: Objective, rows: TokenInputs, options: Options
 ) -> None:
-    """Raise ValueError in strict mode if a term of further ids would be infinite or NaN.
+    """Raise ValueError in strict mode if a term of extra ids would be infinite or NaN.
 
-    Further ids are ids besides the target: `logp_terms` adds value * log-prob to the loss for each,
+    Extra ids are ids besides the target: `logp_terms` adds value * log-prob to the loss for each,
     `prob_terms` adds value * probability. Such a term is not finite if the value is infinite. A
     term of `logp_terms` is also not finite if the id is outside of the token's candidate set, where
     the log-prob is -inf, and the value is not 0.

@@ -121,7 +121,7 @@ def grpo_loss(
     inplace      whether the gradient overwrites the logits, so that no second [.., V] tensor
                  exists. Autograd raises if another operation still needs their values; code that
                  reads them afterwards gets the gradient, without an error. A leaf that requires
-                 grad is refused, and so are candidate sets, further ids and shared rows.
+                 grad is refused, and so are candidate sets, extra ids and shared rows.
     ref_logits   for kl=Exact(...): logits of the reference or teacher, like `logits`; (logits,
                  LogitTransform); or `TokenSets` whose values are the log-probs of a teacher that is
                  known at these ids only. No gradient flows to them.
@@ -192,7 +192,7 @@ def linear_grpo_loss(
     other trained tokens take part in one, masked tokens in none. With a trained head there are four
     matmuls instead of three for
 
-    - further ids, shared rows, and filters and surrogates that choose among the whole batch
+    - extra ids, shared rows, and filters and surrogates that choose among the whole batch
     - torch.compile and `Options(grad_in_backward=True)`
     - a sequence-level objective with a sequence longer than a block, an entropy bonus, an exact
       divergence, a trained bias, a `context_group`, or fp16 matmuls on a GPU
@@ -473,7 +473,7 @@ class BatchLoss:
     ) -> bool:
         """Return whether the forward computes the gradient too, while it has the logits of a row.
 
-        Batches with candidate sets, further ids or shared rows never get here: `compute_loss` takes
+        Batches with candidate sets, extra ids or shared rows never get here: `compute_loss` takes
         their statistics from `composed_losses.py`.
 
         The answer is no if torch.compile or torch.func traces the call, or with

@@ -1,4 +1,4 @@
-"""Sets of token ids, one for each row: candidate sets, a teacher's top-k, further ids of a loss."""
+"""Sets of token ids, one for each row: candidate sets, a teacher's top-k, extra ids of a loss."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ FAULTS: list[Fault] = [
             "is_dense_reference = reference is not None and batch.kept is None", "is_dense_reference = reference is not None",
         ),
         (
-            "a batch with further ids is a plain one",
+            "a batch with extra ids is a plain one",
             'fields = ("kept", "logp_terms", "prob_terms", "rows")', 'fields = ("kept", "rows")', "tests/core/test_listed.py",
         ),
         (
@@ -1089,7 +1089,7 @@ FAULTS: list[Fault] = [
     ),
     *of("grpo_kernels/core/backends/triton/divergence_rows.py", COMPILED,
         ("a sign where maxima are raised", "policy_factor * (shifted + sum_exp * (max_logit - base))", "policy_factor * (shifted - sum_exp * (max_logit - base))"),
-        ("a factor of the sum of squares is dropped", "factor += per_prob * p", "factor += per_prob"),
+        ("a factor of the sum of squares is dropped", "factor += per_exp_squared * p", "factor += per_exp_squared"),
         ("the smaller probability has the larger one's weight", "half_sign(d) * tl.where(policy_is_larger, 1.0, ratio)", "half_sign(d)"),
     ),
     *of("grpo_kernels/core/backends/triton/launch.py", COMPILED,
@@ -1171,7 +1171,7 @@ FAULTS: list[Fault] = [
         ),
         ("a sign where the shift is raised", "factor * (sum_exp_shifted - by * sum_exp)", "factor * (sum_exp_shifted + by * sum_exp)", OBJECTIVES),
         ("squared exponentials are rescaled once", "    sum_exp_squared *= factor * factor;", "    sum_exp_squared *= factor;"),
-        ("the coefficient of the entropy lacks the transform", "k1(c.logp * t.dz_dx / sum_exp)", "k1(c.logp / sum_exp)"),
+        ("the coefficient of the entropy lacks the transform", "per_exp_shifted(c.logp * t.dz_dx / sum_exp)", "per_exp_shifted(c.logp / sum_exp)"),
         (
             "the entropy's gradient lacks its log-sum", "(c.constant - c.target - c.logp * log_sum_exp)",
             "(c.constant - c.target)", OBJECTIVES,
@@ -1941,7 +1941,7 @@ FAULTS: list[Fault] = [
         
         
         (
-            "a loss of further ids has no gradient",
+            "a loss of extra ids has no gradient",
             "            token_losses.grad_auxiliary_loss,",
             "            None,",
             LISTED,

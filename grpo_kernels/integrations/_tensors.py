@@ -294,7 +294,7 @@ def log_probs_of(
                   they are not sharded, or if options.shard describes the shard
     mask, kept, missing, at, entropy
                   as in `token_logprobs`: the mask of tokens, their candidate sets, what to do with
-                  a target outside of its set, further ids, and whether the entropy is computed
+                  a target outside of its set, extra ids, and whether the entropy is computed
     entropy_over  the ids that the entropy of a token with a candidate set runs over: "kept" (the
                   set) or "vocabulary" (all ids, which takes a second pass)
     more          also=, rows= and (for logits) inplace= of `token_logprobs`

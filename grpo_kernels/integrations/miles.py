@@ -375,17 +375,16 @@ def selected_log_probs_and_entropy(
     """Return (log-probs of token_ids [R, 1 + K], entropy [R]), fp32, both differentiable.
 
     logits             [R, V / ranks]
-    token_ids          int64 [R, 1 + K]: the target of each row, then K further ids, which may
-                       repeat. -1 is padding, with log-prob 0.
+    token_ids          int64 [R, 1 + K]: the target of each row, then K extra ids, which may repeat.
+                       -1 is padding, with log-prob 0.
     group              the ranks that the vocabulary is sharded over. None: one rank.
     vocab_size         the number of real ids. Larger ids pad the head and are not in the softmax.
                        None: all ids are real.
     temperature        divides the logits
     chunk_size         not used
     with_entropy       False: the entropy is 0
-    sampling_support   True: the softmax is over the K further ids. A row without further ids has
-                       zeros.
-    missing            with sampling_support: what to do with a target that is not among the further
+    sampling_support   True: the softmax is over the K extra ids. A row without extra ids has zeros.
+    missing            with sampling_support: what to do with a target that is not among the extra
                        ids, as in `token_logprobs`
 
     If the last rank has no real id, miles computes the call.
@@ -405,9 +404,9 @@ def selected_log_probs_and_entropy(
     kept = None
     mask = None
     if sampling_support:
-        further_ids = token_ids[:, 1:]
-        kept = TokenSets.from_padded(further_ids)
-        mask = (further_ids >= 0).any(-1)
+        extra_ids = token_ids[:, 1:]
+        kept = TokenSets.from_padded(extra_ids)
+        mask = (extra_ids >= 0).any(-1)
     logps, entropy, _ = logps_at_ids(
         logits[:, : vocab - shard_start],
         token_ids,

@@ -286,7 +286,7 @@ def test_the_same_bits_again(kind):
         assert all(torch.equal(a, b) for a, b in zip(again, found[0], strict=True))
 
 
-# ---- losses of further ids
+# ---- losses of extra ids
 
 
 def test_the_gradient_of_a_loss_is_the_slope_that_its_function_returns():

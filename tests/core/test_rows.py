@@ -1,4 +1,4 @@
-"""Rows whose numbers must keep their digits or be what torch has, kept sets, further ids and second
+"""Rows whose numbers must keep their digits or be what torch has, kept sets, extra ids and second
 distributions: what their float64 answers in test_combinations.py do not ask."""
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def test_sets_that_were_not_shifted_are_warned_of_once(monkeypatch):
         metrics(completion), metrics(completion)
 
 
-# ---- further ids
+# ---- extra ids
 
 
 REINFORCE = Objective(PolicyGradient(), aggregate="token-sum")
@@ -107,7 +107,7 @@ TEACHER = LISTS.with_values(torch.full((3,), -1.5))
 #: The logit of the likely id 7 and its dtype, how near the gradient has to be, a call, and what it
 #: is of float64 log-probs.
 CERTAIN = {
-    "further ids": (
+    "extra ids": (
         13.0, torch.bfloat16, 2**-8,
         lambda z, o: token_logprobs(z, torch.tensor([3, 3]), at=LISTS, options=o).also["at"] @ torch.tensor([1.0, 1.0, -1.0]),
         lambda log_p: log_p[0, 7] + log_p[1, 7] - log_p[1, 9],

@@ -382,7 +382,7 @@ def launches(case, monkeypatch, chunk=64):
 
 #: How many launches a loss takes at most on a GPU, from logits and from hidden states. The tokens
 #: have a mask, importance weights and an SFT term. Where torch computes much of the loss (sequence
-#: level, selections from the batch, candidate sets, further ids), the number is rounded up.
+#: level, selections from the batch, candidate sets, extra ids), the number is rounded up.
 LAUNCHES = {
     "grpo": (13, 35),
     "dapo": (11, 33),
@@ -417,7 +417,7 @@ def test_launches_of_a_loss(objective, source, monkeypatch):
         assert found.count("evaluate_formula_kernel") == 1
 
 
-#: The same of other calls. Each further chunk takes one launch for its loss. Further ids are left
+#: The same of other calls. Each further chunk takes one launch for its loss. Extra ids are left
 #: out of the softmax and join it in float64, without repetitions.
 OTHER_LAUNCHES = {
     "no mask": (CallCase(mask="none"), 8),
@@ -428,8 +428,8 @@ OTHER_LAUNCHES = {
     "16 chunks": (CallCase(source="hidden"), 46),
     "candidate sets": (CallCase(kept="all"), 125),
     "candidate sets, hidden": (CallCase(source="hidden", kept="all"), 145),
-    "further ids": (CallCase(listed="some"), 245),
-    "further ids, hidden": (CallCase(source="hidden", listed="some"), 275),
+    "extra ids": (CallCase(listed="some"), 245),
+    "extra ids, hidden": (CallCase(source="hidden", listed="some"), 275),
     "dapo, exact jsd": (CallCase(objective="dapo, exact", other="whole", exact="jsd"), 50),
 }
 

@@ -64,9 +64,9 @@ class CallCase:
     exact        the divergence: "reverse", "forward", "jsd", "jsd .1" (mixture 0.1) or "tv"
     tail         of a "listed" teacher: "bin", "ignore", "renormalise" or "generalised"
     squared      whether the divergence is multiplied by the temperature squared
-    listed       whether the loss has terms at further ids: "none" or "some"
+    listed       whether the loss has terms at extra ids: "none" or "some"
     also         statistics besides log-probs: "nothing", "entropy", "detached" (entropy without
-                 gradient), "sum_squares", "at" (further ids), "log_kept_mass" or "all"
+                 gradient), "sum_squares", "at" (extra ids), "log_kept_mass" or "all"
     weight_grad  memory that the gradient of the weight is added to: "none", "float32" or "of
                  weight" (its dtype)
     ranks        number of shards of the vocabulary
@@ -440,7 +440,7 @@ class Problem:
     sets          the candidate set of each token, or None
     keep          bool [N, V]: the ids in the softmax of each token; None: all
     other         the reference, or None
-    at            further ids of each token whose log-probs are asked for, or None
+    at            extra ids of each token whose log-probs are asked for, or None
     rows          int64 [N]: the row of each token; None: token i has row i
     terms         (ids of each token, values of logp_terms, values of prob_terms), or None
     upstream      the upstream gradients of log-probs and statistics by name

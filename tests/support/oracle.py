@@ -1276,9 +1276,9 @@ def _sizes(
     if grad_divergence is not None:
         # The log-ratios of two near rows cancel.
         sizes[trained_rows] += p_sets * grad_divergence[trained_rows, None] * factor
-    has_further_ids = any(x is not None for x in (p.at, p.terms, p.rows))
-    if case.source == "hidden" and (case.other == "listed" or has_further_ids):
-        # Logits at further ids are computed again, with another rounding.
+    has_extra_ids = any(x is not None for x in (p.at, p.terms, p.rows))
+    if case.source == "hidden" and (case.other == "listed" or has_extra_ids):
+        # Logits at extra ids are computed again, with another rounding.
         grad_sum = grad_log_p[0].sum(1, keepdim=True)
         if grad_divergence is not None and case.other == "listed" and case.exact == "tv":
             # The gradient of a total variation is 0 where p = q, and jumps next to it.
@@ -1453,7 +1453,7 @@ def _log_kept_mass(p: Problem, sets: Rows, whole: Rows, trained_rows: Tensor) ->
 def at_ids(
     p: Problem, lists: list[list[int]], softmax: Rows, trained_rows: Tensor
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Return the log-probs at further ids of all rows, row after row, and where they are.
+    """Return the log-probs at extra ids of all rows, row after row, and where they are.
 
     lists          the ids of each of N rows, k in all
     softmax        of the n trained rows
@@ -1474,7 +1474,7 @@ def at_ids(
 
 
 def _listed_terms(p: Problem, sets: Rows, trained_rows: Tensor) -> Tensor | None:
-    """Return the terms of the loss at further ids, [N], or None if the case has none.
+    """Return the terms of the loss at extra ids, [N], or None if the case has none.
 
     The term of a row is the sum of c log p + r p over its ids, with the values c of logp_terms and
     r of prob_terms.

@@ -534,21 +534,25 @@ class GradientFactors(NamedTuple):
 
     With d_j = z_j - max_logit and e_j = exp(d_j), the gradient at column j is
 
-        e_j * (per_exp + per_difference * d_j + per_square * e_j)
+        e_j * (per_exp + per_exp_shifted * d_j + per_exp_squared * e_j)
+
+    So the three factors multiply e_j, e_j d_j and e_j^2. Their names are those of the sums of these
+    terms over a row: sum_exp, sum_exp_shifted and sum_exp_squared.
 
     At the column of the target the gradient is at_target, which is computed with expm1 to be
     accurate even if the target's probability is close to 1.
 
-    per_exp, per_difference, per_square   [num_rows]; None for the last two means 0
-    at_target                             [num_rows]
-    dz_dx                                 scale * inverse_temperature, a number or [num_rows]. The
-                                          other fields are multiplied by it already. The derivative
-                                          of a softcap is not included.
+    per_exp           [num_rows]
+    per_exp_shifted   [num_rows]; None means 0
+    per_exp_squared   [num_rows]; None means 0
+    at_target         [num_rows]
+    dz_dx             scale * inverse_temperature, a number or [num_rows]. The other fields are
+                      multiplied by it already. The derivative of a softcap is not included.
     """
 
     per_exp: Tensor
-    per_difference: Tensor | None
-    per_square: Tensor | None
+    per_exp_shifted: Tensor | None
+    per_exp_squared: Tensor | None
     at_target: Tensor
     dz_dx: float | Tensor
 
@@ -583,20 +587,21 @@ class GradientFactors(NamedTuple):
         prob = coefficients.get("prob")
         dz_dx = transform.scale * transform.inverse_temperature
         per_exp = -coefficients.target
-        per_difference = None
-        per_square = None
+        per_exp_shifted = None
+        per_exp_squared = None
         at_target = -coefficients.target * torch.expm1(logps)
         if constant is not None:
             per_exp = per_exp + constant
             at_target = at_target + probs * constant
         if logp is not None:
             per_exp = per_exp - logp * torch.log(sum_exp)
-            per_difference = logp * dz_dx / sum_exp
+            per_exp_shifted = logp * dz_dx / sum_exp
             at_target = at_target + logp * probs * logps.clamp(min=MIN_LOGP)
         if prob is not None:
-            per_square = prob * dz_dx / (sum_exp * sum_exp)
+            per_exp_squared = prob * dz_dx / (sum_exp * sum_exp)
             at_target = at_target + prob * probs * probs
-        return cls(per_exp * dz_dx / sum_exp, per_difference, per_square, at_target * dz_dx, dz_dx)
+        per_exp = per_exp * dz_dx / sum_exp
+        return cls(per_exp, per_exp_shifted, per_exp_squared, at_target * dz_dx, dz_dx)
 
     def write_gradient(
         self, block: slice, targets: Tensor, exps: Tensor, differences: Tensor, out: Tensor
@@ -611,12 +616,12 @@ class GradientFactors(NamedTuple):
         differences   z - max_logit of the block, [r, V]; overwritten
         """
         per_exp = self.per_exp[block, None]
-        if self.per_square is not None:
-            per_exp = self.per_square[block, None] * exps + per_exp
+        if self.per_exp_squared is not None:
+            per_exp = self.per_exp_squared[block, None] * exps + per_exp
         torch.mul(exps, per_exp, out=out)
-        if self.per_difference is not None:
+        if self.per_exp_shifted is not None:
             terms = differences.clamp_(min=MIN_LOGP).mul_(exps)
-            out.addcmul_(terms, self.per_difference[block, None])
+            out.addcmul_(terms, self.per_exp_shifted[block, None])
         # Replace the value at the target's column by at_target. A target outside of these columns
         # (its column may belong to another rank) changes none: scatter then writes the value that
         # column 0 has already.

@@ -7,7 +7,7 @@ z and w are the transformed logits of policy and reference, p and q their softma
 
 b is the weight of the reference in the mixture m = (1 - b) p + b q of "jsd".
 
-softmax_rows.py computes exponentials from unscaled logits u. Here they are computed from z and w
+softmax_rows.py computes exponentials from u = z / u_to_z. Here they are computed from z and w
 relative to their maxima, because z - w of two nearly equal rows is accurate only if z and w are
 rounded in the same way. For the same reason multiplications and additions are fused only by `fma`.
 Tiles and pieces are defined in softmax_rows.py.
@@ -25,12 +25,12 @@ from .softmax_rows import (
     LOWEST,
     NEG_INF,
     SQUARES,
+    compute_u,
     fma,
     load_tile,
     piece_columns,
     store_piece,
     transform_derivative,
-    unscaled_logit,
 )
 
 INF = tl.constexpr(float("inf"))
@@ -182,7 +182,7 @@ def transformed_tile(row, xs, start, END):
     """
     zs = ()
     for i in tl.static_range(len(xs)):
-        z = row.u_to_z * unscaled_logit(xs[i], row)
+        z = row.u_to_z * compute_u(xs[i], row)
         if END:
             z = tl.where(piece_columns(start, i, row.columns) < row.V, z, NEG_INF)
         zs = zs + (z,)  # type: ignore[assignment]  # noqa: RUF005
@@ -586,7 +586,10 @@ def write_gradient_of_both(
     It is dz / dx times the sum of the gradient of the divergence with respect to z_j, see
     `divergence_gradient`, and
 
-        p_j * (constant + per_logp * (z_j - max z) + per_prob * p_j)
+        p_j * (per_exp + per_exp_shifted * (z_j - max z) + per_exp_squared * p_j)
+
+    with p_j = exp(z_j - max z) / sum_exp. Elsewhere factors of these names multiply terms of the
+    exponentials themselves: here the division by sum_exp is in p_j.
 
     This is not the gradient at the target's column, where a term is missing. The caller overwrites
     the value there.
@@ -594,26 +597,26 @@ def write_gradient_of_both(
     row, reference   rows of logits of policy and reference
     out              pointer to the gradient of the row
     softmaxes        what turns the logits into p and q, see `BothSoftmaxes`
-    factors          (constant, per_logp, per_prob)
+    factors          (per_exp, per_exp_shifted, per_exp_squared), numbers of the row
     divergence       (coefficient, center, b, 1 - b) of `divergence_gradient`
     DIRECTION        of the divergence: "reverse", "forward", "jsd" or "tv"
-    LEVEL            per_logp is used only from ENTROPY on, per_prob only with SQUARES
+    LEVEL            per_exp_shifted is used only from ENTROPY on, per_exp_squared only with SQUARES
     PIECES, END      number of pieces of the tile; whether it may reach beyond the end of the row
     """
-    constant, per_logp, per_prob = factors
+    per_exp, per_exp_shifted, per_exp_squared = factors
     xs = load_tile(row, start, PIECES, END, HINT="")
     ys = load_tile(reference, start, PIECES, END, HINT="")
     ws = transformed_tile(reference, ys, start, END)
     for i in tl.static_range(PIECES):
-        u = unscaled_logit(xs[i], row)
+        u = compute_u(xs[i], row)
         z = row.u_to_z * u
         x = z - softmaxes.base
         p = fast_exp(x) * softmaxes.inverse_sum
-        factor = constant
+        factor = per_exp
         if LEVEL >= ENTROPY:
-            factor += per_logp * tl.maximum(x, LOWEST)
+            factor += per_exp_shifted * tl.maximum(x, LOWEST)
         if LEVEL >= SQUARES:
-            factor += per_prob * p
+            factor += per_exp_squared * p
         d = log_probability_ratio(z, ws[i], softmaxes)
         grad = p * factor
         grad += divergence_gradient(p, ws[i], d, softmaxes, *divergence, DIRECTION)

@@ -4,8 +4,8 @@ There is one program (instance of a kernel) for each row of logits, on grid axis
 are limited to 65 535. Logits are x [A, T, V]: row r of their A * T rows is x[r // T, r % T], V
 logits with unit stride. Row i of a call is row first_row + i of these; vectors are [num_rows].
 
-z are the logits after scale, softcap and temperature, and z = u_to_z * u with the unscaled logits u
-of `softmax_rows.Transform`. Softmax sums (see `SUMS` in core/softmax.py) and coefficients are
+z are the logits after scale, softcap and temperature. u is z without its last factor `u_to_z`, see
+`softmax_rows.Transform`. Softmax sums (see `SUMS` in core/softmax.py) and coefficients are
 tables: a pointer to fp32 [num_names, num_rows], the stride of its rows, and at compile time the
 names of these rows, as one string separated by spaces. Upper-case arguments are compile-time
 values. TILE is a `launch.Tile`: what a program processes of a row at a time.
@@ -37,7 +37,7 @@ from .softmax_rows import (
     find_first_maximum,
     load_number,
     load_tile,
-    load_unscaled_logit,
+    load_u,
     row_fields,
     row_pointer,
     store_piece,
@@ -218,9 +218,9 @@ def softmax_sums_kernel(
 
     Masked rows get constants, see `store_masked_sums`.
 
-    In the code u is the logit before scale and temperature: tanh(x * scale / softcap) with a
-    softcap, else x, or -x for a negative scale. z = u_to_z * u with u_to_z > 0. The sums are
-    computed from u, which saves a multiplication for each logit.
+    In the code u is z without its last factor `u_to_z`: tanh(x * scale / softcap) with a softcap,
+    else x, or -x for a negative scale. z = u_to_z * u with u_to_z > 0. The sums are computed from
+    u, which saves a multiplication for each logit.
     """
     i = tl.program_id(0).to(tl.int64)
     if load_or(mask, i, default=True):
@@ -229,7 +229,7 @@ def softmax_sums_kernel(
         )
         # `row_fields` cannot return the fields of the transform, which may be None.
         row = Row(*fields, *transform)
-        target_u = load_unscaled_logit(row, tl.load(targets + i))
+        target_u = load_u(row, tl.load(targets + i))
         # Level 0 computes no sum_exp_shifted, level 1 no sum_exp_squared. KEPT=0: no tile of the
         # row stays in registers, because this kernel reads the row once.
         LEVEL: tl.constexpr = level_of(NAMES, "sum_exp_shifted", "sum_exp_squared")
@@ -285,8 +285,8 @@ def softmax_gradient_kernel(
 
     If all coefficients of a row are 0, its gradient is 0 and its logits are not read.
 
-    In the code u is the logit before scale and temperature: tanh(x * scale / softcap) with a
-    softcap, else x, or -x for a negative scale. z = u_to_z * u with u_to_z > 0.
+    In the code u is z without its last factor `u_to_z`: tanh(x * scale / softcap) with a softcap,
+    else x, or -x for a negative scale. z = u_to_z * u with u_to_z > 0.
     """
     i = tl.program_id(0).to(tl.int64)
     values, has_gradient = load_coefficients(coefficients, coefficients_stride, i, NAMES)
@@ -371,8 +371,8 @@ def fused_loss_kernel(
     FORMULA   the loss formula as a Triton function ((logp, entropy), i, inputs, numbers) ->
               (loss, d loss / d logp, d loss / d entropy), see `launch.formula_function`
 
-    In the code u is the logit before scale and temperature, see `softmax_rows.Transform`, and
-    z = u_to_z * u.
+    In the code z are the logits after scale, softcap and temperature, and u is z without its last
+    factor `u_to_z`: tanh(x * scale / softcap) with a softcap, else x, or -x for a negative scale.
     """
     LEVEL: tl.constexpr = 1 if entropy_weight is not None else 0
     i = tl.program_id(0).to(tl.int64)
@@ -385,7 +385,7 @@ def fused_loss_kernel(
         row = Row(*fields, *transform)
         # Load the target's logit before any store, because the gradient may overwrite the logits.
         # No barrier is needed: the reductions of compute_softmax_sums synchronize the threads.
-        target_u = load_unscaled_logit(row, target)
+        target_u = load_u(row, target)
         max_u, sum_exp, shifted, _, kept = compute_softmax_sums(
             row, LEVEL=ENTROPY, KEPT=TILE.KEPT, TILE=TILE
         )
@@ -688,7 +688,7 @@ def reference_sums_kernel(
         )
         row = Row(*fields, *transform)
         reference_row = Row(*reference_fields, *reference_transform)
-        target_u = load_unscaled_logit(row, tl.load(targets + i))
+        target_u = load_u(row, tl.load(targets + i))
         LEVEL: tl.constexpr = level_of(NAMES, "sum_exp_shifted", "sum_exp_squared")
         (
             max_logit,
@@ -862,13 +862,14 @@ def reference_gradient_kernel(
     `divergence_gradient` in core/divergence.py. If all coefficients of a row are 0, its gradient is
     0. There is one program for each row.
 
-    In the code u is the logit before scale and temperature, see `softmax_rows.Transform`, and
-    z = u_to_z * u. w are the transformed logits of the reference.
+    In the code z are the logits x after scale, softcap and temperature, and u is z without its last
+    factor `u_to_z`: tanh(x * scale / softcap) with a softcap, else x, or -x for a negative scale. w
+    are the transformed logits of the reference.
     """
     LEVEL: tl.constexpr = level_of(NAMES, "logp", "prob")
     i = tl.program_id(0).to(tl.int64)
     values, has_gradient = load_coefficients(coefficients, coefficients_stride, i, NAMES)
-    per_target, constant, per_logp, per_prob, per_divergence = values
+    target, constant, logp, prob, divergence = values
     out_row = row_pointer(out, first_row + i, T, out_stride_a, out_stride_t, TILE)
     if has_gradient:
         fields, reference_fields = fields_of_both_rows(
@@ -893,12 +894,17 @@ def reference_gradient_kernel(
         softmaxes, sum_exp = load_softmaxes(sums, reference_sums, sums_stride, log_sum_ratio, i)
         log_sum = tl.log(sum_exp)
         # (coefficient, center, b, 1 - b), the arguments of `divergence_gradient` for a row
-        divergence = (per_divergence, tl.load(centers + i), mixture_weights[0], mixture_weights[1])
-        # (constant, per_logp, per_prob) of `write_gradient_of_both`. It multiplies per_logp by
-        # z_j - max z, which is log p_j + log_sum, so the constant corrects for log_sum.
-        factors = ((constant - per_target) - per_logp * log_sum, per_logp, per_prob)
-        target = tl.load(targets + i)
-        target_w = reference_row.u_to_z * load_unscaled_logit(reference_row, target)
+        divergence_arguments = (
+            divergence,
+            tl.load(centers + i),
+            mixture_weights[0],
+            mixture_weights[1],
+        )
+        # (per_exp, per_exp_shifted, per_exp_squared) of `write_gradient_of_both`. It multiplies the
+        # second by z_j - max z, which is log p_j + log_sum, so the first corrects for log_sum.
+        factors = ((constant - target) - logp * log_sum, logp, prob)
+        target_id = tl.load(targets + i)
+        target_w = reference_row.u_to_z * load_u(reference_row, target_id)
         # The target's logit must be loaded before the first store of any thread, because the
         # gradient may overwrite the reference's row. `end` is the first column of the last tile,
         # which may reach beyond the end of the row.
@@ -912,7 +918,7 @@ def reference_gradient_kernel(
                 start,
                 softmaxes,
                 factors,
-                divergence,
+                divergence_arguments,
                 DIRECTION,
                 LEVEL,
                 PIECES=TILE.ACCESSES,
@@ -925,7 +931,7 @@ def reference_gradient_kernel(
             end,
             softmaxes,
             factors,
-            divergence,
+            divergence_arguments,
             DIRECTION,
             LEVEL,
             PIECES=TILE.ACCESSES,
@@ -933,17 +939,19 @@ def reference_gradient_kernel(
         )
         # The gradient at the target is computed separately, see `store_target_gradient`.
         target_z = tl.load(sums + 2 * sums_stride + i)
-        logp = (target_z - softmaxes.base) - log_sum
+        target_logp = (target_z - softmaxes.base) - log_sum
         # fast_exp as in `write_gradient_of_both`: both probabilities must be 0 or neither.
-        prob = fast_exp(target_z - softmaxes.base) * softmaxes.inverse_sum
-        factor = constant + per_logp * tl.maximum(logp, LOWEST) + per_prob * prob
-        grad = -per_target * expm1(logp) + prob * factor
+        target_prob = fast_exp(target_z - softmaxes.base) * softmaxes.inverse_sum
+        factor = constant + logp * tl.maximum(target_logp, LOWEST) + prob * target_prob
+        grad = -target * expm1(target_logp) + target_prob * factor
         d = log_probability_ratio(target_z, target_w, softmaxes)
-        grad += divergence_gradient(prob, target_w, d, softmaxes, *divergence, DIRECTION)
+        grad += divergence_gradient(
+            target_prob, target_w, d, softmaxes, *divergence_arguments, DIRECTION
+        )
         grad *= transform_derivative(tl.div_rn(target_z, row.u_to_z), row)
         # A tile above has stored a gradient of this column, which this store must overwrite.
         tl.debug_barrier()
-        is_inside = (target >= 0) & (target < V)
-        tl.store(out_row + target, grad.to(out.dtype.element_ty), mask=is_inside)
+        is_inside = (target_id >= 0) & (target_id < V)
+        tl.store(out_row + target_id, grad.to(out.dtype.element_ty), mask=is_inside)
     else:
         write_zero_row(out_row, V, TILE)

@@ -6,9 +6,10 @@ reduces its own elements of all pieces without exchange between threads, and all
 issued before the first value is needed. Compile-time values have upper-case names. TILE is a
 `launch.Tile`.
 
-x are the logits in memory, z the logits after scale, softcap and temperature. The softmax of z is
-computed from *unscaled* logits u, with z = u_to_z * u and u_to_z > 0, so that the loop over a row
-has one multiplication less. See `Transform`.
+x are the logits in memory, z the logits after scale, softcap and temperature. u is z without its
+last factor `u_to_z`: x, -x or tanh(x * scale / softcap), with z = u_to_z * u and u_to_z > 0. The
+softmax of z is computed from u, so that the loop over a row has one multiplication less. See
+`Transform`.
 
 For the softmax sums, unaligned rows (of an odd vocabulary) are read by single elements. If the
 accesses began at the first 16-byte boundary of a row, the order of the sums, and so their bits,
@@ -40,9 +41,11 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 ENTROPY = tl.constexpr(1)
 SQUARES = tl.constexpr(2)
 
-#: The transform of logits x to z, in the form that kernels use. With a softcap, u is
-#: tanh(x * scale / softcap). Without one (softcap None) u is x, or -x for a negative scale
-#: (mirrored not None). z = u_to_z * u, where u_to_z contains the temperature.
+#: The transform of logits x to z = u_to_z * u, in the form that kernels use:
+#:
+#:     no softcap (None)      u = x, or -x for a negative scale (mirrored not None), and
+#:                            u_to_z = |scale| / temperature
+#:     softcap                u = tanh(x * scale / softcap), u_to_z = softcap / temperature
 Transform = namedtuple("Transform", "scale softcap mirrored")
 
 #: A row of logits in memory.
@@ -50,7 +53,7 @@ Transform = namedtuple("Transform", "scale softcap mirrored")
 #:     start                 pointer to its first logit
 #:     V                     number of columns
 #:     columns               [LANES, COLS], the columns of a piece that each thread processes
-#:     u_to_z                factor from unscaled to transformed logits: z = u_to_z * u
+#:     u_to_z                of this row: the last factor of the transform, z = u_to_z * u
 #:     inverse_temperature   of this row
 #:     scale, softcap, mirrored   see `Transform`
 Row = namedtuple("Row", "start V columns u_to_z inverse_temperature scale softcap mirrored")
@@ -205,11 +208,10 @@ def elements_to_boundary(row, V, COLS):
 
 
 @triton.jit
-def unscaled_logit(x, row):
-    """Return the unscaled logits u of logits x.
+def compute_u(x, row):
+    """Return u of logits x: the transformed logits z without their last factor, z = row.u_to_z * u.
 
-    With a softcap u = tanh(x * scale / softcap). Without one u = x, or -x for a negative scale. The
-    transformed logits are z = row.u_to_z * u.
+    With a softcap u = tanh(x * scale / softcap). Without one u = x, or -x for a negative scale.
     """
     x = x.to(tl.float32)
     if row.softcap is not None:
@@ -224,7 +226,7 @@ def unscaled_logit(x, row):
 
 @triton.jit
 def transform_derivative(u, row):
-    """Return dz / dx at unscaled logits u, where z are the transformed logits of x.
+    """Return dz / dx, where z are the transformed logits of x. u is z without its factor u_to_z.
 
     It is scale * inverse_temperature, with a softcap times 1 - u^2, the derivative of tanh.
     """
@@ -235,11 +237,14 @@ def transform_derivative(u, row):
 
 
 @triton.jit
-def load_unscaled_logit(row, column):
-    """Load the unscaled logit u of a single column. It is NaN if the column is not in the row."""
+def load_u(row, column):
+    """Load the logit of a single column and return its u, or NaN if the column is not in the row.
+
+    u is the transformed logit z without its last factor, z = row.u_to_z * u.
+    """
     is_inside = (column >= 0) & (column < row.V)
     x = tl.load(row.start + column, mask=is_inside, other=float("nan"))
-    return unscaled_logit(x, row)
+    return compute_u(x, row)
 
 
 # ---- softmax sums
@@ -274,8 +279,8 @@ def add_tile(sums, xs, start, row, c, END, LEVEL):
     """Add a tile to the running softmax sums of each lane (thread), as online softmax does.
 
     sums    (max_u, base, sum 2^d, sum 2^d d, sum 2^(2d)), [LANES] each, of the columns of the
-            lane so far. u are the unscaled logits, max_u is their maximum, and d = c u - base. The
-            base is `exponent_base(max_u, c)`.
+            lane so far. max_u is the maximum of u, where z = u_to_z * u are the transformed logits,
+            and d = c u - base. The base is `exponent_base(max_u, c)`.
     xs      logits of the tile, a tuple of pieces
     start   first column of the tile
     c       u_to_z * log2(e)
@@ -288,7 +293,7 @@ def add_tile(sums, xs, start, row, c, END, LEVEL):
     max_u, base, sum_exp, shifted, squared = sums
     us = ()
     for i in tl.static_range(len(xs)):
-        u = unscaled_logit(xs[i], row)
+        u = compute_u(xs[i], row)
         if END:
             # u is set to -inf, and not x: tanh(-inf) is finite, and -x would be +inf.
             is_inside = piece_columns(start, i, row.columns) < row.V
@@ -321,15 +326,15 @@ def add_tile(sums, xs, start, row, c, END, LEVEL):
 
 
 @triton.jit
-def load_unscaled_piece(row, start):
-    """Load the unscaled logits u of a piece at column `start`, which may reach beyond the row.
+def load_u_piece(row, start):
+    """Load a piece of logits at column `start`, which may reach beyond the row, and return its u.
 
-    Returns (is_inside, u), [LANES, COLS] each: whether a column is in the row, and its u. In a
-    column beyond the row u belongs to the logit 0.
+    Returns (is_inside, u), [LANES, COLS] each: whether a column is in the row, and its u, where
+    z = u_to_z * u is the transformed logit. In a column beyond the row u belongs to the logit 0.
     """
     is_inside = start + row.columns < row.V
     x = tl.load(row.start + start + row.columns, mask=is_inside, other=0.0)
-    return is_inside, unscaled_logit(x, row)
+    return is_inside, compute_u(x, row)
 
 
 @triton.jit
@@ -342,11 +347,11 @@ def count_maxima(row, max_u, TILE):
     exponent is rounded (see MAX_EXPONENT).
 
     row     the row of logits
-    max_u   the maximum of its unscaled logits u
+    max_u   the maximum of its u, where z = u_to_z * u are the transformed logits
     """
     count = tl.full((TILE.LANES,), 0.0, tl.float32)
     for start in range(0, row.V, TILE.LANES * TILE.COLS):
-        is_inside, u = load_unscaled_piece(row, start)
+        is_inside, u = load_u_piece(row, start)
         is_max = tl.where(u == max_u, 1.0, tl.where(u != u, u, 0.0))  # u != u: u is NaN
         count += tl.sum(tl.where(is_inside, is_max, 0.0), axis=1)
     return tl.sum(count, axis=0)
@@ -356,11 +361,12 @@ def count_maxima(row, max_u, TILE):
 def find_first_maximum(row, max_u, TILE):
     """Return the first column of a row with u = max_u, or -1 if there is none.
 
-    This takes another pass over the row. u are the unscaled logits, and max_u is their maximum.
+    This takes another pass over the row. max_u is the maximum of u, where z = u_to_z * u are the
+    transformed logits.
     """
     first = tl.full((TILE.LANES,), NO_COLUMN, tl.int32)
     for start in range(0, row.V, TILE.LANES * TILE.COLS):
-        is_inside, u = load_unscaled_piece(row, start)
+        is_inside, u = load_u_piece(row, start)
         columns = tl.where(is_inside & (u == max_u), start + row.columns, NO_COLUMN)
         first = tl.minimum(first, tl.min(columns, axis=1))
     column = tl.min(first, axis=0)
@@ -373,7 +379,7 @@ def compute_softmax_sums(row, LEVEL, KEPT, TILE):
 
     Returns (max u, sum_j e_j, sum_j e_j d_j, sum_j e_j^2, xs), where
 
-        u    unscaled logits, z = u_to_z * u the transformed ones
+        u    transformed logits z without their last factor: z = u_to_z * u
         d_j  z_j - max z = u_to_z * (u_j - max u)
         e_j  exp(d_j)
         xs   logits of the last KEPT tiles of the row, a tuple of pieces, which the caller keeps in
@@ -455,7 +461,7 @@ def tanh(x):
 
 # ---- the gradient
 #
-# z = u_to_z * u, with unscaled logits u. `fused_loss_kernel` has the maximum of u,
+# u is z without its last factor: z = u_to_z * u. `fused_loss_kernel` has the maximum of u,
 # `softmax_gradient_kernel` has the maximum of z from a table. The functions here take either, as
 # the maximum of v:
 #
@@ -467,7 +473,7 @@ def tanh(x):
 
 @triton.jit
 def gradient_factors(max_v, sum_exp, v_to_z, LEVEL, target, constant, logp, prob):
-    """Return (c, base, per_exp, per_exponent, per_square), numbers of a row for `column_gradient`.
+    """Return (c, base, per_exp, per_exp_shifted, per_exp_squared) of a row for `column_gradient`.
 
     The gradient at column j, without the term target * 1[j = y] of the target y, is
 
@@ -476,7 +482,10 @@ def gradient_factors(max_v, sum_exp, v_to_z, LEVEL, target, constant, logp, prob
     With d = c * v_j - base and c = v_to_z * log2(e), p_j is 2^d times a number of the row. So the
     gradient becomes
 
-        d loss / d z_j = 2^d (per_exp + per_exponent * d + per_square * 2^d)
+        d loss / d z_j = 2^d (per_exp + per_exp_shifted * d + per_exp_squared * 2^d)
+
+    So the three factors multiply 2^d, 2^d d and 2^(2d). Their names are those of the sums of these
+    terms over a row, relative to its maximum: sum_exp, sum_exp_shifted and sum_exp_squared.
 
     max_v, sum_exp, v_to_z         p_j = exp(v_to_z * (v_j - max_v)) / sum_exp, where v is either u
                                    or z, see above
@@ -496,68 +505,74 @@ def gradient_factors(max_v, sum_exp, v_to_z, LEVEL, target, constant, logp, prob
     down = tl.exp2(-remainder) / sum_exp  # p_j = 2^d * down
     # per_exp is not multiplied by `down` until it is returned.
     per_exp = -target
-    per_exponent = 0.0
-    per_square = 0.0
+    per_exp_shifted = 0.0
+    per_exp_squared = 0.0
     if LEVEL >= ENTROPY:
         # log p_j = (d - remainder) * log(2) - log(sum_exp)
         per_exp += constant - logp * (tl.log(sum_exp) + remainder * LN2)
-        per_exponent = LN2 * logp * down
+        per_exp_shifted = LN2 * logp * down
     if LEVEL >= SQUARES:
-        per_square = prob * down * down
-    return c, base, per_exp * down, per_exponent, per_square
+        per_exp_squared = prob * down * down
+    return c, base, per_exp * down, per_exp_shifted, per_exp_squared
 
 
 @triton.jit
-def column_gradient(x, row, LEVEL, u_to_v, c, base, per_exp, per_exponent, per_square):
+def column_gradient(x, row, LEVEL, u_to_v, c, base, per_exp, per_exp_shifted, per_exp_squared):
     """Return d loss / dx of logits x [LANES, COLS], without the term of the target.
 
-    With u the unscaled logits of x, v = u_to_v * u and d = c * v - base it is
+    With u of `compute_u`, v = u_to_v * u and d = c * v - base it is
 
-        dz / dx * 2^d (per_exp + per_exponent * d + per_square * 2^d)
+        dz / dx * 2^d (per_exp + per_exp_shifted * d + per_exp_squared * 2^d)
 
     At the target's column this is not the gradient. `store_target_gradient` overwrites it.
 
     row                      the `Row` of x, for its transform
-    LEVEL                    per_exponent is used only from ENTROPY on, per_square only with SQUARES
+    LEVEL                    per_exp_shifted is used only from ENTROPY on, per_exp_squared only with
+                             SQUARES
     c, base, per_exp, ...    the result of `gradient_factors`
     """
-    u = unscaled_logit(x, row)
+    u = compute_u(x, row)
     derivative = transform_derivative(u, row)
     d = fma(u_to_v * u, c, -base)
     factor = per_exp * derivative
     if LEVEL >= ENTROPY:
         # LOWEST replaces d = -inf, which times 2^d = 0 would be NaN.
-        factor = fma(per_exponent * derivative, tl.maximum(d, LOWEST), factor)
+        factor = fma(per_exp_shifted * derivative, tl.maximum(d, LOWEST), factor)
     e = tl.exp2(d)
     if LEVEL >= SQUARES:
-        factor = fma(per_square * derivative, e, factor)
+        factor = fma(per_exp_squared * derivative, e, factor)
     return e * factor
 
 
 @triton.jit
-def store_target_gradient(out, target_id, row, u, logp, LEVEL, target, constant, logp_factor, prob):
+def store_target_gradient(
+    out, target_id, row, target_u, target_logp, LEVEL, target, constant, logp, prob
+):
     """Store d loss / dx at the target's column, in place of the value from `column_gradient`.
 
-    With p = exp(logp) the gradient is
+    With the target's probability p the gradient is
 
-        dz / dx * (target * (1 - p) + p * (constant + logp_factor * logp + prob * p))
+        dz / dx * (target * (1 - p) + p * (constant + logp * log p + prob * p))
 
-    1 - p is computed as -expm1(logp), which is accurate even if p is near 1. Adding the missing
+    1 - p is computed as -expm1(log p), which is accurate even if p is near 1. Adding the missing
     term to the value that is stored already, perhaps in 16 bits, would lose digits.
 
-    out         pointer to the gradient of the row
-    target_id   column of the target; nothing is stored if it is outside of the row
-    row         the logits of the row
-    u, logp     unscaled logit and log-prob of the target
-    target, constant, logp_factor, prob   coefficients of the row, see `GradientCoefficients`
+    out                            pointer to the gradient of the row
+    target_id                      column of the target; nothing is stored if it is outside of the
+                                   row
+    row                            the logits of the row
+    target_u, target_logp          u (see `compute_u`) and log-prob of the target
+    LEVEL                          constant and logp are used only from ENTROPY on, prob only with
+                                   SQUARES
+    target, constant, logp, prob   coefficients of the row, see `GradientCoefficients`
     """
-    grad = -target * expm1(logp)
+    grad = -target * expm1(target_logp)
     if LEVEL >= ENTROPY:
-        factor = constant + logp_factor * tl.maximum(logp, LOWEST)
+        factor = constant + logp * tl.maximum(target_logp, LOWEST)
         if LEVEL >= SQUARES:
-            factor += prob * tl.exp(logp)
-        grad += tl.exp(logp) * factor
-    grad = (grad * transform_derivative(u, row)).to(tl.float32)
+            factor += prob * tl.exp(target_logp)
+        grad += tl.exp(target_logp) * factor
+    grad = (grad * transform_derivative(target_u, row)).to(tl.float32)
     tl.debug_barrier()  # the store follows after all threads have stored their tiles of the row
     is_inside = (target_id >= 0) & (target_id < row.V)
     tl.store(out + target_id, grad.to(out.dtype.element_ty), mask=is_inside)
@@ -573,7 +588,7 @@ def write_gradient_tile(xs, out, start, row, LEVEL, END, HINT, u_to_v, factors):
     LEVEL     which of the factors are used, see `column_gradient`
     END       whether the tile may reach beyond the end of the row
     HINT      cache hint of the stores
-    u_to_v    v = u_to_v * u, where the factors are for v and u are the unscaled logits
+    u_to_v    v = u_to_v * u, where the factors are for v and u is that of `compute_u`
     factors   the result of `gradient_factors`
     """
     for i in tl.static_range(len(xs)):
@@ -604,14 +619,14 @@ def write_gradient(
         d loss / d z_j = target * (1[j = y] - p_j)
                        + p_j * (constant + logp * log p_j + prob * p_j)
 
-    p is computed from unscaled logits u: p_j = exp(v_to_z * (u_to_v * u_j - max_v)) / sum_exp.
+    p is computed from u of `compute_u`: p_j = exp(v_to_z * (u_to_v * u_j - max_v)) / sum_exp.
 
     row                     the logits x of the row
     out                     pointer to the gradient of the row, which may overwrite the logits
     kept                    the logits of the last tiles of the row, a tuple of pieces, if they are
                             in registers; None: they are loaded
     target_id               column of the target
-    target_u, target_logp   unscaled logit and log-prob of the target
+    target_u, target_logp   u (see `compute_u`) and log-prob of the target
     u_to_v, v_to_z, max_v, sum_exp   numbers in the formula of p. u_to_v * v_to_z is u_to_z.
     LEVEL                   0: only the coefficient `target` is used; ENTROPY: also constant and
                             logp; SQUARES: also prob
