@@ -131,7 +131,7 @@ def loss(
     backend         None: the backend with kernels
     spec            another objective than that of the contract
     one_by_one      whether each token has its own row, although the tokens of a case share rows
-    without_terms   whether terms at further ids are left out
+    without_terms   whether terms at extra ids are left out
     says_scale      whether the division by the number of micro-batches is passed as `grad_scale`
     fields          further fields of Provider
     """

@@ -799,7 +799,7 @@ def _terms(
     normal: Callable[..., Tensor],
     g: torch.Generator,
 ) -> tuple[list[list[int]], Tensor, Tensor]:
-    """Draw `Problem.terms`, the loss terms at further ids of N = `num_tokens` tokens.
+    """Draw `Problem.terms`, the loss terms at extra ids of N = `num_tokens` tokens.
 
     Returns (0 to 4 ids of each token, values of logp_terms, values of prob_terms). The values are
     fp32 [number of ids of all tokens].

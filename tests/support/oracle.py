@@ -1310,9 +1310,9 @@ def _sizes(
 
 
 def named_ids(p: Problem, vocab: int) -> Tensor:
-    """Return float64 [N, V]: 1 at the target of each token and at its further ids, 0 elsewhere.
+    """Return float64 [N, V]: 1 at the target of each token and at its extra ids, 0 elsewhere.
 
-    Further ids are those of `Problem.at`, of `Problem.terms` and of a teacher that is known at some
+    Extra ids are those of `Problem.at`, of `Problem.terms` and of a teacher that is known at some
     ids.
     """
     named = torch.zeros(len(p.ids), vocab, dtype=torch.float64)
