@@ -1219,7 +1219,9 @@ def answer(p: Problem, noise: int | None = None) -> Answer:
         divergences = values["divergence"] * (temperature**2 if case.squared else 1.0)
         if case.function == "divergence":
             values["divergence"] = divergences
-    total, clear = _total(p, values, divergences, sets, whole, trained_rows, noise)
+    total, clear = _scalar_to_differentiate(
+        p, values, divergences, sets, whole, trained_rows, noise
+    )
 
     # The gradients of the leaves. `_sizes` also needs those of log-probs and divergences.
     wanted = {name: leaf for name, leaf in leaves.items() if name != case.frozen}
@@ -1357,7 +1359,7 @@ def _divergence(
     return listed_divergence(ours.log_p, theirs, listed, kind, mixture, case.tail)
 
 
-def _total(
+def _scalar_to_differentiate(
     p: Problem,
     values: dict[str, Tensor],
     divergences: Tensor | None,
@@ -1366,10 +1368,13 @@ def _total(
     trained_rows: Tensor,
     noise: int | None,
 ) -> tuple[Tensor, bool]:
-    """Return the scalar whose gradient is compared, and whether it is clear (see Answer).
+    """Return (scalar, clear): the scalar whose gradient is compared, and whether it can be.
 
     The scalar is the loss or, for other functions, the sum of all results times their upstream
-    gradients. Adds the further results of the call to `values`.
+    gradients. Adds the loss, or the further statistics of the call, to `values`.
+
+    A loss is not clear if a number is so near a bound that it is compared with, such as a ratio
+    near a clip bound, that rounding may move it across. Its gradient would then be another one.
 
     values         results by name, [N] each, with "logps" and "entropy"
     divergences    [N], those of the loss, or None
@@ -1381,11 +1386,12 @@ def _total(
     if function == "divergence":
         return (values["divergence"] * p.upstream["divergence"].reshape(-1)).sum(), True
     if function == "loss":
-        seen = {name: x for name, x in p.seen.items() if name != "cu_seqlens"}
+        # `p.sequences` says already which tokens form a sequence.
+        inputs = {name: x for name, x in p.seen.items() if name != "cu_seqlens"}
         if noise is not None:
             # The terms of a gradient may cancel, so errors of the advantages count too.
-            error = 2 * EPS * signs(seen["advantages"], noise)
-            seen["advantages"] = seen["advantages"] * (1 + error)
+            error = 2 * EPS * signs(inputs["advantages"], noise)
+            inputs["advantages"] = inputs["advantages"] * (1 + error)
         result = objective(
             p.spec,
             values["logps"],
@@ -1394,10 +1400,11 @@ def _total(
             normalizer=p.case.normalizer,
             divergences=divergences,
             listed=_listed_terms(p, sets, trained_rows),
-            **seen,
+            **inputs,
         )
         values["loss"] = result.loss
-        return result.loss, result.margin > 1e-3
+        clear = result.margin > 1e-3  # far above the rounding of fp32
+        return result.loss, clear
     return _total_of_statistics(p, values, sets, whole, trained_rows), True
 
 

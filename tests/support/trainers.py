@@ -292,8 +292,9 @@ def assert_same(got: Any, want: Any, rtol: float = 2e-5) -> None:
 
     got, want   the results of the function under test and of the reference
 
-    A loss is a sum of terms as large as its largest gradient, and an element of a gradient is a sum
-    of terms as large as the largest element. The absolute tolerance is `rtol` times this size.
+    The terms of a sum may cancel, so there is an absolute tolerance too. For the loss it is `rtol`
+    times the largest element of all gradients, at most `rtol`. For a gradient it is `rtol` / 2
+    times its own largest element.
     """
 
     def loss_and_gradients(result: Any) -> tuple[Tensor, list[Tensor]]:
