@@ -1413,7 +1413,8 @@ def _total_of_statistics(
 ) -> Tensor:
     """Return the sum of log-probs and statistics times their upstream gradients, 0-d.
 
-    Adds the statistics that the call asks for to `values`. The arguments are those of `_total`.
+    Adds the statistics that the call asks for to `values`. The arguments are those of
+    `_scalar_to_differentiate`.
     """
     also = p.case.also
     upstream = {name: x.reshape(-1) for name, x in p.upstream.items()}
