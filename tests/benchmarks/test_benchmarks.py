@@ -762,18 +762,10 @@ def test_a_promise_is_broken_by_what_pytorch_would_do_sooner(name, ms, rows, kep
     )
 
 
-#: The cell of a machine in which a loss takes over 5 % longer than the fastest plain PyTorch. With
-#: 700 rows it adds up the gradient of the weight over three chunks, which keeps memory small.
-SLOWER_CELLS = {"amd-epyc-family-25-avx2": "fp32, 700 x 1,024 x 151,936: grpo_kernels 4,870 ms"}
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_of_every_machine_that_was_measured_the_promise_is_kept_and_the_front_has_the_answers(kind):
     kept, text = report.promise(RESULTS, kind)
-    if kind in SLOWER_CELLS:
-        assert not kept and "1 of 16 cells" in text and SLOWER_CELLS[kind] in text, text
-    else:
-        assert kept and "none of 0" not in text, text
+    assert kept and "none of 0" not in text, text
     *asked, strongest, weakest = report.asked(RESULTS, kind).values()
     ratios = [x.ratio for x in report.standings(RESULTS, kind)]
     # How many lines there are depends on the suites that were measured. Eager PyTorch takes minutes

@@ -245,8 +245,8 @@ FILE = re.compile(
 #: Files that users have, or that a run writes.
 NOT_OURS = {
     "your_program.py", "my_loss.py", "my_losses.py", "gsm8k.yaml", "trl/trainer/grpo_trainer.py",
-    "config.yaml", "runs/gsm8k/config.yaml", "metrics.jsonl", "samples.jsonl", "summary.txt", "summary.md", "metadata.json",
-    "DIR/json/STAGE.json", "a/b.py",
+    "config.yaml", "runs/gsm8k/config.yaml", "metrics.jsonl", "samples.jsonl", "summary.txt", "summary.md", "metadata.json", "rows.jsonl", "json/kit.json",
+    "DIR/json/STAGE.json", "json/NAME.json", "a/b.py",
 }  # fmt: skip
 #: Programs that are gone, of which pages with these words may speak.
 GONE, GONE_SAYS = {
