@@ -762,6 +762,22 @@ def test_a_promise_is_broken_by_what_pytorch_would_do_sooner(name, ms, rows, kep
     )
 
 
+def test_small_calls_are_shown_but_break_no_promise(tmp_path):
+    """The table has the sizes that both suites have; a slow call at 128 ids is no broken promise."""
+    row = {"status": "ok", "p20": 1.0, "p80": 9.0, "runs": 5, "errors": {"loss": 0.0}}
+    for suite, ours in (("small-logits", 2.0), ("small-hidden", 7.0)):
+        record = results.load(next(RESULTS.glob(f"*/{suite}.json")))
+        times = {OURS: ours, EAGER: 3.0, "torch.compile": 4.0}
+        rows = [row | {"name": name, "ms": ms} for name, ms in times.items()]
+        cells = [cell | {"providers": rows} for cell in record["cells"][:2]]
+        measured = cells if suite == "small-logits" else cells[:1]
+        results.save(tmp_path / "a" / f"{suite}.json", record | {"cells": measured})
+    *_, last = report.small_calls(tmp_path).splitlines()
+    assert last == "| 128 | 2.00 | 3.00 | 4.00 | 7.00 | 3.00 | 4.00 |"
+    kept, text = report.promise(tmp_path, "a")
+    assert kept and "none of 0 cells" in text
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_of_every_machine_that_was_measured_the_promise_is_kept_and_the_front_has_the_answers(kind):
     kept, text = report.promise(RESULTS, kind)
